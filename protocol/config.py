@@ -1,0 +1,307 @@
+"""The configuration: YAML -> typed, frozen, fully resolved.
+
+Unknown keys and impossible values raise :class:`~penstock.protocol.errors.ConfigError` that names the key,
+the value and what would be accepted. What must fit together across sections (stages against blocks,
+workers against stages) is checked by :func:`penstock.planner.build.build_plan`, which knows the block table.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.protocol.errors import ConfigError
+from penstock.shm.table import DType
+
+_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(value: Any) -> int:
+    """Bytes from ``20G``, ``512M``, ``1.5T`` (powers of two) or an integer.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value))
+    if match is None:
+        raise ValueError("a size is a number of bytes or a number with K, M, G or T, such as 20G")
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)
+
+
+class RunConfig(_Section):
+    """Identity and place of a run."""
+
+    name: str = Field(default="penstock", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    seed: int = Field(default=1234, ge=0, lt=2**63)
+    dir: Path | None = None
+
+
+class ModelConfig(_Section):
+    """The model: ``hf`` (a Hugging Face configuration as a mapping) or ``path`` (a local directory)."""
+
+    hf: dict[str, Any] | None = None
+    path: Path | None = None
+    dtype: DType = DType.FP32
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.hf is None) == (self.path is None):
+            raise ValueError("give exactly one of model.hf and model.path")
+        if self.hf is not None and "model_type" not in self.hf:
+            raise ValueError("model.hf needs model_type, such as llama, gpt2, qwen2, mistral")
+        return self
+
+
+class DataConfig(_Section):
+    """Training text: ``path`` (``@stdlib``, file or glob of .txt/.jsonl/.py) or ``tokens`` (binary token file).
+
+    ``eval_fraction`` of the sequences, taken from the end, is held out when ``train.eval_every`` is set and
+    no ``eval_path`` is given.
+    """
+
+    path: str | None = None
+    tokens: Path | None = None
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    tokenizer: str = "byte"
+    sequence_length: int = Field(default=256, ge=1)
+    shuffle: bool = True
+    document_masks: bool = False
+    eval_path: str | None = None
+    eval_fraction: float = Field(default=0.02, gt=0.0, lt=1.0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.path is None) == (self.tokens is None):
+            raise ValueError("give exactly one of data.path and data.tokens")
+        return self
+
+
+class TrainConfig(_Section):
+    """Length and batch of the run; batches count sequences. ``freeze``: regular expressions on parameter names."""
+
+    steps: int = Field(default=200, ge=1)
+    global_batch: int = Field(default=8, ge=1)
+    micro_batch: int = Field(default=1, ge=1)
+    clip_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    freeze: tuple[str, ...] = ()
+    eval_every: int = Field(default=0, ge=0)
+    eval_batches: int = Field(default=2, ge=1)
+    save_every: int = Field(default=0, ge=0)
+    keep_snapshots: int = Field(default=2, ge=1)
+    max_skips: int = Field(default=20, ge=1)
+
+    @model_validator(mode="after")
+    def _divisible(self) -> TrainConfig:
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"train.global_batch {self.global_batch} is not divisible by"
+                f" train.micro_batch {self.micro_batch}"
+            )
+        for pattern in self.freeze:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"train.freeze: {pattern!r} is no regular expression: {error}") from error
+        return self
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per attempt."""
+        return self.global_batch // self.micro_batch
+
+
+class OptimizerName(str, Enum):
+    """Optimizers with a native kernel."""
+
+    ADAMW = "adamw"
+    ADAM = "adam"
+
+
+class OptimizerConfig(_Section):
+    """The optimizer and its learning-rate schedule. Weight decay acts on parameters with two or more axes."""
+
+    name: OptimizerName = OptimizerName.ADAMW
+    lr: float = Field(default=3.0e-4, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1.0e-8, gt=0.0)
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0.0)
+    grad_dtype: DType = DType.FP32
+    rollback: Literal["exact"] = "exact"
+    threads: int = Field(default=0, ge=0)
+    initial_loss_scale: float = Field(default=65536.0, gt=0.0)
+    loss_scale_growth_interval: int = Field(default=2000, ge=1)
+
+    @model_validator(mode="after")
+    def _values(self) -> OptimizerConfig:
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"optimizer.betas {list(self.betas)}: each must be in [0, 1)")
+        if self.grad_dtype is DType.FP16:
+            raise ValueError("optimizer.grad_dtype fp16 is not supported; use bf16 or fp32")
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}")
+        return self
+
+
+class ScheduleConfig(_Section):
+    """The pipeline schedule. Numbers of stages default to what the scheme uses with the workers at hand."""
+
+    scheme: Literal["gpipe", "1f1b", "mobius", "spipe"] = "spipe"
+    forward_stages: int | None = Field(default=None, ge=1)
+    backward_stages: int | None = Field(default=None, ge=1)
+    recompute: Literal["full", "none"] | None = None
+    passes: tuple[str, ...] = ()
+    file: Path | None = None
+
+
+class NodeConfig(_Section):
+    """One node of the cluster. ``host`` is where its daemons listen."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")
+    host: str = "127.0.0.1"
+
+
+class ClusterConfig(_Section):
+    """Nodes and workers. ``workers`` counts per node. Ports of 0 are chosen by the system."""
+
+    workers: int = Field(default=2, ge=1, le=64)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
+    nodes: tuple[NodeConfig, ...] = (NodeConfig(name="a"),)
+    scheduler_port: int = Field(default=0, ge=0, le=65535)
+    threads_per_worker: int = Field(default=0, ge=0)
+    heartbeat_interval_s: float = Field(default=0.5, gt=0.0)
+    heartbeat_timeout_s: float = Field(default=10.0, gt=0.0)
+    max_restarts: int = Field(default=20, ge=0)
+
+    @model_validator(mode="after")
+    def _values(self) -> ClusterConfig:
+        names = [node.name for node in self.nodes]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"cluster.nodes need distinct names, at least one; got {names}")
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ValueError("cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s")
+        return self
+
+
+class MemoryConfig(_Section):
+    """Limits that ``plan`` and ``train`` hold the memory table against; unset means what the machine has."""
+
+    host_limit: Size | None = None
+    device_limit: Size | None = None
+
+
+class ObservabilityConfig(_Section):
+    """``metrics_port`` 0 lets each process choose a free port (``penstock status`` lists them)."""
+
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    trace: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(_Section):
+    """A whole configuration."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    memory: MemoryConfig = MemoryConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run keeps its files."""
+        return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+
+    @property
+    def num_workers(self) -> int:
+        """Workers (devices) of all nodes."""
+        return self.cluster.workers * len(self.cluster.nodes)
+
+    def to_yaml(self) -> str:
+        """The full configuration, as written to ``RUN_DIR/resolved.yaml``."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Read a YAML file and apply ``section.key=value`` overrides (values are YAML).
+
+    Raises:
+        ConfigError: unreadable file, no mapping, unknown key, impossible value; all of them listed.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path}: cannot read it: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration {path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"configuration {path}: expected sections (run, model, data, …), got {data!r}")
+    for override in overrides:
+        _apply_override(data, override)
+    return parse_config(data, source=str(path))
+
+
+def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Config:
+    """Validate a nested mapping.
+
+    Raises:
+        ConfigError: every offending key with its value and what would be accepted.
+    """
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_complaint(e) for e in error.errors())) from error
+
+
+def _complaint(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    if error["type"] == "extra_forbidden":
+        section: Any = Config
+        for part in error["loc"][:-1]:
+            field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
+            section = field.annotation if field is not None else None
+        known = ", ".join(section.model_fields) if hasattr(section, "model_fields") else "none"
+        return f"{key}: unknown key; known keys are {known}"
+    if error["type"] == "missing":
+        return f"{key}: is missing"
+    value = error["input"] if not isinstance(error["input"], (dict, BaseModel)) else None
+    shown = f" = {value!r}" if value is not None else ""
+    return f"{key}{shown}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path):
+        raise ConfigError(f"--set {override!r}: write section.key=value, such as train.steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {key}: {text!r} is not valid YAML: {error}") from error
+    target = data
+    for part in path[:-1]:
+        inner = target.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {key}: {part} is not a section")
+        target = inner
+    target[path[-1]] = value

@@ -1,0 +1,199 @@
+"""The block table: a model described as data.
+
+Computed once from the configuration on torch's meta device (``penstock.models``), saved as JSON in the
+run directory, and read by every daemon, so that none of them needs torch. Byte positions inside the
+shared-memory segments follow from it in :mod:`penstock.shm.layout`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+VECTOR_ELEMENTS = 16
+"""Tensors start at multiples of this many elements, so that no vector holds two tensors."""
+
+
+class DType(str, Enum):
+    """Storage types of model state."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.FP32 else 2
+
+
+def padded(num_elements: int) -> int:
+    """Round up to whole vectors of :data:`VECTOR_ELEMENTS`."""
+    return -(-num_elements // VECTOR_ELEMENTS) * VECTOR_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One parameter (or persistent buffer) of a block.
+
+    ``name`` is its key in the Hugging Face state dict. ``offset`` counts elements from the start of the
+    block's trainable array (``trainable``) or of its frozen array (otherwise).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    decay: bool
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements without padding."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BorrowedTensor:
+    """A tied tensor: this block computes with ``name`` of block ``owner`` (head with the embedding's weight).
+
+    ``local_name`` is the key under which the borrowing module knows it. ``contribution`` is the index of
+    the gradient range of the owner that this use fills (the owner's own use is contribution 0).
+    """
+
+    name: str
+    local_name: str
+    owner: int
+    contribution: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecayRange:
+    """Elements ``[start, end)`` of a block's trainable array that share one weight-decay switch."""
+
+    start: int
+    end: int
+    decay: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """One block: embedding, one layer, or final norm + head.
+
+    ``kind`` names the module class and the attributes that differ by layer; blocks of one kind share one
+    module object in a worker. ``trainable_elements`` and ``frozen_elements`` include padding.
+    ``forward_flops`` counts floating-point operations of one forward per token at the configured
+    sequence length; ``activation_bytes`` what autograd keeps per token, ``output_bytes`` what the block hands on per token.
+    """
+
+    index: int
+    name: str
+    kind: str
+    layer_index: int | None
+    tensors: tuple[TensorSpec, ...]
+    borrows: tuple[BorrowedTensor, ...]
+    trainable_elements: int
+    frozen_elements: int
+    contributions: int
+    forward_flops: float
+    activation_bytes: float
+    output_bytes: float
+
+    @property
+    def decay_ranges(self) -> tuple[DecayRange, ...]:
+        """Maximal ranges covering ``[0, trainable_elements)`` with one decay switch each; bounds are 16-aligned."""
+        ranges: list[DecayRange] = []
+        trainable = sorted((t for t in self.tensors if t.trainable), key=lambda t: t.offset)
+        for tensor in trainable:
+            end = tensor.offset + padded(tensor.num_elements)
+            if ranges and ranges[-1].decay == tensor.decay and ranges[-1].end == tensor.offset:
+                ranges[-1] = dataclasses.replace(ranges[-1], end=end)
+            else:
+                ranges.append(DecayRange(start=tensor.offset, end=end, decay=tensor.decay))
+        return tuple(ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """All blocks of a model with the storage types of its state."""
+
+    blocks: tuple[BlockSpec, ...]
+    weight_dtype: DType
+    grad_dtype: DType
+    state_arrays: tuple[str, ...]
+    vocab_size: int
+    num_parameters: int
+
+    def validate(self) -> None:
+        """Check the table's own invariants.
+
+        Raises:
+            ValueError: naming the block and the tensor whose place is impossible.
+        """
+        for position, block in enumerate(self.blocks):
+            if block.index != position:
+                raise ValueError(f"block {block.name!r} has index {block.index}, stands at {position}")
+            for trainable, limit in ((True, block.trainable_elements), (False, block.frozen_elements)):
+                end = 0
+                for tensor in sorted(
+                    (t for t in block.tensors if t.trainable is trainable), key=lambda t: t.offset
+                ):
+                    if tensor.offset != end or tensor.offset % VECTOR_ELEMENTS:
+                        raise ValueError(
+                            f"block {block.name!r}: tensor {tensor.name!r} starts at element"
+                            f" {tensor.offset}, expected {end}"
+                        )
+                    end = tensor.offset + padded(tensor.num_elements)
+                if end != limit:
+                    raise ValueError(f"block {block.name!r}: tensors end at {end}, array at {limit}")
+            for borrowed in block.borrows:
+                owner = self.blocks[borrowed.owner]
+                if borrowed.name not in {t.name for t in owner.tensors}:
+                    raise ValueError(f"block {block.name!r} borrows unknown {borrowed.name!r}")
+                if not 0 < borrowed.contribution < owner.contributions:
+                    raise ValueError(f"block {block.name!r}: bad contribution {borrowed.contribution}")
+
+    def to_json(self) -> str:
+        """Serialize; :meth:`from_json` reads it back to an equal table."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> BlockTable:
+        """Parse and validate.
+
+        Raises:
+            ValueError: the text is no block table, or its invariants do not hold.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            blocks = tuple(_block(entry) for entry in data.pop("blocks"))
+            table = cls(
+                blocks=blocks,
+                weight_dtype=DType(data.pop("weight_dtype")),
+                grad_dtype=DType(data.pop("grad_dtype")),
+                state_arrays=tuple(data.pop("state_arrays")),
+                **data,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a block table: {error!r}") from error
+        table.validate()
+        return table
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the serialized table; state saved under one digest fits only that table."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _block(entry: dict[str, Any]) -> BlockSpec:
+    tensors = tuple(
+        TensorSpec(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in entry.pop("tensors")
+    )
+    borrows = tuple(BorrowedTensor(**borrowed) for borrowed in entry.pop("borrows"))
+    return BlockSpec(tensors=tensors, borrows=borrows, **entry)

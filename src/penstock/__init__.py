@@ -1,0 +1,23 @@
+"""Penstock trains language models that do not fit in the memory of the GPUs at hand.
+
+Model state lives in host memory owned by daemons; workers execute instruction lists; CPU cores run the
+optimizer at the same time; a scheduler commits or rolls back every step. Start with ``penstock --help``
+or :func:`penstock.train`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "train"]
+
+if TYPE_CHECKING:
+    from penstock.client.api import train
+
+
+def __getattr__(name: str) -> Any:
+    """Import the Python entry point lazily, so that daemons start without the client's dependencies."""
+    if name == "train":
+        from penstock.client.api import train
+
+        return train
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
