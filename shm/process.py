@@ -1,0 +1,44 @@
+"""Who a process is, beyond reuse of process ids: pid, start time, boot."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity:
+    """``start_ticks`` is field 22 of /proc/PID/stat (clock ticks since boot); ``boot`` the kernel's boot id."""
+
+    pid: int
+    start_ticks: int
+    boot: uuid.UUID
+
+    @classmethod
+    def current(cls) -> ProcessIdentity:
+        """The calling process."""
+        ticks = start_ticks(os.getpid())
+        assert ticks is not None, "the calling process must be listed in /proc"
+        return cls(pid=os.getpid(), start_ticks=ticks, boot=boot_id())
+
+    def alive(self) -> bool:
+        """Whether exactly this process still runs (zombies count as dead)."""
+        return self.boot == boot_id() and start_ticks(self.pid) == self.start_ticks
+
+
+def boot_id() -> uuid.UUID:
+    """Identity of the running kernel instance."""
+    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a living process, None for one that is gone or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name may hold spaces and parentheses: fields are counted after the last ')'.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
