@@ -1,0 +1,329 @@
+"""The control segment: who is committed, what lies in each weight slot, what a pass was doing when it died.
+
+Layout (little-endian; every word 8 bytes, 8-byte aligned)::
+
+    offset  word(s)                writer                  readers
+    ------  ---------------------  ----------------------  -------------------------------
+         0  magic                  memoryd (last, once)    all
+         8  format version         memoryd                 all
+        16  run id (16 ASCII)      memoryd                 all
+        32  layout digest (32)     memoryd                 all
+        64  number of blocks       memoryd                 all
+        72  undo bytes             memoryd                 optimizerd
+        80  incarnation            memoryd (restore)       all; 0: the segments hold no model yet
+        88  owner pid              memoryd                 memoryd, doctor
+        96  owner start ticks      memoryd                 memoryd, doctor
+       104  owner boot id (16)     memoryd                 memoryd, doctor
+       120  epoch                  optimizerd (Begin)      all
+       128  committed version      optimizerd, memoryd     workers, memoryd
+       256  record of even version optimizerd, memoryd     optimizerd, memoryd
+       384  record of odd version  optimizerd, memoryd     optimizerd, memoryd
+       512  pass: active           optimizerd              optimizerd (recovery)
+       520  pass: block            optimizerd              optimizerd (recovery)
+       528  pass: state version it leads to
+      4096  undo area of the native passes (see native/undo.h), page-aligned
+         …  block words, 128 bytes a block:
+            +0 state version       optimizerd, memoryd     optimizerd, memoryd
+            +8 version in slot 0   optimizerd, memoryd     workers, memoryd
+           +16 version in slot 1   optimizerd, memoryd     workers, memoryd
+           +24 unused
+           +32 ready words, one per contribution (at most 12): (epoch << 32) | attempt
+                                   the worker that computes it; optimizerd reads
+
+memoryd writes versions and records only during a restore, when optimizerd is drained. A record is
+eight payload words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from penstock._native import load_u64, store_u64
+from penstock.shm.errors import (
+    BadHeaderError,
+    ForeignOwnerError,
+    ShortSegmentError,
+    VersionMismatchError,
+)
+from penstock.shm.layout import PAGE_BYTES
+from penstock.shm.process import ProcessIdentity
+
+MAGIC = 0x314B_434F_5453_4E50  # "PNSTOCK1", little-endian
+FORMAT_VERSION = 1
+INVALID_VERSION = 2**64 - 1
+MAX_CONTRIBUTIONS = 12
+
+_FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
+_INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
+_EPOCH, _COMMITTED, _RECORDS, _PASS = 120, 128, 256, 512
+_RECORD_BYTES, _BLOCK_BYTES, _READY = 128, 128, 32
+_RECORD = struct.Struct("<QQQdddQQ")
+
+
+class Decision(IntEnum):
+    """How an attempt ended. ``RESTORE`` marks the record of a loaded state."""
+
+    COMMIT = 1
+    AMEND = 2
+    SKIP = 3
+    RESTORE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """Everything a later settle needs to repeat the update of ``version`` bit for bit."""
+
+    version: int
+    attempt: int
+    decision: Decision
+    coefficient: float
+    inverse_loss_scale: float
+    learning_rate: float
+    bias_step: int
+    incarnation: int
+
+    def pack(self) -> bytes:
+        """64 payload bytes and the checksum word."""
+        payload = _RECORD.pack(
+            self.version,
+            self.attempt,
+            self.decision,
+            self.coefficient,
+            self.inverse_loss_scale,
+            self.learning_rate,
+            self.bias_step,
+            self.incarnation,
+        )
+        return payload + struct.pack("<Q", zlib.crc32(payload))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> CommitRecord | None:
+        """The record, or None when the bytes hold none (never written, or cut short)."""
+        payload, (checksum,) = data[: _RECORD.size], struct.unpack_from("<Q", data, _RECORD.size)
+        version, attempt, decision, *rest = _RECORD.unpack(payload)
+        if checksum != zlib.crc32(payload) or decision not in Decision:
+            return None
+        coefficient, inverse_loss_scale, learning_rate, bias_step, incarnation = rest
+        return cls(
+            version=version,
+            attempt=attempt,
+            decision=Decision(decision),
+            coefficient=coefficient,
+            inverse_loss_scale=inverse_loss_scale,
+            learning_rate=learning_rate,
+            bias_step=bias_step,
+            incarnation=incarnation,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassIntent:
+    """A settle or advance that was under way: of which block, and the state version it leads to."""
+
+    block: int
+    state_version: int
+
+
+def control_bytes(num_blocks: int, undo_bytes: int) -> int:
+    """Size of the control segment."""
+    return PAGE_BYTES + _round_up(undo_bytes) + _round_up(num_blocks * _BLOCK_BYTES)
+
+
+class ControlView:
+    """Typed access to the words of a mapped control segment. Methods are named after the words above."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        self.num_blocks = load_u64(buffer, _NUM_BLOCKS)
+        self.undo_bytes = load_u64(buffer, _UNDO_BYTES)
+        self._blocks = PAGE_BYTES + _round_up(self.undo_bytes)
+
+    @classmethod
+    def initialize(
+        cls, buffer: memoryview, *, run_id: str, digest: bytes, num_blocks: int, undo_bytes: int
+    ) -> ControlView:
+        """Write the header of a fresh segment; the magic number last, so a half-written one has none."""
+        store_u64(buffer, _FORMAT, FORMAT_VERSION)
+        buffer[_RUN_ID : _RUN_ID + 16] = run_id.encode().ljust(16, b"\0")
+        buffer[_DIGEST : _DIGEST + 32] = digest
+        store_u64(buffer, _NUM_BLOCKS, num_blocks)
+        store_u64(buffer, _UNDO_BYTES, undo_bytes)
+        view = cls(buffer)
+        view.set_owner(ProcessIdentity.current())
+        for block in range(num_blocks):
+            view.set_slot_version(block, 0, INVALID_VERSION)
+            view.set_slot_version(block, 1, INVALID_VERSION)
+        store_u64(buffer, 0, MAGIC)
+        return view
+
+    @classmethod
+    def open(cls, buffer: memoryview, *, run_id: str, digest: bytes | None) -> ControlView:
+        """Check the header before anything is believed. ``digest`` None skips the check of the layout.
+
+        Raises:
+            ShortSegmentError, BadHeaderError, VersionMismatchError, ForeignOwnerError: see their names.
+        """
+        if len(buffer) < PAGE_BYTES:
+            raise ShortSegmentError(f"control segment has {len(buffer)} bytes, a header needs {PAGE_BYTES}")
+        if load_u64(buffer, 0) != MAGIC:
+            raise BadHeaderError("control segment has no Penstock header (half-written, or not ours)")
+        version = load_u64(buffer, _FORMAT)
+        if version != FORMAT_VERSION:
+            raise VersionMismatchError(
+                f"control segment has format {version}, this Penstock reads {FORMAT_VERSION}"
+            )
+        found = bytes(buffer[_RUN_ID : _RUN_ID + 16]).rstrip(b"\0").decode("ascii", "replace")
+        if found != run_id:
+            raise ForeignOwnerError(f"control segment belongs to run {found!r}, not {run_id!r}")
+        if digest is not None and bytes(buffer[_DIGEST : _DIGEST + 32]) != digest:
+            raise ForeignOwnerError(
+                "segments in /dev/shm were laid out for another model, cluster or schedule of this run:"
+                " resume with the settings they were made with and save, or drop them with"
+                " penstock doctor --clean"
+            )
+        view = cls(buffer)
+        needed = control_bytes(view.num_blocks, view.undo_bytes)
+        if len(buffer) < needed:
+            raise ShortSegmentError(f"control segment has {len(buffer)} bytes, its layout needs {needed}")
+        return view
+
+    @property
+    def owner(self) -> ProcessIdentity:
+        """The memoryd that created or last adopted the segments."""
+        return ProcessIdentity(
+            pid=self._load(_OWNER_PID),
+            start_ticks=self._load(_OWNER_START),
+            boot=uuid.UUID(bytes=bytes(self._buffer[_OWNER_BOOT : _OWNER_BOOT + 16])),
+        )
+
+    def set_owner(self, identity: ProcessIdentity) -> None:
+        """Record the memoryd that owns the segments now."""
+        self._store(_OWNER_PID, identity.pid)
+        self._store(_OWNER_START, identity.start_ticks)
+        self._buffer[_OWNER_BOOT : _OWNER_BOOT + 16] = identity.boot.bytes
+
+    @property
+    def run_id(self) -> str:
+        """The run the segments belong to."""
+        return bytes(self._buffer[_RUN_ID : _RUN_ID + 16]).rstrip(b"\0").decode("ascii", "replace")
+
+    @property
+    def incarnation(self) -> int:
+        """Which filling of the memory this is; 0 before the first restore."""
+        return self._load(_INCARNATION)
+
+    def set_incarnation(self, incarnation: int) -> None:
+        """0 first, before anything is overwritten; the new number last."""
+        self._store(_INCARNATION, incarnation)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last Begin."""
+        return self._load(_EPOCH)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Enter an epoch."""
+        self._store(_EPOCH, epoch)
+
+    @property
+    def committed(self) -> int:
+        """The committed version: weights are read from slot ``committed % 2``."""
+        return self._load(_COMMITTED)
+
+    def set_committed(self, version: int) -> None:
+        """Flip. The record of ``version`` must have been written before (see :meth:`write_record`)."""
+        self._store(_COMMITTED, version)
+
+    def write_record(self, record: CommitRecord) -> None:
+        """Keep the record of ``record.version``, replacing that of two versions before."""
+        start = _RECORDS + (record.version % 2) * _RECORD_BYTES
+        data = record.pack()
+        self._buffer[start : start + len(data)] = data
+
+    def record(self, version: int) -> CommitRecord | None:
+        """The record of ``version`` if it is among the two kept."""
+        start = _RECORDS + (version % 2) * _RECORD_BYTES
+        found = CommitRecord.unpack(bytes(self._buffer[start : start + _RECORD_BYTES]))
+        return found if found is not None and found.version == version else None
+
+    def begin_pass(self, intent: PassIntent) -> None:
+        """Announce a pass that overwrites state; the active word goes last."""
+        self._store(_PASS + 8, intent.block)
+        self._store(_PASS + 16, intent.state_version)
+        self._store(_PASS, 1)
+
+    def end_pass(self) -> None:
+        """The announced pass is complete and its state version written."""
+        self._store(_PASS, 0)
+
+    @property
+    def interrupted_pass(self) -> PassIntent | None:
+        """The pass that was under way when its optimizerd died, if any."""
+        if not self._load(_PASS):
+            return None
+        return PassIntent(block=self._load(_PASS + 8), state_version=self._load(_PASS + 16))
+
+    @property
+    def undo_area(self) -> memoryview:
+        """Writable bytes for the native passes' undo slots."""
+        return self._buffer[PAGE_BYTES : PAGE_BYTES + self.undo_bytes]
+
+    def state_version(self, block: int) -> int:
+        """How many commits master and state of the block contain."""
+        return self._load(self._block(block))
+
+    def set_state_version(self, block: int, version: int) -> None:
+        """After a pass wrote the last element of the block's state."""
+        self._store(self._block(block), version)
+
+    def slot_version(self, block: int, slot: int) -> int:
+        """The version whose weights the slot holds, or :data:`INVALID_VERSION`."""
+        return self._load(self._block(block) + 8 + 8 * slot)
+
+    def set_slot_version(self, block: int, slot: int, version: int) -> None:
+        """INVALID before the first write into the slot, the version after the last."""
+        self._store(self._block(block) + 8 + 8 * slot, version)
+
+    def readable(self, block: int, version: int) -> bool:
+        """Whether the block's weights of ``version`` are complete and committed."""
+        return self.committed >= version and self.slot_version(block, version % 2) == version
+
+    def ready(self, block: int, contribution: int) -> tuple[int, int]:
+        """(epoch, attempt) of the complete gradients in the contribution's range."""
+        word = self._load(self._block(block) + _READY + 8 * contribution)
+        return word >> 32, word & 0xFFFF_FFFF
+
+    def set_ready(self, block: int, contribution: int, *, epoch: int, attempt: int) -> None:
+        """The writer of the contribution has written its last byte."""
+        self._store(
+            self._block(block) + _READY + 8 * contribution, (epoch << 32) | (attempt & 0xFFFF_FFFF)
+        )
+
+    def validate(self) -> None:
+        """Check the conservation rules: no commit applied twice, none lost.
+
+        Raises:
+            ValueError: naming the block and its versions.
+        """
+        committed = self.committed
+        for block in range(self.num_blocks):
+            version = self.state_version(block)
+            if version not in (committed, committed - 1):
+                raise ValueError(f"block {block}: state version {version}, committed {committed}")
+
+    def _block(self, block: int) -> int:
+        return self._blocks + block * _BLOCK_BYTES
+
+    def _load(self, offset: int) -> int:
+        return load_u64(self._buffer, offset)
+
+    def _store(self, offset: int, value: int) -> None:
+        store_u64(self._buffer, offset, value)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

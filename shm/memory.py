@@ -1,0 +1,146 @@
+"""A node's memory: its segments and NumPy views of every array in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.shm.control import ControlView, control_bytes
+from penstock.shm.layout import ArrayKey, NodeLayout, SegmentKind
+from penstock.shm.segment import Segment, unlink
+from penstock.shm.table import BlockTable, DType
+
+Array = npt.NDArray[Any]
+
+_NUMPY_TYPES = {DType.FP32: np.float32, DType.BF16: np.uint16, DType.FP16: np.float16}
+"""NumPy has no bfloat16: its bits travel as uint16."""
+
+
+def segment_name(run_id: str, node_name: str, kind: SegmentKind) -> str:
+    """``/penstock-<run id>-<node>-<kind>``."""
+    return f"/penstock-{run_id}-{node_name}-{kind.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySpec:
+    """What identifies a node's memory: enough to create or attach it."""
+
+    run_id: str
+    node_name: str
+    table: BlockTable
+    layout: NodeLayout
+    undo_bytes: int
+
+    def sizes(self) -> dict[str, int]:
+        """Segment name -> bytes, of the segments that are not empty."""
+        sizes = {kind: size for kind, size in self.layout.sizes.items() if size}
+        sizes[SegmentKind.CONTROL] = control_bytes(len(self.table.blocks), self.undo_bytes)
+        return {self.name(kind): size for kind, size in sizes.items()}
+
+    def name(self, kind: SegmentKind) -> str:
+        """Name of one of the node's segments."""
+        return segment_name(self.run_id, self.node_name, kind)
+
+
+class NodeMemory:
+    """The mapped segments of one node. Views stay valid until :meth:`close` and the last reference to them."""
+
+    def __init__(self, spec: MemorySpec, segments: dict[str, Segment], control: ControlView) -> None:
+        self.spec = spec
+        self.control = control
+        self._segments = segments
+
+    @classmethod
+    def create(cls, spec: MemorySpec) -> NodeMemory:
+        """Create all segments, the control segment last: where it exists, the others do too.
+
+        Raises:
+            SegmentError: a segment cannot be created; those created before are removed again.
+        """
+        segments: dict[str, Segment] = {}
+        try:
+            for name, size in spec.sizes().items():  # control is the last entry
+                segments[name] = Segment.create(name, size)
+        except BaseException:
+            for segment in segments.values():
+                segment.close()
+                segment.unlink()
+            raise
+        control = ControlView.initialize(
+            segments[spec.name(SegmentKind.CONTROL)].buffer,
+            run_id=spec.run_id,
+            digest=spec.layout.digest,
+            num_blocks=len(spec.table.blocks),
+            undo_bytes=spec.undo_bytes,
+        )
+        return cls(spec, segments, control)
+
+    @classmethod
+    def attach(cls, spec: MemorySpec) -> NodeMemory:
+        """Map existing segments after checking headers, layout digest and sizes.
+
+        Raises:
+            SegmentError: missing, short, foreign or damaged; nothing was touched.
+        """
+        segments: dict[str, Segment] = {}
+        try:
+            name = spec.name(SegmentKind.CONTROL)
+            segments[name] = Segment.attach(name)
+            control = ControlView.open(
+                segments[name].buffer, run_id=spec.run_id, digest=spec.layout.digest
+            )
+            for kind, size in spec.layout.sizes.items():
+                if size:
+                    segments[spec.name(kind)] = Segment.attach(spec.name(kind), size)
+        except BaseException:
+            for segment in segments.values():
+                segment.close()
+            raise
+        return cls(spec, segments, control)
+
+    def weights(self, block: int, slot: int) -> Array:
+        """Trainable weights in ``slot``, 1-D, in the weight dtype (bf16 as uint16 bits)."""
+        return self._view((block, "weights", slot, 0), self.spec.table.weight_dtype)
+
+    def frozen(self, block: int) -> Array:
+        """Frozen weights, 1-D, in the weight dtype."""
+        return self._view((block, "frozen", 0, 0), self.spec.table.weight_dtype)
+
+    def state(self, block: int, name: str) -> Array:
+        """``master`` or one of the table's state arrays, 1-D fp32."""
+        return self._view((block, name, 0, 0), DType.FP32)
+
+    def grads(self, block: int, copy: int, contribution: int) -> Array:
+        """Gradients of one contribution, 1-D, in the gradient dtype (bf16 as uint16 bits)."""
+        return self._view((block, "grads", copy, contribution), self.spec.table.grad_dtype)
+
+    def has(self, key: ArrayKey) -> bool:
+        """Whether this node holds the array."""
+        return key in self.spec.layout.arrays
+
+    def owned_blocks(self) -> tuple[int, ...]:
+        """Blocks whose weights and state live here, in order."""
+        return tuple(b for b, name, slot, _ in self.spec.layout.arrays if (name, slot) == ("weights", 0))
+
+    def close(self) -> None:
+        """Unmap."""
+        for segment in self._segments.values():
+            segment.close()
+
+    def unlink(self) -> None:
+        """Remove the names: the control segment first, so that no half-removed memory looks whole."""
+        for kind in (SegmentKind.CONTROL, *self.spec.layout.sizes):
+            unlink(self.spec.name(kind))
+
+    def _view(self, key: ArrayKey, dtype: DType) -> Array:
+        place = self.spec.layout.arrays[key]
+        buffer = self._segments[self.spec.name(place.segment)].buffer if place.num_bytes else b""
+        return np.frombuffer(
+            buffer,
+            dtype=_NUMPY_TYPES[dtype],
+            count=place.num_bytes // dtype.itemsize,
+            offset=place.offset if place.num_bytes else 0,
+        )
