@@ -115,7 +115,9 @@ class TrainConfig(_Section):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"train.freeze: {pattern!r} is no regular expression: {error}") from error
+                raise ValueError(
+                    f"train.freeze: {pattern!r} is no regular expression: {error}"
+                ) from error
         return self
 
     @property
@@ -195,7 +197,9 @@ class ClusterConfig(_Section):
         if not names or len(set(names)) != len(names):
             raise ValueError(f"cluster.nodes need distinct names, at least one; got {names}")
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
-            raise ValueError("cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s")
+            raise ValueError(
+                "cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s"
+            )
         return self
 
 
@@ -255,7 +259,9 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     except yaml.YAMLError as error:
         raise ConfigError(f"configuration {path}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"configuration {path}: expected sections (run, model, data, …), got {data!r}")
+        raise ConfigError(
+            f"configuration {path}: expected sections (run, model, data, …), got {data!r}"
+        )
     for override in overrides:
         _apply_override(data, override)
     return parse_config(data, source=str(path))
@@ -270,7 +276,9 @@ def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Conf
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_complaint(e) for e in error.errors())) from error
+        raise ConfigError(
+            f"{source}: " + "; ".join(_complaint(e) for e in error.errors())
+        ) from error
 
 
 def _complaint(error: Any) -> str:

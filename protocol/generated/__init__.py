@@ -1,0 +1,1 @@
+"""Written by protoc from scheduler.proto (`make proto`); do not edit."""

@@ -1,0 +1,459 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class MemberMessage(_message.Message):
+    __slots__ = ("hello", "heartbeat", "fenced", "drained", "restored", "ready", "block_status", "attempt_done", "amended", "settled", "saved", "evaluation_done", "failed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STATUS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_DONE_FIELD_NUMBER: _ClassVar[int]
+    AMENDED_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: Heartbeat
+    fenced: Fenced
+    drained: Drained
+    restored: Restored
+    ready: Ready
+    block_status: BlockStatus
+    attempt_done: AttemptDone
+    amended: Amended
+    settled: Settled
+    saved: Saved
+    evaluation_done: EvaluationDone
+    failed: Failed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "metrics_port")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DATA_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    member: str
+    pid: int
+    epoch: int
+    data_endpoint: str
+    metrics_port: int
+    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Fenced(_message.Message):
+    __slots__ = ("member", "pid")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    pid: int
+    def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class MemoryState(_message.Message):
+    __slots__ = ("incarnation", "committed")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    committed: int
+    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ...) -> None: ...
+
+class Drained(_message.Message):
+    __slots__ = ("epoch", "memory")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    memory: MemoryState
+    def __init__(self, epoch: _Optional[int] = ..., memory: _Optional[_Union[MemoryState, _Mapping]] = ...) -> None: ...
+
+class Restored(_message.Message):
+    __slots__ = ("epoch", "incarnation")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    incarnation: int
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class BlockStatus(_message.Message):
+    __slots__ = ("epoch", "attempt", "block", "finite", "sum_squares", "seconds")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    FINITE_FIELD_NUMBER: _ClassVar[int]
+    SUM_SQUARES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    block: int
+    finite: bool
+    sum_squares: float
+    seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., block: _Optional[int] = ..., finite: _Optional[bool] = ..., sum_squares: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class AttemptDone(_message.Message):
+    __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
+    LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    loss_sum: float
+    loss_tokens: int
+    busy_seconds: float
+    wall_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., wall_seconds: _Optional[float] = ...) -> None: ...
+
+class Amended(_message.Message):
+    __slots__ = ("epoch", "attempt")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Settled(_message.Message):
+    __slots__ = ("epoch", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class SavedFile(_message.Message):
+    __slots__ = ("name", "bytes", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class Saved(_message.Message):
+    __slots__ = ("epoch", "version", "files", "error")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    files: _containers.RepeatedCompositeFieldContainer[SavedFile]
+    error: str
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SavedFile, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class EvaluationDone(_message.Message):
+    __slots__ = ("epoch", "evaluation", "loss_sum", "loss_tokens")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
+    LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    evaluation: int
+    loss_sum: float
+    loss_tokens: int
+    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("error", "exit_code", "epoch", "attempt")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    exit_code: int
+    epoch: int
+    attempt: int
+    def __init__(self, error: _Optional[str] = ..., exit_code: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class SchedulerMessage(_message.Message):
+    __slots__ = ("heartbeat", "refused", "fence", "drain", "restore", "begin", "run_attempt", "amend", "commit", "skip", "settle", "save", "evaluate", "shutdown")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    RUN_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    AMEND_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    heartbeat: Heartbeat
+    refused: Refused
+    fence: Fence
+    drain: Drain
+    restore: Restore
+    begin: Begin
+    run_attempt: RunAttempt
+    amend: Amend
+    commit: Commit
+    skip: Skip
+    settle: Settle
+    save: Save
+    evaluate: Evaluate
+    shutdown: Shutdown
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., run_attempt: _Optional[_Union[RunAttempt, _Mapping]] = ..., amend: _Optional[_Union[Amend, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., skip: _Optional[_Union[Skip, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Fence(_message.Message):
+    __slots__ = ("member", "pid")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    pid: int
+    def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class Restore(_message.Message):
+    __slots__ = ("epoch", "incarnation", "source", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    incarnation: int
+    source: str
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., source: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Record(_message.Message):
+    __slots__ = ("version", "attempt", "decision", "coefficient", "inverse_loss_scale", "learning_rate", "bias_step", "incarnation")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    INVERSE_LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BIAS_STEP_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    attempt: int
+    decision: int
+    coefficient: float
+    inverse_loss_scale: float
+    learning_rate: float
+    bias_step: int
+    incarnation: int
+    def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., decision: _Optional[int] = ..., coefficient: _Optional[float] = ..., inverse_loss_scale: _Optional[float] = ..., learning_rate: _Optional[float] = ..., bias_step: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Endpoint(_message.Message):
+    __slots__ = ("member", "address")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    address: str
+    def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("epoch", "record", "plan_json", "endpoints")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    record: Record
+    plan_json: str
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., plan_json: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+
+class RunAttempt(_message.Message):
+    __slots__ = ("epoch", "attempt", "base_version", "data_position", "loss_scale", "learning_rate", "hold")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DATA_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    base_version: int
+    data_position: int
+    loss_scale: float
+    learning_rate: float
+    hold: bool
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., base_version: _Optional[int] = ..., data_position: _Optional[int] = ..., loss_scale: _Optional[float] = ..., learning_rate: _Optional[float] = ..., hold: _Optional[bool] = ...) -> None: ...
+
+class Amend(_message.Message):
+    __slots__ = ("epoch", "attempt", "record")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    record: Record
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("epoch", "record")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    record: Record
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
+
+class Skip(_message.Message):
+    __slots__ = ("epoch", "attempt")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Settle(_message.Message):
+    __slots__ = ("epoch", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Save(_message.Message):
+    __slots__ = ("epoch", "version", "directory")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    directory: str
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., directory: _Optional[str] = ...) -> None: ...
+
+class Evaluate(_message.Message):
+    __slots__ = ("epoch", "evaluation", "base_version", "batches")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    evaluation: int
+    base_version: int
+    batches: int
+    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., base_version: _Optional[int] = ..., batches: _Optional[int] = ...) -> None: ...
+
+class Shutdown(_message.Message):
+    __slots__ = ("keep_memory", "reason")
+    KEEP_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    keep_memory: bool
+    reason: str
+    def __init__(self, keep_memory: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "metrics_port")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    state: str
+    pid: int
+    silent_seconds: float
+    restarts: int
+    metrics_port: int
+    def __init__(self, member: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., silent_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("run_id", "run_name", "phase", "epoch", "version", "attempt", "steps", "last_metrics_json", "members", "message", "eta_seconds", "plan_scheme", "saved_version", "has_saved")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_NAME_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    LAST_METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ETA_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_SCHEME_FIELD_NUMBER: _ClassVar[int]
+    SAVED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HAS_SAVED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    run_name: str
+    phase: str
+    epoch: int
+    version: int
+    attempt: int
+    steps: int
+    last_metrics_json: str
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    message: str
+    eta_seconds: float
+    plan_scheme: str
+    saved_version: int
+    has_saved: bool
+    def __init__(self, run_id: _Optional[str] = ..., run_name: _Optional[str] = ..., phase: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., steps: _Optional[int] = ..., last_metrics_json: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., message: _Optional[str] = ..., eta_seconds: _Optional[float] = ..., plan_scheme: _Optional[str] = ..., saved_version: _Optional[int] = ..., has_saved: _Optional[bool] = ...) -> None: ...
+
+class ControlReply(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class SnapshotReply(_message.Message):
+    __slots__ = ("directory", "version")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    version: int
+    def __init__(self, directory: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
