@@ -47,7 +47,11 @@ def expected_members(config: Config) -> tuple[str, ...]:
     """All members an epoch needs."""
     members = []
     for index, node in enumerate(config.cluster.nodes):
-        members += [node_member_name(node.name), memoryd_name(node.name), optimizerd_name(node.name)]
+        members += [
+            node_member_name(node.name),
+            memoryd_name(node.name),
+            optimizerd_name(node.name),
+        ]
         members += [worker_name(device) for device in devices_of_node(config, index)]
     return tuple(members)
 

@@ -1,0 +1,109 @@
+"""The run directory: what processes of a run find there before they talk to each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from penstock.protocol.config import Config, load_config
+from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.names import ownership
+from penstock.protocol.plan import Plan
+from penstock.shm.layout import NodeLayout
+from penstock.shm.memory import MemorySpec
+from penstock.shm.table import BlockTable
+
+FORMAT = 1
+MAX_OPTIMIZER_THREADS = 64
+"""The undo area has room for this many threads, so its size does not depend on the configuration."""
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that readers see the old text or the new, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A prepared run directory. Attributes are read once, when first asked for."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """Make the directory and give the run its identity; an existing one keeps its own."""
+        path.mkdir(parents=True, exist_ok=True)
+        identity = path / "run.json"
+        if not identity.exists():
+            fields = {
+                "run_id": secrets.token_hex(6),
+                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "format": FORMAT,
+            }
+            write_atomically(identity, json.dumps(fields))
+        return cls(path)
+
+    @cached_property
+    def run_id(self) -> str:
+        """12 hexadecimal digits."""
+        fields = json.loads(self._text("run.json"))
+        if fields.get("format") != FORMAT:
+            raise StateError(
+                f"{self.path / 'run.json'}: format {fields.get('format')!r}, this Penstock reads {FORMAT}"
+            )
+        return str(fields["run_id"])
+
+    @cached_property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return load_config(self.path / "resolved.yaml")
+
+    @cached_property
+    def table(self) -> BlockTable:
+        """The block table."""
+        try:
+            return BlockTable.from_json(self._text("table.json"))
+        except ValueError as error:
+            raise StateError(f"{self.path / 'table.json'}: {error}") from error
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return Plan.from_json(self._text("plan.json"))
+
+    @property
+    def state_dir(self) -> Path:
+        """Where saved states live."""
+        return self.path / "state"
+
+    def memory_spec(self, node: int) -> MemorySpec:
+        """Names and layout of a node's shared memory."""
+        # Imported here: the client reads run directories on machines without the native module.
+        from penstock._native import undo_bytes
+
+        owners = ownership(self.config, self.table, self.plan)
+        return MemorySpec(
+            run_id=self.run_id,
+            node_name=self.config.cluster.nodes[node].name,
+            table=self.table,
+            layout=NodeLayout.compute(self.table, owners, node),
+            undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
+        )
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{self.path / name} does not exist: start the run with penstock train or penstock node"
+            ) from error
