@@ -1,0 +1,270 @@
+// The Python module penstock._native. Its types and docstrings are in src/penstock/_native.pyi.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "atomics.h"
+#include "passes.h"
+
+namespace penstock {
+namespace nb = nanobind;
+namespace {
+
+using ObjectList = std::vector<nb::object>;
+using RangeList = std::vector<RangeTuple>;
+using SpanList = std::optional<std::vector<SpanTuple>>;
+
+// Arguments that every pass over model state has.
+Block check_block(ArrayArguments& arrays, nb::handle master, nb::handle exp_avg,
+                  nb::handle exp_avg_sq, const RangeList& ranges) {
+  Block block;
+  block.master = arrays.state("master", master);
+  block.exp_avg = arrays.state("exp_avg", exp_avg);
+  block.exp_avg_sq = arrays.state("exp_avg_sq", exp_avg_sq);
+  block.num_elements = arrays.num_elements();
+  block.ranges = check_ranges(ranges, block.num_elements);
+  return block;
+}
+
+// preview and step_in_place take the same arguments.
+using StatelessPass = Status (*)(Pool&, const Block&, const Gradients&, const Hyper&,
+                                 const Weights&);
+
+template <StatelessPass kPass>
+Status bound_pass(Pool& pool, nb::handle master, nb::handle exp_avg, nb::handle exp_avg_sq,
+                  const ObjectList& grads, nb::handle weights, WeightsType weights_dtype,
+                  const Hyper& hyper, const RangeList& ranges) {
+  ArrayArguments arrays;
+  const Block block = check_block(arrays, master, exp_avg, exp_avg_sq, ranges);
+  const Gradients gradients = arrays.gradients("grads", grads);
+  const Weights out = arrays.weights(weights, weights_dtype);
+  const nb::gil_scoped_release unlocked;
+  return kPass(pool, block, gradients, hyper, out);
+}
+
+void bound_settle(Pool& pool, nb::handle master, nb::handle exp_avg, nb::handle exp_avg_sq,
+                  const ObjectList& grads, const Hyper& hyper, const RangeList& ranges,
+                  nb::handle undo, const SpanList& spans, std::uint64_t tag) {
+  ArrayArguments arrays;
+  const BufferView undo_buffer(undo, /*writable=*/true);
+  const Block block = check_block(arrays, master, exp_avg, exp_avg_sq, ranges);
+  const Gradients gradients = arrays.gradients("grads", grads);
+  const Settlement settlement{check_undo(undo_buffer), check_spans(spans, block.num_elements), tag};
+  const nb::gil_scoped_release unlocked;
+  settle(pool, block, gradients, hyper, settlement);
+}
+
+Status bound_advance(Pool& pool, nb::handle master, nb::handle exp_avg, nb::handle exp_avg_sq,
+                     const ObjectList& pending_grads, const Hyper& pending_hyper,
+                     const ObjectList& grads, const Hyper& hyper, nb::handle weights,
+                     WeightsType weights_dtype, const RangeList& ranges, nb::handle undo,
+                     const SpanList& spans, std::uint64_t tag) {
+  ArrayArguments arrays;
+  const BufferView undo_buffer(undo, /*writable=*/true);
+  const Block block = check_block(arrays, master, exp_avg, exp_avg_sq, ranges);
+  const Gradients pending = arrays.gradients("pending_grads", pending_grads);
+  const Gradients gradients = arrays.gradients("grads", grads);
+  if (pending.type != gradients.type) {
+    throw std::invalid_argument("pending_grads and grads must have the same dtype");
+  }
+  const Weights out = arrays.weights(weights, weights_dtype);
+  const Settlement settlement{check_undo(undo_buffer), check_spans(spans, block.num_elements), tag};
+  const nb::gil_scoped_release unlocked;
+  return advance(pool, block, pending, pending_hyper, gradients, hyper, out, settlement);
+}
+
+Status bound_gradient_status(Pool& pool, const ObjectList& grads) {
+  ArrayArguments arrays;
+  const Gradients gradients = arrays.gradients("grads", grads);
+  const nb::gil_scoped_release unlocked;
+  return gradient_status(pool, gradients, arrays.num_elements());
+}
+
+void bound_cast_weights(Pool& pool, nb::handle master, nb::handle weights,
+                        WeightsType weights_dtype) {
+  ArrayArguments arrays;
+  const float* from = arrays.constant("master", master);
+  const Weights out = arrays.weights(weights, weights_dtype);
+  const nb::gil_scoped_release unlocked;
+  cast_weights(pool, from, out, arrays.num_elements());
+}
+
+std::vector<SpanTuple> bound_repair(nb::handle undo, nb::handle master, nb::handle exp_avg,
+                                    nb::handle exp_avg_sq) {
+  ArrayArguments arrays;
+  const BufferView undo_buffer(undo, /*writable=*/true);
+  float* const p = arrays.state("master", master);
+  float* const m = arrays.state("exp_avg", exp_avg);
+  float* const v = arrays.state("exp_avg_sq", exp_avg_sq);
+  std::vector<SpanTuple> spans;
+  for (const Span& span : check_undo(undo_buffer).repair(p, m, v, arrays.num_elements())) {
+    spans.emplace_back(static_cast<std::int64_t>(span.start), static_cast<std::int64_t>(span.end));
+  }
+  return spans;
+}
+
+std::string hyper_repr(const Hyper& h) {
+  char text[256];
+  std::snprintf(text, sizeof(text),
+                "Hyper(lr=%.17g, beta1=%.17g, beta2=%.17g, eps=%.17g, step=%llu, "
+                "coefficient=%.17g, adamw=%s)",
+                h.lr, h.beta1, h.beta2, h.eps, static_cast<unsigned long long>(h.step),
+                h.coefficient, h.adamw ? "True" : "False");
+  return text;
+}
+
+std::string status_repr(const Status& status) {
+  char text[96];
+  std::snprintf(text, sizeof(text), "Status(finite=%s, sum_squares=%.17g)",
+                status.finite ? "True" : "False", status.sum_squares);
+  return text;
+}
+
+void bind_atomics(nb::module_& module) {
+  using nb::literals::operator""_a;
+  module.def(
+      "load_u64",
+      [](nb::handle buffer, std::int64_t byte_offset) {
+        return load_acquire(BufferView(buffer, /*writable=*/false).word(byte_offset));
+      },
+      "buffer"_a, "byte_offset"_a);
+  module.def(
+      "store_u64",
+      [](nb::handle buffer, std::int64_t byte_offset, std::uint64_t value) {
+        store_release(BufferView(buffer, /*writable=*/true).word(byte_offset), value);
+      },
+      "buffer"_a, "byte_offset"_a, "value"_a);
+  module.def(
+      "fetch_add_u64",
+      [](nb::handle buffer, std::int64_t byte_offset, std::uint64_t addend) {
+        return fetch_add(BufferView(buffer, /*writable=*/true).word(byte_offset), addend);
+      },
+      "buffer"_a, "byte_offset"_a, "addend"_a);
+  module.def(
+      "compare_exchange_u64",
+      [](nb::handle buffer, std::int64_t byte_offset, std::uint64_t expected,
+         std::uint64_t desired) {
+        const BufferView view(buffer, /*writable=*/true);
+        return compare_exchange(view.word(byte_offset), expected, desired);
+      },
+      "buffer"_a, "byte_offset"_a, "expected"_a, "desired"_a);
+}
+
+void bind_types(nb::module_& module) {
+  using nb::literals::operator""_a;
+  nb::enum_<WeightsType>(module, "WeightsDtype")
+      .value("FLOAT32", WeightsType::kFloat32)
+      .value("BFLOAT16", WeightsType::kBfloat16)
+      .value("FLOAT16", WeightsType::kFloat16);
+  nb::class_<Hyper>(module, "Hyper")
+      .def(
+          "__init__",
+          [](Hyper* self, double lr, double beta1, double beta2, double eps, std::uint64_t step,
+             double coefficient, bool adamw) {
+            const Hyper hyper{lr, beta1, beta2, eps, step, coefficient, adamw};
+            check_hyper(hyper);
+            new (self) Hyper(hyper);
+          },
+          nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "step"_a, "coefficient"_a = 1.0,
+          "adamw"_a = true)
+      .def_ro("lr", &Hyper::lr)
+      .def_ro("beta1", &Hyper::beta1)
+      .def_ro("beta2", &Hyper::beta2)
+      .def_ro("eps", &Hyper::eps)
+      .def_ro("step", &Hyper::step)
+      .def_ro("coefficient", &Hyper::coefficient)
+      .def_ro("adamw", &Hyper::adamw)
+      .def("__repr__", &hyper_repr);
+  nb::class_<Status>(module, "Status")
+      .def_ro("finite", &Status::finite)
+      .def_ro("sum_squares", &Status::sum_squares)
+      .def("__repr__", &status_repr);
+  nb::class_<UndoState>(module, "UndoState")
+      .def_ro("armed", &UndoState::armed)
+      .def_ro("tag", &UndoState::tag)
+      .def_ro("completed", &UndoState::completed);
+}
+
+void bind_pool(nb::module_& module) {
+  using nb::literals::operator""_a;
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Pool>(module, "Pool")
+      .def(nb::init<const std::vector<int>&, const std::string&>(), "cores"_a, nb::kw_only(),
+           "vector_path"_a = "")
+      .def_prop_ro("num_threads", [](const Pool& pool) { return pool.threads.num_threads(); })
+      .def_prop_ro("vector_path", [](const Pool& pool) { return pool.kernels.name; })
+      .def(
+          "close", [](Pool& pool) { pool.threads.close(); }, Unlocked())
+      .def(
+          "__enter__", [](Pool& pool) -> Pool& { return pool; }, nb::rv_policy::reference)
+      .def("__exit__", [](Pool& pool, nb::args) { pool.threads.close(); }, Unlocked());
+  module.def("vector_path", [] { return available_kernels().front()->name; });
+  module.def("available_vector_paths", [] {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+    return names;
+  });
+}
+
+void bind_passes(nb::module_& module) {
+  using nb::literals::operator""_a;
+  module.def("preview", &bound_pass<preview>, "pool"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
+             "exp_avg_sq"_a, "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a, "ranges"_a);
+  module.def("step_in_place", &bound_pass<step_in_place>, "pool"_a, nb::kw_only(), "master"_a,
+             "exp_avg"_a, "exp_avg_sq"_a, "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a,
+             "ranges"_a);
+  module.def("settle", &bound_settle, "pool"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
+             "exp_avg_sq"_a, "grads"_a, "hyper"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
+             "tag"_a = 0);
+  module.def("advance", &bound_advance, "pool"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
+             "exp_avg_sq"_a, "pending_grads"_a, "pending_hyper"_a, "grads"_a, "hyper"_a,
+             "weights"_a, "weights_dtype"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
+             "tag"_a = 0);
+  module.def("gradient_status", &bound_gradient_status, "pool"_a, nb::kw_only(), "grads"_a);
+  module.def("cast_weights", &bound_cast_weights, "pool"_a, nb::kw_only(), "master"_a, "weights"_a,
+             "weights_dtype"_a);
+}
+
+void bind_undo(nb::module_& module) {
+  using nb::literals::operator""_a;
+  module.def(
+      "undo_bytes",
+      [](std::int64_t num_threads) {
+        if (num_threads < 1) {
+          throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
+                                      ": it must be at least 1");
+        }
+        return Undo::bytes_for(static_cast<std::size_t>(num_threads));
+      },
+      "num_threads"_a);
+  module.def(
+      "undo_state",
+      [](nb::handle undo) {
+        const BufferView buffer(undo, /*writable=*/true);
+        return check_undo(buffer).state();
+      },
+      "undo"_a);
+  module.def("repair", &bound_repair, "undo"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
+             "exp_avg_sq"_a);
+}
+
+}  // namespace
+}  // namespace penstock
+
+NB_MODULE(_native, module) {
+  penstock::bind_atomics(module);
+  penstock::bind_types(module);
+  penstock::bind_pool(module);
+  penstock::bind_passes(module);
+  penstock::bind_undo(module);
+}

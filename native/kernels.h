@@ -1,0 +1,95 @@
+// What a pass hands to the vector kernels, and the table of kernels of each vector path.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "undo.h"
+
+namespace penstock {
+
+constexpr std::size_t kChunk = 4096;           // elements per partial sum of squares
+constexpr std::size_t kMaxContributions = 12;  // as many as the control segment has ready words
+
+enum class GradType { kFloat32, kBfloat16 };
+enum class WeightsType { kFloat32, kBfloat16, kFloat16 };
+constexpr std::size_t kNumGradTypes = 2;
+constexpr std::size_t kNumWeightsTypes = 3;
+
+// Gradients of one attempt; their sum in this order, in float32, is the gradient.
+struct Contributions {
+  const void* data[kMaxContributions] = {};
+  std::size_t count = 0;
+};
+
+// One optimizer step's constants, see derive_scalars() in passes.cpp.
+struct AdamScalars {
+  float coefficient = 0;              // multiplies the summed gradient
+  float one_minus_beta1 = 0;          //
+  float beta2 = 0;                    //
+  float one_minus_beta2 = 0;          //
+  float inverse_sqrt_correction = 0;  // 1 / sqrt(1 - beta2^t)
+  float eps = 0;                      //
+  float step_size = 0;                // lr / (1 - beta1^t)
+};
+
+// Weight decay of a range of parameters: AdamW multiplies master by keep = 1 - lr * decay (and l2
+// is 0), Adam adds l2 = decay times master to the gradient (and keep is 1).
+struct Decay {
+  float keep = 1;
+  float l2 = 0;
+};
+
+struct DecayRange {
+  std::uint64_t start = 0;
+  std::uint64_t end = 0;
+  Decay pending;  // with the scalars of the gradients that are settled
+  Decay next;     // with the scalars of the gradients that are previewed
+};
+
+struct PassArguments {
+  float* master = nullptr;
+  float* exp_avg = nullptr;
+  float* exp_avg_sq = nullptr;
+  Contributions pending_grads;  // settle and advance: written into master and state
+  Contributions grads;          // all others
+  void* weights = nullptr;
+  AdamScalars pending;
+  AdamScalars next;
+  const DecayRange* ranges = nullptr;  // sorted, without gaps; none for status and cast
+  std::size_t num_ranges = 0;
+};
+
+// A part of a pass that one thread runs. It begins and ends at a chunk boundary or at an end of the
+// spans that restrict the pass.
+struct Piece {
+  Span span;
+  double* partials;  // one per chunk that the span touches: its sum of squares
+  UndoPiece* undo;   // null for passes that need none
+};
+
+using PieceFunction = void (*)(const PassArguments&, const Piece&);
+
+struct Kernels {
+  const char* name;
+  PieceFunction preview[kNumGradTypes][kNumWeightsTypes];
+  PieceFunction settle[kNumGradTypes];
+  PieceFunction advance[kNumGradTypes][kNumWeightsTypes];
+  PieceFunction in_place[kNumGradTypes][kNumWeightsTypes];
+  PieceFunction status[kNumGradTypes];
+  PieceFunction cast[kNumWeightsTypes];
+};
+
+extern const Kernels kPortableKernels;
+extern const Kernels kAvx2Kernels;    // x86-64 only
+extern const Kernels kAvx512Kernels;  // x86-64 only
+
+// The paths this processor can run, fastest first.
+std::vector<const Kernels*> available_kernels();
+
+// Finds a path by name; the empty name means the fastest. Throws std::invalid_argument.
+const Kernels& select_kernels(const std::string& name);
+
+}  // namespace penstock

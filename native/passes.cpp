@@ -1,0 +1,216 @@
+#include "passes.h"
+
+#include <cmath>
+#include <stdexcept>
+
+namespace penstock {
+namespace {
+
+// By repeated squaring: only exactly rounded operations, so that every machine gets the same bits,
+// which std::pow does not promise.
+double power(double base, std::uint64_t exponent) {
+  double result = 1.0;
+  for (; exponent != 0; exponent >>= 1, base *= base) {
+    if (exponent & 1) result *= base;
+  }
+  return result;
+}
+
+// The one place where hyper-parameters become float32: everything is derived in double and rounded
+// once.
+AdamScalars derive_scalars(const Hyper& hyper) {
+  const double correction1 = 1.0 - power(hyper.beta1, hyper.step);
+  const double correction2 = 1.0 - power(hyper.beta2, hyper.step);
+  AdamScalars scalars;
+  scalars.coefficient = static_cast<float>(hyper.coefficient);
+  scalars.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+  scalars.beta2 = static_cast<float>(hyper.beta2);
+  scalars.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+  scalars.inverse_sqrt_correction = static_cast<float>(1.0 / std::sqrt(correction2));
+  scalars.eps = static_cast<float>(hyper.eps);
+  scalars.step_size = static_cast<float>(hyper.lr / correction1);
+  return scalars;
+}
+
+Decay derive_decay(const Hyper& hyper, double weight_decay) {
+  Decay decay;
+  if (hyper.adamw) {
+    decay.keep = static_cast<float>(1.0 - hyper.lr * weight_decay);
+  } else {
+    decay.l2 = static_cast<float>(weight_decay);
+  }
+  return decay;
+}
+
+// A null hyper leaves its half of the ranges neutral: the pass does not read it.
+std::vector<DecayRange> derive_ranges(const std::vector<WeightDecayRange>& ranges,
+                                      const Hyper* pending, const Hyper* next) {
+  std::vector<DecayRange> derived;
+  for (const WeightDecayRange& range : ranges) {
+    DecayRange decay;
+    decay.start = range.start;
+    decay.end = range.end;
+    if (pending != nullptr) decay.pending = derive_decay(*pending, range.weight_decay);
+    if (next != nullptr) decay.next = derive_decay(*next, range.weight_decay);
+    derived.push_back(decay);
+  }
+  return derived;
+}
+
+// Cuts a span into at most num_parts parts of nearly equal length, at chunk boundaries.
+void cut_span(const Span& span, std::uint64_t num_parts, std::vector<Span>& pieces) {
+  std::uint64_t start = span.start;
+  for (std::uint64_t part = 1; part <= num_parts; ++part) {
+    std::uint64_t end = span.end;
+    if (part < num_parts) {
+      const std::uint64_t ideal = span.start + (span.end - span.start) / num_parts * part;
+      end = (ideal + kChunk / 2) / kChunk * kChunk;
+    }
+    if (end <= start || end > span.end) continue;  // fewer chunks than parts
+    pieces.push_back(Span{start, end});
+    start = end;
+  }
+}
+
+// One piece a thread when there are fewer spans than threads, else one a span. Repairing and
+// cutting again therefore never makes more pieces than there were threads or spans.
+std::vector<Span> cut_spans(const std::vector<Span>& spans, std::uint64_t max_pieces) {
+  if (spans.size() >= max_pieces) return spans;
+  double total = 0;
+  for (const Span& span : spans) total += static_cast<double>(span.end - span.start);
+  const auto extra = static_cast<double>(max_pieces - spans.size());
+  std::vector<Span> pieces;
+  for (const Span& span : spans) {
+    const double share = static_cast<double>(span.end - span.start) / total;
+    cut_span(span, 1 + static_cast<std::uint64_t>(extra * share), pieces);
+  }
+  return pieces;
+}
+
+std::size_t num_chunks(const Span& span) {
+  return (span.end + kChunk - 1) / kChunk - span.start / kChunk;
+}
+
+// Runs the pieces, piece i on thread i modulo the number of threads, and adds up the partial sums,
+// one per span and chunk, in order: neither threads nor pieces change the result.
+Status run_pieces(Pool& pool, PieceFunction function, const PassArguments& args,
+                  const std::vector<Span>& spans, const std::vector<UndoPiece*>& undo) {
+  std::size_t total_chunks = 0;
+  for (const Span& span : spans) total_chunks += num_chunks(span);
+  std::vector<double> partials(total_chunks, 0.0);
+  std::vector<Piece> pieces;
+  double* next_partial = partials.data();
+  for (const Span& span : spans) {
+    pieces.push_back(Piece{span, next_partial, undo.empty() ? nullptr : undo[pieces.size()]});
+    next_partial += num_chunks(span);
+  }
+  pool.threads.run([&](std::size_t thread) {
+    for (std::size_t i = thread; i < pieces.size(); i += pool.threads.num_threads()) {
+      function(args, pieces[i]);
+    }
+  });
+  double sum_squares = 0;
+  for (const double partial : partials) sum_squares += partial;
+  return Status{std::isfinite(sum_squares), sum_squares};
+}
+
+Status run_whole(Pool& pool, PieceFunction function, const PassArguments& args,
+                 std::uint64_t num_elements) {
+  const std::vector<Span> pieces = cut_spans({Span{0, num_elements}}, pool.threads.num_threads());
+  return run_pieces(pool, function, args, pieces, {});
+}
+
+Status run_undoable(Pool& pool, PieceFunction function, const PassArguments& args,
+                    std::uint64_t num_elements, Settlement& settlement) {
+  Undo& undo = settlement.undo;
+  undo.check_ready(settlement.spans, num_elements, settlement.tag);
+  if (settlement.spans.size() > undo.capacity()) {
+    throw std::invalid_argument("undo has room for " + std::to_string(undo.capacity()) +
+                                " pieces, spans has " + std::to_string(settlement.spans.size()) +
+                                ": make it undo_bytes(number of spans or threads) long");
+  }
+  const std::uint64_t max_pieces = std::min(pool.threads.num_threads(), undo.capacity());
+  const std::vector<Span> pieces = cut_spans(settlement.spans, max_pieces);
+  const std::vector<UndoPiece*> places = undo.arm(pieces, num_elements, settlement.tag);
+  const Status status = run_pieces(pool, function, args, pieces, places);
+  undo.disarm();
+  return status;
+}
+
+PassArguments state_arguments(const Block& block, const std::vector<DecayRange>& ranges) {
+  PassArguments args;
+  args.master = block.master;
+  args.exp_avg = block.exp_avg;
+  args.exp_avg_sq = block.exp_avg_sq;
+  args.ranges = ranges.data();
+  args.num_ranges = ranges.size();
+  return args;
+}
+
+template <class Type>
+std::size_t index(Type type) {
+  return static_cast<std::size_t>(type);
+}
+
+}  // namespace
+
+Status preview(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
+               const Weights& weights) {
+  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  PassArguments args = state_arguments(block, ranges);
+  args.grads = grads.contributions;
+  args.next = derive_scalars(hyper);
+  args.weights = weights.data;
+  return run_whole(pool, pool.kernels.preview[index(grads.type)][index(weights.type)], args,
+                   block.num_elements);
+}
+
+void settle(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
+            Settlement settlement) {
+  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &hyper, nullptr);
+  PassArguments args = state_arguments(block, ranges);
+  args.pending_grads = grads.contributions;
+  args.pending = derive_scalars(hyper);
+  run_undoable(pool, pool.kernels.settle[index(grads.type)], args, block.num_elements, settlement);
+}
+
+Status advance(Pool& pool, const Block& block, const Gradients& pending_grads,
+               const Hyper& pending_hyper, const Gradients& grads, const Hyper& hyper,
+               const Weights& weights, Settlement settlement) {
+  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &pending_hyper, &hyper);
+  PassArguments args = state_arguments(block, ranges);
+  args.pending_grads = pending_grads.contributions;
+  args.pending = derive_scalars(pending_hyper);
+  args.grads = grads.contributions;
+  args.next = derive_scalars(hyper);
+  args.weights = weights.data;
+  return run_undoable(pool, pool.kernels.advance[index(grads.type)][index(weights.type)], args,
+                      block.num_elements, settlement);
+}
+
+Status step_in_place(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
+                     const Weights& weights) {
+  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  PassArguments args = state_arguments(block, ranges);
+  args.grads = grads.contributions;
+  args.next = derive_scalars(hyper);
+  args.weights = weights.data;
+  return run_whole(pool, pool.kernels.in_place[index(grads.type)][index(weights.type)], args,
+                   block.num_elements);
+}
+
+Status gradient_status(Pool& pool, const Gradients& grads, std::uint64_t num_elements) {
+  PassArguments args;
+  args.grads = grads.contributions;
+  return run_whole(pool, pool.kernels.status[index(grads.type)], args, num_elements);
+}
+
+void cast_weights(Pool& pool, const float* master, const Weights& weights,
+                  std::uint64_t num_elements) {
+  PassArguments args;
+  args.master = const_cast<float*>(master);  // this pass only reads it
+  args.weights = weights.data;
+  run_whole(pool, pool.kernels.cast[index(weights.type)], args, num_elements);
+}
+
+}  // namespace penstock

@@ -1,0 +1,67 @@
+// The vector abstraction for AVX-512F: 16 floats in one register. See vector_portable.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace penstock {
+namespace {
+
+struct Avx512 {
+  using Floats = __m512;
+  struct Doubles {
+    __m512d low, high;
+  };
+
+  static Floats broadcast(float value) { return _mm512_set1_ps(value); }
+  static Floats load(const float* from) { return _mm512_load_ps(from); }
+  static Floats load_bf16(const std::uint16_t* from) {
+    const __m256i narrow = _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+  }
+  static void store(float* to, Floats x) { _mm512_store_ps(to, x); }
+  static void stream_bf16(std::uint16_t* to, Floats x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i nearest =
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const __m512i rounded =
+        _mm512_mask_mov_epi32(_mm512_srli_epi32(nearest, 16), is_nan(x), _mm512_set1_epi32(0x7FC0));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(rounded));
+  }
+  static void stream_fp16(std::uint16_t* to, Floats x) {
+    const __m512 one_nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
+    const __m512 cleaned = _mm512_mask_mov_ps(x, is_nan(x), one_nan);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_cvtps_ph(cleaned, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static void finish_streams() { _mm_sfence(); }
+
+  static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+  static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+  static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+  static Floats sqrt(Floats a) { return _mm512_sqrt_ps(a); }
+
+  static Doubles zero_doubles() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+  static void add_squares(Doubles& sums, Floats x) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
+    add_squares(sums.low, _mm512_castps512_ps256(x));
+    add_squares(sums.high, high);
+  }
+  static void store(double* to, const Doubles& x) {
+    _mm512_storeu_pd(to, x.low);
+    _mm512_storeu_pd(to + 8, x.high);
+  }
+
+ private:
+  static __mmask16 is_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+  static void add_squares(__m512d& sums, __m256 x) {
+    const __m512d value = _mm512_cvtps_pd(x);
+    sums = _mm512_add_pd(sums, _mm512_mul_pd(value, value));
+  }
+};
+
+}  // namespace
+}  // namespace penstock
