@@ -1,0 +1,194 @@
+"""Whole runs as a user starts them: ``penstock train`` in a child process, compared with a plain loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.protocol.config import Config, load_config
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merge nested mappings; ``changes`` win."""
+    merged = dict(base)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        both = isinstance(value, dict) and isinstance(inner, dict)
+        merged[key] = merge(inner, value) if both and isinstance(inner, dict) else value
+    return merged
+
+
+@dataclass
+class TrainProcess:
+    """A running ``penstock train`` in its own process group."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+
+    def wait(self, timeout_s: float) -> tuple[int, str]:
+        """Exit code and everything printed."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def members(self) -> dict[str, int]:
+        """Member name -> pid of the run's living processes, read from their command lines."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if not any(str(self.run_dir) in word for word in words):
+                continue
+            for kind in ("memoryd", "optimizerd", "schedulerd", "worker", "node"):
+                if kind in words:
+                    device = words[words.index("--device") + 1] if "--device" in words else ""
+                    node = words[words.index("--node") + 1] if "--node" in words else ""
+                    found[f"{kind}{'.' if device or node else ''}{device or node}"] = int(entry.name)
+        return found
+
+
+@dataclass
+class Runner:
+    """Writes configurations and starts runs below one temporary directory."""
+
+    root: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def configure(self, name: str, changes: dict[str, Any]) -> Path:
+        """Write ``<name>.yaml`` for a tiny model on a few standard-library files; return its path."""
+        text = Path(sysconfig.get_paths()["stdlib"]) / "a*.py"
+        base = {
+            "run": {"name": name, "seed": 7, "dir": str(self.root / name)},
+            "model": {"dtype": "fp32", "hf": TINY_LLAMA},
+            "data": {"path": str(text), "tokenizer": "byte", "sequence_length": 32},
+            "train": {"steps": 20, "global_batch": 8, "micro_batch": 2, "clip_grad_norm": 1.0},
+            "optimizer": {
+                "lr": 3.0e-3,
+                "weight_decay": 0.1,
+                "schedule": "cosine",
+                "warmup_steps": 4,
+                "min_lr": 3.0e-4,
+                "threads": 2,
+            },
+            "schedule": {"scheme": "1f1b"},
+            "cluster": {"workers": 2, "threads_per_worker": 1},
+        }
+        path = self.root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(merge(base, changes)))
+        return path
+
+    def start(self, config: Path, *arguments: str, env: dict[str, str] | None = None) -> TrainProcess:
+        """Start ``penstock train``."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.client.main", "train", str(config), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
+        self.started.append(process)
+        return TrainProcess(process, load_config(config).run_dir)
+
+    def train(self, config: Path, *arguments: str, timeout_s: float = 240.0) -> Path:
+        """Run to the end; the run directory. A failure shows the output and the logs' last lines."""
+        run = self.start(config, *arguments)
+        code, output = run.wait(timeout_s)
+        assert code == 0, f"exit code {code}\n{output}\n{tail_logs(run.run_dir)}"
+        return run.run_dir
+
+    def stop_all(self) -> None:
+        """Kill whatever still runs, by process group."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(timeout=10)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def tail_logs(run_dir: Path, lines: int = 6) -> str:
+    """Last warnings and errors of every log of a run."""
+    parts = []
+    for path in sorted((run_dir / "logs").glob("*.jsonl")):
+        parts += [f"--- {path.name}", *path.read_text().splitlines()[-lines:]]
+    return "\n".join(parts)
+
+
+def metrics(run_dir: Path, phase: str = "train") -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl of one phase."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["phase"] == phase]
+
+
+def newest_state(run_dir: Path) -> Path:
+    """Directory of the newest saved state."""
+    return max((run_dir / "state").glob("step-*"))
+
+
+def state_bytes(run_dir: Path) -> dict[str, bytes]:
+    """Every file of the newest saved state but the manifest, by name."""
+    return {p.name: p.read_bytes() for p in newest_state(run_dir).glob("*.safetensors")}
+
+
+def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 120.0) -> None:
+    """Wait until metrics.jsonl shows a committed ``step``."""
+    deadline = time.monotonic() + timeout_s
+    path = run.run_dir / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if run.process.poll() is not None:
+            output = run.process.stdout.read() if run.process.stdout else ""
+            raise AssertionError(f"run ended with {run.process.returncode} before step {step}: {output}")
+        if path.exists():
+            lines = path.read_text().splitlines()
+            complete = [line for line in lines if line.endswith("}")]
+            if complete and json.loads(complete[-1])["step"] >= step:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} not reached in {timeout_s} s\n{tail_logs(run.run_dir)}")
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    """Start runs; everything started is gone afterwards, and so are its segments."""
+    instance = Runner(tmp_path)
+    before = set(os.listdir("/dev/shm"))
+    yield instance
+    instance.stop_all()
+    time.sleep(0.2)
+    leaked = [n for n in set(os.listdir("/dev/shm")) - before if n.startswith("penstock-")]
+    for name in leaked:
+        (Path("/dev/shm") / name).unlink(missing_ok=True)
+    expected_leak = any(p.returncode not in (0, 2, 3, 130) for p in instance.started)
+    assert expected_leak or not leaked, f"left behind in /dev/shm: {leaked}"
+
+
+def config_of(path: Path) -> Config:
+    """The configuration of a YAML file."""
+    return load_config(path)

@@ -1,0 +1,130 @@
+"""Any single process is killed or stopped at a random instant: the run goes on and ends with the same bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+STEPS = 30
+
+CHANGES: dict[str, Any] = {
+    "train": {"steps": STEPS, "clip_grad_norm": 1.6},
+    "model": {"hf": {"tie_word_embeddings": True, "hidden_size": 64, "intermediate_size": 160}},
+    "schedule": {"scheme": "spipe"},
+    "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
+}
+
+
+def helpers() -> ModuleType:
+    """The directory's conftest as a module."""
+    spec = importlib.util.spec_from_file_location("system_conftest", HERE / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["system_conftest"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+H = helpers()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Final state of the run that nobody disturbs."""
+    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        run_dir = runner.train(runner.configure("run", CHANGES))
+        decisions = {m["decision"] for m in H.metrics(run_dir)}
+        assert decisions == {"commit", "amend"}, "clipping must be active in some steps, not all"
+        state: dict[str, bytes] = H.state_bytes(run_dir)
+        return state
+    finally:
+        runner.stop_all()
+
+
+def disturb(run: Any, target: str, kind: str, random_source: random.Random) -> None:
+    """Kill (or stop and later wake) one member at a random instant after a random step."""
+    H.wait_for_step(run, random_source.randrange(2, STEPS - 6))
+    time.sleep(random_source.random() * 0.15)
+    pid = run.members().get(target)
+    assert pid is not None, f"{target} is not running: {run.members()}"
+    if kind == "kill":
+        os.kill(pid, signal.SIGKILL)
+        return
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)  # past the heartbeat deadline: it must have been fenced by now
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return
+
+
+def check_exact(runner: Any, undisturbed: dict[str, bytes], target: str, kind: str, seed: int) -> None:
+    """One disturbed run; prints the seed that repeats it."""
+    print(f"target={target} kind={kind} seed={seed}")
+    run = runner.start(runner.configure("run", CHANGES))
+    disturb(run, target, kind, random.Random(seed))
+    code, output = run.wait(180)
+    assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
+    lines = H.metrics(run.run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "each step exactly once"
+    found = H.state_bytes(run.run_dir)
+    different = [name for name in undisturbed if found.get(name) != undisturbed[name]]
+    assert not different and found.keys() == undisturbed.keys(), f"bytes differ in {different}"
+
+
+CASES = [
+    ("worker.0", "kill"),
+    ("worker.1", "kill"),
+    ("optimizerd.a", "kill"),
+    ("memoryd.a", "kill"),
+    ("schedulerd", "kill"),
+    ("worker.1", "stop"),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("target", "kind"), CASES)
+def test_one_disturbance(runner: Any, undisturbed: dict[str, bytes], target: str, kind: str) -> None:
+    check_exact(runner, undisturbed, target, kind, seed=random.SystemRandom().randrange(10**6))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("target", "kind"), CASES)
+def test_many_disturbances(
+    runner: Any, undisturbed: dict[str, bytes], target: str, kind: str, seed: int
+) -> None:
+    check_exact(runner, undisturbed, target, kind, seed)
+
+
+@pytest.mark.timeout(300)
+def test_scheduler_dies_between_journal_and_broadcast(
+    runner: Any, undisturbed: dict[str, bytes]
+) -> None:
+    """The third commit reaches the journal and nobody else; the next scheduler must apply it once."""
+    hook = runner.root / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text((HERE / "kill_after_journal.py").read_text())
+    marker = runner.root / "killed"
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")]),
+        "TEST_KILL_MARKER": str(marker),
+        "TEST_KILL_VERSION": "3",
+    }
+    run = runner.start(runner.configure("run", CHANGES), env=env)
+    code, output = run.wait(180)
+    assert code == 0, f"{output}\n{H.tail_logs(run.run_dir)}"
+    assert marker.exists(), "the scheduler was never killed between journal and broadcast"
+    assert H.state_bytes(run.run_dir) == undisturbed

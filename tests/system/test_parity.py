@@ -1,0 +1,117 @@
+"""Twenty fp32 steps through real daemons match a plain single-process loop, for every scheme and cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.daemons.memory.snapshot import read_block
+from penstock.protocol.rundir import RunDirectory
+
+HERE = Path(__file__).parent
+STEPS = 20
+
+
+def load(name: str) -> ModuleType:
+    """Import a neighbouring helper module."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def case(scheme: str, nodes: int, workers: int, clip: bool, tied: bool) -> dict[str, Any]:
+    """Configuration changes of one cell of the matrix."""
+    schedule: dict[str, Any] = {"scheme": scheme}
+    return {
+        "model": {"hf": {"tie_word_embeddings": tied}},
+        "train": {"clip_grad_norm": 1.6 if clip else None, "steps": STEPS},
+        "schedule": schedule,
+        "cluster": {"workers": workers, "nodes": [{"name": n} for n in "ab"[:nodes]]},
+    }
+
+
+PAIRWISE = [
+    ("1f1b", 1, 1, True, False),
+    ("gpipe", 1, 2, False, True),
+    ("mobius", 1, 2, True, True),
+    ("spipe", 1, 2, True, False),
+    ("spipe", 2, 1, True, True),
+    ("1f1b", 2, 2, False, False),
+    ("mobius", 2, 1, False, False),
+    ("spipe", 1, 4, False, True),
+]
+FULL = [
+    cell
+    for cell in itertools.product(
+        ("gpipe", "1f1b", "mobius", "spipe"), (1, 2), (1, 2, 4), (True, False), (True, False)
+    )
+    if cell not in PAIRWISE and cell[1] * cell[2] <= 4
+]
+
+
+def final_weights(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Master weights of the newest saved state by Hugging Face name."""
+    table = RunDirectory(run_dir).table
+    state = max((run_dir / "state").glob("step-*"))
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    for block in table.blocks:
+        arrays = read_block(state, block)
+        found |= {t.name: arrays[t.name] for t in block.tensors if t.trainable}
+    return found
+
+
+def check_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
+    """Run one cell and its reference; compare losses, norms and weights."""
+    helpers, reference = load("conftest"), load("reference")
+    path = runner.configure("parity", case(*cell))
+    run_dir = runner.train(path)
+    lines = helpers.metrics(run_dir)
+    expected = reference.reference_loop(run_dir, STEPS)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose([m["loss"] for m in lines], expected.losses, rtol=1e-5)
+    np.testing.assert_allclose([m["grad_norm"] for m in lines], expected.grad_norms, rtol=1e-5)
+    if cell[3]:
+        assert {"commit", "amend"} == {m["decision"] for m in lines}, "clip some steps, not all"
+    weights = final_weights(run_dir)
+    compare_weights(weights, expected.weights, 0.01 * expected.summed_lr)
+
+
+def compare_weights(
+    ours: dict[str, np.ndarray[Any, Any]],
+    theirs: dict[str, np.ndarray[Any, Any]],
+    element_limit: float,
+) -> None:
+    """Relative norm of the difference over the whole model to 1e-5, each element within the limit."""
+    difference, norm = 0.0, 0.0
+    for name, value in ours.items():
+        delta = value.astype(np.float64) - theirs[name]
+        difference += float((delta**2).sum())
+        norm += float((theirs[name].astype(np.float64) ** 2).sum())
+        assert np.abs(delta).max() <= element_limit, name
+    assert (difference / norm) ** 0.5 <= 1e-5
+    tied = set(theirs) - set(ours)
+    assert tied <= {"lm_head.weight"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", PAIRWISE, ids=str)
+def test_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
+    check_parity(runner, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", FULL, ids=str)
+def test_parity_full_matrix(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
+    check_parity(runner, cell)
