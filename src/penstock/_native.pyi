@@ -1,0 +1,237 @@
+"""C++ part of Penstock: optimizer passes over shared memory, their threads, and atomic words.
+
+Arrays are one-dimensional, contiguous numpy arrays of n elements, n a positive multiple of 16, that start
+at a multiple of 64 bytes; nothing is copied. ``uint16`` arrays hold bf16 (gradients; weights with
+``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns. Wrong arguments raise ValueError or
+TypeError (BufferError for buffers) before anything is written. Every pass releases the GIL; passes on one
+pool take turns.
+
+All passes give the same bits on every vector path and with any number of threads, and ``advance`` the
+same as ``settle`` followed by ``preview``, as long as the summed gradients are finite. ``native/passes.h``
+describes the passes, ``native/undo.h`` the undo area.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+_Floats: TypeAlias = NDArray[np.float32]
+_FloatsOrBits: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+_Ranges: TypeAlias = Sequence[tuple[int, int, float]]
+_Spans: TypeAlias = Sequence[tuple[int, int]]
+
+def load_u64(buffer: Buffer, byte_offset: int) -> int:
+    """Atomic load (acquire) of the 8-byte word at an aligned offset."""
+
+def store_u64(buffer: Buffer, byte_offset: int, value: int) -> None:
+    """Atomic store (release)."""
+
+def fetch_add_u64(buffer: Buffer, byte_offset: int, addend: int) -> int:
+    """Atomically add, modulo 2**64; returns the value before."""
+
+def compare_exchange_u64(buffer: Buffer, byte_offset: int, expected: int, desired: int) -> bool:
+    """Atomically replace ``expected`` by ``desired``; returns whether the word held ``expected``."""
+
+class WeightsDtype(Enum):
+    """What a pass writes into ``weights``."""
+
+    FLOAT32 = ...
+    BFLOAT16 = ...
+    FLOAT16 = ...
+
+class Hyper:
+    """Hyper-parameters of one optimizer step, those of torch.optim.AdamW (``adamw=False``: Adam).
+
+    ``step`` is t >= 1 of the bias corrections; ``coefficient`` multiplies the summed gradients (clip
+    coefficient times inverse loss scale). Immutable.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+        coefficient: float = 1.0,
+        adamw: bool = True,
+    ) -> None: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def coefficient(self) -> float: ...
+    @property
+    def adamw(self) -> bool: ...
+
+class Status:
+    """What a pass learned about the summed gradients (before the coefficient)."""
+
+    @property
+    def finite(self) -> bool: ...
+    @property
+    def sum_squares(self) -> float:
+        """Float64 sum of squares; not finite when ``finite`` is false."""
+
+class UndoState:
+    """What an undo area says; see :func:`undo_state`."""
+
+    @property
+    def armed(self) -> bool:
+        """A pass runs, was cut short, or was repaired and not yet completed."""
+
+    @property
+    def tag(self) -> int:
+        """Tag of the pass that was armed last."""
+
+    @property
+    def completed(self) -> int:
+        """Tag of the pass that finished last."""
+
+class Pool:
+    """Threads pinned to cores, one a listed core, until :meth:`close` or the end of a ``with`` block.
+
+    ``vector_path`` forces one of :func:`available_vector_paths`. RuntimeError when a thread cannot run on
+    its core, when the pool is closed, or in a forked child.
+    """
+
+    def __init__(self, cores: Sequence[int], *, vector_path: str = "") -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def vector_path(self) -> str: ...
+    def close(self) -> None:
+        """Wait for a running pass, then stop and join the threads. May be repeated."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+def vector_path() -> str:
+    """The path that pools use on this processor: "avx512", "avx2" or "portable"."""
+
+def available_vector_paths() -> list[str]:
+    """The paths that this processor can run, fastest first."""
+
+def preview(
+    pool: Pool,
+    *,
+    master: _Floats,
+    exp_avg: _Floats,
+    exp_avg_sq: _Floats,
+    grads: Sequence[_FloatsOrBits],
+    weights: _FloatsOrBits,
+    weights_dtype: WeightsDtype,
+    hyper: Hyper,
+    ranges: _Ranges,
+) -> Status:
+    """Write the weights that a step with these gradients leads to; master and state stay.
+
+    ``grads`` are 1 to 12 contributions of one dtype, summed in list order in float32. ``ranges`` are
+    (start, end, weight decay), bounds multiples of 16, covering [0, n) in order.
+    """
+
+def settle(
+    pool: Pool,
+    *,
+    master: _Floats,
+    exp_avg: _Floats,
+    exp_avg_sq: _Floats,
+    grads: Sequence[_FloatsOrBits],
+    hyper: Hyper,
+    ranges: _Ranges,
+    undo: Buffer,
+    spans: _Spans | None = None,
+    tag: int = 0,
+) -> None:
+    """Write master and state.
+
+    ``undo`` is :func:`undo_bytes` of writable memory, zero at first, 64-byte aligned, that outlives the
+    process. ``spans`` restricts the pass to sorted [start, end), bounds multiples of 16. ``tag`` names the
+    pass in the undo area; a later pass with a *different* tag can be told apart after a crash.
+
+    RuntimeError when the area is armed: :func:`repair` first. After a repair only the pass that completes
+    it is accepted: ``spans`` as returned by repair, and the same tag.
+    """
+
+def advance(
+    pool: Pool,
+    *,
+    master: _Floats,
+    exp_avg: _Floats,
+    exp_avg_sq: _Floats,
+    pending_grads: Sequence[_FloatsOrBits],
+    pending_hyper: Hyper,
+    grads: Sequence[_FloatsOrBits],
+    hyper: Hyper,
+    weights: _FloatsOrBits,
+    weights_dtype: WeightsDtype,
+    ranges: _Ranges,
+    undo: Buffer,
+    spans: _Spans | None = None,
+    tag: int = 0,
+) -> Status:
+    """:func:`settle` with the pending gradients and :func:`preview` with the new ones, in one pass.
+
+    ``pending_grads`` and ``grads`` have one dtype. The status is that of ``grads`` within ``spans``. An
+    advance that was cut short is repaired and completed by a settle with the pending gradients.
+    """
+
+def step_in_place(
+    pool: Pool,
+    *,
+    master: _Floats,
+    exp_avg: _Floats,
+    exp_avg_sq: _Floats,
+    grads: Sequence[_FloatsOrBits],
+    weights: _FloatsOrBits,
+    weights_dtype: WeightsDtype,
+    hyper: Hyper,
+    ranges: _Ranges,
+) -> Status:
+    """The classic step: master, state and weights at once, without undo."""
+
+def gradient_status(pool: Pool, *, grads: Sequence[_FloatsOrBits]) -> Status:
+    """Only the status that :func:`preview` would return."""
+
+def cast_weights(
+    pool: Pool, *, master: _Floats, weights: _FloatsOrBits, weights_dtype: WeightsDtype
+) -> None:
+    """Write the weights that belong to a settled ``master``."""
+
+def undo_bytes(num_threads: int) -> int:
+    """Size of an undo area for passes on pools of at most ``num_threads`` threads, or as many spans."""
+
+def undo_state(undo: Buffer) -> UndoState:
+    """Read an undo area without changing it.
+
+    After a crash, for the pass that was started with tag X: ``armed`` and ``tag == X``: repair, then settle
+    the returned spans; not armed and ``completed == X``: it finished; else it wrote nothing.
+    """
+
+def repair(
+    undo: Buffer, *, master: _Floats, exp_avg: _Floats, exp_avg_sq: _Floats
+) -> list[tuple[int, int]]:
+    """Put back vectors that a killed pass left half-written; returns the spans it did not settle.
+
+    Settling these spans with the same gradients, hyper-parameters, ranges and tag gives the state of an
+    undisturbed pass. The area stays armed until then, so that repair, and that settle, may be killed and
+    repeated. Returns [] for an idle area. No process may run a pass on the area meanwhile.
+    """
