@@ -1,14 +1,14 @@
 """C++ part of Penstock: optimizer passes over shared memory, their threads, and atomic words.
 
-Arrays are one-dimensional, contiguous numpy arrays of n elements, n a positive multiple of 16, that start
-at a multiple of 64 bytes; nothing is copied. ``uint16`` arrays hold bf16 (gradients; weights with
-``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns. Wrong arguments raise ValueError or
-TypeError (BufferError for buffers) before anything is written. Every pass releases the GIL; passes on one
-pool take turns.
+Arrays are one-dimensional, contiguous numpy arrays of n elements, n a positive multiple of 16,
+that start at a multiple of 64 bytes; nothing is copied. ``uint16`` arrays hold bf16 (gradients;
+weights with ``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns. Wrong arguments raise
+ValueError or TypeError (BufferError for buffers) before anything is written. Every pass releases
+the GIL; passes on one pool take turns.
 
-All passes give the same bits on every vector path and with any number of threads, and ``advance`` the
-same as ``settle`` followed by ``preview``, as long as the summed gradients are finite. ``native/passes.h``
-describes the passes, ``native/undo.h`` the undo area.
+All passes give the same bits on every vector path and with any number of threads, and ``advance``
+the same as ``settle`` followed by ``preview``, as long as the summed gradients are finite.
+``native/passes.h`` describes the passes, ``native/undo.h`` the undo area.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def fetch_add_u64(buffer: Buffer, byte_offset: int, addend: int) -> int:
     """Atomically add, modulo 2**64; returns the value before."""
 
 def compare_exchange_u64(buffer: Buffer, byte_offset: int, expected: int, desired: int) -> bool:
-    """Atomically replace ``expected`` by ``desired``; returns whether the word held ``expected``."""
+    """Atomically replace ``expected`` by ``desired``; says whether the word held ``expected``."""
 
 class WeightsDtype(Enum):
     """What a pass writes into ``weights``."""
@@ -47,8 +47,8 @@ class WeightsDtype(Enum):
 class Hyper:
     """Hyper-parameters of one optimizer step, those of torch.optim.AdamW (``adamw=False``: Adam).
 
-    ``step`` is t >= 1 of the bias corrections; ``coefficient`` multiplies the summed gradients (clip
-    coefficient times inverse loss scale). Immutable.
+    ``step`` is t >= 1 of the bias corrections; ``coefficient`` multiplies the summed gradients
+    (clip coefficient times inverse loss scale). Immutable.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class UndoState:
         """Tag of the pass that finished last."""
 
 class Pool:
-    """Threads pinned to cores, one a listed core, until :meth:`close` or the end of a ``with`` block.
+    """Threads pinned to cores, one a listed core, until :meth:`close` or the end of ``with``.
 
-    ``vector_path`` forces one of :func:`available_vector_paths`. RuntimeError when a thread cannot run on
-    its core, when the pool is closed, or in a forked child.
+    ``vector_path`` forces one of :func:`available_vector_paths`. RuntimeError when a thread cannot
+    run on its core, when the pool is closed, or in a forked child.
     """
 
     def __init__(self, cores: Sequence[int], *, vector_path: str = "") -> None: ...
@@ -144,8 +144,8 @@ def preview(
 ) -> Status:
     """Write the weights that a step with these gradients leads to; master and state stay.
 
-    ``grads`` are 1 to 12 contributions of one dtype, summed in list order in float32. ``ranges`` are
-    (start, end, weight decay), bounds multiples of 16, covering [0, n) in order.
+    ``grads`` are 1 to 12 contributions of one dtype, summed in list order in float32. ``ranges``
+    are (start, end, weight decay), bounds multiples of 16, covering [0, n) in order.
     """
 
 def settle(
@@ -163,12 +163,13 @@ def settle(
 ) -> None:
     """Write master and state.
 
-    ``undo`` is :func:`undo_bytes` of writable memory, zero at first, 64-byte aligned, that outlives the
-    process. ``spans`` restricts the pass to sorted [start, end), bounds multiples of 16. ``tag`` names the
-    pass in the undo area; a later pass with a *different* tag can be told apart after a crash.
+    ``undo`` is :func:`undo_bytes` of writable memory, zero at first, 64-byte aligned, that
+    outlives the process. ``spans`` restricts the pass to sorted [start, end), bounds multiples of
+    16. ``tag`` names the pass in the undo area; a later pass with a *different* tag can be told
+    apart after a crash.
 
-    RuntimeError when the area is armed: :func:`repair` first. After a repair only the pass that completes
-    it is accepted: ``spans`` as returned by repair, and the same tag.
+    RuntimeError when the area is armed: :func:`repair` first. After a repair only the pass that
+    completes it is accepted: ``spans`` as returned by repair, and the same tag.
     """
 
 def advance(
@@ -190,8 +191,9 @@ def advance(
 ) -> Status:
     """:func:`settle` with the pending gradients and :func:`preview` with the new ones, in one pass.
 
-    ``pending_grads`` and ``grads`` have one dtype. The status is that of ``grads`` within ``spans``. An
-    advance that was cut short is repaired and completed by a settle with the pending gradients.
+    ``pending_grads`` and ``grads`` have one dtype. The status is that of ``grads`` within
+    ``spans``. An advance that was cut short is repaired and completed by a settle with the pending
+    gradients.
     """
 
 def step_in_place(
@@ -217,13 +219,14 @@ def cast_weights(
     """Write the weights that belong to a settled ``master``."""
 
 def undo_bytes(num_threads: int) -> int:
-    """Size of an undo area for passes on pools of at most ``num_threads`` threads, or as many spans."""
+    """Size of an undo area for passes on up to ``num_threads`` threads, or as many spans."""
 
 def undo_state(undo: Buffer) -> UndoState:
     """Read an undo area without changing it.
 
-    After a crash, for the pass that was started with tag X: ``armed`` and ``tag == X``: repair, then settle
-    the returned spans; not armed and ``completed == X``: it finished; else it wrote nothing.
+    After a crash, for the pass that was started with tag X: ``armed`` and ``tag == X``: repair,
+    then settle the returned spans; not armed and ``completed == X``: it finished; else it wrote
+    nothing.
     """
 
 def repair(
@@ -231,7 +234,8 @@ def repair(
 ) -> list[tuple[int, int]]:
     """Put back vectors that a killed pass left half-written; returns the spans it did not settle.
 
-    Settling these spans with the same gradients, hyper-parameters, ranges and tag gives the state of an
-    undisturbed pass. The area stays armed until then, so that repair, and that settle, may be killed and
-    repeated. Returns [] for an idle area. No process may run a pass on the area meanwhile.
+    Settling these spans with the same gradients, hyper-parameters, ranges and tag gives the state
+    of an undisturbed pass. The area stays armed until then, so that repair, and that settle, may
+    be killed and repeated. Returns [] for an idle area. No process may run a pass on the area
+    meanwhile.
     """
