@@ -69,7 +69,9 @@ class TrainProcess:
                 if kind in words:
                     device = words[words.index("--device") + 1] if "--device" in words else ""
                     node = words[words.index("--node") + 1] if "--node" in words else ""
-                    found[f"{kind}{'.' if device or node else ''}{device or node}"] = int(entry.name)
+                    found[f"{kind}{'.' if device or node else ''}{device or node}"] = int(
+                        entry.name
+                    )
         return found
 
 
@@ -103,7 +105,9 @@ class Runner:
         path.write_text(yaml.safe_dump(merge(base, changes)))
         return path
 
-    def start(self, config: Path, *arguments: str, env: dict[str, str] | None = None) -> TrainProcess:
+    def start(
+        self, config: Path, *arguments: str, env: dict[str, str] | None = None
+    ) -> TrainProcess:
         """Start ``penstock train``."""
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.client.main", "train", str(config), *arguments],
@@ -164,7 +168,9 @@ def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 120.0) -> Non
     while time.monotonic() < deadline:
         if run.process.poll() is not None:
             output = run.process.stdout.read() if run.process.stdout else ""
-            raise AssertionError(f"run ended with {run.process.returncode} before step {step}: {output}")
+            raise AssertionError(
+                f"run ended with {run.process.returncode} before step {step}: {output}"
+            )
         if path.exists():
             lines = path.read_text().splitlines()
             complete = [line for line in lines if line.endswith("}")]

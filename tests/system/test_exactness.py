@@ -69,7 +69,9 @@ def disturb(run: Any, target: str, kind: str, random_source: random.Random) -> N
         return
 
 
-def check_exact(runner: Any, undisturbed: dict[str, bytes], target: str, kind: str, seed: int) -> None:
+def check_exact(
+    runner: Any, undisturbed: dict[str, bytes], target: str, kind: str, seed: int
+) -> None:
     """One disturbed run; prints the seed that repeats it."""
     print(f"target={target} kind={kind} seed={seed}")
     run = runner.start(runner.configure("run", CHANGES))
@@ -95,7 +97,9 @@ CASES = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("target", "kind"), CASES)
-def test_one_disturbance(runner: Any, undisturbed: dict[str, bytes], target: str, kind: str) -> None:
+def test_one_disturbance(
+    runner: Any, undisturbed: dict[str, bytes], target: str, kind: str
+) -> None:
     check_exact(runner, undisturbed, target, kind, seed=random.SystemRandom().randrange(10**6))
 
 

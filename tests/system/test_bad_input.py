@@ -1,0 +1,127 @@
+"""Bad input ends with the contract's exit code and one clear message, and leaves saved state untouched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHORT = {"train": {"steps": 3}}
+
+
+def run_cli(*arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
+    """Run ``penstock`` to its end; exit code and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.client.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("train.stepz=3", ["train.stepz", "unknown key", "steps"]),
+        ("schedule.forward_stages=50", ["forward_stages", "50", "8"]),
+        ("train.micro_batch=3", ["global_batch", "8", "micro_batch", "3"]),
+        ("data.path=/nonexistent/*.txt", ["data.path", "/nonexistent"]),
+        ("model.hf.model_type=nonsense", ["model_type", "nonsense"]),
+        ("memory.host_limit=1M", []),
+    ],
+)
+def test_configuration_errors(runner: Any, setting: str, words: list[str]) -> None:
+    path = runner.configure("bad", merge_scheme(SHORT))
+    code, output = run_cli("train", str(path), "--set", setting)
+    assert code == (3 if setting.startswith("memory") else 2), output
+    assert all(word in output for word in words), output
+    assert "Traceback" not in output
+
+
+def merge_scheme(changes: dict[str, Any]) -> dict[str, Any]:
+    """The same changes with the scheme whose stage counts are free."""
+    return {**changes, "schedule": {"scheme": "spipe"}}
+
+
+def test_port_in_use(runner: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        path = runner.configure("port", {**SHORT, "cluster": {"scheduler_port": port}})
+        code, output = run_cli("train", str(path))
+    assert code == 2, output
+    assert str(port) in output and "scheduler_port" in output
+    assert "Traceback" not in output
+
+
+def break_truncate(state: Path) -> None:
+    """Cut one block's file short."""
+    victim = sorted(state.glob("block-*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-100])
+
+
+def break_flip(state: Path) -> None:
+    """Change one byte of one block's data."""
+    victim = sorted(state.glob("block-*.safetensors"))[2]
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 0xFF
+    victim.write_bytes(data)
+
+
+def break_manifest(state: Path) -> None:
+    """Leave half a manifest."""
+    manifest = state / "manifest.json"
+    manifest.write_text(manifest.read_text()[:50])
+
+
+def break_manifest_fields(state: Path) -> None:
+    """Remove a field."""
+    manifest = state / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    del fields["files"]
+    manifest.write_text(json.dumps(fields))
+
+
+@pytest.mark.timeout(240)
+def test_damaged_state_is_refused_and_left_alone(runner: Any) -> None:
+    path = runner.configure("damaged", SHORT)
+    run_dir = runner.train(path)
+    whole = runner.root / "whole"
+    shutil.copytree(run_dir, whole)
+    for damage in (break_truncate, break_flip, break_manifest, break_manifest_fields):
+        shutil.rmtree(run_dir)
+        shutil.copytree(whole, run_dir)
+        state = max((run_dir / "state").glob("step-*"))
+        damage(state)
+        before = tree(run_dir / "state")
+        code, output = run_cli("train", str(path), "--set", "train.steps=5")
+        assert code == 2, f"{damage.__name__}: {output}"
+        assert state.name in output, f"{damage.__name__}: {output}"
+        assert "Traceback" not in output
+        assert tree(run_dir / "state") == before, damage.__name__
+    shutil.rmtree(run_dir)
+    shutil.copytree(whole, run_dir)
+    code, output = run_cli("train", str(path), "--set", "train.steps=5")
+    assert code == 0, output
+
+
+@pytest.mark.timeout(240)
+def test_resume_refuses_another_model(runner: Any) -> None:
+    path = runner.configure("other", SHORT)
+    runner.train(path)
+    code, output = run_cli("train", str(path), "--set", "model.hf.hidden_size=64")
+    assert code == 2, output
+    assert "model.hf" in output and "hidden_size" in output

@@ -1,0 +1,172 @@
+"""Whole runs: interruption, resume, evaluation, export, bf16, cleanliness after random kills."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def helpers() -> ModuleType:
+    """The directory's conftest as a module."""
+    spec = importlib.util.spec_from_file_location("system_conftest_runs", HERE / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["system_conftest_runs"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+H = helpers()
+
+
+@pytest.mark.timeout(300)
+def test_interrupt_then_resume_gives_the_bytes_of_one_run(runner: Any) -> None:
+    straight = H.state_bytes(runner.train(runner.configure("straight", {})))
+    path = runner.configure("parts", {})
+    run = runner.start(path)
+    H.wait_for_step(run, 5)
+    os.kill(run.process.pid, signal.SIGINT)
+    code, output = run.wait(60)
+    assert code == 130, output
+    assert "resume" in output
+    stopped_at = H.metrics(run.run_dir)[-1]["step"]
+    assert 5 <= stopped_at < 20
+    assert int(H.newest_state(run.run_dir).name.removeprefix("step-")) == stopped_at
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith("penstock-")]
+    run_dir = runner.train(path)
+    assert [m["step"] for m in H.metrics(run_dir)] == list(range(1, 21))
+    assert H.state_bytes(run_dir) == straight
+
+
+@pytest.mark.timeout(300)
+def test_killed_train_continues_from_memory(runner: Any) -> None:
+    straight = H.state_bytes(runner.train(runner.configure("straight", {})))
+    path = runner.configure("killed", {})
+    run = runner.start(path)
+    H.wait_for_step(run, 5)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.wait(30)
+    deadline = time.monotonic() + 20
+    while run.members() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not run.members(), "children outlived penstock train"
+    assert not list((run.run_dir / "state").glob("step-*")), "nothing was saved before"
+    run_dir = runner.train(path)
+    assert [m["step"] for m in H.metrics(run_dir)] == list(range(1, 21))
+    assert H.state_bytes(run_dir) == straight
+
+
+@pytest.mark.timeout(300)
+def test_evaluation_snapshot_and_scheme_change_on_resume(runner: Any) -> None:
+    changes = {"train": {"steps": 6, "eval_every": 3, "save_every": 3, "eval_batches": 1}}
+    path = runner.configure("evaluated", changes)
+    run_dir = runner.train(path)
+    evaluated = H.metrics(run_dir, "eval")
+    assert [m["step"] for m in evaluated] == [3, 6]
+    assert all(m["loss"] > 0 and m["perplexity"] > 1 for m in evaluated)
+    assert [p.name for p in sorted((run_dir / "state").iterdir())] == [
+        "step-00000003",
+        "step-00000006",
+    ]
+    arguments = [
+        "--set",
+        "train.steps=8",
+        "--set",
+        "schedule.scheme=spipe",
+        "--set",
+        "cluster.workers=1",
+    ]
+    runner.train(path, *arguments)
+    assert [m["step"] for m in H.metrics(run_dir)] == list(range(1, 9))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sixteen_bit_weights_learn(runner: Any, dtype: str) -> None:
+    changes = {
+        "model": {"dtype": dtype},
+        "optimizer": {"grad_dtype": "bf16" if dtype == "bf16" else "fp32"},
+        "train": {"steps": 20},
+    }
+    lines = H.metrics(runner.train(runner.configure("half", changes)))
+    commits = [m for m in lines if m["decision"] != "skip"]
+    assert commits[-1]["loss"] < commits[0]["loss"] - 0.5
+
+
+@pytest.mark.timeout(300)
+def test_export_loads_in_transformers(runner: Any, tmp_path: Path) -> None:
+    run_dir = runner.train(runner.configure("exported", {"train": {"steps": 3}}))
+    out = tmp_path / "hf"
+    command = [sys.executable, "-m", "penstock.client.main", "export", str(run_dir)]
+    subprocess.run([*command, "--format", "hf", str(out)], check=True, timeout=120)
+    check = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A;"
+        "m = A.from_pretrained(sys.argv[1]);"
+        "print(m(torch.tensor([[72, 101, 108]])).logits.isfinite().all().item())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check, str(out)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def dirty(run_dir: Path) -> list[str]:
+    """Temporary files of a run that nobody would account for."""
+    allowed = {"run.json", "resolved.yaml", "table.json", "plan.json", "metrics.jsonl", ".lock"}
+    return [
+        p.name
+        for p in run_dir.iterdir()
+        if p.is_file() and p.name not in allowed and not p.name.startswith("journal.sqlite")
+    ]
+
+
+def check_cleanliness(runner: Any, rounds: int, seed: int) -> None:
+    """Runs in a row, half of them killed at random; nothing accumulates."""
+    source = random.Random(seed)
+    print(f"seed={seed}")
+    for index in range(rounds):
+        path = runner.configure(f"run{index % 3}", {"train": {"steps": 4 + index}})
+        run = runner.start(path)
+        if index % 2:
+            time.sleep(source.uniform(0.5, 12.0))
+            if run.process.poll() is None:
+                os.kill(run.process.pid, signal.SIGKILL)
+            run.wait(60)
+            deadline = time.monotonic() + 20
+            while run.members() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not run.members()
+        else:
+            code, output = run.wait(180)
+            assert code == 0, f"round {index}: {output}\n{H.tail_logs(run.run_dir)}"
+            assert not run.members()
+            assert not dirty(run.run_dir)
+    doctor = [sys.executable, "-m", "penstock.client.main", "doctor"]
+    subprocess.run([*doctor, "--clean"], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith("penstock-")]
+    report = subprocess.run([*doctor, "--json"], check=True, timeout=60, capture_output=True)
+    assert not json.loads(report.stdout)["segments"]
+
+
+@pytest.mark.timeout(400)
+def test_four_runs_in_a_row_leave_nothing(runner: Any) -> None:
+    check_cleanliness(runner, rounds=4, seed=random.SystemRandom().randrange(10**6))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_runs_in_a_row_leave_nothing(runner: Any) -> None:
+    check_cleanliness(runner, rounds=20, seed=random.SystemRandom().randrange(10**6))
