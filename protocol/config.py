@@ -1,16 +1,17 @@
 """The configuration: YAML -> typed, frozen, fully resolved.
 
-Unknown keys and impossible values raise :class:`~penstock.protocol.errors.ConfigError` that names the key,
-the value and what would be accepted. What must fit together across sections (stages against blocks,
-workers against stages) is checked by :func:`penstock.planner.build.build_plan`, which knows the block table.
+Unknown keys and impossible values raise :class:`~penstock.protocol.errors.ConfigError` that names
+the key, the value and what would be accepted. What must fit together across sections (stages
+against blocks, workers against stages) is checked by :func:`penstock.planner.build.build_plan`,
+which knows the block table.
 """
 
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -39,7 +40,22 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_enum_values=False, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_and_booleans(cls, data: Any) -> Any:
+        if data is None:
+            return {}  # a section with nothing under it
+        if isinstance(data, dict):
+            for key, value in data.items():
+                field = cls.model_fields.get(key)
+                if isinstance(value, bool) and field and field.annotation in (int, float):
+                    # pydantic would read yes as 1.
+                    raise ValueError(f"{key} = {value!r}: a number is expected")
+        return data
 
 
 class RunConfig(_Section):
@@ -51,7 +67,9 @@ class RunConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The model: ``hf`` (a Hugging Face configuration as a mapping) or ``path`` (a local directory)."""
+    """The model: ``hf`` (a Hugging Face configuration as a mapping) or ``path`` (a local
+    directory).
+    """
 
     hf: dict[str, Any] | None = None
     path: Path | None = None
@@ -67,10 +85,11 @@ class ModelConfig(_Section):
 
 
 class DataConfig(_Section):
-    """Training text: ``path`` (``@stdlib``, file or glob of .txt/.jsonl/.py) or ``tokens`` (binary token file).
+    """Training text: ``path`` (``@stdlib``, file or glob of .txt/.jsonl/.py) or ``tokens`` (binary
+    token file).
 
-    ``eval_fraction`` of the sequences, taken from the end, is held out when ``train.eval_every`` is set and
-    no ``eval_path`` is given.
+    ``eval_fraction`` of the sequences, taken from the end, is held out when ``train.eval_every`` is
+    set and no ``eval_path`` is given.
     """
 
     path: str | None = None
@@ -91,7 +110,9 @@ class DataConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """Length and batch of the run; batches count sequences. ``freeze``: regular expressions on parameter names."""
+    """Length and batch of the run; batches count sequences. ``freeze``: regular expressions on
+    parameter names.
+    """
 
     steps: int = Field(default=200, ge=1)
     global_batch: int = Field(default=8, ge=1)
@@ -126,7 +147,7 @@ class TrainConfig(_Section):
         return self.global_batch // self.micro_batch
 
 
-class OptimizerName(str, Enum):
+class OptimizerName(StrEnum):
     """Optimizers with a native kernel."""
 
     ADAMW = "adamw"
@@ -134,7 +155,9 @@ class OptimizerName(str, Enum):
 
 
 class OptimizerConfig(_Section):
-    """The optimizer and its learning-rate schedule. Weight decay acts on parameters with two or more axes."""
+    """The optimizer and its learning-rate schedule. Weight decay acts on parameters with two or
+    more axes.
+    """
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: float = Field(default=3.0e-4, gt=0.0)
@@ -162,7 +185,9 @@ class OptimizerConfig(_Section):
 
 
 class ScheduleConfig(_Section):
-    """The pipeline schedule. Numbers of stages default to what the scheme uses with the workers at hand."""
+    """The pipeline schedule. Numbers of stages default to what the scheme uses with the workers at
+    hand.
+    """
 
     scheme: Literal["gpipe", "1f1b", "mobius", "spipe"] = "spipe"
     forward_stages: int | None = Field(default=None, ge=1)
@@ -204,7 +229,9 @@ class ClusterConfig(_Section):
 
 
 class MemoryConfig(_Section):
-    """Limits that ``plan`` and ``train`` hold the memory table against; unset means what the machine has."""
+    """Limits that ``plan`` and ``train`` hold the memory table against; unset means what the
+    machine has.
+    """
 
     host_limit: Size | None = None
     device_limit: Size | None = None
@@ -284,17 +311,24 @@ def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Conf
 def _complaint(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"]) or "configuration"
     if error["type"] == "extra_forbidden":
-        section: Any = Config
-        for part in error["loc"][:-1]:
-            field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
-            section = field.annotation if field is not None else None
-        known = ", ".join(section.model_fields) if hasattr(section, "model_fields") else "none"
-        return f"{key}: unknown key; known keys are {known}"
+        known = _section_at(error["loc"][:-1])
+        return f"{key}: unknown key; known keys are {', '.join(known.model_fields)}"
     if error["type"] == "missing":
         return f"{key}: is missing"
     value = error["input"] if not isinstance(error["input"], (dict, BaseModel)) else None
     shown = f" = {value!r}" if value is not None else ""
     return f"{key}{shown}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _section_at(location: tuple[str | int, ...]) -> type[BaseModel]:
+    """The section class that a location of a validation error leads to."""
+    section: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, str):
+            annotation: Any = section.model_fields[part].annotation
+            # A list of sections is annotated tuple[Section, ...]; its positions need no step.
+            section = get_args(annotation)[0] if get_args(annotation) else annotation
+    return section
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -308,7 +342,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {key}: {text!r} is not valid YAML: {error}") from error
     target = data
     for part in path[:-1]:
-        inner = target.setdefault(part, {})
+        inner = target[part] = {} if target.get(part) is None else target[part]
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {key}: {part} is not a section")
         target = inner

@@ -1,7 +1,7 @@
 """The error tree. Exit codes are part of the command-line contract.
 
-Users see only subclasses of :class:`PenstockError`; its message names the field or resource, the value,
-and what would do.
+Users see only subclasses of :class:`PenstockError`; its message names the field or resource, the
+value, and what would do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class CapacityError(PenstockError):
 
 
 class StateError(PenstockError):
-    """Saved or shared state is damaged, foreign, or of another version; nothing was touched. Exit code 2."""
+    """Saved or shared state is damaged, foreign, or of another version; nothing was touched.
+
+    Exit code 2.
+    """
 
     exit_code = ExitCode.BAD_CONFIG
 
