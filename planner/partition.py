@@ -1,0 +1,69 @@
+"""Cut a list of blocks into stages: contiguous, balanced, exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+_RESOLUTION = 2**40
+"""Costs are compared as integers in units of 1/_RESOLUTION of the total, so that ties are exact."""
+
+
+def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
+    """Cut ``costs`` into ``num_stages`` non-empty contiguous ranges.
+
+    Minimizes the largest stage cost; among those cuts the sum of squared stage costs, so that one
+    heavy block does not leave the rest unbalanced; among those the earlier stages are smaller.
+
+    Raises:
+        ValueError: more stages than blocks, or fewer than one stage.
+    """
+    if not 1 <= num_stages <= len(costs):
+        raise ValueError(f"cannot cut {len(costs)} blocks into {num_stages} stages")
+    total = sum(costs) or 1.0
+    ends = [0, *accumulate(round(cost / total * _RESOLUTION) for cost in costs)]
+    return _least_squares(ends, num_stages, _smallest_maximum(ends, num_stages))
+
+
+def _smallest_maximum(ends: Sequence[int], num_stages: int) -> int:
+    """The smallest possible cost of the most expensive stage. ``ends``: cumulated costs, from 0."""
+    num_blocks = len(ends) - 1
+    # best[i]: smallest maximum of cutting blocks i… into the number of stages of the current round.
+    best = [ends[-1] - ends[i] for i in range(num_blocks + 1)]
+    for stages in range(2, num_stages + 1):
+        for i in range(num_blocks - stages + 1):
+            bound = ends[-1]
+            for j in range(i + 1, num_blocks - stages + 2):
+                first = ends[j] - ends[i]
+                bound = min(bound, max(first, best[j]))
+                if first >= bound:
+                    break
+            best[i] = bound
+    return best[0]
+
+
+def _least_squares(ends: Sequence[int], num_stages: int, maximum: int) -> tuple[range, ...]:
+    """The cut with stage costs up to ``maximum`` and the least sum of squares; earlier stages
+    smaller.
+    """
+    num_blocks = len(ends) - 1
+    unreachable = num_blocks * ends[-1] ** 2 + 1
+    best = [unreachable] * num_blocks + [0]
+    cuts: list[list[int]] = []
+    for _ in range(num_stages):
+        following, best = best, [unreachable] * (num_blocks + 1)
+        cut = [0] * (num_blocks + 1)
+        for i in range(num_blocks):
+            for j in range(i + 1, num_blocks + 1):
+                first = ends[j] - ends[i]
+                if first > maximum:
+                    break
+                if following[j] + first**2 < best[i]:
+                    best[i], cut[i] = following[j] + first**2, j
+        cuts.append(cut)
+    stages: list[range] = []
+    start = 0
+    for cut in reversed(cuts):
+        stages.append(range(start, cut[start]))
+        start = cut[start]
+    return tuple(stages)

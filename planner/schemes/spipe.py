@@ -1,0 +1,63 @@
+"""SPipe: forward and backward of a stage on different devices, backward stages cut finer.
+
+Source: Ryu et al., "SPipe: Hybrid GPU and CPU Pipeline for Training LLMs under Memory Pressure",
+section 3.1 and figure 8. Forward stage i is on device i mod p. The device that finishes its
+forwards first starts the backward of the last stage, the next one takes the stage before, and so on
+around (decoupled pass assignment); with forward stages a multiple of p this is device 0 first.
+Recomputation makes it possible: only the input checkpoint of a backward stage travels, as soon as
+its forward has run. A backward stage (recomputation + backward, three times a forward's work)
+should cost about what a forward stage does, hence several backward stages per forward stage: the
+paper draws two and runs three.
+
+Buffers: two stages of weights; checkpoints of the device's backward stages for all micro-batches,
+the activations of one. With m >= p, forward stages a multiple of p, and backward stages as long as
+forward stages, there is no bubble between forward and backward: only the skew of p - 1 steps
+remains, a bubble of (p - 1) / (w + p - 1) where w is the steps of work per device: 3 / 27 = 11 % in
+figure 8 (whose 25 % counts weight transfers and the optimizer's tail too).
+"""
+
+from __future__ import annotations
+
+from penstock.planner.schemes.base import Placement, Scheme, all_forward_all_backward
+
+_STAGES_PER_DEVICE = 2
+_BACKWARD_PER_FORWARD = 3
+
+
+def _default_stages(num_devices: int, num_blocks: int, num_forward: int | None) -> tuple[int, int]:
+    """Two forward stages per device; each cut into as many of three backward stages as blocks
+    allow.
+    """
+    if num_forward is None:
+        num_forward = min(_STAGES_PER_DEVICE * num_devices, num_blocks)
+    finer = max(1, min(_BACKWARD_PER_FORWARD, num_blocks // num_forward))
+    return num_forward, finer * num_forward
+
+
+def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> tuple[str, str] | None:
+    del num_devices
+    if num_backward < num_forward:
+        return "backward_stages", f"{num_forward} (forward_stages) or more"
+    return None
+
+
+def _place(num_forward: int, num_backward: int, num_devices: int) -> Placement:
+    """Backward stages count down from the last, over devices in the order in which they become
+    free.
+    """
+    return Placement(
+        forward=tuple(i % num_devices for i in range(num_forward)),
+        backward=tuple(
+            (num_forward + num_backward - 1 - i) % num_devices for i in range(num_backward)
+        ),
+    )
+
+
+SCHEME = Scheme(
+    name="spipe",
+    recompute_modes=("full",),
+    default_stages=_default_stages,
+    check_stages=_check_stages,
+    place=_place,
+    order=all_forward_all_backward,
+)
