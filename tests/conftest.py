@@ -1,0 +1,92 @@
+"""A leak check around every test: shared memory, child processes, threads, descriptors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+GRACE_S = 3.0
+"""What ends on its own a moment later (a closed channel's socket, a killed child) is no leak."""
+
+KEPT_BY_LIBRARIES = ("anon_inode:[eventfd]", "anon_inode:[eventpoll]", "/dev/null", "/dev/urandom")
+"""gRPC and ZeroMQ keep their pollers for the life of the process once they were used."""
+
+
+def open_descriptors() -> Counter[str]:
+    """What this process's descriptors point at; sockets and pipes count by kind."""
+    found: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+        kind = target.partition("[")[0] if target.startswith(("socket:", "pipe:")) else target
+        if not kind.startswith(KEPT_BY_LIBRARIES) and not kind.startswith("/proc/"):
+            found[kind] += 1
+    return found
+
+
+def child_processes() -> set[int]:
+    """Children of this process, zombies too."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found.update(map(int, (task / "children").read_text().split()))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread ended meanwhile
+    return found
+
+
+def segments() -> set[str]:
+    """Names of Penstock's segments on this machine."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("penstock-")}
+
+
+def mapped_elsewhere(name: str) -> bool:
+    """Whether a living process other than this one maps the segment: then another run uses it."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if f"/dev/shm/{name}" in (entry / "maps").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return False
+
+
+def settle(probe: Callable[[], T]) -> T:
+    """Call ``probe`` until it finds nothing or the grace is over; what it found last."""
+    deadline = time.monotonic() + GRACE_S
+    found = probe()
+    while found and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+        found = probe()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a segment, a child process, a thread or a descriptor behind."""
+    names, children = segments(), child_processes()
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    yield
+    problems = {
+        "child processes": settle(lambda: child_processes() - children),
+        "threads": settle(lambda: {t for t in threading.enumerate() if t not in threads}),
+        "descriptors": settle(lambda: dict(open_descriptors() - descriptors)),
+        "segments": settle(lambda: {n for n in segments() - names if not mapped_elsewhere(n)}),
+    }
+    leaks = {what: found for what, found in problems.items() if found}
+    assert not leaks, f"the test left behind: {leaks}"
