@@ -1,10 +1,10 @@
-"""The control segment: who is committed, what lies in each weight slot, what a pass was doing when it died.
+"""The control segment: what is committed, what lies in each weight slot, which pass was under way.
 
 Layout (little-endian; every word 8 bytes, 8-byte aligned)::
 
     offset  word(s)                writer                  readers
     ------  ---------------------  ----------------------  -------------------------------
-         0  magic                  memoryd (last, once)    all
+         0  magic "PNSTOCK1"       memoryd (last, once)    all
          8  format version         memoryd                 all
         16  run id (16 ASCII)      memoryd                 all
         32  layout digest (32)     memoryd                 all
@@ -20,7 +20,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
        384  record of odd version  optimizerd, memoryd     optimizerd, memoryd
        512  pass: active           optimizerd              optimizerd (recovery)
        520  pass: block            optimizerd              optimizerd (recovery)
-       528  pass: state version it leads to
+       528  pass: state version it leads to, likewise
       4096  undo area of the native passes (see native/undo.h), page-aligned
          …  block words, 128 bytes a block:
             +0 state version       optimizerd, memoryd     optimizerd, memoryd
@@ -31,7 +31,8 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
                                    the worker that computes it; optimizerd reads
 
 memoryd writes versions and records only during a restore, when optimizerd is drained. A record is
-eight payload words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
+eight payload words and their CRC-32; one cut short by a kill fails its checksum and counts as
+absent.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from __future__ import annotations
 import struct
 import uuid
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -51,11 +53,11 @@ from penstock.shm.errors import (
 )
 from penstock.shm.layout import PAGE_BYTES
 from penstock.shm.process import ProcessIdentity
+from penstock.shm.table import MAX_CONTRIBUTIONS
 
-MAGIC = 0x314B_434F_5453_4E50  # "PNSTOCK1", little-endian
+MAGIC = int.from_bytes(b"PNSTOCK1", "little")
 FORMAT_VERSION = 1
 INVALID_VERSION = 2**64 - 1
-MAX_CONTRIBUTIONS = 12
 
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
 _INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
@@ -105,7 +107,7 @@ class CommitRecord:
         """The record, or None when the bytes hold none (never written, or cut short)."""
         payload, (checksum,) = data[: _RECORD.size], struct.unpack_from("<Q", data, _RECORD.size)
         version, attempt, decision, *rest = _RECORD.unpack(payload)
-        if checksum != zlib.crc32(payload) or decision not in Decision:
+        if checksum != zlib.crc32(payload) or decision not in tuple(Decision):
             return None
         coefficient, inverse_loss_scale, learning_rate, bias_step, incarnation = rest
         return cls(
@@ -134,7 +136,7 @@ def control_bytes(num_blocks: int, undo_bytes: int) -> int:
 
 
 class ControlView:
-    """Typed access to the words of a mapped control segment. Methods are named after the words above."""
+    """Typed access to the words of a mapped control segment, named as above."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
@@ -146,7 +148,10 @@ class ControlView:
     def initialize(
         cls, buffer: memoryview, *, run_id: str, digest: bytes, num_blocks: int, undo_bytes: int
     ) -> ControlView:
-        """Write the header of a fresh segment; the magic number last, so a half-written one has none."""
+        """Write the header of a fresh, zeroed segment.
+
+        The magic number goes last, so that a half-written header has none.
+        """
         store_u64(buffer, _FORMAT, FORMAT_VERSION)
         buffer[_RUN_ID : _RUN_ID + 16] = run_id.encode().ljust(16, b"\0")
         buffer[_DIGEST : _DIGEST + 32] = digest
@@ -162,15 +167,22 @@ class ControlView:
 
     @classmethod
     def open(cls, buffer: memoryview, *, run_id: str, digest: bytes | None) -> ControlView:
-        """Check the header before anything is believed. ``digest`` None skips the check of the layout.
+        """Check the header before anything is believed; ``digest`` None leaves out the layout.
 
         Raises:
-            ShortSegmentError, BadHeaderError, VersionMismatchError, ForeignOwnerError: see their names.
+            ShortSegmentError: smaller than a header, or than what its header promises.
+            BadHeaderError: no magic number: half-written, or not ours.
+            VersionMismatchError: another format version.
+            ForeignOwnerError: another run, or laid out for another model or cluster.
         """
         if len(buffer) < PAGE_BYTES:
-            raise ShortSegmentError(f"control segment has {len(buffer)} bytes, a header needs {PAGE_BYTES}")
+            raise ShortSegmentError(
+                f"control segment has {len(buffer)} bytes, a header needs {PAGE_BYTES}"
+            )
         if load_u64(buffer, 0) != MAGIC:
-            raise BadHeaderError("control segment has no Penstock header (half-written, or not ours)")
+            raise BadHeaderError(
+                "control segment has no Penstock header (half-written, or not ours)"
+            )
         version = load_u64(buffer, _FORMAT)
         if version != FORMAT_VERSION:
             raise VersionMismatchError(
@@ -181,14 +193,16 @@ class ControlView:
             raise ForeignOwnerError(f"control segment belongs to run {found!r}, not {run_id!r}")
         if digest is not None and bytes(buffer[_DIGEST : _DIGEST + 32]) != digest:
             raise ForeignOwnerError(
-                "segments in /dev/shm were laid out for another model, cluster or schedule of this run:"
-                " resume with the settings they were made with and save, or drop them with"
+                "segments in /dev/shm were laid out for another model, cluster or schedule of this"
+                " run: resume with the settings they were made with and save, or drop them with"
                 " penstock doctor --clean"
             )
         view = cls(buffer)
         needed = control_bytes(view.num_blocks, view.undo_bytes)
         if len(buffer) < needed:
-            raise ShortSegmentError(f"control segment has {len(buffer)} bytes, its layout needs {needed}")
+            raise ShortSegmentError(
+                f"control segment has {len(buffer)} bytes, its layout needs {needed}"
+            )
         return view
 
     @property
@@ -235,7 +249,7 @@ class ControlView:
         return self._load(_COMMITTED)
 
     def set_committed(self, version: int) -> None:
-        """Flip. The record of ``version`` must have been written before (see :meth:`write_record`)."""
+        """Flip. The record of ``version`` must have been written before."""
         self._store(_COMMITTED, version)
 
     def write_record(self, record: CommitRecord) -> None:
@@ -249,6 +263,19 @@ class ControlView:
         start = _RECORDS + (version % 2) * _RECORD_BYTES
         found = CommitRecord.unpack(bytes(self._buffer[start : start + _RECORD_BYTES]))
         return found if found is not None and found.version == version else None
+
+    def clear_history(self) -> None:
+        """Forget records, ready words and the interrupted pass, before a restore.
+
+        The undo area's first word goes first; zero bytes mean that no pass was under way.
+        """
+        store_u64(self.undo_area, 0, 0)
+        self.end_pass()
+        self.undo_area[:] = bytes(self.undo_bytes)
+        self._buffer[_RECORDS:_PASS] = bytes(_PASS - _RECORDS)
+        for block in range(self.num_blocks):
+            for contribution in range(MAX_CONTRIBUTIONS):
+                self.set_ready(block, contribution, epoch=0, attempt=0)
 
     def begin_pass(self, intent: PassIntent) -> None:
         """Announce a pass that overwrites state; the active word goes last."""
@@ -303,14 +330,14 @@ class ControlView:
             self._block(block) + _READY + 8 * contribution, (epoch << 32) | (attempt & 0xFFFF_FFFF)
         )
 
-    def validate(self) -> None:
-        """Check the conservation rules: no commit applied twice, none lost.
+    def validate(self, blocks: Iterable[int]) -> None:
+        """Check that no commit was applied twice and none lost, for the blocks a node owns.
 
         Raises:
             ValueError: naming the block and its versions.
         """
         committed = self.committed
-        for block in range(self.num_blocks):
+        for block in blocks:
             version = self.state_version(block)
             if version not in (committed, committed - 1):
                 raise ValueError(f"block {block}: state version {version}, committed {committed}")

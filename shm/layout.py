@@ -2,16 +2,18 @@
 
 One segment per kind of array, every array of a block page-aligned inside it::
 
-    weights   | block 0: slot 0 | slot 1 | block 1: slot 0 | slot 1 | …      weight dtype, trainable_elements each
-    frozen    | block 0 | block 1 | …                                        weight dtype, frozen_elements each
-    state     | block 0: master | exp_avg | exp_avg_sq | block 1: …          fp32, trainable_elements each
+    weights   | block 0: slot 0 | slot 1 | block 1: slot 0 | …               weight dtype
+    frozen    | block 0 | block 1 | …                                        weight dtype
+    state     | block 0: master | exp_avg | exp_avg_sq | block 1: …          fp32
     grads     | block 0: copy 0: contribution 0, 1, … | copy 1: … | block 1  gradient dtype
-    control   | header, records, pass intent, undo area, block words         see penstock.shm.control
+    control   | header, records, pass intent, undo area, block words         penstock.shm.control
 
-``weights``, ``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are
-*computed* on the node: those of owned blocks, and of a tied tensor's other uses (the owner pulls them).
-Writers: weights, state: optimizerd (memoryd and the loader during a restore); frozen: the loader; grads: the one
-worker that computes the contribution. Every process computes the same layout from the same table.
+An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
+``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are
+*computed* on the node: those of owned blocks, and of a tied tensor's other uses (the owner pulls
+them). Writers: weights, state: optimizerd (memoryd and the loader during a restore); frozen:
+memoryd and the loader; grads: the one worker that computes the contribution. Every process computes
+the same layout from the same table.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from penstock.shm.table import BlockTable
 
@@ -29,7 +31,7 @@ WEIGHT_SLOTS = 2
 GRADIENT_COPIES = 2
 
 
-class SegmentKind(str, Enum):
+class SegmentKind(StrEnum):
     """The segments of a node."""
 
     CONTROL = "control"
@@ -54,17 +56,25 @@ ArrayKey = tuple[int, str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """``owner[b]`` is the node (index) that owns block b; ``computed_on[b][k]`` the node that computes contribution k."""
+    """``owner[b]`` is the node (index) that owns block b.
+
+    ``computed_on[b][k]`` is the node that computes gradient contribution k of block b.
+    """
 
     owner: tuple[int, ...]
     computed_on: tuple[tuple[int, ...], ...]
 
     @classmethod
     def from_backward_nodes(cls, table: BlockTable, node_of_block: Sequence[int]) -> Ownership:
-        """From the node that runs each block's backward: it owns the block, borrowers compute their contribution."""
+        """From the node that runs each block's backward: it owns the block.
+
+        Contributions of borrowed tensors are computed where the borrowing block's backward runs.
+        """
         computed_on = [[node_of_block[b.index]] * b.contributions for b in table.blocks]
         for block in table.blocks:
             for borrowed in block.borrows:
+                if borrowed.contribution == 0:
+                    continue  # a frozen tensor has no gradient; contribution 0 is the owner's own
                 computed_on[borrowed.owner][borrowed.contribution] = node_of_block[block.index]
         return cls(owner=tuple(node_of_block), computed_on=tuple(map(tuple, computed_on)))
 
@@ -80,14 +90,16 @@ class NodeLayout:
 
     @classmethod
     def compute(cls, table: BlockTable, ownership: Ownership, node: int) -> NodeLayout:
-        """Lay out the node's arrays. ``sizes`` lacks ``control`` (see :mod:`penstock.shm.control`)."""
+        """Lay out the node's arrays; ``sizes`` lacks the control segment."""
         builder = _Builder()
         for block in table.blocks:
             b, weight, grad = block.index, table.weight_dtype.itemsize, table.grad_dtype.itemsize
             if ownership.owner[b] == node:
                 for slot in range(WEIGHT_SLOTS):
                     builder.add(
-                        SegmentKind.WEIGHTS, (b, "weights", slot, 0), block.trainable_elements * weight
+                        SegmentKind.WEIGHTS,
+                        (b, "weights", slot, 0),
+                        block.trainable_elements * weight,
                     )
                 builder.add(SegmentKind.FROZEN, (b, "frozen", 0, 0), block.frozen_elements * weight)
                 for name in ("master", *table.state_arrays):
@@ -96,12 +108,24 @@ class NodeLayout:
                 for k, place in enumerate(ownership.computed_on[b]):
                     if place == node:
                         builder.add(
-                            SegmentKind.GRADS, (b, "grads", copy, k), block.trainable_elements * grad
+                            SegmentKind.GRADS,
+                            (b, "grads", copy, k),
+                            block.trainable_elements * grad,
                         )
         digest = hashlib.sha256(
-            json.dumps([table.digest, ownership.owner, ownership.computed_on, node]).encode()
+            json.dumps(
+                [_storage(table), ownership.owner, ownership.computed_on, node], sort_keys=True
+            ).encode()
         ).digest()
         return cls(node=node, arrays=builder.arrays, sizes=builder.sizes, digest=digest)
+
+
+def _storage(table: BlockTable) -> list[object]:
+    """What decides where bytes lie and what they mean; estimates such as FLOPs do not."""
+    blocks = [
+        [[t.name, t.shape, t.trainable, t.offset] for t in block.tensors] for block in table.blocks
+    ]
+    return [table.weight_dtype, table.grad_dtype, table.state_arrays, blocks]
 
 
 class _Builder:

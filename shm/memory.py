@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.shm.control import ControlView, control_bytes
+from penstock.shm.errors import VersionMismatchError
 from penstock.shm.layout import ArrayKey, NodeLayout, SegmentKind
 from penstock.shm.segment import Segment, unlink
 from penstock.shm.table import BlockTable, DType
@@ -46,9 +48,14 @@ class MemorySpec:
 
 
 class NodeMemory:
-    """The mapped segments of one node. Views stay valid until :meth:`close` and the last reference to them."""
+    """The mapped segments of one node.
 
-    def __init__(self, spec: MemorySpec, segments: dict[str, Segment], control: ControlView) -> None:
+    Views stay valid after :meth:`close`, until the last reference to them goes.
+    """
+
+    def __init__(
+        self, spec: MemorySpec, segments: dict[str, Segment], control: ControlView
+    ) -> None:
         self.spec = spec
         self.control = control
         self._segments = segments
@@ -64,23 +71,27 @@ class NodeMemory:
         try:
             for name, size in spec.sizes().items():  # control is the last entry
                 segments[name] = Segment.create(name, size)
+            control = ControlView.initialize(
+                segments[spec.name(SegmentKind.CONTROL)].buffer,
+                run_id=spec.run_id,
+                digest=spec.layout.digest,
+                num_blocks=len(spec.table.blocks),
+                undo_bytes=spec.undo_bytes,
+            )
         except BaseException:
-            for segment in segments.values():
-                segment.close()
+            for segment in reversed(segments.values()):
                 segment.unlink()
+                segment.close()
             raise
-        control = ControlView.initialize(
-            segments[spec.name(SegmentKind.CONTROL)].buffer,
-            run_id=spec.run_id,
-            digest=spec.layout.digest,
-            num_blocks=len(spec.table.blocks),
-            undo_bytes=spec.undo_bytes,
-        )
         return cls(spec, segments, control)
 
     @classmethod
-    def attach(cls, spec: MemorySpec) -> NodeMemory:
+    def attach(
+        cls, spec: MemorySpec, kinds: Collection[SegmentKind] = tuple(SegmentKind)
+    ) -> NodeMemory:
         """Map existing segments after checking headers, layout digest and sizes.
+
+        The control segment is always mapped; of the others those in ``kinds``.
 
         Raises:
             SegmentError: missing, short, foreign or damaged; nothing was touched.
@@ -92,8 +103,13 @@ class NodeMemory:
             control = ControlView.open(
                 segments[name].buffer, run_id=spec.run_id, digest=spec.layout.digest
             )
+            if control.undo_bytes != spec.undo_bytes:
+                raise VersionMismatchError(
+                    f"segment {name} has an undo area of {control.undo_bytes} bytes, this Penstock"
+                    f" uses {spec.undo_bytes}"
+                )
             for kind, size in spec.layout.sizes.items():
-                if size:
+                if size and kind in kinds:
                     segments[spec.name(kind)] = Segment.attach(spec.name(kind), size)
         except BaseException:
             for segment in segments.values():
@@ -123,7 +139,9 @@ class NodeMemory:
 
     def owned_blocks(self) -> tuple[int, ...]:
         """Blocks whose weights and state live here, in order."""
-        return tuple(b for b, name, slot, _ in self.spec.layout.arrays if (name, slot) == ("weights", 0))
+        return tuple(
+            b for b, name, slot, _ in self.spec.layout.arrays if (name, slot) == ("weights", 0)
+        )
 
     def close(self) -> None:
         """Unmap."""
@@ -131,7 +149,7 @@ class NodeMemory:
             segment.close()
 
     def unlink(self) -> None:
-        """Remove the names: the control segment first, so that no half-removed memory looks whole."""
+        """Remove the names, control first, so that no half-removed memory looks whole."""
         for kind in (SegmentKind.CONTROL, *self.spec.layout.sizes):
             unlink(self.spec.name(kind))
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """``start_ticks`` is field 22 of /proc/PID/stat (clock ticks since boot); ``boot`` the kernel's boot id."""
+    """``start_ticks`` is field 22 of /proc/PID/stat (clock ticks since boot).
+
+    ``boot`` is the kernel's boot id.
+    """
 
     pid: int
     start_ticks: int
@@ -19,9 +22,15 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> ProcessIdentity:
         """The calling process."""
-        ticks = start_ticks(os.getpid())
-        assert ticks is not None, "the calling process must be listed in /proc"
-        return cls(pid=os.getpid(), start_ticks=ticks, boot=boot_id())
+        identity = cls.of(os.getpid())
+        assert identity is not None, "the calling process must be listed in /proc"
+        return identity
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """The living process with this id, None if there is none (zombies count as dead)."""
+        ticks = start_ticks(pid)
+        return None if ticks is None else cls(pid=pid, start_ticks=ticks, boot=boot_id())
 
     def alive(self) -> bool:
         """Whether exactly this process still runs (zombies count as dead)."""

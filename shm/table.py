@@ -1,8 +1,8 @@
 """The block table: a model described as data.
 
-Computed once from the configuration on torch's meta device (``penstock.models``), saved as JSON in the
-run directory, and read by every daemon, so that none of them needs torch. Byte positions inside the
-shared-memory segments follow from it in :mod:`penstock.shm.layout`.
+Computed once from the configuration on torch's meta device (``penstock.models``), saved as JSON in
+the run directory, and read by every daemon, so that none of them needs torch. Byte positions inside
+the shared-memory segments follow from it in :mod:`penstock.shm.layout`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 VECTOR_ELEMENTS = 16
 """Tensors start at multiples of this many elements, so that no vector holds two tensors."""
 
+MAX_CONTRIBUTIONS = 12
+"""Gradient writers of one block: the control segment has this many ready words for each."""
 
-class DType(str, Enum):
+
+class DType(StrEnum):
     """Storage types of model state."""
 
     FP32 = "fp32"
@@ -40,8 +43,8 @@ def padded(num_elements: int) -> int:
 class TensorSpec:
     """One parameter (or persistent buffer) of a block.
 
-    ``name`` is its key in the Hugging Face state dict. ``offset`` counts elements from the start of the
-    block's trainable array (``trainable``) or of its frozen array (otherwise).
+    ``name`` is its key in the Hugging Face state dict. ``offset`` counts elements from the start of
+    the block's trainable array (``trainable``) or of its frozen array (otherwise).
     """
 
     name: str
@@ -61,10 +64,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedTensor:
-    """A tied tensor: this block computes with ``name`` of block ``owner`` (head with the embedding's weight).
+    """A tied tensor: this block computes with ``name`` of block ``owner`` (a head, for example,
+    with the embedding's weight).
 
-    ``local_name`` is the key under which the borrowing module knows it. ``contribution`` is the index of
-    the gradient range of the owner that this use fills (the owner's own use is contribution 0).
+    ``local_name`` is the key under which the borrowing module knows it. ``contribution`` is the
+    index of the owner's gradient range that this use fills (the owner's own use is contribution 0).
     """
 
     name: str
@@ -86,10 +90,11 @@ class DecayRange:
 class BlockSpec:
     """One block: embedding, one layer, or final norm + head.
 
-    ``kind`` names the module class and the attributes that differ by layer; blocks of one kind share one
-    module object in a worker. ``trainable_elements`` and ``frozen_elements`` include padding.
-    ``forward_flops`` counts floating-point operations of one forward per token at the configured
-    sequence length; ``activation_bytes`` what autograd keeps per token, ``output_bytes`` what the block hands on per token.
+    ``kind`` names the module class and the attributes that differ by layer; blocks of one kind
+    share one module object in a worker. ``trainable_elements`` and ``frozen_elements`` include
+    padding. ``forward_flops`` counts floating-point operations of one forward per token at the
+    configured sequence length; ``activation_bytes`` what autograd keeps per token, ``output_bytes``
+    what the block hands on per token.
     """
 
     index: int
@@ -107,7 +112,10 @@ class BlockSpec:
 
     @property
     def decay_ranges(self) -> tuple[DecayRange, ...]:
-        """Maximal ranges covering ``[0, trainable_elements)`` with one decay switch each; bounds are 16-aligned."""
+        """Maximal ranges with one decay switch each, covering ``[0, trainable_elements)``.
+
+        Bounds are multiples of :data:`VECTOR_ELEMENTS`.
+        """
         ranges: list[DecayRange] = []
         trainable = sorted((t for t in self.tensors if t.trainable), key=lambda t: t.offset)
         for tensor in trainable:
@@ -138,26 +146,30 @@ class BlockTable:
         """
         for position, block in enumerate(self.blocks):
             if block.index != position:
-                raise ValueError(f"block {block.name!r} has index {block.index}, stands at {position}")
-            for trainable, limit in ((True, block.trainable_elements), (False, block.frozen_elements)):
-                end = 0
-                for tensor in sorted(
-                    (t for t in block.tensors if t.trainable is trainable), key=lambda t: t.offset
-                ):
-                    if tensor.offset != end or tensor.offset % VECTOR_ELEMENTS:
-                        raise ValueError(
-                            f"block {block.name!r}: tensor {tensor.name!r} starts at element"
-                            f" {tensor.offset}, expected {end}"
-                        )
-                    end = tensor.offset + padded(tensor.num_elements)
-                if end != limit:
-                    raise ValueError(f"block {block.name!r}: tensors end at {end}, array at {limit}")
-            for borrowed in block.borrows:
-                owner = self.blocks[borrowed.owner]
-                if borrowed.name not in {t.name for t in owner.tensors}:
-                    raise ValueError(f"block {block.name!r} borrows unknown {borrowed.name!r}")
-                if not 0 < borrowed.contribution < owner.contributions:
-                    raise ValueError(f"block {block.name!r}: bad contribution {borrowed.contribution}")
+                raise ValueError(
+                    f"block {block.name!r} has index {block.index}, stands at {position}"
+                )
+            if not 1 <= block.contributions <= MAX_CONTRIBUTIONS:
+                raise ValueError(
+                    f"block {block.name!r} has {block.contributions} gradient contributions,"
+                    f" expected 1 to {MAX_CONTRIBUTIONS}"
+                )
+            _check_places(block, trainable=True, limit=block.trainable_elements)
+            _check_places(block, trainable=False, limit=block.frozen_elements)
+            self._check_borrows(block)
+
+    def _check_borrows(self, block: BlockSpec) -> None:
+        for borrowed in block.borrows:
+            if not 0 <= borrowed.owner < len(self.blocks):
+                raise ValueError(
+                    f"block {block.name!r} borrows from block {borrowed.owner},"
+                    f" there are {len(self.blocks)}"
+                )
+            owner = self.blocks[borrowed.owner]
+            if borrowed.name not in {t.name for t in owner.tensors}:
+                raise ValueError(f"block {block.name!r} borrows unknown {borrowed.name!r}")
+            if not 0 < borrowed.contribution < owner.contributions:
+                raise ValueError(f"block {block.name!r}: bad contribution {borrowed.contribution}")
 
     def to_json(self) -> str:
         """Serialize; :meth:`from_json` reads it back to an equal table."""
@@ -187,8 +199,23 @@ class BlockTable:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of the serialized table; state saved under one digest fits only that table."""
+        """Hex SHA-256 of the serialized table; memory laid out for one fits no other."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _check_places(block: BlockSpec, *, trainable: bool, limit: int) -> None:
+    """Tensors of one array stand one after another, each starting at a whole vector."""
+    end = 0
+    tensors = (t for t in block.tensors if t.trainable is trainable)
+    for tensor in sorted(tensors, key=lambda t: t.offset):
+        if tensor.offset != end:
+            raise ValueError(
+                f"block {block.name!r}: tensor {tensor.name!r} starts at element {tensor.offset},"
+                f" expected {end}"
+            )
+        end = tensor.offset + padded(tensor.num_elements)
+    if end != limit:
+        raise ValueError(f"block {block.name!r}: tensors end at {end}, array at {limit}")
 
 
 def _block(entry: dict[str, Any]) -> BlockSpec:
