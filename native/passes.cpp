@@ -1,7 +1,7 @@
 #include "passes.h"
 
+#include <algorithm>
 #include <cmath>
-#include <stdexcept>
 
 namespace penstock {
 namespace {
@@ -91,48 +91,59 @@ std::size_t num_chunks(const Span& span) {
   return (span.end + kChunk - 1) / kChunk - span.start / kChunk;
 }
 
-// Runs the pieces, piece i on thread i modulo the number of threads, and adds up the partial sums,
-// one per span and chunk, in order: neither threads nor pieces change the result.
-Status run_pieces(Pool& pool, PieceFunction function, const PassArguments& args,
-                  const std::vector<Span>& spans, const std::vector<UndoPiece*>& undo) {
+// The pieces of a pass and the sums they write, one per span and chunk whatever the pieces are.
+struct Plan {
+  std::vector<Piece> pieces;
+  std::vector<double> partials;
+};
+
+Plan make_plan(const std::vector<Span>& spans) {
+  Plan plan;
   std::size_t total_chunks = 0;
   for (const Span& span : spans) total_chunks += num_chunks(span);
-  std::vector<double> partials(total_chunks, 0.0);
-  std::vector<Piece> pieces;
-  double* next_partial = partials.data();
+  plan.partials.resize(total_chunks);
+  double* next_partial = plan.partials.data();
   for (const Span& span : spans) {
-    pieces.push_back(Piece{span, next_partial, undo.empty() ? nullptr : undo[pieces.size()]});
+    plan.pieces.push_back(Piece{span, next_partial, nullptr});
     next_partial += num_chunks(span);
   }
-  pool.threads.run([&](std::size_t thread) {
-    for (std::size_t i = thread; i < pieces.size(); i += pool.threads.num_threads()) {
-      function(args, pieces[i]);
+  return plan;
+}
+
+// Piece i runs on thread i modulo the number of threads. Partial sums are added in order, so that
+// neither threads nor pieces change the result. Must not throw: an undo area may be armed.
+Status run_pieces(const ThreadPool::Turn& turn, std::size_t num_threads, PieceFunction function,
+                  const PassArguments& args, const Plan& plan) noexcept {
+  turn.run([&](std::size_t thread) {
+    for (std::size_t i = thread; i < plan.pieces.size(); i += num_threads) {
+      function(args, plan.pieces[i]);
     }
   });
   double sum_squares = 0;
-  for (const double partial : partials) sum_squares += partial;
+  for (const double partial : plan.partials) sum_squares += partial;
   return Status{std::isfinite(sum_squares), sum_squares};
 }
 
 Status run_whole(Pool& pool, PieceFunction function, const PassArguments& args,
                  std::uint64_t num_elements) {
-  const std::vector<Span> pieces = cut_spans({Span{0, num_elements}}, pool.threads.num_threads());
-  return run_pieces(pool, function, args, pieces, {});
+  const ThreadPool::Turn turn(pool.threads);
+  const std::size_t num_threads = pool.threads.num_threads();
+  const Plan plan = make_plan(cut_spans({Span{0, num_elements}}, num_threads));
+  return run_pieces(turn, num_threads, function, args, plan);
 }
 
 Status run_undoable(Pool& pool, PieceFunction function, const PassArguments& args,
                     std::uint64_t num_elements, Settlement& settlement) {
+  const ThreadPool::Turn turn(pool.threads);
+  const std::size_t num_threads = pool.threads.num_threads();
   Undo& undo = settlement.undo;
   undo.check_ready(settlement.spans, num_elements, settlement.tag);
-  if (settlement.spans.size() > undo.capacity()) {
-    throw std::invalid_argument("undo has room for " + std::to_string(undo.capacity()) +
-                                " pieces, spans has " + std::to_string(settlement.spans.size()) +
-                                ": make it undo_bytes(number of spans or threads) long");
-  }
-  const std::uint64_t max_pieces = std::min(pool.threads.num_threads(), undo.capacity());
-  const std::vector<Span> pieces = cut_spans(settlement.spans, max_pieces);
-  const std::vector<UndoPiece*> places = undo.arm(pieces, num_elements, settlement.tag);
-  const Status status = run_pieces(pool, function, args, pieces, places);
+  const std::vector<Span> spans =
+      cut_spans(settlement.spans, std::min(num_threads, undo.capacity()));
+  Plan plan = make_plan(spans);
+  const std::vector<UndoPiece*> places = undo.arm(spans, num_elements, settlement.tag);
+  for (std::size_t i = 0; i < places.size(); ++i) plan.pieces[i].undo = places[i];
+  const Status status = run_pieces(turn, num_threads, function, args, plan);
   undo.disarm();
   return status;
 }

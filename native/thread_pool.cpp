@@ -132,10 +132,18 @@ void ThreadPool::await_generation(std::uint64_t last_seen) {
   job_posted_.wait(lock, posted);
 }
 
+ThreadPool::Turn::Turn(ThreadPool& pool) : pool_(pool) {
+  // First of all: in a forked child the mutex may be held by a thread that does not exist.
+  if (pool.forked()) {
+    throw std::runtime_error("the pool belongs to the parent process: make a new one");
+  }
+  lock_ = std::unique_lock<std::mutex>(pool.callers_);
+  if (pool.closed_) throw std::runtime_error("the pool is closed");
+}
+
+void ThreadPool::Turn::run(const std::function<void(std::size_t)>& job) const { pool_.run(job); }
+
 void ThreadPool::run(const std::function<void(std::size_t)>& job) {
-  if (forked()) throw std::runtime_error("the pool belongs to the parent process: make a new one");
-  const std::lock_guard<std::mutex> turn(callers_);
-  if (closed_) throw std::runtime_error("the pool is closed");
   std::unique_lock<std::mutex> lock(mutex_);
   job_ = &job;
   num_running_.store(num_threads_, std::memory_order_relaxed);

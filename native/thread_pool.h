@@ -29,10 +29,19 @@ class ThreadPool {
 
   std::size_t num_threads() const { return num_threads_; }
 
-  // Calls job(thread_index) once on every thread and returns when all calls have. The job must not
-  // throw. Concurrent callers take turns. Throws std::runtime_error after close() or in a forked
-  // child, which has no threads.
-  void run(const std::function<void(std::size_t)>& job);
+  // The right to run jobs, held by one caller at a time. Taking it throws std::runtime_error after
+  // close() and in a forked child, which has no threads.
+  class Turn {
+   public:
+    explicit Turn(ThreadPool& pool);
+    // Calls job(thread_index) once on every thread and returns when all calls have. The job must
+    // not throw.
+    void run(const std::function<void(std::size_t)>& job) const;
+
+   private:
+    ThreadPool& pool_;
+    std::unique_lock<std::mutex> lock_;
+  };
 
   // Waits for a running job, then stops and joins all threads. May be repeated.
   void close();
@@ -48,6 +57,7 @@ class ThreadPool {
   void start(Worker& worker, int core);
   void serve(std::size_t index);
   void await_generation(std::uint64_t last_seen);
+  void run(const std::function<void(std::size_t)>& job);
   void stop_and_join();
   bool forked() const;
 
@@ -56,7 +66,7 @@ class ThreadPool {
   std::unique_ptr<Worker[]> workers_;
   std::size_t num_started_ = 0;
 
-  std::mutex callers_;  // held by run() and close(): one job at a time
+  std::mutex callers_;  // held by a Turn and by close()
   bool closed_ = false;
 
   std::mutex mutex_;  // protects the two conditions below

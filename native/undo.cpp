@@ -62,6 +62,11 @@ UndoState Undo::state() const {
 
 void Undo::check_ready(const std::vector<Span>& spans, std::uint64_t num_elements,
                        std::uint64_t tag) const {
+  if (spans.size() > capacity_) {
+    throw std::invalid_argument("undo has room for " + std::to_string(capacity_) +
+                                " pieces, spans has " + std::to_string(spans.size()) +
+                                ": make it undo_bytes(that many) long");
+  }
   const std::uint64_t state = load_state();
   if (state == kIdle) return;
   if (!is_repaired(state)) {
