@@ -1,11 +1,11 @@
-"""Training throughput of the tiny model beside a plain PyTorch loop of the same model, batch and threads.
+"""Training throughput of the tiny model beside a plain PyTorch loop of the same work.
 
     python bench/throughput.py [--config examples/tiny.yaml] [--steps 40] [--rounds 3] [--out FILE]
 
-Each round trains every scheme through real daemons and, before it, the plain loop (``1f1b`` runs without
-recomputation; the other schemes are held against a loop that checkpoints every layer, as they do). The
-ratio of a round is taken between neighbours in time, and the median over rounds is printed: these
-machines are noisy, so only ratios count.
+Each round trains every scheme through real daemons and, after it, the plain loop with the same
+batch, micro-batches and number of threads (``1f1b`` runs without recomputation; the other schemes
+are held against a loop that checkpoints every layer, as they do). The ratio of a round is taken
+between neighbours in time and the median is printed: on noisy machines only ratios count.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from penstock.workers.data import TokenDataset, micro_batches
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.protocol.config import Config
 from penstock.protocol.rundir import RunDirectory
-from penstock.workers.data import TokenDataset, micro_batches
 
 WARMUP_STEPS = 5
 
@@ -46,7 +46,9 @@ CASES = (
         settings=("schedule.scheme=1f1b", "schedule.recompute=none"),
         recompute=False,
     ),
-    Case(name="gpipe", settings=("schedule.scheme=gpipe", "schedule.recompute=full"), recompute=True),
+    Case(
+        name="gpipe", settings=("schedule.scheme=gpipe", "schedule.recompute=full"), recompute=True
+    ),
     Case(name="mobius", settings=("schedule.scheme=mobius",), recompute=True),
     Case(name="spipe", settings=("schedule.scheme=spipe",), recompute=True),
 )
@@ -67,7 +69,9 @@ def penstock_rate(config: Path, run_dir: Path, case: Case, steps: int) -> float:
     return float(sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines))
 
 
-def plain_rate(run_dir: Path, config: Config, *, recompute: bool, steps: int, threads: int) -> float:
+def plain_rate(
+    run_dir: Path, config: Config, *, recompute: bool, steps: int, threads: int
+) -> float:
     """Tokens/s of a plain loop over the same data with AdamW and clipping."""
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
@@ -127,7 +131,9 @@ def measure(config_path: Path, steps: int, rounds: int, names: list[str]) -> dic
 
 def main() -> None:
     """Parse arguments, measure, print medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--config", type=Path, default=Path("examples/tiny.yaml"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
@@ -136,7 +142,9 @@ def main() -> None:
     arguments = parser.parse_args()
     ratios = measure(arguments.config, arguments.steps, arguments.rounds, arguments.cases)
     for name, values in ratios.items():
-        sys.stdout.write(f"{name:8} median ratio {statistics.median(values):.3f}  of {len(values)}\n")
+        sys.stdout.write(
+            f"{name:8} median ratio {statistics.median(values):.3f}  of {len(values)}\n"
+        )
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(ratios))
 

@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: ``penstock train`` in a child process, compared with a plain loop."""
+"""Whole runs as a user starts them: ``penstock train`` in a child process."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Runner:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def configure(self, name: str, changes: dict[str, Any]) -> Path:
-        """Write ``<name>.yaml`` for a tiny model on a few standard-library files; return its path."""
+        """Write ``<name>.yaml``: a tiny model on a few standard-library files."""
         text = Path(sysconfig.get_paths()["stdlib"]) / "a*.py"
         base = {
             "run": {"name": name, "seed": 7, "dir": str(self.root / name)},
@@ -121,7 +121,7 @@ class Runner:
         return TrainProcess(process, load_config(config).run_dir)
 
     def train(self, config: Path, *arguments: str, timeout_s: float = 240.0) -> Path:
-        """Run to the end; the run directory. A failure shows the output and the logs' last lines."""
+        """Run to the end; the run directory. A failure shows output and logs."""
         run = self.start(config, *arguments)
         code, output = run.wait(timeout_s)
         assert code == 0, f"exit code {code}\n{output}\n{tail_logs(run.run_dir)}"

@@ -1,4 +1,4 @@
-"""The plain single-process loop that every schedule must match: transformers + AdamW + clip_grad_norm_."""
+"""The plain loop that every schedule must match: transformers + AdamW + clip_grad_norm_."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.protocol.rundir import RunDirectory
 
 @dataclass
 class ReferenceResult:
-    """Losses and gradient norms per step, final parameters by name, and the sum of learning rates."""
+    """Per step losses and gradient norms; final parameters by name; the sum of rates."""
 
     losses: list[float]
     grad_norms: list[float]

@@ -1,4 +1,4 @@
-"""Bad input ends with the contract's exit code and one clear message, and leaves saved state untouched."""
+"""Bad input ends with the contract's exit code and one clear message; saved state stays."""
 
 from __future__ import annotations
 

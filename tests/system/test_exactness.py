@@ -1,4 +1,4 @@
-"""Any single process is killed or stopped at a random instant: the run goes on and ends with the same bytes."""
+"""Any process killed or stopped at a random instant: the run ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_many_disturbances(
 def test_scheduler_dies_between_journal_and_broadcast(
     runner: Any, undisturbed: dict[str, bytes]
 ) -> None:
-    """The third commit reaches the journal and nobody else; the next scheduler must apply it once."""
+    """The third commit reaches only the journal; the next scheduler must apply it once."""
     hook = runner.root / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text((HERE / "kill_after_journal.py").read_text())

@@ -1,4 +1,4 @@
-"""Twenty fp32 steps through real daemons match a plain single-process loop, for every scheme and cluster."""
+"""Twenty fp32 steps through real daemons match a plain loop, for every scheme and cluster."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def compare_weights(
     theirs: dict[str, np.ndarray[Any, Any]],
     element_limit: float,
 ) -> None:
-    """Relative norm of the difference over the whole model to 1e-5, each element within the limit."""
+    """Norm of the difference over the whole model to 1e-5, each element within the limit."""
     difference, norm = 0.0, 0.0
     for name, value in ours.items():
         delta = value.astype(np.float64) - theirs[name]
