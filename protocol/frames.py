@@ -1,16 +1,18 @@
 """Data-plane messages: one msgpack header frame, then raw buffers, over ZeroMQ. Never pickle.
 
-Every header is one frozen dataclass below; the first element on the wire is its name. Decoding checks
-sizes and types and raises :class:`~penstock.protocol.errors.ProtocolError` for anything else, so arbitrary
-bytes never crash a daemon.
+Every header is one frozen dataclass below; the first element on the wire is its name. Decoding
+checks sizes and types and raises :class:`~penstock.protocol.errors.ProtocolError` for anything
+else, so arbitrary bytes never crash a daemon. Which socket carries what: ``docs/INTERNALS.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import msgpack
 
@@ -19,6 +21,8 @@ from penstock.protocol.errors import ProtocolError
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
 """Raw buffers of block ranges travel in frames of this size: the fastest for ZeroMQ over TCP."""
+MAX_RANGE_BYTES = 8 * CHUNK_BYTES
+"""Largest range of one :class:`BlockRequest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +38,8 @@ class TensorHeader:
 class Transfer:
     """Activations, gradients or a checkpoint between workers; one raw frame per tensor follows.
 
-    ``kind`` with ``stage`` and ``micro_batch`` as in :mod:`penstock.protocol.instructions`. ``attempt`` is the
-    attempt, or the evaluation's number when ``phase`` is ``eval``.
+    ``kind`` with ``stage`` and ``micro_batch`` as in :mod:`penstock.protocol.instructions`.
+    ``attempt`` is the attempt, or the evaluation's number when ``phase`` is ``eval``.
     """
 
     run_id: str
@@ -50,7 +54,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientReady:
-    """Worker to optimizerd of its node: a contribution of a block is complete (its ready word is set)."""
+    """Worker to optimizerd of its node: a contribution is complete and its ready word set."""
 
     run_id: str
     epoch: int
@@ -80,10 +84,13 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRequest:
-    """Ask a memoryd for an array of a block.
+    """Ask a memoryd for bytes ``[offset, offset + num_bytes)`` of an array of a block.
 
-    ``array`` is ``weights`` (at ``version``; answered only when complete and committed), ``frozen``, or ``grads``
-    (contribution ``contribution`` of copy ``version % 2``; answered only when its ready word says (epoch, attempt)).
+    ``array`` is ``weights`` (at ``version``; answered only when complete and committed), ``frozen``
+    (once there is a model in memory), or ``grads`` (contribution ``contribution`` of copy
+    ``version % 2``; answered only when its ready word says (epoch, attempt)). A range has at most
+    :data:`MAX_RANGE_BYTES`: large arrays are asked for piece by piece, so that neither side holds
+    more than a few ranges in its queues.
     """
 
     run_id: str
@@ -93,16 +100,23 @@ class BlockRequest:
     block: int
     version: int
     contribution: int
+    offset: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockReply:
-    """``status`` ``ok``: the array follows in frames of :data:`CHUNK_BYTES`; ``wait``: not complete yet, ask again."""
+    """``ok``: the range follows in frames of :data:`CHUNK_BYTES`; ``wait``: not there yet.
+
+    ``array_bytes`` is the size of the whole array. ``error`` says why a request is refused.
+    """
 
     status: Literal["ok", "wait", "error"]
     block: int
     version: int
+    offset: int
     num_bytes: int
+    array_bytes: int
     error: str
 
 
@@ -132,10 +146,13 @@ Header = (
 H = TypeVar("H", bound=Header)
 
 
-class _Registry:
-    kinds: ClassVar[dict[str, type[Any]]] = {
-        kind.__name__: kind for kind in typing.get_args(Header)
-    }
+_KINDS: Mapping[str, type[Any]] = MappingProxyType(
+    {kind.__name__: kind for kind in typing.get_args(Header)}
+)
+_HINTS: Mapping[type[Any], Mapping[str, Any]] = MappingProxyType(
+    {kind: typing.get_type_hints(kind) for kind in (*_KINDS.values(), TensorHeader)}
+)
+_INVALID = object()
 
 
 def encode(header: Header) -> bytes:
@@ -151,52 +168,69 @@ def encode(header: Header) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview, expected: type[H]) -> H:
-    """Parse a header frame that must be an ``expected``.
+def decode(data: bytes | memoryview, *expected: type[H]) -> H:
+    """Parse a header frame that must be one of ``expected``.
 
     Raises:
-        ProtocolError: too large, not msgpack, another message, a missing, unknown or mistyped field.
+        ProtocolError: too large, not msgpack, another message, a missing, unknown or mistyped
+            field. Nothing else, whatever the bytes are.
     """
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {len(data)} bytes, limit {MAX_HEADER_BYTES}")
     try:
         body = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except (
-        Exception
-    ) as error:  # msgpack raises ValueError subclasses, UnicodeDecodeError, RecursionError …
+    except Exception as error:  # msgpack has no common base: ValueError, UnicodeDecodeError, …
         raise ProtocolError(f"not a message header: {error}") from error
     if not (isinstance(body, list) and len(body) == 2 and isinstance(body[1], dict)):
         raise ProtocolError("not a message header: expected [name, fields]")
-    if not isinstance(body[0], str) or _Registry.kinds.get(body[0]) is not expected:
-        raise ProtocolError(f"expected {expected.__name__}, got {str(body[0])[:40]!r}")
-    return typing.cast(H, _build(expected, body[1]))
+    kind = _KINDS.get(body[0]) if isinstance(body[0], str) else None
+    if kind is None or kind not in expected:
+        names = " or ".join(kind.__name__ for kind in expected)
+        raise ProtocolError(f"expected {names}, got {_clip(body[0])}")
+    return typing.cast(H, _build(kind, body[1]))
 
 
-def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
-    hints = typing.get_type_hints(kind)
-    if set(fields) != set(hints):
-        odd = sorted(map(str, set(fields) ^ set(hints)))
-        raise ProtocolError(f"{kind.__name__}: missing or unknown fields {odd}")
-    return kind(**{name: _coerce(kind, name, hint, fields[name]) for name, hint in hints.items()})
-
-
-def _coerce(kind: type[Any], name: str, hint: Any, value: Any) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value in arguments:
-            return value
-    elif origin is tuple and isinstance(value, (list, tuple)):
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_coerce(kind, name, arguments[0], item) for item in value)
-        if len(value) == len(arguments):
-            return tuple(
-                _coerce(kind, name, inner, item)
-                for inner, item in zip(arguments, value, strict=True)
+def _build(kind: type[Any], fields: dict[Any, Any]) -> Any:
+    hints = _HINTS[kind]
+    if fields.keys() != hints.keys():
+        odd = sorted(_clip(key) for key in fields.keys() ^ hints.keys())
+        raise ProtocolError(f"{kind.__name__}: missing or unknown fields: {', '.join(odd[:5])}")
+    values = {name: _coerce(hint, fields[name]) for name, hint in hints.items()}
+    for name, value in values.items():
+        if value is _INVALID:
+            raise ProtocolError(
+                f"{kind.__name__}.{name}: {_clip(fields[name])} is not a valid value"
             )
-    elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _build(typing.cast(type[Any], hint), value)
-    elif hint is float and type(value) in (int, float):
-        return float(value)
-    elif type(value) is hint and not (hint is int and value < 0):
-        return value
-    raise ProtocolError(f"{kind.__name__}.{name}: {str(value)[:60]!r} is not a valid value")
+    return kind(**values)
+
+
+def _coerce(hint: Any, value: Any) -> Any:
+    """``value`` as the field type ``hint``, or ``_INVALID``. An int is never negative."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value if isinstance(value, str) and value in typing.get_args(hint) else _INVALID
+    if origin is tuple:
+        return _coerce_tuple(typing.get_args(hint), value)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type[Any], hint), value) if isinstance(value, dict) else _INVALID
+    if hint is float:
+        return float(value) if type(value) in (int, float) else _INVALID
+    return value if type(value) is hint and not (hint is int and value < 0) else _INVALID
+
+
+def _coerce_tuple(hints: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, list):
+        return _INVALID
+    if len(hints) == 2 and hints[1] is Ellipsis:
+        hints = (hints[0],) * len(value)
+    if len(value) != len(hints):
+        return _INVALID
+    items = tuple(_coerce(hint, item) for hint, item in zip(hints, value, strict=True))
+    return _INVALID if any(item is _INVALID for item in items) else items
+
+
+def _clip(value: Any) -> str:
+    """A short text of a value of unknown type; containers may be nested too deeply for repr."""
+    if isinstance(value, (str, bytes, int, float, bool)):
+        return repr(value[:60] if isinstance(value, (str, bytes)) else value)
+    return f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
 """What Penstock left or keeps in /dev/shm on this machine, by run and node.
 
-Used to tell a user what ``penstock doctor --clean`` would free. Only looks; removing is the caller's
-decision, and never that of another run's memoryd.
+Used to tell a user what ``penstock doctor --clean`` would free. It only looks: removing is the
+caller's decision, and never that of another run's memoryd.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class BorrowedTensor:
     with the embedding's weight).
 
     ``local_name`` is the key under which the borrowing module knows it. ``contribution`` is the
-    index of the owner's gradient range that this use fills (the owner's own use is contribution 0).
+    index of the owner's gradient range that this use fills (the owner's own use is contribution 0);
+    it is 0 when the tensor is frozen and this use fills none.
     """
 
     name: str
@@ -166,9 +167,11 @@ class BlockTable:
                     f" there are {len(self.blocks)}"
                 )
             owner = self.blocks[borrowed.owner]
-            if borrowed.name not in {t.name for t in owner.tensors}:
+            lent = {t.name: t for t in owner.tensors}.get(borrowed.name)
+            if lent is None:
                 raise ValueError(f"block {block.name!r} borrows unknown {borrowed.name!r}")
-            if not 0 < borrowed.contribution < owner.contributions:
+            uses = range(1, owner.contributions) if lent.trainable else range(1)
+            if borrowed.contribution not in uses:
                 raise ValueError(f"block {block.name!r}: bad contribution {borrowed.contribution}")
 
     def to_json(self) -> str:
