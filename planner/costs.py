@@ -74,12 +74,13 @@ CPU_COSTS = CostModel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """Seconds of one block: forward and backward per micro-batch, the rest per attempt.
+    """Seconds of one block: compute per micro-batch, the rest per attempt.
 
     ``output_s`` moves its output (or the gradient of it) of one micro-batch between two devices.
     """
 
     forward_s: float = 0.0
+    recompute_s: float = 0.0
     backward_s: float = 0.0
     fetch_s: float = 0.0
     offload_s: float = 0.0
@@ -89,6 +90,7 @@ class BlockCost:
     def __add__(self, other: BlockCost) -> BlockCost:
         return BlockCost(
             forward_s=self.forward_s + other.forward_s,
+            recompute_s=self.recompute_s + other.recompute_s,
             backward_s=self.backward_s + other.backward_s,
             fetch_s=self.fetch_s + other.fetch_s,
             offload_s=self.offload_s + other.offload_s,
@@ -116,6 +118,7 @@ def block_costs(table: BlockTable, model: CostModel, *, tokens: int) -> Costs:
     blocks = tuple(
         BlockCost(
             forward_s=block.forward_flops * tokens / model.device_flops,
+            recompute_s=block.forward_flops * tokens / model.device_flops,
             backward_s=block.forward_flops * tokens * model.backward_ratio / model.device_flops,
             fetch_s=(block.trainable_elements + block.frozen_elements)
             * weight

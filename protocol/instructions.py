@@ -268,7 +268,7 @@ class OffloadGradients(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOut(Instruction):
-    """Move ``fraction`` of what a ``keep=all`` forward kept to host memory until :class:`SwapIn`."""
+    """Move ``fraction`` of what a ``keep=all`` forward kept to host memory till :class:`SwapIn`."""
 
     opcode: ClassVar[Opcode] = Opcode.SWAP_OUT
     stage: int

@@ -134,7 +134,7 @@ def _post_positions(messages: Sequence[_Message], times: UnitTimes) -> list[int]
                 matching = bisect_left(times.starts[message.target], sent_at)
                 posts[index] = min(posts[index], max(matching, previous))
             previous = posts[index]
-        # Whoever is posted before a later message of the channel needs it may not be posted after it.
+        # In sending order, at the latest where a later message of the channel has to be posted.
         for earlier, later in zip(channel[-2::-1], channel[:0:-1], strict=True):
             posts[earlier] = min(posts[earlier], posts[later])
     return posts
