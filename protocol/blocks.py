@@ -35,7 +35,7 @@ from penstock.shm.memory import NodeMemory
 MEMORY_SOCKET = "memory"
 """Name of memoryd's local socket, see :func:`penstock.protocol.names.ipc_address`."""
 
-_POLL_INTERVAL_S = 0.02
+_POLL_INTERVAL_MS = 20
 _RESEND_AFTER_S = 2.0
 _WINDOW = 4  # ranges asked for at once: 32 MiB keep a local or 10 Gbit/s connection busy
 
@@ -77,7 +77,7 @@ def attach(
 
 
 def request_lease(
-    context: zmq.Context[zmq.Socket[bytes]],
+    context: zmq.Context[Any],
     address: str,
     request: LeaseRequest,
     *,
@@ -107,9 +107,9 @@ def request_lease(
 
 
 class BlockClient:
-    """Copies arrays of blocks from memoryds into buffers of the caller, over one socket a memoryd."""
+    """Copies arrays of blocks from memoryds into the caller's buffers, one connection each."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, context: zmq.Context[Any]) -> None:
         self._context = context
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
@@ -165,7 +165,7 @@ class BlockClient:
                 )
             socket = self._socket(address)
             fetch.ask(socket)
-            if socket.poll(_POLL_INTERVAL_S * 1000):
+            if socket.poll(_POLL_INTERVAL_MS):
                 fetch.take(socket)
                 last_answer = time.monotonic()
             elif now - last_answer > _RESEND_AFTER_S:
@@ -206,8 +206,8 @@ class _Fetch:
         wanted = {
             "weights": f"weights of block {r.block} at version {r.version}",
             "frozen": f"frozen weights of block {r.block}",
-            "grads": f"gradients of block {r.block}, contribution {r.contribution}, epoch {r.epoch},"
-            f" attempt {r.attempt}",
+            "grads": f"gradients of block {r.block}, contribution {r.contribution},"
+            f" epoch {r.epoch}, attempt {r.attempt}",
         }
         return wanted[r.array]
 
@@ -267,9 +267,10 @@ class _Fetch:
         return min(MAX_RANGE_BYTES, len(self._view) - offset)
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RECONNECT_IVL, 20)
+    socket.set(zmq.MAXMSGSIZE, CHUNK_BYTES)
     socket.connect(address)
     return socket
