@@ -1,0 +1,246 @@
+"""A member's end of its stream to the scheduler: reconnects, sends heartbeats, queues messages.
+
+What the messages mean is described in ``docs/INTERNALS.md``, "Members and the scheduler"; the
+scheduler's end is :mod:`penstock.daemons.scheduler.service`.
+
+Three threads at most: one connects and reads, one sends heartbeats and watches for silence, and
+gRPC's own writes what :meth:`MemberLink.send` queued. All have ended when
+:meth:`MemberLink.close` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from penstock.protocol.errors import ProtocolError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 0.5
+MAX_QUEUED = 65536
+"""Messages waiting to be written; more means that the scheduler stopped reading long ago."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.enable_http_proxy", 0),
+    # Channels with equal arguments share one socket and its backoff otherwise; a new stream wants
+    # a new socket.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+_log = logging.getLogger(__name__)
+
+HelloFactory = Callable[[], pb.Hello]
+Listener = Callable[[pb.SchedulerMessage], None]
+
+
+class MemberLink:
+    """One member's stream, kept open for as long as the process lives.
+
+    ``hello`` is called for every new stream, so that it can say the current epoch. ``listener`` is
+    called on the reading thread with every message except heartbeats, before the message is queued
+    for :meth:`receive`; it must not block. Messages of a stream that broke stay queued, in order,
+    before those of the next stream. ``Refused`` is delivered like any message: the process is to
+    exit with :class:`~penstock.protocol.errors.RefusedError`.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        hello: HelloFactory,
+        heartbeat_interval_s: float,
+        silence_timeout_s: float,
+        listener: Listener | None = None,
+    ) -> None:
+        self.address = address
+        self._hello = hello
+        self._interval_s = heartbeat_interval_s
+        self._silence_timeout_s = silence_timeout_s
+        self._listener = listener
+        self._inbox: queue.SimpleQueue[pb.SchedulerMessage | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._stream: _Stream | None = None
+        self._failure: Exception | None = None
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._connect_and_read, name="member-link", daemon=True),
+            threading.Thread(target=self._beat, name="member-heartbeat", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin connecting; returns at once."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the scheduler has answered on the present stream."""
+        with self._lock:
+            return self._stream is not None and self._stream.answered
+
+    def send(self, message: pb.MemberMessage) -> None:
+        """Queue a message; any thread may call this, and it never blocks.
+
+        Without a stream the message is dropped: the scheduler has seen the stream end, so it starts
+        a new epoch, in which messages of the old one mean nothing.
+        """
+        with self._lock:
+            stream = self._stream
+        if stream is not None:
+            stream.put(message)
+
+    def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
+        """The next message other than a heartbeat; None after ``timeout_s`` seconds or on close.
+
+        Raises:
+            ProtocolError: the link has ended because ``hello`` or ``listener`` raised.
+        """
+        try:
+            message = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            message = None
+        if message is None and self._failure is not None:
+            raise ProtocolError(
+                f"link to the scheduler at {self.address} ended: {self._failure!r}"
+            ) from self._failure
+        return message
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is queued, end the stream and all threads.
+
+        Waits up to ``timeout_s`` for the scheduler to take the last messages, then cuts the stream.
+        """
+        self._closing.set()
+        with self._lock:
+            stream = self._stream
+        if stream is not None:
+            stream.finish()
+        started = [thread for thread in self._threads if thread.ident is not None]
+        deadline = time.monotonic() + timeout_s
+        for thread in started:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        if stream is not None:
+            stream.cut()
+        for thread in started:
+            thread.join()
+        self._inbox.put(None)
+
+    def _connect_and_read(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        try:
+            while not self._closing.is_set():
+                if self._run_stream():
+                    backoff_s = FIRST_BACKOFF_S
+                self._closing.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        except Exception as error:
+            _log.exception("link to the scheduler ended")
+            self._failure = error
+            self._inbox.put(None)
+
+    def _run_stream(self) -> bool:
+        """Open one stream and read it to its end; whether the scheduler answered on it."""
+        stream = _Stream(self.address, self._hello())
+        with self._lock:
+            self._stream = stream
+        if self._closing.is_set():  # close() may have looked for a stream before this one was there
+            stream.finish()
+        try:
+            for message in stream.messages():
+                if self._listener is not None:
+                    self._listener(message)
+                self._inbox.put(message)
+        finally:
+            with self._lock:
+                self._stream = None
+            stream.release()
+        if stream.answered:
+            _log.info("stream to %s ended: %s", self.address, stream.end_reason)
+        return stream.answered
+
+    def _beat(self) -> None:
+        """Send heartbeats, and cut a stream on which the scheduler has been silent for too long."""
+        sequence = 0
+        last_tick = time.monotonic()
+        while not self._closing.wait(self._interval_s):
+            now, previous, last_tick = time.monotonic(), last_tick, time.monotonic()
+            with self._lock:
+                stream = self._stream
+            if stream is None:
+                continue
+            if now - previous > max(self._silence_timeout_s / 2, 2 * self._interval_s):
+                stream.heard()  # this process was stopped: what arrived meanwhile is still unread
+            if now - stream.last_heard > self._silence_timeout_s:
+                _log.warning("scheduler silent for %.1f s: reconnecting", now - stream.last_heard)
+                stream.cut()
+                continue
+            sequence += 1
+            stream.put(pb.MemberMessage(heartbeat=pb.Heartbeat(sequence=sequence)))
+
+
+class _Stream:
+    """One connection and its call, from Hello to the end."""
+
+    def __init__(self, address: str, hello: pb.Hello) -> None:
+        self.answered = False
+        self.last_heard = time.monotonic()
+        self.end_reason = "closed by the scheduler"
+        self._outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()
+        self._outgoing.put(pb.MemberMessage(hello=hello))
+        self._writer: threading.Thread | None = None
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        stub = rpc.MembershipStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._call = stub.Join(self._requests())
+
+    def put(self, message: pb.MemberMessage) -> None:
+        if self._outgoing.qsize() >= MAX_QUEUED:
+            _log.warning("%d messages unsent: reconnecting", MAX_QUEUED)
+            self.cut()
+        else:
+            self._outgoing.put(message)
+
+    def heard(self) -> None:
+        self.last_heard = time.monotonic()
+
+    def messages(self) -> Iterator[pb.SchedulerMessage]:
+        """Everything but heartbeats, until the stream ends for whatever reason."""
+        try:
+            for message in self._call:
+                self.heard()
+                self.answered = True
+                if not message.HasField("heartbeat"):
+                    yield message
+        except grpc.RpcError as error:
+            self.end_reason = str(error.code()) if isinstance(error, grpc.Call) else repr(error)
+
+    def finish(self) -> None:
+        """No more messages from this side; the scheduler then ends the stream."""
+        self._outgoing.put(None)
+
+    def cut(self) -> None:
+        """End the stream now, whatever is unsent."""
+        self._call.cancel()
+
+    def release(self) -> None:
+        """Free the channel and wait for gRPC's writing thread, which waits in :meth:`_requests`."""
+        self._call.cancel()
+        self.finish()
+        self._channel.close()
+        if self._writer is not None:
+            self._writer.join(timeout=5.0)
+
+    def _requests(self) -> Iterator[pb.MemberMessage]:
+        self._writer = threading.current_thread()
+        while (message := self._outgoing.get()) is not None:
+            yield message
