@@ -268,7 +268,7 @@ class _Fetch:
 
 
 def _connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RECONNECT_IVL, 20)
     socket.set(zmq.MAXMSGSIZE, CHUNK_BYTES)
