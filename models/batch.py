@@ -1,0 +1,42 @@
+"""What a stage needs to know of a micro-batch. NumPy arrays: :mod:`penstock.models.runtime` makes
+tensors.
+
+Where micro-batches come from is in :mod:`penstock.workers.data`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED_LABEL = -100
+"""Positions with this label take no part in the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Arrays of shape ``(micro_batch, sequence)``, int64 unless said otherwise.
+
+    ``labels[i, t]`` is the token that position ``t`` must predict (already shifted), or
+    :data:`IGNORED_LABEL`. ``attention_mask`` (bool) is False at padding. ``position_ids`` restart
+    at 0 with every document when documents are kept apart; ``document_ids`` then numbers the
+    documents of a row from 0, and attention stays inside a document.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64] | None = None
+    attention_mask: NDArray[np.bool_] | None = None
+    document_ids: NDArray[np.int64] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(micro_batch, sequence)``."""
+        return self.input_ids.shape[0], self.input_ids.shape[1]
+
+    @property
+    def counted_tokens(self) -> int:
+        """Labels that take part in the loss."""
+        return int(np.count_nonzero(self.labels != IGNORED_LABEL))

@@ -1,0 +1,218 @@
+"""Shallow copies of Hugging Face modules with some children replaced, and what they reveal.
+
+A *shell* shares every child of the module it copies, except those that are overridden by plain
+callables; running it runs the original forward code around them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.protocol.errors import ConfigError
+
+LayerSink = Callable[[int, tuple[Any, ...], dict[str, Any]], torch.Tensor]
+"""Called in place of a layer with its index and arguments; returns the hidden states after it."""
+
+
+def shell(module: nn.Module, overrides: Mapping[str, Any]) -> Any:
+    """A shallow copy of ``module`` in evaluation mode whose attributes in ``overrides`` are
+    replaced.
+    """
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    clone.training = False
+    for name, value in overrides.items():
+        clone._modules.pop(name, None)
+        # In the instance dictionary a name is found before nn.Module's own lookup, whatever its
+        # type.
+        vars(clone)[name] = value
+    return clone
+
+
+def shell_at(module: nn.Module, path: str, value: Any) -> Any:
+    """A shell of ``module`` in which the descendant at dotted ``path`` is ``value``."""
+    name, _, rest = path.partition(".")
+    child = shell_at(module.get_submodule(name), rest, value) if rest else value
+    return shell(module, {name: child})
+
+
+class LayerStub:
+    """Stands for a layer in the decoder's loop: has its attributes, and hands its arguments to a
+    sink.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, sink: LayerSink, as_tuple: bool) -> None:
+        self._layer, self._index, self._sink, self._as_tuple = layer, index, sink, as_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self._sink(self._index, args, kwargs)
+        return (hidden,) if self._as_tuple else hidden
+
+
+def layer_stubs(layers: Sequence[nn.Module], sink: LayerSink, *, as_tuple: bool) -> list[LayerStub]:
+    """One stub per layer; a plain list, which the decoder may slice, index and loop over."""
+    return [LayerStub(layer, index, sink, as_tuple) for index, layer in enumerate(layers)]
+
+
+class WeightlessStub:
+    """Stands for a module with parameters where only the shape of its result matters.
+
+    Passes hidden states through; from anything else makes ``filler``, whose shape is
+    (micro_batch, sequence, hidden).
+    """
+
+    def __init__(self, filler: torch.Tensor) -> None:
+        self._filler = filler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3:
+                return value
+        return self._filler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """When the decoder's children that own parameters run, seen from its layers."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    layers_return_tuples: bool
+
+
+def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Order:
+    """Run the decoder's forward over stubs and note who runs before the first and after the last
+    layer.
+
+    Raises:
+        ConfigError: the decoder does not call its layers one after the other, passes them state
+        that
+            depends on parameters or is mutable, or calls a child both before and after them.
+    """
+    failures = []
+    for as_tuple in (False, True):
+        try:
+            first = _Observation(decoder, layers_name, hidden_size, as_tuple, filler=0.0)
+            order = first.run()
+            second = _Observation(decoder, layers_name, hidden_size, as_tuple, filler=1.0)
+            second.run()
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+            continue
+        _refuse_carried_state(decoder, first.extras, second.extras)
+        return order
+    raise ConfigError(
+        f"model: the forward of {type(decoder).__name__} cannot be taken apart into layers"
+        f" ({'; '.join(failures)}); this architecture is not supported"
+    )
+
+
+def _refuse_carried_state(
+    decoder: nn.Module, first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> None:
+    """Layers may be given what follows from the batch alone: neither results of modules nor
+    mutable state.
+    """
+    for one, other in zip(first, second, strict=True):
+        for key, value in one.items():
+            mutable = isinstance(value, (dict, list, set))
+            computed = isinstance(value, torch.Tensor) and not torch.equal(value, other[key])
+            if mutable or computed:
+                raise ConfigError(
+                    f"model: layers of {type(decoder).__name__} share {key!r}, which does not"
+                    " follow from the batch; this architecture is not supported"
+                )
+
+
+class _Observation:
+    """One trial run with two sequences of three tokens."""
+
+    _BATCH, _SEQUENCE = 2, 3
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        layers_name: str,
+        hidden_size: int,
+        as_tuple: bool,
+        filler: float,
+    ) -> None:
+        self.extras: list[dict[str, Any]] = []
+        self._decoder, self._as_tuple = decoder, as_tuple
+        self._layers_name = layers_name
+        self._shape = (self._BATCH, self._SEQUENCE, hidden_size)
+        self._stub = WeightlessStub(torch.full(self._shape, filler))
+        self._next_layer = 0
+        self._seen: dict[str, set[str]] = {"before": set(), "after": set()}
+        layers = list(decoder.get_submodule(layers_name).children())
+        self._num_layers = len(layers)
+        self._overrides: dict[str, Any] = {
+            layers_name: layer_stubs(layers, self._on_layer, as_tuple=as_tuple)
+        }
+        for name, child in decoder.named_children():
+            if name != layers_name and any(True for _ in child.parameters()):
+                self._overrides[name] = self._watching(name)
+
+    def run(self) -> Order:
+        ids = torch.zeros(self._BATCH, self._SEQUENCE, dtype=torch.long)
+        with torch.no_grad():
+            result = shell(self._decoder, self._overrides)(input_ids=ids, use_cache=False)
+        if self._next_layer != self._num_layers or result[0].shape != self._shape:
+            raise ValueError(f"{self._next_layer} of {self._num_layers} layers were called")
+        both = self._seen["before"] & self._seen["after"]
+        if both:
+            raise ConfigError(
+                f"model: {', '.join(sorted(both))} of {type(self._decoder).__name__} run both"
+                " before and after the layers; this architecture is not supported"
+            )
+        names = [name for name, _ in self._decoder.named_children()]
+        before = tuple(n for n in names if n in self._seen["before"])
+        # What never ran without a cache or labels still has parameters; it travels with the head.
+        unseen = set(self._overrides) - {self._layers_name} - set(before)
+        return Order(
+            before=before,
+            after=tuple(n for n in names if n in unseen),
+            layers_return_tuples=self._as_tuple,
+        )
+
+    def _watching(self, name: str) -> Callable[..., torch.Tensor]:
+        def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if 0 < self._next_layer < self._num_layers:
+                raise ConfigError(
+                    f"model: {type(self._decoder).__name__} runs {name} between its layers;"
+                    " this architecture is not supported"
+                )
+            self._seen["after" if self._next_layer else "before"].add(name)
+            return self._stub(*args, **kwargs)
+
+        return watched
+
+    def _on_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        hidden, rest = split_hidden(args, kwargs)
+        if index != self._next_layer or hidden.shape != self._shape:
+            raise ValueError(
+                f"layer {index} was called when {self._next_layer} was due, with hidden states of"
+                f" shape {tuple(hidden.shape)}, expected {self._shape}"
+            )
+        self.extras.append(rest)
+        self._next_layer += 1
+        return hidden
+
+
+def split_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The hidden states of a layer call, and its other arguments by name or position."""
+    if args:
+        return args[0], {**{str(i): v for i, v in enumerate(args) if i}, **kwargs}
+    rest = dict(kwargs)
+    return rest.pop("hidden_states"), rest
