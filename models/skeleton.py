@@ -227,7 +227,7 @@ def _divide(
                 embedding[name] = (module, attribute)
             else:
                 head[name] = (module, attribute)
-    kinds = _layer_kinds(model.get_submodule{decoder_path}.{layers_name}"))
+    kinds = _layer_kinds(model.get_submodule(f"{decoder_path}.{layers_name}"))
     return (
         Part(name="embedding", kind=EMBEDDING_KIND, layer_index=None, tensors=embedding),
         *(
@@ -254,7 +254,7 @@ def _layer_kinds(layers: nn.ModuleList) -> list[str]:
         traits = tuple(_traits(path, module) for path, module in layer.named_modules())
         if traits not in names:
             same = sum(1 for other in names.values() if other.startswith(type(layer).__name__))
-            names[traits] = type(layer).__name__ + #{same}" if same else "")
+            names[traits] = type(layer).__name__ + (f"#{same}" if same else "")
         kinds.append(names[traits])
     return kinds
 
