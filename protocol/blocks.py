@@ -132,9 +132,10 @@ class BlockClient:
             FetchCancelledError: ``cancelled()`` was true; asked about every 20 ms.
             ProtocolError: refused, malformed answer, or another size than ``out``.
         """
-        view = memoryview(out).cast("B")
-        if not len(view):
+        view = memoryview(out)
+        if not view.nbytes:  # an empty view cannot be cast
             return
+        view = view.cast("B")
         fetch = _Fetch(request, view)
         deadline = time.monotonic() + timeout_s
         try:

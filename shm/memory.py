@@ -133,6 +133,14 @@ class NodeMemory:
         """Gradients of one contribution, 1-D, in the gradient dtype (bf16 as uint16 bits)."""
         return self._view((block, "grads", copy, contribution), self.spec.table.grad_dtype)
 
+    def raw(self, key: ArrayKey) -> memoryview:
+        """The bytes of an array."""
+        place = self.spec.layout.arrays[key]
+        if not place.num_bytes:
+            return memoryview(b"")
+        buffer = self._segments[self.spec.name(place.segment)].buffer
+        return buffer[place.offset : place.offset + place.num_bytes]
+
     def has(self, key: ArrayKey) -> bool:
         """Whether this node holds the array."""
         return key in self.spec.layout.arrays
@@ -154,11 +162,4 @@ class NodeMemory:
             unlink(self.spec.name(kind))
 
     def _view(self, key: ArrayKey, dtype: DType) -> Array:
-        place = self.spec.layout.arrays[key]
-        buffer = self._segments[self.spec.name(place.segment)].buffer if place.num_bytes else b""
-        return np.frombuffer(
-            buffer,
-            dtype=_NUMPY_TYPES[dtype],
-            count=place.num_bytes // dtype.itemsize,
-            offset=place.offset if place.num_bytes else 0,
-        )
+        return np.frombuffer(self.raw(key), dtype=_NUMPY_TYPES[dtype])

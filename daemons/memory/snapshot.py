@@ -1,0 +1,288 @@
+"""Saved states: one safetensors file a block and a manifest. Writing, checking, reading, comparing.
+
+``block-%04d.safetensors`` holds, for the tensors the block owns: ``<name>`` (fp32 master),
+``<array>.<name>`` (state arrays, fp32) and ``frozen.<name>`` (frozen tensors in the weight dtype),
+all without padding. The scheduler writes ``manifest.json`` last and renames the directory; memoryd
+writes the files of the blocks its node owns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.daemons.memory.tensorfile import (
+    TensorBytes,
+    TensorPlace,
+    WrittenFile,
+    read_header,
+    read_into,
+    sha256_of,
+    write_tensors,
+)
+from penstock.protocol.errors import StateError
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import BlockSpec, DType
+
+MANIFEST_FORMAT = 1
+MANIFEST_NAME = "manifest.json"
+
+_FILE_DTYPES = MappingProxyType({DType.FP32: "F32", DType.BF16: "BF16", DType.FP16: "F16"})
+_NUMPY_DTYPES = MappingProxyType({"F32": np.float32, "BF16": np.uint16, "F16": np.float16})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """Size and checksum of one file of a saved state."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """``manifest.json``. ``scheduler`` is what the scheduler needs to go on from this state."""
+
+    run_id: str
+    version: int
+    table_digest: str
+    files: Mapping[str, FileEntry]
+    scheduler: Mapping[str, Any]
+
+
+def block_file(block: int) -> str:
+    """File name of a block."""
+    return f"block-{block:04d}.safetensors"
+
+
+def block_tensors(memory: NodeMemory, block: BlockSpec) -> tuple[TensorBytes, ...]:
+    """What the file of an owned block holds, as views of the node's memory."""
+    table = memory.spec.table
+    found: list[TensorBytes] = []
+    for prefix, array in (("", "master"), *((f"{name}.", name) for name in table.state_arrays)):
+        raw = memory.raw((block.index, array, 0, 0))
+        found += _cut(raw, block, trainable=True, prefix=prefix, dtype=DType.FP32)
+    raw = memory.raw((block.index, "frozen", 0, 0))
+    found += _cut(raw, block, trainable=False, prefix="frozen.", dtype=table.weight_dtype)
+    return tuple(found)
+
+
+def save(
+    memory: NodeMemory, directory: Path, version: int, cancelled: Callable[[], bool]
+) -> tuple[WrittenFile, ...]:
+    """Write the committed state of all blocks the node owns.
+
+    Raises:
+        StateError: a block is not settled at ``version``, or ``version`` is not the committed one.
+        OSError: the files cannot be written.
+        CancelledError: on request.
+    """
+    control = memory.control
+    if control.committed != version or control.incarnation == 0:
+        raise StateError(
+            f"cannot save version {version}: version {control.committed} of incarnation"
+            f" {control.incarnation} is committed"
+        )
+    blocks = memory.owned_blocks()
+    for block in blocks:
+        if control.state_version(block) != version:
+            raise StateError(
+                f"cannot save version {version}: the state of block {block} is at version"
+                f" {control.state_version(block)}; it must be settled first"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    specs = memory.spec.table.blocks
+    files = tuple(
+        write_tensors(directory / block_file(b), block_tensors(memory, specs[b]), cancelled)
+        for b in blocks
+    )
+    _sync_directory(directory)
+    return files
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of a saved state.
+
+    Raises:
+        StateError: missing, damaged, or of another format; names the file.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        found = fields["format"]
+        if found != MANIFEST_FORMAT:
+            raise StateError(f"{path}: format {found!r}, this Penstock reads {MANIFEST_FORMAT}")
+        files = {
+            _file_name(name): FileEntry(
+                num_bytes=_count(entry["bytes"]), sha256=str(entry["sha256"])
+            )
+            for name, entry in fields["files"].items()
+        }
+        return Manifest(
+            run_id=str(fields["run_id"]),
+            version=_count(fields["version"]),
+            table_digest=str(fields["table_digest"]),
+            files=files,
+            scheduler=dict(fields["scheduler"]),
+        )
+    except OSError as error:
+        raise StateError(f"{path}: cannot read it: {error}; is the state complete?") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StateError(f"{path}: the manifest is damaged: {error!r}") from error
+
+
+def check(
+    memory: NodeMemory, directory: Path, version: int, cancelled: Callable[[], bool]
+) -> dict[int, Mapping[str, TensorPlace]]:
+    """Verify everything about the node's blocks in a saved state before a byte of memory changes.
+
+    Returns, per owned block, the places of its tensors.
+
+    Raises:
+        StateError: naming the file and what is wrong with it.
+        CancelledError: on request.
+    """
+    manifest = read_manifest(directory)
+    if manifest.version != version:
+        raise StateError(
+            f"{directory / MANIFEST_NAME}: is of version {manifest.version}, expected {version}"
+        )
+    specs = memory.spec.table.blocks
+    found: dict[int, Mapping[str, TensorPlace]] = {}
+    for block in memory.owned_blocks():
+        path = directory / block_file(block)
+        entry = manifest.files.get(path.name)
+        if entry is None:
+            raise StateError(f"{directory / MANIFEST_NAME}: lists no {path.name}")
+        _check_size(path, entry)
+        places = read_header(path)
+        _check_tensors(path, places, block_tensors(memory, specs[block]))
+        if sha256_of(path, cancelled) != entry.sha256:
+            raise StateError(f"{path}: its checksum does not match the manifest: damaged")
+        found[block] = places
+    return found
+
+
+def load_block(
+    memory: NodeMemory, directory: Path, block: int, places: Mapping[str, TensorPlace]
+) -> None:
+    """Copy the checked file of a block into memory.
+
+    Raises:
+        StateError: the file changed since it was checked.
+    """
+    path = directory / block_file(block)
+    try:
+        with path.open("rb", buffering=0) as file:
+            for tensor in block_tensors(memory, memory.spec.table.blocks[block]):
+                read_into(file, places[tensor.name], tensor.data)
+    except (OSError, EOFError) as error:
+        raise StateError(f"{path}: {error}; did it change while it was read?") from error
+
+
+def read_block(directory: Path, block: BlockSpec) -> dict[str, npt.NDArray[Any]]:
+    """All tensors of a block's file by key; bf16 as uint16 bits.
+
+    Raises:
+        StateError: missing, cut short, or without a tensor that the block has.
+    """
+    path = directory / block_file(block.index)
+    places = read_header(path)
+    for tensor in block.tensors:
+        key = tensor.name if tensor.trainable else f"frozen.{tensor.name}"
+        if key not in places or places[key].shape != tensor.shape:
+            raise StateError(f"{path}: lacks {key!r} of shape {list(tensor.shape)}")
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    with path.open("rb", buffering=0) as file:
+        for name, place in places.items():
+            content = bytearray(place.num_bytes)
+            try:
+                read_into(file, place, memoryview(content))
+            except EOFError as error:
+                raise StateError(f"{path}: {error}") from error
+            array = np.frombuffer(content, _NUMPY_DTYPES[place.dtype])
+            arrays[name] = array.reshape(place.shape)
+    return arrays
+
+
+def compare(left: Path, right: Path, blocks: Iterable[BlockSpec]) -> tuple[str, ...]:
+    """Names (``block/key``) whose bytes differ between two saved states, and keys only one has."""
+    differing: list[str] = []
+    for block in blocks:
+        one, other = read_block(left, block), read_block(right, block)
+        for key in sorted(one.keys() | other.keys()):
+            if key not in one or key not in other or one[key].tobytes() != other[key].tobytes():
+                differing.append(f"{block.name}/{key}")
+    return tuple(differing)
+
+
+def _cut(
+    raw: memoryview, block: BlockSpec, *, trainable: bool, prefix: str, dtype: DType
+) -> list[TensorBytes]:
+    size = dtype.itemsize
+    return [
+        TensorBytes(
+            name=prefix + tensor.name,
+            dtype=_FILE_DTYPES[dtype],
+            shape=tensor.shape,
+            data=raw[tensor.offset * size : (tensor.offset + tensor.num_elements) * size],
+        )
+        for tensor in block.tensors
+        if tensor.trainable is trainable
+    ]
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise StateError(f"{path}: cannot read it: {error}") from error
+    if size != entry.num_bytes:
+        raise StateError(f"{path}: has {size} bytes, the manifest says {entry.num_bytes}")
+
+
+def _check_tensors(
+    path: Path, places: Mapping[str, TensorPlace], expected: tuple[TensorBytes, ...]
+) -> None:
+    wanted = {tensor.name: (tensor.dtype, tensor.shape) for tensor in expected}
+    odd = sorted(wanted.keys() ^ places.keys())
+    if odd:
+        where = "is missing from it" if odd[0] in wanted else "is in it and not in the model"
+        raise StateError(
+            f"{path}: saved from another model or optimizer: {odd[0]!r} {where}"
+            f" ({len(odd)} such tensors)"
+        )
+    for name, (dtype, shape) in wanted.items():
+        if (places[name].dtype, places[name].shape) != (dtype, shape):
+            raise StateError(
+                f"{path}: {name!r} is {places[name].dtype} {list(places[name].shape)}, the model"
+                f" has {dtype} {list(shape)}"
+            )
+
+
+def _file_name(name: str) -> str:
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is no file name")
+    return name
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,181 @@
+"""Files in the safetensors format, streamed to and from shared memory.
+
+The format: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, byte range),
+then the tensors' bytes. The safetensors library writes the same but wants every tensor as a private
+copy first; here a block of any size costs one chunk of memory, and the checksum is taken on the
+way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.protocol.errors import StateError
+
+CHUNK_BYTES = 8 << 20
+MAX_HEADER_BYTES = 64 << 20
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+class CancelledError(Exception):
+    """The caller's ``cancelled`` said so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """One tensor: its place in memory and what it is. ``dtype``: ``F32``, ``BF16`` or ``F16``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """One tensor of a file; ``start`` counts bytes from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """What goes into the manifest."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+def write_tensors(
+    path: Path, tensors: Sequence[TensorBytes], cancelled: Callable[[], bool]
+) -> WrittenFile:
+    """Write a file and force it to disk.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+        CancelledError: the same, on request.
+    """
+    digest = hashlib.sha256()
+    num_bytes = 0
+    pieces = [memoryview(_header(tensors)), *_pieces(tensor.data for tensor in tensors)]
+    try:
+        with path.open("wb") as file:
+            for piece in pieces:
+                if cancelled():
+                    raise CancelledError
+                file.write(piece)
+                digest.update(piece)
+                num_bytes += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return WrittenFile(name=path.name, num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def read_header(path: Path) -> dict[str, TensorPlace]:
+    """The tensors of a file, with every byte range checked against the file's size.
+
+    Raises:
+        StateError: missing, cut short, or no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise StateError(f"{path}: cut short, or no safetensors file ({size} bytes)")
+            fields = json.loads(file.read(length))
+    except OSError as error:
+        raise StateError(f"{path}: cannot read it: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{path}: its header is damaged: {error}") from error
+    if not isinstance(fields, dict):
+        raise StateError(f"{path}: its header is damaged: no JSON object")
+    fields.pop("__metadata__", None)
+    places = {name: _place(path, name, entry, 8 + length) for name, entry in fields.items()}
+    end = max((p.start + p.num_bytes for p in places.values()), default=8 + length)
+    if end != size:
+        raise StateError(f"{path}: has {size} bytes, its header promises {end}: cut short?")
+    return places
+
+
+def read_into(file: BinaryIO, place: TensorPlace, out: memoryview) -> None:
+    """Copy one tensor's bytes into ``out``, which has its size.
+
+    Raises:
+        EOFError: the file became shorter than its header says.
+    """
+    file.seek(place.start)
+    position = 0
+    while position < len(out):
+        count = file.readinto(out[position : position + CHUNK_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError(f"file ends {len(out) - position} bytes early")
+        position += count
+
+
+def sha256_of(path: Path, cancelled: Callable[[], bool]) -> str:
+    """Hex digest of a file.
+
+    Raises:
+        CancelledError: on request.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            if cancelled():
+                raise CancelledError
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _header(tensors: Sequence[TensorBytes]) -> bytes:
+    fields: dict[str, object] = {}
+    position = 0
+    for tensor in tensors:
+        end = position + len(tensor.data)
+        fields[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start 8-byte aligned, as the format asks
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(buffers: Iterable[memoryview]) -> Iterable[memoryview]:
+    for buffer in buffers:
+        for start in range(0, len(buffer), CHUNK_BYTES):
+            yield buffer[start : start + CHUNK_BYTES]
+
+
+def _place(path: Path, name: str, entry: object, data_start: int) -> TensorPlace:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])  # type: ignore[index]
+        start, end = entry["data_offsets"]  # type: ignore[index]
+        num_bytes = ITEM_BYTES[dtype]
+        for number in (start, end, *shape):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{number!r} is no size")
+        for extent in shape:
+            num_bytes *= extent
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"{path}: header entry {name!r} is damaged: {error!r}") from error
+    if end - start != num_bytes:
+        raise StateError(f"{path}: {name!r} has {end - start} bytes, its shape needs {num_bytes}")
+    return TensorPlace(dtype=dtype, shape=shape, start=data_start + start, num_bytes=num_bytes)
