@@ -8,10 +8,12 @@ wrote.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock.models.probe import WeightlessStub, layer_stubs, shell, shell_at
@@ -60,6 +62,9 @@ class Pieces:
         self._skeleton = skeleton
         self._device, self._dtype = device, compute_dtype
         self._decoder, self._layer_list = skeleton.decoder, list(skeleton.layers)
+        # Running the decoder around a lone module would only build masks that nobody uses.
+        self._embeds_alone = _child(self._decoder, skeleton.embeds_alone)
+        self._finishes_alone = _child(self._decoder, skeleton.finishes_alone)
         self._hidden_size = int(skeleton.model.config.hidden_size)
         self._accepts_positions = (
             "position_ids" in inspect.signature(self._decoder.forward).parameters
@@ -86,16 +91,23 @@ class Pieces:
             decoder(inputs_embeds=filler, **self._batch_arguments(batch))
         return tuple(calls)
 
-    def embed(self, input_ids: torch.Tensor, batch: BatchTensors) -> torch.Tensor:
+    def embed(
+        self, input_ids: torch.Tensor, batch: BatchTensors, *, training: bool
+    ) -> torch.Tensor:
         """Hidden states before the first layer, (micro_batch, sequence, hidden), from
         (micro_batch, sequence).
         """
+
+        if self._embeds_alone is not None:
+            hidden: torch.Tensor = self._embeds_alone(input_ids)
+            return hidden
 
         def stop(_: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
             raise _FirstLayerReached(args[0] if args else kwargs["hidden_states"])
 
         weightless = dict.fromkeys(self._skeleton.after, WeightlessStub(self._filler(batch.shape)))
-        decoder = shell(self._decoder, {**weightless, **self._layers(stop)})
+        overrides = {**weightless, **self._layers(stop)}
+        decoder = shell(self._decoder, overrides, training=training)
         try:
             decoder(input_ids=input_ids, **self._batch_arguments(batch))
         except _FirstLayerReached as reached:
@@ -104,6 +116,9 @@ class Pieces:
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """What follows the last layer inside the decoder (the final norm); the shape stays."""
+        if self._finishes_alone is not None:
+            result: torch.Tensor = self._finishes_alone(hidden)
+            return result
         last = len(self._layer_list) - 1
 
         def substitute(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -153,6 +168,10 @@ class Pieces:
         return arguments
 
 
+def _child(decoder: nn.Module, name: str | None) -> nn.Module | None:
+    return None if name is None else decoder.get_submodule(name)
+
+
 class _FirstLayerReached(Exception):
     """Carries the hidden states out of the decoder's forward; nothing after them is needed."""
 
@@ -169,3 +188,30 @@ class _DecoderOutput(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
+
+
+def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> None:
+    """Refuse models whose decoder ignores restarting position ids when it makes masks.
+
+    ``document_ids`` is (micro_batch, sequence).
+
+    Raises:
+        ConfigError: a layer would attend from one document to another.
+    """
+    borders = torch.nonzero(torch.diff(document_ids, dim=1))
+    if len(borders) == 0:
+        return
+    row, query = int(borders[0][0]), int(borders[0][1]) + 1
+    for call in calls:
+        values = (*call.args, *call.kwargs.values())
+        masks = [v for v in values if isinstance(v, torch.Tensor) and v.ndim == 4]
+        if not masks or any(_attends(mask, row, query, query - 1) for mask in masks):
+            raise ConfigError(
+                "data.document_masks: true: this model type builds no masks that keep documents"
+                " apart; set data.document_masks: false"
+            )
+
+
+def _attends(mask: torch.Tensor, row: int, query: int, key: int) -> bool:
+    value = mask[row if mask.shape[0] > 1 else 0, 0, query, key]
+    return bool(value) if mask.dtype is torch.bool else float(value) > -1.0

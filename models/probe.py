@@ -20,13 +20,14 @@ LayerSink = Callable[[int, tuple[Any, ...], dict[str, Any]], torch.Tensor]
 """Called in place of a layer with its index and arguments; returns the hidden states after it."""
 
 
-def shell(module: nn.Module, overrides: Mapping[str, Any]) -> Any:
-    """A shallow copy of ``module`` in evaluation mode whose attributes in ``overrides`` are
-    replaced.
+def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = False) -> Any:
+    """A shallow copy of ``module`` whose attributes in ``overrides`` are replaced.
+
+    ``training`` is for what its own forward does; children keep their mode.
     """
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
-    clone.training = False
+    clone.training = training
     for name, value in overrides.items():
         clone._modules.pop(name, None)
         # In the instance dictionary a name is found before nn.Module's own lookup, whatever its
@@ -82,10 +83,17 @@ class WeightlessStub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """When the decoder's children that own parameters run, seen from its layers."""
+    """When the decoder's children that own parameters run, seen from its layers.
+
+    ``embeds_alone`` names the child that makes the first layer's input from the token ids with
+    nothing else happening, ``finishes_alone`` the one that makes the result from the last layer's
+    output; None where there is more to it.
+    """
 
     before: tuple[str, ...]
     after: tuple[str, ...]
+    embeds_alone: str | None
+    finishes_alone: str | None
     layers_return_tuples: bool
 
 
@@ -152,7 +160,10 @@ class _Observation:
         self._shape = (self._BATCH, self._SEQUENCE, hidden_size)
         self._stub = WeightlessStub(torch.full(self._shape, filler))
         self._next_layer = 0
-        self._seen: dict[str, set[str]] = {"before": set(), "after": set()}
+        self._ids = torch.zeros(self._BATCH, self._SEQUENCE, dtype=torch.long)
+        self._first_hidden = self._last_hidden = torch.empty(0)
+        self._calls_before: list[_Call] = []
+        self._calls_after: list[_Call] = []
         layers = list(decoder.get_submodule(layers_name).children())
         self._num_layers = len(layers)
         self._overrides: dict[str, Any] = {
@@ -163,24 +174,28 @@ class _Observation:
                 self._overrides[name] = self._watching(name)
 
     def run(self) -> Order:
-        ids = torch.zeros(self._BATCH, self._SEQUENCE, dtype=torch.long)
         with torch.no_grad():
-            result = shell(self._decoder, self._overrides)(input_ids=ids, use_cache=False)
-        if self._next_layer != self._num_layers or result[0].shape != self._shape:
+            # In training mode, so that dropout around a module shows.
+            decoder = shell(self._decoder, self._overrides, training=True)
+            result = decoder(input_ids=self._ids, use_cache=False)[0]
+        if self._next_layer != self._num_layers or result.shape != self._shape:
             raise ValueError(f"{self._next_layer} of {self._num_layers} layers were called")
-        both = self._seen["before"] & self._seen["after"]
+        seen_before = {call.name for call in self._calls_before}
+        both = seen_before & {call.name for call in self._calls_after}
         if both:
             raise ConfigError(
                 f"model: {', '.join(sorted(both))} of {type(self._decoder).__name__} run both"
                 " before and after the layers; this architecture is not supported"
             )
         names = [name for name, _ in self._decoder.named_children()]
-        before = tuple(n for n in names if n in self._seen["before"])
+        before = tuple(n for n in names if n in seen_before)
         # What never ran without a cache or labels still has parameters; it travels with the head.
         unseen = set(self._overrides) - {self._layers_name} - set(before)
         return Order(
             before=before,
             after=tuple(n for n in names if n in unseen),
+            embeds_alone=_alone(self._calls_before, self._ids, self._first_hidden),
+            finishes_alone=_alone(self._calls_after, self._last_hidden, result),
             layers_return_tuples=self._as_tuple,
         )
 
@@ -191,8 +206,10 @@ class _Observation:
                     f"model: {type(self._decoder).__name__} runs {name} between its layers;"
                     " this architecture is not supported"
                 )
-            self._seen["after" if self._next_layer else "before"].add(name)
-            return self._stub(*args, **kwargs)
+            output = self._stub(*args, **kwargs).clone()
+            calls = self._calls_after if self._next_layer else self._calls_before
+            calls.append(_Call(name=name, args=args, kwargs=kwargs, output=output))
+            return output
 
         return watched
 
@@ -204,8 +221,28 @@ class _Observation:
                 f" shape {tuple(hidden.shape)}, expected {self._shape}"
             )
         self.extras.append(rest)
+        if self._next_layer == 0:
+            self._first_hidden = hidden
         self._next_layer += 1
-        return hidden
+        self._last_hidden = hidden.clone()
+        return self._last_hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: torch.Tensor
+
+
+def _alone(calls: list[_Call], given: torch.Tensor, result: torch.Tensor) -> str | None:
+    """The child that turned ``given`` into ``result`` by one call, views aside."""
+    if len(calls) != 1 or calls[0].kwargs or len(calls[0].args) != 1:
+        return None
+    same_input = calls[0].args[0] is given
+    same_output = calls[0].output.data_ptr() == result.data_ptr()
+    return calls[0].name if same_input and same_output else None
 
 
 def split_hidden(

@@ -17,35 +17,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.models.batch import MicroBatch
+from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block
 from penstock.models.loss import chunked_cross_entropy
-from penstock.models.pieces import BatchTensors, LayerCall, Pieces
-from penstock.models.skeleton import LAYER_NUMBERS, Part, Skeleton, build_skeleton
+from penstock.models.pieces import BatchTensors, LayerCall, Pieces, check_documents_apart
+from penstock.models.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
 from penstock.protocol.errors import ConfigError
-from penstock.shm.table import BlockSpec, BlockTable, TensorSpec
+from penstock.shm.table import BlockTable
 
 HIDDEN = "hidden"
 """Name of the tensor that blocks hand on: (micro_batch, sequence, hidden)."""
-
-Borrowed = tuple[torch.Tensor, torch.Tensor | None]
-"""Flat array of the owner that holds the tied tensor, and the flat gradients of this use (None:
-none)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundBlock:
-    """A block with memory: leaf tensors by the name under which the block's module knows them.
-
-    Leaves are views of the arrays given to :meth:`ModelRuntime.bind`, which stay referenced until
-    the last BoundBlock (and the last autograd graph made with it) is gone.
-    """
-
-    index: int
-    leaves: Mapping[str, torch.Tensor]
-
-    @property
-    def trains(self) -> bool:
-        """Whether any leaf collects gradients."""
-        return any(leaf.requires_grad for leaf in self.leaves.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,52 +43,6 @@ class StageOutput:
     loss_sum: torch.Tensor | None
     loss: torch.Tensor | None
     inputs: dict[str, torch.Tensor]
-
-
-class _Kind:
-    """The module objects of one kind of block, and where its parameters go."""
-
-    def __init__(self, part: Part, modules: Sequence[nn.Module], prefix: str) -> None:
-        self._modules = modules
-        self._slots = {
-            name.removeprefix(prefix): (module._parameters, attribute)
-            for name, (module, attribute) in part.tensors.items()
-        }
-        self._meta = {name: places[key] for name, (places, key) in self._slots.items()}
-        self._numbered = [
-            (vars(module), name)
-            for top in modules
-            for module in top.modules()
-            for name in LAYER_NUMBERS
-            if name in vars(module)
-        ]
-        self._training: bool | None = None
-
-    @contextmanager
-    def installed(self, bound: BoundBlock, prefix: str, layer_index: int | None) -> Iterator[None]:
-        """Put the leaves into the modules meanwhile; ``prefix`` starts the names of this block's
-        tensors.
-        """
-        slots = self._slots
-        cut = len(prefix)
-        for name, leaf in bound.leaves.items():
-            places, key = slots[name[cut:]]
-            places[key] = leaf  # type: ignore[assignment]  # a leaf serves as a parameter
-        for attributes, name in self._numbered:
-            attributes[name] = layer_index
-        try:
-            yield
-        finally:
-            # A reference left behind would keep shared memory mapped after the worker let go of it.
-            for name, (places, key) in slots.items():
-                places[key] = self._meta[name]
-
-    def set_training(self, training: bool) -> None:
-        """Dropout on or off; walks the modules only when it changes."""
-        if training != self._training:
-            for module in self._modules:
-                module.train(training)
-            self._training = training
 
 
 class ModelRuntime:
@@ -170,30 +104,9 @@ class ModelRuntime:
         Raises:
             ValueError: an array is missing or has another length than the table says.
         """
-        spec = self._table.blocks[block]
-        _check_length(spec, "weights", weights, spec.trainable_elements)
-        _check_length(spec, "frozen", frozen, spec.frozen_elements)
-        if grads is not None:
-            _check_length(spec, "grads", grads, spec.trainable_elements)
-        leaves: dict[str, torch.Tensor] = {}
-        for tensor in spec.tensors:
-            source = weights if tensor.trainable else frozen
-            assert source is not None
-            leaves[tensor.name] = _leaf(tensor, source, grads if tensor.trainable else None)
-        for lent in spec.borrows:
-            if borrowed is None or lent.local_name not in borrowed:
-                raise ValueError(f"block {spec.name!r} needs borrowed {lent.local_name!r}")
-            flat, contribution = borrowed[lent.local_name]
-            owner = self._table.blocks[lent.owner]
-            tensor = next(t for t in owner.tensors if t.name == lent.name)
-            wanted = owner.trainable_elements if tensor.trainable else owner.frozen_elements
-            _check_length(owner, f"array lent as {lent.local_name}", flat, wanted)
-            if contribution is not None:
-                _check_length(owner, "contribution", contribution, owner.trainable_elements)
-            leaves[lent.local_name] = _leaf(
-                tensor, flat, contribution if tensor.trainable else None
-            )
-        return BoundBlock(index=block, leaves=leaves)
+        return bind_block(
+            self._table, block, weights=weights, frozen=frozen, grads=grads, borrowed=borrowed or {}
+        )
 
     def forward(
         self,
@@ -280,7 +193,7 @@ class ModelRuntime:
         with self._installed(block, training):
             if layer_index is None:
                 ids = torch.from_numpy(batch.input_ids).to(self._device)
-                return self._pieces.embed(ids, batch_tensors)
+                return self._pieces.embed(ids, batch_tensors, training=training)
             kind = self._table.blocks[block.index].kind
             call = self._layer_calls(batch, batch_tensors)[layer_index]
             return call.run(self._representative[kind], tensors[HIDDEN])
@@ -347,22 +260,24 @@ class ModelRuntime:
         else:
             torch.default_generator.manual_seed(seed)
 
-    def _make_kinds(self, skeleton: Skeleton) -> dict[str, _Kind]:
-        kinds: dict[str, _Kind] = {}
-        outside = [
+    def _make_kinds(self, skeleton: Skeleton) -> dict[str, Kind]:
+        kinds: dict[str, Kind] = {}
+        children = dict(skeleton.decoder.named_children())
+        after = [children[name] for name in skeleton.after]
+        before = [
             child
-            for name, child in skeleton.decoder.named_children()
-            if name != skeleton.layers_name
+            for name, child in children.items()
+            if name not in (*skeleton.after, skeleton.layers_name)
         ]
         for part, prefix in zip(skeleton.parts, self._prefixes, strict=True):
             if part.kind in kinds:
                 continue
-            modules: Sequence[nn.Module] = outside
+            modules: Sequence[nn.Module] = before if part.kind == EMBEDDING_KIND else after
             if part.layer_index is not None:
                 layer = skeleton.layers[part.layer_index]
                 self._representative[part.kind] = layer
                 modules = (layer,)
-            kinds[part.kind] = _Kind(part, modules, prefix)
+            kinds[part.kind] = Kind(part, modules, prefix)
         return kinds
 
 
@@ -387,58 +302,3 @@ def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:
             "table.json does not describe the model of model/config.json; delete both from the run"
             " directory and start again"
         )
-
-
-def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> None:
-    """Refuse models whose decoder ignores restarting position ids when it makes masks.
-
-    ``document_ids`` is (micro_batch, sequence).
-
-    Raises:
-        ConfigError: a layer would attend from one document to another.
-    """
-    borders = torch.nonzero(torch.diff(document_ids, dim=1))
-    if len(borders) == 0:
-        return
-    row, query = int(borders[0][0]), int(borders[0][1]) + 1
-    for call in calls:
-        values = (*call.args, *call.kwargs.values())
-        masks = [v for v in values if isinstance(v, torch.Tensor) and v.ndim == 4]
-        if not masks or any(_attends(mask, row, query, query - 1) for mask in masks):
-            raise ConfigError(
-                "data.document_masks: true: this model type builds no masks that keep documents"
-                " apart; set data.document_masks: false"
-            )
-
-
-def _attends(mask: torch.Tensor, row: int, query: int, key: int) -> bool:
-    value = mask[row if mask.shape[0] > 1 else 0, 0, query, key]
-    return bool(value) if mask.dtype is torch.bool else float(value) > -1.0
-
-
-def _check_length(spec: BlockSpec, what: str, flat: torch.Tensor | None, wanted: int) -> None:
-    if flat is None:
-        if wanted:
-            raise ValueError(f"block {spec.name!r} needs {what} of {wanted} elements, got none")
-    elif flat.ndim != 1 or flat.numel() != wanted:
-        raise ValueError(
-            f"block {spec.name!r}: {what} must be flat with {wanted} elements, got"
-            f" shape {tuple(flat.shape)}"
-        )
-
-
-def _leaf(tensor: TensorSpec, flat: torch.Tensor, grads: torch.Tensor | None) -> torch.Tensor:
-    """A leaf over ``flat`` at the tensor's place; its ``.grad`` lies in ``grads`` at the same
-    place.
-    """
-    leaf = _view(tensor, flat).detach()
-    if grads is not None:
-        leaf.requires_grad_(True)
-        # The gradient may be wider than the parameter: fp32 sums for bf16 weights.
-        leaf.grad_dtype = grads.dtype
-        leaf.grad = _view(tensor, grads).detach()
-    return leaf
-
-
-def _view(tensor: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
-    return flat.narrow(0, tensor.offset, tensor.num_elements).view(tensor.shape)

@@ -50,8 +50,9 @@ class Skeleton:
 
     ``decoder_path`` names the module whose forward loops over the layers; ``layers_name`` its list
     of layers. ``before`` and ``after`` are the names of the decoder's children that own parameters
-    and run before the first and after the last layer. ``layers_return_tuples``: what the decoder
-    expects of a layer.
+    and run before the first and after the last layer; one that does all there is to do is named by
+    ``embeds_alone`` or ``finishes_alone``. ``layers_return_tuples``: what the decoder expects of a
+    layer.
     """
 
     model: Any
@@ -59,6 +60,8 @@ class Skeleton:
     layers_name: str
     before: tuple[str, ...]
     after: tuple[str, ...]
+    embeds_alone: str | None
+    finishes_alone: str | None
     layers_return_tuples: bool
     parts: tuple[Part, ...]
 
@@ -106,6 +109,8 @@ def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
         layers_name=layers_name,
         before=order.before,
         after=order.after,
+        embeds_alone=order.embeds_alone,
+        finishes_alone=order.finishes_alone,
         layers_return_tuples=order.layers_return_tuples,
         parts=parts,
     )
@@ -131,7 +136,12 @@ def _build_on_meta(hf_config: PretrainedConfig) -> Any:
             f"model: type {config.model_type!r} has persistent buffers"
             f" ({', '.join(persistent[:3])}); models whose state is all parameters are supported"
         )
-    return model
+    if getattr(config, "layerdrop", 0.0):
+        raise ConfigError(
+            f"model.hf.layerdrop = {config.layerdrop}: skipping layers at random is not supported;"
+            " set it to 0"
+        )
+    return model.train()
 
 
 def rebuild_buffers(model: Any) -> None:

@@ -1,0 +1,145 @@
+"""Blocks over memory: leaf tensors that alias flat arrays, and the modules that they are put into.
+
+Nothing is copied: a leaf is a view of the weights, its ``.grad`` a view of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock.models.skeleton import LAYER_NUMBERS, Part
+from penstock.shm.table import BlockSpec, BlockTable, TensorSpec
+
+Borrowed = tuple[torch.Tensor, torch.Tensor | None]
+"""Flat array of the owner that holds the tied tensor, and the flat gradients of this use (None:
+none)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundBlock:
+    """A block with memory: leaf tensors by the name under which the block's module knows them.
+
+    Leaves are views of the arrays given to :meth:`ModelRuntime.bind`, which stay referenced until
+    the last BoundBlock (and the last autograd graph made with it) is gone.
+    """
+
+    index: int
+    leaves: Mapping[str, torch.Tensor]
+
+    @property
+    def trains(self) -> bool:
+        """Whether any leaf collects gradients."""
+        return any(leaf.requires_grad for leaf in self.leaves.values())
+
+
+def bind_block(
+    table: BlockTable,
+    block: int,
+    *,
+    weights: torch.Tensor | None,
+    frozen: torch.Tensor | None,
+    grads: torch.Tensor | None,
+    borrowed: Mapping[str, Borrowed],
+) -> BoundBlock:
+    """See :meth:`penstock.models.runtime.ModelRuntime.bind`."""
+    spec = table.blocks[block]
+    _check_length(spec, "weights", weights, spec.trainable_elements)
+    _check_length(spec, "frozen", frozen, spec.frozen_elements)
+    if grads is not None:
+        _check_length(spec, "grads", grads, spec.trainable_elements)
+    leaves: dict[str, torch.Tensor] = {}
+    for tensor in spec.tensors:
+        source = weights if tensor.trainable else frozen
+        assert source is not None
+        leaves[tensor.name] = _leaf(tensor, source, grads if tensor.trainable else None)
+    for lent in spec.borrows:
+        if lent.local_name not in borrowed:
+            raise ValueError(f"block {spec.name!r} needs borrowed {lent.local_name!r}")
+        flat, contribution = borrowed[lent.local_name]
+        owner = table.blocks[lent.owner]
+        tensor = next(t for t in owner.tensors if t.name == lent.name)
+        wanted = owner.trainable_elements if tensor.trainable else owner.frozen_elements
+        _check_length(owner, f"array lent as {lent.local_name}", flat, wanted)
+        if contribution is not None:
+            _check_length(owner, "contribution", contribution, owner.trainable_elements)
+        leaves[lent.local_name] = _leaf(tensor, flat, contribution if tensor.trainable else None)
+    return BoundBlock(index=block, leaves=leaves)
+
+
+class Kind:
+    """The module objects of one kind of block, and where its parameters go."""
+
+    def __init__(self, part: Part, modules: Sequence[nn.Module], prefix: str) -> None:
+        self._modules = modules
+        self._slots = {
+            name.removeprefix(prefix): (module._parameters, attribute)
+            for name, (module, attribute) in part.tensors.items()
+        }
+        self._meta = {name: places[key] for name, (places, key) in self._slots.items()}
+        self._numbered = [
+            (vars(module), name)
+            for top in modules
+            for module in top.modules()
+            for name in LAYER_NUMBERS
+            if name in vars(module)
+        ]
+        self._training: bool | None = None
+
+    @contextmanager
+    def installed(self, bound: BoundBlock, prefix: str, layer_index: int | None) -> Iterator[None]:
+        """Put the leaves into the modules meanwhile; ``prefix`` starts the names of this block's
+        tensors.
+        """
+        slots = self._slots
+        cut = len(prefix)
+        for name, leaf in bound.leaves.items():
+            places, key = slots[name[cut:]]
+            places[key] = leaf  # type: ignore[assignment]  # a leaf serves as a parameter
+        for attributes, name in self._numbered:
+            attributes[name] = layer_index
+        try:
+            yield
+        finally:
+            # A reference left behind would keep shared memory mapped after the worker let go of it.
+            for name, (places, key) in slots.items():
+                places[key] = self._meta[name]
+
+    def set_training(self, training: bool) -> None:
+        """Dropout on or off; walks the modules only when it changes."""
+        if training != self._training:
+            for module in self._modules:
+                module.train(training)
+            self._training = training
+
+
+def _check_length(spec: BlockSpec, what: str, flat: torch.Tensor | None, wanted: int) -> None:
+    if flat is None:
+        if wanted:
+            raise ValueError(f"block {spec.name!r} needs {what} of {wanted} elements, got none")
+    elif flat.ndim != 1 or flat.numel() != wanted:
+        raise ValueError(
+            f"block {spec.name!r}: {what} must be flat with {wanted} elements, got"
+            f" shape {tuple(flat.shape)}"
+        )
+
+
+def _leaf(tensor: TensorSpec, flat: torch.Tensor, grads: torch.Tensor | None) -> torch.Tensor:
+    """A leaf over ``flat`` at the tensor's place; its ``.grad`` lies in ``grads`` at the same
+    place.
+    """
+    leaf = _view(tensor, flat).detach()
+    if grads is not None:
+        leaf.requires_grad_(True)
+        # The gradient may be wider than the parameter: fp32 sums for bf16 weights.
+        leaf.grad_dtype = grads.dtype
+        leaf.grad = _view(tensor, grads).detach()
+    return leaf
+
+
+def _view(tensor: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
+    return flat.narrow(0, tensor.offset, tensor.num_elements).view(tensor.shape)
