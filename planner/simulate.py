@@ -60,8 +60,7 @@ class OptimizerStart(StrEnum):
     OFFLOAD = "offload"
     """As soon as a block's gradients are in host memory: what this system does."""
     FLUSH = "flush"
-    """When all gradients of all devices are: the synchronous optimizer of Mobius, for comparison.
-    """
+    """When all gradients of all devices are: the synchronous optimizer of Mobius."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,198 @@
+"""Plans from configurations: defaults, impossible combinations, plan files, any size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.planner.build import build_plan
+from penstock.planner.validate import PlanError, validate
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan import Plan
+from penstock.shm.table import BlockTable
+
+Tables = Callable[..., BlockTable]
+Configs = Callable[..., Config]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "workers", "num_blocks", "stages"),
+    [
+        ("gpipe", 2, 10, (2, 2)),
+        ("1f1b", 4, 10, (4, 4)),
+        ("mobius", 2, 10, (4, 4)),
+        ("mobius", 4, 5, (4, 4)),
+        ("spipe", 2, 10, (4, 8)),
+        ("spipe", 2, 26, (4, 12)),
+        ("spipe", 4, 5, (5, 5)),
+        ("spipe", 1, 4, (2, 4)),
+    ],
+)
+def test_default_stages(
+    scheme: str,
+    workers: int,
+    num_blocks: int,
+    stages: tuple[int, int],
+    make_table: Tables,
+    make_config: Configs,
+) -> None:
+    plan = build_plan(make_config(scheme, workers=workers), make_table(num_blocks))
+    assert (len(plan.forward_stages), len(plan.backward_stages)) == stages
+
+
+def test_stages_are_balanced_by_forward_work(make_table: Tables, make_config: Configs) -> None:
+    """A free embedding and a head as heavy as two layers."""
+    table = make_table(10, costs=[0.0] + [1.0] * 8 + [2.0])
+    plan = build_plan(make_config("gpipe", workers=2), table)
+    assert [(s.start, s.stop) for s in plan.forward_stages] == [(0, 6), (6, 10)]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"scheme": "spipe", "forward_stages": 9},
+            r"schedule\.forward_stages = 9: more stages than blocks; .* at most 8",
+        ),
+        (
+            {"scheme": "spipe", "backward_stages": 9},
+            r"schedule\.backward_stages = 9: more stages than blocks; .* at most 8",
+        ),
+        (
+            {"scheme": "spipe", "forward_stages": 4, "backward_stages": 3},
+            r"schedule\.backward_stages = 3: spipe .* accepts 4 \(forward_stages\) or more",
+        ),
+        (
+            {"scheme": "gpipe", "forward_stages": 4},
+            r"schedule\.forward_stages = 4: gpipe with 2 workers accepts 2 \(one per worker\)",
+        ),
+        (
+            {"scheme": "1f1b", "backward_stages": 4},
+            r"schedule\.backward_stages = 4: 1f1b .* accepts 2 \(the same as forward_stages\)",
+        ),
+        (
+            {"scheme": "mobius", "forward_stages": 5},
+            r"schedule\.forward_stages = 5: mobius .* accepts a multiple of 2",
+        ),
+        (
+            {"scheme": "mobius", "backward_stages": 8},
+            r"schedule\.backward_stages = 8: mobius .* accepts 4 \(the same as forward_stages\)",
+        ),
+        (
+            {"scheme": "mobius", "recompute": "none"},
+            r"schedule\.recompute = 'none': mobius .* accepted: full",
+        ),
+        (
+            {"scheme": "spipe", "recompute": "none"},
+            r"schedule\.recompute = 'none': spipe .* accepted: full",
+        ),
+        (
+            {"scheme": "spipe", "passes": ["shuffle"]},
+            r"schedule\.passes = \['shuffle'\]: unknown pass 'shuffle'",
+        ),
+        ({"scheme": "gpipe", "workers": 9}, r"cluster\.workers: 9 workers in all for 8 blocks"),
+        ({"scheme": "spipe", "nodes": 5}, r"cluster\.workers: 10 workers in all for 8 blocks"),
+        ({"scheme": "spipe", "file": "none.json"}, r"schedule\.file = 'none.json': cannot read it"),
+    ],
+)
+def test_impossible_configurations_name_key_value_and_what_is_accepted(
+    config: dict[str, Any], message: str, make_table: Tables, make_config: Configs
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_plan(make_config(**config), make_table(8))
+
+
+def test_a_plan_file_replaces_the_scheme(
+    tmp_path: Path, make_table: Tables, make_config: Configs
+) -> None:
+    plan = build_plan(make_config("1f1b"), make_table(8))
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    assert build_plan(make_config("spipe", file=str(path)), make_table(8)) == plan
+
+
+@pytest.mark.parametrize(
+    ("config", "num_blocks", "message"),
+    [
+        ({"workers": 4}, 8, r"for 2 devices, the configuration has 4 \(cluster\.workers"),
+        ({"micro_batches": 3}, 8, r"for 4 micro-batches, the configuration has 3"),
+        ({}, 9, r"plan covers 8 blocks, the model has 9"),
+    ],
+)
+def test_a_plan_file_must_fit(
+    config: dict[str, Any],
+    num_blocks: int,
+    message: str,
+    tmp_path: Path,
+    make_table: Tables,
+    make_config: Configs,
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(build_plan(make_config("1f1b"), make_table(8)).to_json(), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        build_plan(make_config("spipe", file=str(path), **config), make_table(num_blocks))
+
+
+def test_a_damaged_plan_file_is_refused(
+    tmp_path: Path, make_table: Tables, make_config: Configs
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = build_plan(make_config("1f1b"), make_table(8))
+    text = plan.to_json()
+    path.write_text(text[: len(text) // 2], encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"schedule\.file = .*: plan: not valid JSON"):
+        build_plan(make_config(file=str(path)), make_table(8))
+    hanging = dataclasses.replace(plan, programs=(plan.programs[0][:-3], plan.programs[1]))
+    path.write_text(hanging.to_json(), encoding="utf-8")
+    with pytest.raises(PlanError, match="is never used"):
+        build_plan(make_config(file=str(path)), make_table(8))
+
+
+def test_device_limit_is_checked(make_table: Tables, make_config: Configs) -> None:
+    config = make_config("spipe")
+    limited = config.model_copy(
+        update={"memory": config.memory.model_copy(update={"device_limit": 1024})}
+    )
+    with pytest.raises(ConfigError, match=r"memory\.device_limit = 1024"):
+        build_plan(limited, make_table(8))
+
+
+@given(data=st.data())
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_configuration_in_range_gives_a_plan_that_computes(
+    data: st.DataObject,
+    make_table: Tables,
+    make_config: Configs,
+    execute: Callable[[Plan], None],
+) -> None:
+    """1-4 devices, 1-16 micro-batches, 4-40 blocks of uneven cost, stages as the scheme admits."""
+    scheme = data.draw(st.sampled_from(["gpipe", "1f1b", "mobius", "spipe"]))
+    workers = data.draw(st.sampled_from([1, 2, 4]))
+    num_blocks = data.draw(st.integers(4, 40))
+    costs = data.draw(st.lists(st.floats(0.0, 9.0), min_size=num_blocks, max_size=num_blocks))
+    schedule: dict[str, Any] = {}
+    if scheme in ("gpipe", "1f1b"):
+        schedule["recompute"] = data.draw(st.sampled_from([None, "none", "full"]))
+    if scheme == "mobius":
+        schedule["forward_stages"] = workers * data.draw(st.integers(1, num_blocks // workers))
+    if scheme == "spipe" and data.draw(st.booleans()):
+        schedule["forward_stages"] = data.draw(st.integers(1, num_blocks))
+        schedule["backward_stages"] = data.draw(st.integers(schedule["forward_stages"], num_blocks))
+    config = make_config(
+        scheme, workers=workers, micro_batches=data.draw(st.integers(1, 16)), **schedule
+    )
+    table = make_table(num_blocks, costs=costs)
+    plan = build_plan(config, table)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert build_plan(config, table) == plan
+    validate(plan, table)
+    execute(plan)

@@ -1,0 +1,110 @@
+"""The memory table: bytes by node and array, peaks by device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from penstock.planner.build import build_plan
+from penstock.planner.memory import DevicePeak, Resource, device_peaks, memory_table
+from penstock.protocol.config import Config
+from penstock.shm.table import BlockTable, BorrowedTensor
+
+Tables = Callable[..., BlockTable]
+Configs = Callable[..., Config]
+
+
+def test_rows_of_two_nodes(make_table: Tables, make_config: Configs) -> None:
+    """1024 fp32 parameters a block; SPipe's backward stages 0, 2 are on the second node, 1, 3 on
+    the first.
+    """
+    config = make_config(
+        "spipe", workers=1, nodes=2, micro_batches=2, forward_stages=2, backward_stages=4
+    )
+    table = make_table(4)
+    plan = build_plan(config, table)
+    rows = [(r.place, r.use, r.num_bytes) for r in memory_table(config, table, plan)]
+    owned = 2 * 1024 * 4
+    node = [
+        ("weights", 2 * owned),
+        ("frozen", 0),
+        ("master", owned),
+        ("exp_avg", owned),
+        ("exp_avg_sq", owned),
+        ("grads", 2 * owned),
+    ]
+    assert rows[:12] == [(f"node n{i}", use, num_bytes) for i in (0, 1) for use, num_bytes in node]
+    # A forward stage of two blocks and a backward stage of one; gradients of one stage at a time.
+    assert rows[12:14] == [
+        ("device 0", "weight buffers", 2 * 1024 * 4),
+        ("device 0", "gradients", 1024 * 4),
+    ]
+    assert {row[0] for row in rows[12:]} == {"device 0", "device 1"}
+
+
+def test_a_cpu_worker_needs_host_memory_a_gpu_its_own(
+    make_table: Tables, make_config: Configs
+) -> None:
+    config, table = make_config("gpipe"), make_table(4)
+    cuda = config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"device": "cuda"})}
+    )
+    plan = build_plan(config, table)
+    assert memory_table(config, table, plan)[-1].resource is Resource.HOST
+    assert memory_table(cuda, table, plan)[-1].resource is Resource.DEVICE
+
+
+def test_a_tied_gradient_is_stored_where_it_is_computed(
+    make_table: Tables, make_config: Configs
+) -> None:
+    """Block 3 borrows block 0's tensor: a second contribution on the node of block 3."""
+    table = make_table(4)
+    blocks = list(table.blocks)
+    blocks[0] = dataclasses.replace(blocks[0], contributions=2)
+    borrowed = BorrowedTensor(name="block0.weight", local_name="tied", owner=0, contribution=1)
+    blocks[3] = dataclasses.replace(blocks[3], borrows=(borrowed,))
+    tied = dataclasses.replace(table, blocks=tuple(blocks))
+    config = make_config("gpipe", workers=1, nodes=2)
+    plan = build_plan(config, tied)
+    grads = {
+        (t is tied, row.place): row.num_bytes
+        for t in (table, tied)
+        for row in memory_table(config, t, plan)
+        if row.use == "grads"
+    }
+    block = 2 * 1024 * 4
+    assert grads == {
+        (False, "node n0"): 2 * block,
+        (False, "node n1"): 2 * block,
+        (True, "node n0"): 2 * block,
+        (True, "node n1"): 3 * block,
+    }
+    # The borrowing device holds the borrowed weights and their gradient, too.
+    untied_peak, tied_peak = (device_peaks(plan, t, 8)[1] for t in (table, tied))
+    assert tied_peak.weight_bytes - untied_peak.weight_bytes == 1024 * 4
+    assert tied_peak.gradient_bytes - untied_peak.gradient_bytes == 1024 * 4
+
+
+def test_peaks_of_gpipe(make_table: Tables, make_config: Configs) -> None:
+    """Device 1 of 2 with keep=all: all 4 micro-batches of 8 tokens are kept, 256 bytes a token and
+    block.
+
+    At its first backward it holds weights and gradients of 2 blocks, and the gradient it sends (64
+    bytes a token).
+    """
+    plan = build_plan(make_config("gpipe", workers=2, micro_batches=4), make_table(4))
+    assert device_peaks(plan, make_table(4), 8)[1] == DevicePeak(
+        weight_bytes=2 * 1024 * 4,
+        gradient_bytes=2 * 1024 * 4,
+        activation_bytes=4 * 8 * 256 * 2 + 8 * 64,
+    )
+
+
+def test_recomputation_lowers_the_peak(make_table: Tables, make_config: Configs) -> None:
+    def peak(recompute: str) -> int:
+        config = make_config("gpipe", workers=2, micro_batches=8, recompute=recompute)
+        return device_peaks(build_plan(config, make_table(8)), make_table(8), 64)[
+            0
+        ].activation_bytes
+
+    assert peak("full") < peak("none") / 3
