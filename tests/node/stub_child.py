@@ -1,0 +1,21 @@
+"""Run as a script: a child that leaves its pid behind and ends as it is told.
+
+``stub_child.py PIDS_FILE SECONDS CODE``: sleeps, then exits with CODE; SIGTERM ends it with 0.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from penstock.protocol.process import die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with open(sys.argv[1], "a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(float(sys.argv[2]))
+    sys.exit(int(sys.argv[3]))

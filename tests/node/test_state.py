@@ -1,0 +1,246 @@
+"""The supervisor's machine: events in, whole lists of effects out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.daemons.node.events import (
+    AskSchedulerToStop,
+    BeginAsked,
+    CloseLink,
+    DrainAsked,
+    Effect,
+    Event,
+    Exit,
+    Exited,
+    FenceAsked,
+    Kill,
+    OpenLink,
+    RefusedByScheduler,
+    Say,
+    SendDrained,
+    SendFailed,
+    SendFenced,
+    SendReady,
+    ShutdownAsked,
+    Start,
+    Started,
+    StopAsked,
+    Terminate,
+    Tick,
+)
+from penstock.daemons.node.state import Limits, Mode, NodeState
+
+NAMES = ("schedulerd", "memoryd.a", "worker.0")
+PIDS = {"schedulerd": 10, "memoryd.a": 11, "worker.0": 12}
+
+
+class Machine:
+    """A node state with a clock; Say effects are left out of what it returns."""
+
+    def __init__(self, names: tuple[str, ...], limits: Limits) -> None:
+        self.state = NodeState.create(names, limits)
+        self.now_s = 100.0
+
+    def feed(self, *events: Event, after_s: float = 0.0) -> list[Effect]:
+        self.now_s += after_s
+        effects = [e for event in events for e in self.state.handle(event, self.now_s)]
+        self.state.validate()
+        return [effect for effect in effects if not isinstance(effect, Say)]
+
+    def started(self) -> Machine:
+        self.feed(Tick())
+        self.feed(*(Started(name=name, pid=PIDS[name]) for name in self.state.children))
+        self.now_s += 60.0
+        return self
+
+    def exit(self, name: str, code: int, after_s: float = 0.0) -> list[Effect]:
+        pid = self.state.children[name].pid
+        assert pid is not None
+        return self.feed(Exited(name=name, pid=pid, code=code), after_s=after_s)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    instance = Machine(NAMES, Limits(max_restarts=3)).started()
+    yield instance
+    instance.state.validate()
+
+
+def test_first_tick_starts_all_in_order() -> None:
+    machine = Machine(NAMES, Limits(max_restarts=3))
+    assert machine.feed(Tick()) == [Start(name=name) for name in NAMES]
+    assert machine.feed(Tick()) == []
+
+
+def test_killed_child_is_replaced_at_once_when_it_had_lived(machine: Machine) -> None:
+    assert machine.exit("worker.0", -9) == []
+    assert machine.feed(Tick()) == [Start(name="worker.0")]
+
+
+def test_quick_deaths_are_restarted_later_and_later_then_the_run_fails(machine: Machine) -> None:
+    delays = []
+    machine.exit("worker.0", 1)
+    for pid in range(20, 23):
+        machine.feed(Tick())
+        machine.feed(Started(name="worker.0", pid=pid))
+        effects = machine.exit("worker.0", 1)
+        due = machine.state.next_deadline_s()
+        if effects:
+            break
+        assert due is not None
+        delays.append(round(due - machine.now_s, 3))
+        machine.now_s = due
+    assert delays == [0.1, 0.2]
+    error = "worker.0 died 4 times (last: exited with code 1); cluster.max_restarts is 3"
+    assert effects == [SendFailed(error=error, code=4)]
+    assert machine.state.mode is Mode.FAILING
+
+
+def test_fence_kills_reaps_answers_and_replaces(machine: Machine) -> None:
+    assert machine.feed(FenceAsked(member="worker.0", pid=12)) == [Kill(name="worker.0")]
+    assert machine.exit("worker.0", -9) == [
+        SendFenced(member="worker.0", pid=12),
+        Start(name="worker.0"),
+    ]
+
+
+def test_fence_of_a_replaced_process_is_answered_at_once(machine: Machine) -> None:
+    assert machine.feed(FenceAsked(member="worker.0", pid=7)) == [
+        SendFenced(member="worker.0", pid=7)
+    ]
+
+
+def test_fence_of_a_dead_process_that_waits_for_its_restart(machine: Machine) -> None:
+    machine.exit("worker.0", -9)
+    assert machine.feed(FenceAsked(member="worker.0", pid=12)) == [
+        SendFenced(member="worker.0", pid=12)
+    ]
+    assert machine.feed(Tick()) == [Start(name="worker.0")]
+
+
+def test_epochs_are_acknowledged(machine: Machine) -> None:
+    assert machine.feed(DrainAsked(epoch=3), BeginAsked(epoch=3)) == [
+        SendDrained(epoch=3),
+        SendReady(epoch=3),
+    ]
+
+
+def test_normal_end(machine: Machine) -> None:
+    assert machine.feed(ShutdownAsked(reason="done")) == [CloseLink()]
+    assert machine.exit("worker.0", 0) == []
+    assert machine.exit("memoryd.a", 0) == []
+    assert machine.exit("schedulerd", 0) == [Exit(code=0)]
+
+
+def test_a_member_that_hears_the_shutdown_before_the_node(machine: Machine) -> None:
+    assert machine.exit("worker.0", 0) == []
+    assert machine.feed(Tick(), after_s=0.5) == []
+    assert machine.feed(ShutdownAsked(reason="done")) == [CloseLink()]
+    assert machine.feed(Tick(), after_s=5.0) == []
+
+
+def test_a_member_that_ends_well_without_shutdown_is_replaced(machine: Machine) -> None:
+    machine.exit("worker.0", 0)
+    assert machine.feed(Tick(), after_s=1.0) == [Start(name="worker.0")]
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_final_code_of_the_scheduler_is_the_nodes(machine: Machine, code: int) -> None:
+    assert machine.exit("schedulerd", code) == [CloseLink()]
+    machine.exit("memoryd.a", 0)
+    assert machine.exit("worker.0", 0) == [Exit(code=code)]
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_final_code_of_a_member_stops_the_run(machine: Machine, code: int) -> None:
+    error = f"memoryd.a ended with exit code {code}"
+    assert machine.exit("memoryd.a", code) == [SendFailed(error=error, code=code)]
+    assert machine.feed(ShutdownAsked(reason=error)) == [CloseLink()]
+    machine.exit("worker.0", 0)
+    assert machine.exit("schedulerd", code) == [Exit(code=code)]
+
+
+def test_a_run_that_does_not_end_after_a_failure_is_terminated_then_killed(
+    machine: Machine,
+) -> None:
+    machine.exit("memoryd.a", 2)
+    assert machine.feed(Tick(), after_s=15.0) == [
+        Terminate(name="schedulerd"),
+        Terminate(name="worker.0"),
+    ]
+    assert machine.feed(Tick(), after_s=10.0) == [Kill(name="schedulerd"), Kill(name="worker.0")]
+    machine.exit("schedulerd", -9)
+    assert machine.exit("worker.0", -9) == [Exit(code=2)]
+
+
+def test_scheduler_killed_is_replaced(machine: Machine) -> None:
+    machine.exit("schedulerd", -9)
+    assert machine.feed(Tick()) == [Start(name="schedulerd")]
+
+
+def test_scheduler_killed_while_it_ends_the_run_comes_back(machine: Machine) -> None:
+    machine.feed(ShutdownAsked(reason="done"))
+    machine.exit("worker.0", 0)
+    assert machine.exit("schedulerd", -9) == []
+    assert machine.feed(Tick(), after_s=5.0) == [
+        OpenLink(),
+        Start(name="schedulerd"),
+        Start(name="worker.0"),
+    ]
+    assert machine.state.mode is Mode.RUNNING
+
+
+def test_scheduler_killed_after_all_members_ended_well(machine: Machine) -> None:
+    machine.feed(ShutdownAsked(reason="done"))
+    machine.exit("worker.0", 0)
+    machine.exit("schedulerd", -9)
+    assert machine.exit("memoryd.a", 0) == [Exit(code=0)]
+
+
+def test_stop_asks_the_scheduler_and_keeps_replacing(machine: Machine) -> None:
+    assert machine.feed(StopAsked()) == [AskSchedulerToStop()]
+    machine.exit("worker.0", -9)
+    assert machine.feed(Tick()) == [Start(name="worker.0")]
+
+
+def test_stop_is_asked_again_of_a_new_scheduler(machine: Machine) -> None:
+    machine.feed(StopAsked())
+    machine.exit("schedulerd", -15)
+    assert machine.feed(Tick()) == [Start(name="schedulerd")]
+    machine.feed(Started(name="schedulerd", pid=20))
+    assert machine.feed(Tick(), after_s=1.0) == []
+    assert machine.feed(Tick(), after_s=1.0) == [AskSchedulerToStop()]
+
+
+def test_second_stop_kills_and_keeps_the_memory(machine: Machine) -> None:
+    machine.feed(StopAsked())
+    assert machine.feed(StopAsked()) == [Kill(name=name) for name in NAMES]
+    machine.exit("schedulerd", -9)
+    machine.exit("memoryd.a", -9)
+    assert machine.exit("worker.0", -9) == [Exit(code=130)]
+
+
+def test_a_stop_that_takes_too_long_fails(machine: Machine) -> None:
+    machine.feed(StopAsked())
+    effects = machine.feed(Tick(), after_s=machine.state.limits.stop_timeout_s)
+    assert effects == [Terminate(name=name) for name in NAMES]
+    assert machine.state.code == 4
+
+
+def test_refused_node_fails(machine: Machine) -> None:
+    error = "the scheduler refuses this node: another run"
+    assert machine.feed(RefusedByScheduler(reason="another run")) == [
+        SendFailed(error=error, code=4)
+    ]
+
+
+def test_a_child_that_cannot_be_started_is_tried_again() -> None:
+    machine = Machine(("memoryd.b",), Limits(max_restarts=1))
+    machine.feed(Tick())
+    assert machine.feed(Exited(name="memoryd.b", pid=0, code=1)) == []
+    assert machine.feed(Tick(), after_s=0.1) == [Start(name="memoryd.b")]
+    effects = machine.feed(Exited(name="memoryd.b", pid=0, code=1))
+    assert effects[-1] == Exit(code=4)

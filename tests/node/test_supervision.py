@@ -1,0 +1,248 @@
+"""Real supervisors over stub children: kill, fence, stop, restart, orphans, locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+
+from penstock.daemons.node.lock import RunLock, node_lock_path
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.rundir import RunDirectory
+from penstock.shm.process import start_ticks
+
+HERE = Path(__file__).parent
+FOREVER = "600"
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s until {what}"
+        time.sleep(0.01)
+
+
+class Node:
+    """A supervisor in a child process; its stub children write their pids to files."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        RunDirectory.create(run_dir)
+        self.configure(max_restarts=5)
+        self.stubs: dict[str, list[str]] = {}
+        self.process: subprocess.Popen[str] | None = None
+
+    def configure(self, **cluster: int) -> None:
+        config = {
+            "model": {"hf": {"model_type": "llama"}},
+            "data": {"path": "@stdlib"},
+            "cluster": {"workers": 1, **cluster},
+        }
+        (self.run_dir / "resolved.yaml").write_text(yaml.safe_dump(config))
+
+    def stub(self, name: str, seconds: str = FOREVER, code: int = 0) -> None:
+        script = str(HERE / "stub_child.py")
+        pids = str(self.run_dir / f"pids-{name}")
+        self.stubs[name] = [sys.executable, script, pids, seconds, str(code)]
+
+    def start(self, scheduler: str | None = None) -> None:
+        (self.run_dir / "stubs.json").write_text(json.dumps(self.stubs))
+        argv = [sys.executable, str(HERE / "stub_node.py"), str(self.run_dir)]
+        self.process = subprocess.Popen(
+            argv + ([scheduler] if scheduler else []), stderr=subprocess.PIPE, text=True
+        )
+
+    def pids(self, name: str) -> list[int]:
+        path = self.run_dir / f"pids-{name}"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def wait_started(self, name: str, times: int = 1) -> int:
+        wait_until(lambda: len(self.pids(name)) >= times, f"{name} has started {times} times")
+        return self.pids(name)[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self) -> tuple[int, str]:
+        assert self.process is not None
+        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, errors
+
+    def close(self) -> None:
+        if self.process is not None:
+            if self.process.poll() is None:
+                self.process.kill()
+            self.process.communicate(timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    instance = Node(tmp_path / "run")
+    yield instance
+    instance.close()
+    alive = [pid for name in instance.stubs for pid in instance.pids(name) if start_ticks(pid)]
+    assert not alive, f"orphans: {alive}"
+
+
+class StubScheduler(rpc.MembershipServicer):
+    """Collects what a member says; says what the test puts into ``orders``."""
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[pb.MemberMessage] = queue.Queue()
+        self.orders: queue.Queue[pb.SchedulerMessage | None] = queue.Queue()
+        self.server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
+        rpc.add_MembershipServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def Join(
+        self, request_iterator: Iterator[pb.MemberMessage], context: grpc.ServicerContext
+    ) -> Iterator[pb.SchedulerMessage]:
+        self._pool.submit(self._listen, request_iterator)
+        yield pb.SchedulerMessage(heartbeat=pb.Heartbeat())
+        while (order := self.orders.get()) is not None:
+            yield order
+
+    def _listen(self, messages: Iterator[pb.MemberMessage]) -> None:
+        try:
+            for message in messages:
+                if not message.HasField("heartbeat"):
+                    self.heard.put(message)
+        except grpc.RpcError:
+            return  # the member hung up
+
+    def __enter__(self) -> StubScheduler:
+        self._pool = futures.ThreadPoolExecutor(max_workers=2)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.orders.put(None)
+        self.server.stop(grace=1.0).wait()
+        self._pool.shutdown()
+
+    def next(self) -> pb.MemberMessage:
+        return self.heard.get(timeout=DEADLINE_S)
+
+
+def test_scheduler_exit_zero_ends_the_node_and_the_endpoint_file(node: Node) -> None:
+    node.stub("schedulerd", "0.3", 0)
+    node.start()
+    wait_until((node.run_dir / "endpoint.json").exists, "endpoint.json is there")
+    endpoint = json.loads((node.run_dir / "endpoint.json").read_text())
+    assert node.process is not None
+    assert endpoint["pid"] == node.process.pid
+    assert node.wait()[0] == 0
+    assert not (node.run_dir / "endpoint.json").exists()
+
+
+def test_killed_children_are_replaced(node: Node) -> None:
+    node.stub("schedulerd")
+    node.stub("memoryd.a")
+    node.start()
+    for name in node.stubs:
+        first = node.wait_started(name)
+        os.kill(first, signal.SIGKILL)
+        assert node.wait_started(name, 2) != first
+    os.kill(node.pids("memoryd.a")[1], signal.SIGTERM)  # ends with 0, but the run goes on
+    node.wait_started("memoryd.a", 3)
+
+
+def test_final_code_of_a_child(node: Node) -> None:
+    node.stub("worker.0", "0.2", 3)
+    node.start()
+    code, errors = node.wait()
+    assert code == 3
+    assert "worker.0 ended with exit code 3" in errors
+
+
+def test_restarts_run_out(node: Node) -> None:
+    node.configure(max_restarts=2)
+    node.stub("worker.0", "0", 1)
+    node.start()
+    code, errors = node.wait()
+    assert code == 4
+    assert len(node.pids("worker.0")) == 3
+    assert "cluster.max_restarts is 2" in errors
+
+
+def test_sigkill_of_the_node_kills_its_children(node: Node) -> None:
+    for name in ("schedulerd", "memoryd.a", "worker.0"):
+        node.stub(name)
+    node.start()
+    pids = [node.wait_started(name) for name in node.stubs]
+    os.kill(pids[2], signal.SIGSTOP)  # a stopped child must die as well
+    node.signal(signal.SIGKILL)
+    node.wait()
+    wait_until(lambda: not any(start_ticks(pid) for pid in pids), "the children are dead")
+
+
+def test_first_signal_stops_through_the_scheduler_second_kills(node: Node) -> None:
+    node.stub("memoryd.a")
+    node.stub("schedulerd")
+    node.start()
+    node.wait_started("memoryd.a")
+    node.wait_started("schedulerd")
+    node.signal(signal.SIGINT)
+    wait_until(lambda: start_ticks(node.pids("schedulerd")[0]) is None, "schedulerd has ended")
+    assert start_ticks(node.pids("memoryd.a")[0]) is not None
+    node.signal(signal.SIGINT)
+    assert node.wait()[0] == 130
+
+
+def test_fence_over_the_link(node: Node) -> None:
+    node.stub("worker.0")
+    with StubScheduler() as scheduler:
+        node.start(scheduler.address)
+        first = node.wait_started("worker.0")
+        hello = scheduler.next().hello
+        assert (hello.member, hello.run_id) == ("node.a", RunDirectory(node.run_dir).run_id)
+        os.kill(first, signal.SIGSTOP)
+        fence = pb.Fence(member="worker.0", pid=first)
+        scheduler.orders.put(pb.SchedulerMessage(fence=fence))
+        assert scheduler.next().fenced == pb.Fenced(member="worker.0", pid=first)
+        assert start_ticks(first) is None
+        second = node.wait_started("worker.0", 2)
+        scheduler.orders.put(pb.SchedulerMessage(fence=fence))
+        assert scheduler.next().fenced == pb.Fenced(member="worker.0", pid=first)
+        assert start_ticks(second) is not None
+        scheduler.orders.put(pb.SchedulerMessage(drain=pb.Drain(epoch=2)))
+        assert scheduler.next().drained.epoch == 2
+        scheduler.orders.put(pb.SchedulerMessage(shutdown=pb.Shutdown(reason="done")))
+        os.kill(second, signal.SIGTERM)
+        scheduler.orders.put(None)
+        assert node.wait()[0] == 0
+
+
+def test_two_nodes_of_one_name_are_refused_by_pid(node: Node) -> None:
+    node.stub("worker.0")
+    node.start()
+    node.wait_started("worker.0")
+    assert node.process is not None
+    with pytest.raises(ConfigError, match=f"in use by process {node.process.pid}"):
+        RunLock.acquire(node_lock_path(node.run_dir, "a"), wait_s=5.0)
+
+
+def test_lock_waits_for_the_children_of_a_killed_node(tmp_path: Path) -> None:
+    path = node_lock_path(tmp_path, "a")
+    held = RunLock.acquire(path, wait_s=0.0, inheritable=True)
+    child = subprocess.Popen(["sleep", "0.5"], close_fds=False)
+    held.release()
+    started = time.monotonic()
+    with RunLock.acquire(path, wait_s=10.0):
+        assert time.monotonic() - started > 0.2
+    child.wait()
