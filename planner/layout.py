@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.protocol.instructions import Backward, Forward, Recompute
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan import Plan, StageRange
 
 ComputeInstruction = Forward | Recompute | Backward
 """What schemes order and passes insert around."""
@@ -22,6 +22,16 @@ class StageLayout:
     num_microbatches: int
     forward: tuple[StageRange, ...]
     backward: tuple[StageRange, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> StageLayout:
+        """The stages of a plan, without its programs."""
+        return cls(
+            num_devices=plan.num_devices,
+            num_microbatches=plan.num_microbatches,
+            forward=plan.forward_stages,
+            backward=plan.backward_stages,
+        )
 
     def is_coupled(self, stage: int) -> bool:
         """Forward and backward stage ``stage`` are the same blocks on the same device."""

@@ -18,10 +18,9 @@ from enum import StrEnum
 from typing import Any
 
 from penstock.planner.costs import CPU_COSTS, CostModel, Costs, block_costs
-from penstock.planner.execution import Tensor, TensorKind, endpoints, transferred
 from penstock.planner.layout import StageLayout
 from penstock.planner.memory import DevicePeak, device_peaks
-from penstock.planner.validate import layout_of
+from penstock.planner.tensors import Tensor, TensorKind, endpoints, transferred
 from penstock.protocol.config import Config
 from penstock.protocol.instructions import (
     Backward,
@@ -164,7 +163,7 @@ def simulate(
     peaks: tuple[DevicePeak, ...] = (),
 ) -> Simulation:
     """Run one attempt of a valid plan; ``devices_per_node`` devices share a node's optimizer."""
-    clockwork = _Clockwork(layout_of(plan), plan.programs, costs)
+    clockwork = _Clockwork(StageLayout.of(plan), plan.programs, costs)
     clockwork.run()
     pipeline_s = max((s.end_s for s in clockwork.spans if s.lane is Lane.COMPUTE), default=0.0)
     spans = clockwork.spans + _optimizer_spans(

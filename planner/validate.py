@@ -27,16 +27,6 @@ class PlanError(ConfigError):
         self.position = position
 
 
-def layout_of(plan: Plan) -> StageLayout:
-    """The stages of a plan without its programs."""
-    return StageLayout(
-        num_devices=plan.num_devices,
-        num_microbatches=plan.num_microbatches,
-        forward=plan.forward_stages,
-        backward=plan.backward_stages,
-    )
-
-
 def validate(
     plan: Plan,
     table: BlockTable | None = None,
@@ -59,7 +49,7 @@ def validate(
             f"plan covers {plan.num_blocks} blocks, the model has {len(table.blocks)}; it was made"
             " for another model"
         )
-    layout = layout_of(plan)
+    layout = StageLayout.of(plan)
     for name, programs in (("plan", plan.programs), ("evaluation", plan.evaluation)):
         try:
             Machine(layout, programs, evaluation=name == "evaluation").run()

@@ -25,9 +25,7 @@ _BACKWARD_PER_FORWARD = 3
 
 
 def _default_stages(num_devices: int, num_blocks: int, num_forward: int | None) -> tuple[int, int]:
-    """Two forward stages per device; each cut into as many of three backward stages as blocks
-    allow.
-    """
+    """Two forward stages per device, up to three backward stages for each of them."""
     if num_forward is None:
         num_forward = min(_STAGES_PER_DEVICE * num_devices, num_blocks)
     finer = max(1, min(_BACKWARD_PER_FORWARD, num_blocks // num_forward))

@@ -1,0 +1,74 @@
+"""What travels between stages, and between which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.planner.layout import StageLayout
+from penstock.protocol.instructions import (
+    Opcode,
+    RecvActivation,
+    RecvCheckpoint,
+    RecvGradient,
+    SendActivation,
+    SendCheckpoint,
+    SendGradient,
+)
+
+
+class TensorKind(StrEnum):
+    """What travels between stages."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """``stage`` as in transfers: the producing stage; of a checkpoint the backward stage that needs
+    it.
+    """
+
+    kind: TensorKind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+Send = SendActivation | SendGradient | SendCheckpoint
+Receive = RecvActivation | RecvGradient | RecvCheckpoint
+
+_KIND: Mapping[Opcode, TensorKind] = {
+    Opcode.SEND_ACTIVATION: TensorKind.ACTIVATION,
+    Opcode.RECV_ACTIVATION: TensorKind.ACTIVATION,
+    Opcode.SEND_GRADIENT: TensorKind.GRADIENT,
+    Opcode.RECV_GRADIENT: TensorKind.GRADIENT,
+    Opcode.SEND_CHECKPOINT: TensorKind.CHECKPOINT,
+    Opcode.RECV_CHECKPOINT: TensorKind.CHECKPOINT,
+}
+
+
+def transferred(instruction: Send | Receive) -> Tensor:
+    """The tensor that a send or receive moves."""
+    return Tensor(
+        kind=_KIND[instruction.opcode],
+        stage=instruction.stage,
+        micro_batch=instruction.micro_batch,
+    )
+
+
+def endpoints(layout: StageLayout, kind: TensorKind, stage: int) -> tuple[int, int] | None:
+    """Devices that produce and consume a tensor; ``None`` when the stage has no such tensor."""
+    forward, backward = layout.forward, layout.backward
+    if kind is TensorKind.ACTIVATION and 0 <= stage < len(forward) - 1:
+        return forward[stage].device, forward[stage + 1].device
+    if kind is TensorKind.GRADIENT and 0 < stage < len(backward):
+        return backward[stage].device, backward[stage - 1].device
+    if kind is TensorKind.CHECKPOINT and 0 < stage < len(backward):
+        return forward[layout.checkpoint_source(stage)].device, backward[stage].device
+    return None
