@@ -141,6 +141,11 @@ class NodeMemory:
         buffer = self._segments[self.spec.name(place.segment)].buffer
         return buffer[place.offset : place.offset + place.num_bytes]
 
+    def segment_buffer(self, kind: SegmentKind) -> memoryview | None:
+        """A whole mapped segment (a GPU worker registers it), None if it is empty or not mapped."""
+        segment = self._segments.get(self.spec.name(kind))
+        return None if segment is None else segment.buffer
+
     def has(self, key: ArrayKey) -> bool:
         """Whether this node holds the array."""
         return key in self.spec.layout.arrays
