@@ -7,6 +7,7 @@ are watched, killed and reaped through their pidfd, so that a reused pid is neve
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -95,8 +96,9 @@ class Children:
             self.reap(name)
 
 
-def choose_port(host: str, configured: int) -> int:
-    """A free port to listen on: ``configured``, or one of :data:`CHOSEN_PORTS` when that is 0.
+def choose_port(host: str, configured: int, preferred: int | None = None) -> int:
+    """A free port to listen on: ``configured``, or when that is 0 ``preferred`` or one of
+    :data:`CHOSEN_PORTS`.
 
     Raises:
         ConfigError: the configured port is taken, or nothing can be bound on ``host``.
@@ -105,8 +107,8 @@ def choose_port(host: str, configured: int) -> int:
         _probe(host, configured)
         return configured
     last: ConfigError | None = None
-    for _ in range(50):
-        port = CHOSEN_PORTS.start + secrets.randbelow(len(CHOSEN_PORTS))
+    candidates = [CHOSEN_PORTS.start + secrets.randbelow(len(CHOSEN_PORTS)) for _ in range(50)]
+    for port in candidates if preferred is None else (preferred, *candidates):
         try:
             _probe(host, port)
         except ConfigError as error:
@@ -120,6 +122,15 @@ def write_endpoint(run_dir: Path, address: str) -> None:
     """Tell control clients where the scheduler is."""
     text = f'{{"scheduler": "{address}", "pid": {os.getpid()}}}\n'
     write_atomically(run_dir / "endpoint.json", text)
+
+
+def read_endpoint_port(run_dir: Path) -> int | None:
+    """Port in the endpoint file that a killed node left behind, if any."""
+    try:
+        fields = json.loads((run_dir / "endpoint.json").read_text(encoding="utf-8"))
+        return int(fields["scheduler"].rpartition(":")[2])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # none, or not of our making: it is about to be replaced
 
 
 def remove_endpoint(run_dir: Path) -> None:

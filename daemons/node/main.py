@@ -14,6 +14,7 @@ from penstock.daemons.node.effects import (
     Children,
     ProcessSpec,
     choose_port,
+    read_endpoint_port,
     remove_endpoint,
     write_endpoint,
 )
@@ -146,7 +147,10 @@ def locate_scheduler(
     first = config.cluster.nodes[0]
     hosts = scheduler is None and node == first.name
     if hosts:
-        port = choose_port(first.host, config.cluster.scheduler_port)
+        # Where a killed node of this run had it, other nodes still look for the scheduler.
+        port = choose_port(
+            first.host, config.cluster.scheduler_port, preferred=read_endpoint_port(run_dir)
+        )
         scheduler = f"{first.host}:{port}"
     elif scheduler is None and config.cluster.scheduler_port:
         scheduler = f"{first.host}:{config.cluster.scheduler_port}"

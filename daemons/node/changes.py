@@ -1,0 +1,84 @@
+"""What may change between the start of a run and its resume."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError
+
+FIXED = (
+    "run.seed",
+    "model",
+    "data",
+    "train.freeze",
+    "optimizer.name",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.grad_dtype",
+    "optimizer.rollback",
+)
+"""Keys (and all keys below them) that saved state, data order or a pending update depend on."""
+
+FREE = ("data.eval_path",)
+"""Exceptions to :data:`FIXED`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key whose value differs. ``allowed``: the run can go on with the new value."""
+
+    key: str
+    old: Any
+    new: Any
+    allowed: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+
+def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
+    """All keys with different values, in the order of the configuration."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    return tuple(
+        Change(key=key, old=before.get(key), new=after.get(key), allowed=_allowed(key))
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key) != after.get(key)
+    )
+
+
+def check_resume(changes: tuple[Change, ...], run_dir: Path) -> None:
+    """Refuse to go on with another model, other data, or another optimizer.
+
+    Raises:
+        ConfigError: naming every such key with its old and new value.
+    """
+    refused = [str(change) for change in changes if not change.allowed]
+    if refused:
+        raise ConfigError(
+            f"{run_dir} holds a run that was started with other values of keys that cannot change:"
+            f" {'; '.join(refused)}. Restore them, or start a new run in another run.dir"
+        )
+
+
+def _allowed(key: str) -> bool:
+    return _below(key, FREE) or not _below(key, FIXED)
+
+
+def _below(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings -> one level with dotted keys; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        path = f"{prefix}{key}"
+        if isinstance(inner, dict):
+            flat |= _flat(inner, f"{path}.")
+        else:
+            flat[path] = inner
+    return flat

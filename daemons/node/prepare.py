@@ -1,0 +1,194 @@
+"""Makes a run directory ready to start: identity, configuration, block table, data, plan, capacity.
+
+Everything that can be refused is refused here, before a process of the run starts or memory is
+taken. torch is needed for the block table and the data only; that happens in a short-lived process
+(``penstock.models.prepare``).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.daemons.node.capacity import MachineMemory, Need, check_capacity, needs
+from penstock.daemons.node.changes import Change, check_resume, find_changes
+from penstock.planner.build import build_plan
+from penstock.planner.memory import MemoryRow, memory_table
+from penstock.protocol.config import Config
+from penstock.protocol.errors import (
+    CapacityError,
+    ConfigError,
+    ExitCode,
+    PenstockError,
+    StateError,
+)
+from penstock.protocol.plan import Plan
+from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.shm.table import BlockTable
+
+PREPARE_TIMEOUT_S = 3600.0
+"""Tokenizing a large corpus takes long; a process that hangs should still end some day."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a configuration leads to: its plan and its memory, needed and there."""
+
+    table: BlockTable
+    plan: Plan
+    rows: tuple[MemoryRow, ...]
+    needs: tuple[Need, ...]
+
+
+def prepare_run(
+    config: Config, run_dir: Path, progress: Progress = lambda message: None
+) -> RunDirectory:
+    """Prepare ``run_dir`` for ``config``: a new run, or one to go on with.
+
+    Raises:
+        ConfigError: impossible configuration, or a resume with keys changed that must not.
+        CapacityError: something is short; carries the table.
+        StateError: the directory's files are damaged.
+    """
+    run_dir = run_dir.absolute()
+    config = _absolute_paths(config)
+    changes = _changes(config, run_dir, progress)
+    directory = RunDirectory.create(run_dir)
+    if _inputs_changed(changes) or not _inputs_exist(run_dir):
+        write_atomically(run_dir / "resolved.yaml", config.to_yaml())
+        progress("preparing the model's block table and the data")
+        run_models_prepare(run_dir)
+    # Read anew: a cached attribute may stem from before the inputs were made.
+    directory = RunDirectory(run_dir)
+    prospect = look_ahead(config, directory.table, directory.run_id)
+    check_capacity(prospect.needs)
+    # Only now: a configuration that was refused leaves the one of the run in place.
+    write_atomically(run_dir / "resolved.yaml", config.to_yaml())
+    write_atomically(run_dir / "plan.json", prospect.plan.to_json())
+    return directory
+
+
+def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospect:
+    """Plan and memory of a configuration on this machine (all nodes on it).
+
+    Raises:
+        ConfigError: no plan can be built.
+    """
+    plan = build_plan(config, table)
+    rows = memory_table(config, table, plan)
+    machine = MachineMemory.probe(run_id)
+    nodes = range(len(config.cluster.nodes))
+    return Prospect(table=table, plan=plan, rows=rows, needs=needs(config, rows, machine, nodes))
+
+
+def table_of(config: Config) -> BlockTable:
+    """The block table of a configuration that has no run directory.
+
+    Raises:
+        ConfigError: the model is impossible.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="penstock-plan-"))
+    try:
+        RunDirectory.create(directory)
+        text = _absolute_paths(config).to_yaml()
+        write_atomically(directory / "resolved.yaml", text)
+        run_models_prepare(directory, "--table-only")
+        return RunDirectory(directory).table
+    finally:
+        shutil.rmtree(directory)
+
+
+def run_models_prepare(run_dir: Path, *arguments: str) -> None:
+    """Run ``penstock.models.prepare`` on a run directory.
+
+    Raises:
+        ConfigError, CapacityError, StateError: what the process says on stderr, by its exit code.
+    """
+    command = [sys.executable, "-m", "penstock.models.prepare"]
+    try:
+        done = subprocess.run(
+            [*command, str(run_dir), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PREPARE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PenstockError(f"preparing {run_dir}: no end after {PREPARE_TIMEOUT_S:g} s") from error
+    if done.returncode == 0:
+        return
+    said = done.stderr.strip()
+    complaint = next(
+        (line for line in reversed(said.splitlines()) if line.startswith("penstock: ")), None
+    )
+    if complaint is None:
+        log = run_dir / "logs" / "prepare.txt"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(said + "\n", encoding="utf-8")
+        last = said.splitlines()[-1] if said else "it said nothing"
+        raise PenstockError(
+            f"penstock.models.prepare ended with code {done.returncode}: {last} (see {log})"
+        )
+    kind = CapacityError if done.returncode == ExitCode.NO_MEMORY else ConfigError
+    raise kind(complaint.removeprefix("penstock: "))
+
+
+def has_started(run_dir: Path) -> bool:
+    """Whether the run may have trained: then its inputs are fixed."""
+    return (run_dir / "journal.sqlite").exists() or (run_dir / "state").exists()
+
+
+def _changes(config: Config, run_dir: Path, progress: Progress) -> Sequence[Change]:
+    """What differs from the configuration the run had; refuses what must not."""
+    if not (run_dir / "resolved.yaml").exists():
+        if has_started(run_dir):
+            raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
+        return ()
+    changes = find_changes(RunDirectory(run_dir).config, config)
+    if has_started(run_dir):
+        check_resume(changes, run_dir)
+    for change in changes:
+        progress(f"changed: {change}")
+    return changes
+
+
+def _inputs_changed(changes: Sequence[Change]) -> bool:
+    """Whether the block table or the token files follow from another configuration."""
+    return any(
+        change.key.startswith(("model.", "data.", "optimizer.grad_dtype", "optimizer.name"))
+        or change.key in ("run.seed", "train.freeze", "train.eval_every")
+        for change in changes
+    )
+
+
+def _inputs_exist(run_dir: Path) -> bool:
+    files = ("table.json", "model/config.json", "data/meta.json")
+    return all((run_dir / name).exists() for name in files)
+
+
+def _absolute_paths(config: Config) -> Config:
+    """Paths that mean the same in every process, wherever it was started."""
+    model, data = config.model, config.data
+    model_path = model.path and model.path.absolute()
+    changes = {
+        name: str(Path(value).absolute())
+        for name in ("path", "eval_path")
+        if (value := getattr(data, name)) is not None and not value.startswith("@")
+    }
+    if data.tokenizer != "byte":
+        changes["tokenizer"] = str(Path(data.tokenizer).absolute())
+    tokens = data.tokens and data.tokens.absolute()
+    file = config.schedule.file and config.schedule.file.absolute()
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"path": model_path}),
+            "data": data.model_copy(update={**changes, "tokens": tokens}),
+            "schedule": config.schedule.model_copy(update={"file": file}),
+        }
+    )
