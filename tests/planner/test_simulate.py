@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -236,3 +237,39 @@ def test_svg_has_every_span_and_parses(build: Build) -> None:
     drawn = [span for span in simulation.spans if span.lane is not Lane.LINK]
     assert len(groups) == len(drawn) > 100
     assert any("bubbles 17.2%" in (text.text or "") for text in root.iter() if text.text)
+
+
+CONFIGURATIONS = [
+    {"scheme": "gpipe", "workers": 4, "micro_batches": 3, "recompute": "full"},
+    {"scheme": "1f1b", "workers": 4, "micro_batches": 7},
+    {"scheme": "mobius", "workers": 2, "micro_batches": 5, "forward_stages": 6},
+    {"scheme": "spipe", "workers": 4, "micro_batches": 5},
+    {"scheme": "spipe", "workers": 1, "micro_batches": 1, "forward_stages": 1},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGURATIONS, ids=lambda c: f"{c['scheme']}-{c['workers']}")
+def test_conservation(config: dict[str, Any], make_table: Tables, make_config: Configs) -> None:
+    """All work is done once, no resource serves two things at a time, and order costs no less than
+    work.
+    """
+    table = make_table(13, costs=[1.0, *[3.0] * 11, 5.0])
+    plan = build_plan(make_config(**config), table)
+    costs = block_costs(table, CostModel(device_flops=100.0, instruction_s=0.0), tokens=4)
+    simulation = simulate(plan, costs, devices_per_node=2)
+    whole = costs.of(range(13))
+    recomputed = any("R 0 0" in map(str, program) for program in plan.programs)
+    per_micro_batch = (1 + recomputed) * whole.forward_s + whole.backward_s
+    busy_s = sum(device.busy_s for device in simulation.devices)
+    assert busy_s == pytest.approx(per_micro_batch * plan.num_microbatches)
+    assert sum(
+        s.end_s - s.start_s for s in simulation.spans if s.lane is Lane.OPTIMIZER
+    ) == pytest.approx(whole.optimizer_s)
+    lanes: dict[tuple[Lane, int], list[tuple[float, float]]] = {}
+    for span in simulation.spans:
+        if span.lane is not Lane.LINK:
+            lanes.setdefault((span.lane, span.place), []).append((span.start_s, span.end_s))
+    for intervals in lanes.values():
+        intervals.sort()
+        assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(intervals))
+    assert simulation.makespan_s >= simulation.pipeline_s >= busy_s / plan.num_devices
