@@ -1,20 +1,20 @@
-"""Speed of the optimizer passes beside torch's, in one run: ``python bench/optimizer.py --out result.json``.
+"""Speed of the optimizer passes beside torch's, in one run: ``bench/optimizer.py --out f.json``.
 
-All cases update the same number of parameters with bf16 gradients and bf16 weights on the same number of
-threads. They run in turns, round after round, so that what else the machine does hits all alike; figures
-are medians over the rounds. Ours works in shared memory (the kind /dev/shm gives), advance and settle with
-their undo area; torch works in its own memory.
+All cases update the same number of parameters with bf16 gradients and bf16 weights on the same
+number of threads. They run in turns, round after round, so that what else the machine does hits all
+alike; figures are medians over the rounds. Ours works in shared memory (as in /dev/shm), advance
+and settle with their undo area; torch works in its own memory.
 
-============== =========================================================================================
-case           what one run does
-============== =========================================================================================
-preview        weights ahead of state: 16 bytes a parameter
-settle         master and state, crash safe: 26 bytes
-advance        settle of the pending gradients and preview of the new ones: 30 bytes
-in_place       the classic step of the same kernel: master, state and weights, not crash safe: 28 bytes
-fused_copy     torch.optim.AdamW(fused=True) with fp32 gradients already there, then a copy to bf16
-full_chain     bf16 gradients to fp32, unscale, clip_grad_norm_, finite check, fused step, copy to bf16
-============== =========================================================================================
+============ ====================================================================================
+case         what one run does
+============ ====================================================================================
+preview      weights ahead of state: 16 bytes a parameter
+settle       master and state, crash safe: 26 bytes
+advance      settle of the pending gradients and preview of the new ones: 30 bytes
+in_place     the same kernel's classic step, not crash safe: 28 bytes
+fused_copy   torch.optim.AdamW(fused=True) with fp32 gradients already there, then a copy to bf16
+full_chain   bf16 gradients to fp32, unscale, clip_grad_norm_, finite check, fused_copy
+============ ====================================================================================
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import os
 import platform
 import statistics
 import sys
@@ -81,7 +82,7 @@ def our_cases(pool: _native.Pool, num_params: int) -> dict[str, Case]:
         "weights_dtype": _native.WeightsDtype.BFLOAT16,
     }
     pending, grads = [bf16_gradients(num_params, 1)], [bf16_gradients(num_params, 2)]
-    undo = memoryview(shared_array(_native.undo_bytes(pool.num_threads), np.uint8))
+    undo = shared_array(_native.undo_bytes(pool.num_threads), np.uint8)
     return {
         "preview": lambda: _native.preview(pool, grads=grads, hyper=hyper, **out, **state),
         "settle": lambda: _native.settle(pool, grads=grads, hyper=hyper, undo=undo, **state),
@@ -150,12 +151,16 @@ def summarize(seconds: dict[str, list[float]], num_params: int) -> dict[str, Any
 
 def parse_arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description="Speed of the optimizer passes beside torch's.")
+    parser.add_argument("--params", type=int, default=128 * 2**20, help="a multiple of 16")
+    parser.add_argument("--rounds", type=int, default=15, help="after one to warm up")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        nargs="+",
+        default=sorted(os.sched_getaffinity(0))[:2],
+        help="one thread a core",
     )
-    parser.add_argument("--params", type=int, default=128 * 2**20, help="multiple of 16")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cores", type=int, nargs="+", default=[0, 1], help="one thread a core")
     parser.add_argument(
         "--vector-path", default="", choices=["", *_native.available_vector_paths()]
     )

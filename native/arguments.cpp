@@ -62,9 +62,6 @@ const nb::ndarray<nb::ro>& ArrayArguments::add(const std::string& name, nb::hand
   if (array.ndim() != 1 || (array.shape(0) > 1 && array.stride(0) != 1)) {
     reject(name + " must be one-dimensional and contiguous");
   }
-  if (reinterpret_cast<std::uintptr_t>(array.data()) % kArrayAlignment != 0) {
-    reject(name + " must start at a multiple of 64 bytes");
-  }
   const std::uint64_t length = array.shape(0);
   if (arrays_.empty()) {
     if (length == 0 || length % kVector != 0) {
@@ -76,6 +73,9 @@ const nb::ndarray<nb::ro>& ArrayArguments::add(const std::string& name, nb::hand
   } else if (length != num_elements_) {
     reject(name + " has " + std::to_string(length) + " elements, " + first_name_ + " has " +
            std::to_string(num_elements_));
+  }
+  if (reinterpret_cast<std::uintptr_t>(array.data()) % kArrayAlignment != 0) {
+    reject(name + " must start at a multiple of 64 bytes");
   }
   return arrays_.emplace_back(std::move(array));
 }

@@ -14,27 +14,28 @@ the same as ``settle`` followed by ``preview``, as long as the summed gradients 
 from collections.abc import Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+_Bytes: TypeAlias = Buffer | NDArray[Any]  # for type checkers, arrays are buffers since Python 3.12
 _Floats: TypeAlias = NDArray[np.float32]
 _FloatsOrBits: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 _Ranges: TypeAlias = Sequence[tuple[int, int, float]]
 _Spans: TypeAlias = Sequence[tuple[int, int]]
 
-def load_u64(buffer: Buffer, byte_offset: int) -> int:
+def load_u64(buffer: _Bytes, byte_offset: int) -> int:
     """Atomic load (acquire) of the 8-byte word at an aligned offset."""
 
-def store_u64(buffer: Buffer, byte_offset: int, value: int) -> None:
+def store_u64(buffer: _Bytes, byte_offset: int, value: int) -> None:
     """Atomic store (release)."""
 
-def fetch_add_u64(buffer: Buffer, byte_offset: int, addend: int) -> int:
+def fetch_add_u64(buffer: _Bytes, byte_offset: int, addend: int) -> int:
     """Atomically add, modulo 2**64; returns the value before."""
 
-def compare_exchange_u64(buffer: Buffer, byte_offset: int, expected: int, desired: int) -> bool:
+def compare_exchange_u64(buffer: _Bytes, byte_offset: int, expected: int, desired: int) -> bool:
     """Atomically replace ``expected`` by ``desired``; says whether the word held ``expected``."""
 
 class WeightsDtype(Enum):
@@ -157,7 +158,7 @@ def settle(
     grads: Sequence[_FloatsOrBits],
     hyper: Hyper,
     ranges: _Ranges,
-    undo: Buffer,
+    undo: _Bytes,
     spans: _Spans | None = None,
     tag: int = 0,
 ) -> None:
@@ -185,7 +186,7 @@ def advance(
     weights: _FloatsOrBits,
     weights_dtype: WeightsDtype,
     ranges: _Ranges,
-    undo: Buffer,
+    undo: _Bytes,
     spans: _Spans | None = None,
     tag: int = 0,
 ) -> Status:
@@ -221,7 +222,7 @@ def cast_weights(
 def undo_bytes(num_threads: int) -> int:
     """Size of an undo area for passes on up to ``num_threads`` threads, or as many spans."""
 
-def undo_state(undo: Buffer) -> UndoState:
+def undo_state(undo: _Bytes) -> UndoState:
     """Read an undo area without changing it.
 
     After a crash, for the pass that was started with tag X: ``armed`` and ``tag == X``: repair,
@@ -230,7 +231,7 @@ def undo_state(undo: Buffer) -> UndoState:
     """
 
 def repair(
-    undo: Buffer, *, master: _Floats, exp_avg: _Floats, exp_avg_sq: _Floats
+    undo: _Bytes, *, master: _Floats, exp_avg: _Floats, exp_avg_sq: _Floats
 ) -> list[tuple[int, int]]:
     """Put back vectors that a killed pass left half-written; returns the spans it did not settle.
 
