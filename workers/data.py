@@ -1,0 +1,197 @@
+"""Training data as a function of (seed, samples consumed): nothing about it needs to be saved.
+
+A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``, inputs all but the
+last, labels all but the first. Sample ``k`` of the run is a sequence of pass ``k // n`` over all
+``n``; each pass has its own order. No torch here; who writes token files is in
+:mod:`penstock.models.prepare`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.batch import IGNORED_LABEL, MicroBatch
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError, StateError
+
+_ROUNDS = 6
+
+
+class TokenDataset:
+    """Sequences of a memory-mapped token file in an order of their own per pass.
+
+    ``first_token`` and ``num_tokens`` bound the part of the file that belongs to the split.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        token_dtype: str,
+        sequence_length: int,
+        seed: int,
+        shuffle: bool,
+        first_token: int = 0,
+        num_tokens: int | None = None,
+        eos: int | None = None,
+        document_masks: bool = False,
+    ) -> None:
+        """Map the file.
+
+        Raises:
+            StateError: it is missing or shorter than promised.
+            ConfigError: it holds not even one sequence, or documents are to be kept apart without
+            an
+                end token.
+        """
+        try:
+            tokens = np.memmap(path, dtype=np.dtype(token_dtype).newbyteorder("<"), mode="r")
+        except (OSError, ValueError) as error:
+            raise StateError(f"token file {path}: cannot map it: {error}") from error
+        end = len(tokens) if num_tokens is None else first_token + num_tokens
+        if end > len(tokens):
+            raise StateError(f"token file {path} has {len(tokens)} tokens, expected at least {end}")
+        self._tokens = tokens[first_token:end]
+        self.sequence_length = sequence_length
+        self.num_sequences = max(0, (len(self._tokens) - 1) // sequence_length)
+        if self.num_sequences == 0:
+            raise ConfigError(
+                f"data.sequence_length = {sequence_length}: {path} has {len(self._tokens)} tokens;"
+                f" one sequence takes {sequence_length + 1}"
+            )
+        if document_masks and eos is None:
+            raise ConfigError(
+                "data.document_masks: true: needs the id of the token that ends a document; give"
+                " eos_token_id in model.hf, or data.path instead of data.tokens"
+            )
+        self._seed, self._shuffle = seed, shuffle
+        self._eos = eos if document_masks else None
+
+    @classmethod
+    def open(cls, data_dir: Path, split: str, config: Config) -> TokenDataset:
+        """The ``train`` or ``eval`` split that ``penstock.models.prepare`` left in
+        ``RUN_DIR/data``.
+
+        Raises:
+            StateError: there is none, or its files are damaged.
+        """
+        try:
+            meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))[split]
+            return cls(
+                data_dir / meta["path"],
+                token_dtype=meta["token_dtype"],
+                sequence_length=config.data.sequence_length,
+                seed=config.run.seed,
+                shuffle=config.data.shuffle and split == "train",
+                first_token=meta["first_token"],
+                num_tokens=meta["num_tokens"],
+                eos=meta["eos"],
+                document_masks=config.data.document_masks,
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(
+                f"{data_dir}: no usable {split} split ({error!r}); delete the directory and start"
+                " again"
+            ) from error
+
+    def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
+        """Which sequences samples ``position … position + count - 1`` of the run are."""
+        samples = np.arange(position, position + count, dtype=np.int64)
+        indices = samples % self.num_sequences
+        if not self._shuffle:
+            return indices
+        passes = samples // self.num_sequences
+        for number in np.unique(passes):
+            chosen = passes == number
+            indices[chosen] = _permuted(
+                indices[chosen], self.num_sequences, f"{self._seed}/{number}"
+            )
+        return indices
+
+    def batch(self, position: int, count: int) -> NDArray[np.int64]:
+        """Samples ``position … position + count - 1`` as tokens, (count, sequence_length + 1)."""
+        starts = self.sequence_indices(position, count) * self.sequence_length
+        return np.stack(
+            [self._tokens[s : s + self.sequence_length + 1].astype(np.int64) for s in starts]
+        )
+
+    def micro_batch(self, tokens: NDArray[np.int64]) -> MicroBatch:
+        """Inputs and labels of sequences (micro_batch, sequence_length + 1).
+
+        With document masks every document of a sequence (it ends with its end token) is on its own,
+        as when sequences are packed from documents: positions restart, attention stays inside, and
+        the end token predicts nothing (label -100), since the next document does not follow from
+        it.
+        """
+        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), tokens[:, 1:].copy()
+        if self._eos is None or not (inputs == self._eos).any():
+            return MicroBatch(input_ids=inputs, labels=labels)
+        ends = inputs == self._eos
+        labels[ends] = IGNORED_LABEL
+        if not ends[:, :-1].any():
+            return MicroBatch(input_ids=inputs, labels=labels)
+        begins = np.zeros_like(ends)
+        begins[:, 1:] = ends[:, :-1]
+        steps = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
+        latest_begin = np.maximum.accumulate(np.where(begins, steps, 0), axis=1)
+        return MicroBatch(
+            input_ids=inputs,
+            labels=labels,
+            position_ids=steps - latest_begin,
+            document_ids=np.cumsum(begins, axis=1, dtype=np.int64),
+        )
+
+
+def micro_batches(
+    dataset: TokenDataset, data_position: int, global_batch: int, micro_batch: int
+) -> tuple[list[MicroBatch], int]:
+    """The micro-batches of the global batch that starts at a data position, and its counted tokens.
+
+    ``data_position`` counts the samples consumed before; the batch consumes ``global_batch`` of
+    them.
+    """
+    tokens = dataset.batch(data_position, global_batch)
+    batches = [
+        dataset.micro_batch(tokens[start : start + micro_batch])
+        for start in range(0, global_batch, micro_batch)
+    ]
+    return batches, sum(batch.counted_tokens for batch in batches)
+
+
+def _permuted(indices: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
+    """Places of ``indices`` in a keyed permutation of ``range(size)``, computed without listing it.
+
+    A balanced Feistel network permutes the next power of four; values that leave the range are sent
+    through again until they are back (cycle walking), at most four times on average.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    values = indices.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], half_bits, key)
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+def _feistel(values: NDArray[np.uint64], half_bits: int, key: str) -> NDArray[np.uint64]:
+    shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
+    left, right = values >> shift, values & mask
+    for number in range(_ROUNDS):
+        digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
+        mixed = _mixed(right ^ np.uint64(int.from_bytes(digest, "little")))
+        left, right = right, left ^ (mixed & mask)
+    return (left << shift) | right
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Every output bit depends on every input bit (the finalizer of SplitMix64; Steele et al.,
+    2014).
+    """
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
