@@ -1,0 +1,207 @@
+"""Shows a training: a live picture on a terminal, plain lines elsewhere, nothing for programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.client.snapshots import Metrics, View
+
+PLAIN_INTERVAL_S = 5.0
+PLAIN_STEPS = 10
+
+QUIET_PHASES = frozenset(("running", "deciding", "amending", "starting", "draining", "beginning"))
+"""Phases that come and go with every step or epoch; plain output does not mention them."""
+
+_STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
+
+
+class Display(Protocol):
+    """Where a training is shown."""
+
+    def say(self, message: str) -> None:
+        """One line that stays."""
+
+    def show(self, view: View) -> None:
+        """The run as it is now."""
+
+    def close(self) -> None:
+        """No more."""
+
+
+class Silent:
+    """Shows nothing: for programs."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def show(self, view: View) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Plain:
+    """Lines on a stream: first and last step, between them one every few seconds or ten steps."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._next_s = clock()
+        self._phase = "starting"
+        self._last: Metrics | None = None
+        self._shown: Metrics | None = None
+        self._view: View | None = None
+
+    def say(self, message: str) -> None:
+        """One line."""
+        self._stream.write(message + "\n")
+        self._stream.flush()
+
+    def show(self, view: View) -> None:
+        """Lines that are due."""
+        self._view = view
+        if view.phase != self._phase:
+            self._phase = view.phase
+            if view.phase not in QUIET_PHASES and view.status is not None:
+                message = f": {view.status.message}" if view.status.message else ""
+                self.say(f"[{view.phase}]{message}")
+        for entry in view.fresh:
+            if entry["phase"] == "eval":
+                self.say(describe(entry, view))
+                continue
+            self._last = entry
+            if entry["step"] % PLAIN_STEPS == 0 or self._clock() >= self._next_s:
+                self._line(entry, view)
+
+    def close(self) -> None:
+        """The last step, if it was not shown."""
+        if self._last is not None and self._view is not None and self._last is not self._shown:
+            self._line(self._last, self._view)
+
+    def _line(self, entry: Metrics, view: View) -> None:
+        self.say(describe(entry, view))
+        self._shown = entry
+        self._next_s = self._clock() + PLAIN_INTERVAL_S
+
+
+class Interactive:
+    """A picture on a terminal that is drawn again with every view."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._last: Metrics | None = None
+        self._started = False
+
+    def say(self, message: str) -> None:
+        """One line above the picture."""
+        self._console.print(message, markup=False, highlight=False)
+
+    def show(self, view: View) -> None:
+        """Draw."""
+        if not self._started:
+            self._live.start()
+            self._started = True
+        for entry in view.fresh:
+            if entry["phase"] == "eval":
+                self.say(describe(entry, view))
+            else:
+                self._last = entry
+        self._live.update(render(view, self._last), refresh=True)
+
+    def close(self) -> None:
+        """Remove the picture; what was said stays."""
+        if self._started:
+            self._live.stop()
+            self._started = False
+        if self._last is not None:
+            self.say(describe(self._last, None))
+
+
+def choose_display() -> Display:
+    """A picture if the output is a terminal, else lines."""
+    console = Console()
+    return Interactive(console) if console.is_terminal else Plain(sys.stdout)
+
+
+def describe(entry: Metrics, view: View | None) -> str:
+    """One line of metrics for people."""
+    if entry["phase"] == "eval":
+        return f"step {entry['step']}  evaluation loss {_number(entry['loss'], '.4f')}"
+    steps = f"/{view.steps}" if view is not None else ""
+    parts = [
+        f"step {entry['step']}{steps}",
+        f"loss {_number(entry['loss'], '.4f')}",
+        f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
+        f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
+        f"optimizer tail {_milliseconds(entry.get('optimizer_tail_seconds'))}",
+    ]
+    if entry.get("decision") not in (None, "commit"):
+        parts.append(str(entry["decision"]))
+    if view is not None and view.status is not None and view.status.eta_seconds >= 0:
+        parts.append(f"ETA {duration(view.status.eta_seconds)}")
+    return "  ".join(parts)
+
+
+def render(view: View, last: Metrics | None) -> RenderableType:
+    """The picture: progress, figures, processes."""
+    status = view.status
+    step = status.version if status is not None else (last["step"] if last else 0)
+    head = Table.grid(padding=(0, 2))
+    eta = duration(status.eta_seconds) if status is not None and status.eta_seconds >= 0 else "-"
+    head.add_row(
+        Text(f"step {step}/{view.steps}", style="bold"),
+        ProgressBar(total=max(1, view.steps), completed=step, width=40),
+        f"ETA {eta}",
+        Text(view.phase, style="cyan"),
+    )
+    parts: list[RenderableType] = [head]
+    if last is not None:
+        parts.append(Text(describe(last, None)))
+    if status is not None:
+        parts.append(member_table(status))
+        if status.message:
+            parts.append(Text(status.message, style="yellow"))
+    return Group(*parts)
+
+
+def member_table(status: Any) -> Table:
+    """One row a process: state, pid, restarts, silence, metrics port."""
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for title in ("process", "state", "pid", "restarts", "silent", "metrics"):
+        table.add_column(title, style=None, header_style="dim")
+    for member in status.members:
+        table.add_row(
+            member.member,
+            Text(member.state, style=_STATE_STYLE.get(member.state, "")),
+            str(member.pid or "-"),
+            str(member.restarts),
+            f"{member.silent_seconds:.1f} s",
+            f":{member.metrics_port}" if member.metrics_port else "-",
+        )
+    return table
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, (int, float)) else "-"
+
+
+def _milliseconds(value: Any) -> str:
+    return f"{1000 * value:.0f} ms" if isinstance(value, (int, float)) else "-"

@@ -1,0 +1,92 @@
+"""The supervisor processes of an embedded run, and the signals meant for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from penstock.daemons.node.main import LAUNCHER
+
+
+def console_path(run_dir: Path) -> Path:
+    """What the run's processes said on stdout and stderr since its last start."""
+    return run_dir / "logs" / "console.txt"
+
+
+class NodeProcess:
+    """One supervisor process; replaced when it is killed."""
+
+    def __init__(self, run_dir: Path, name: str, max_restarts: int) -> None:
+        self.name = name
+        self._run_dir = run_dir
+        self._restarts_left = max_restarts
+        self._process = self._spawn()
+
+    @property
+    def pid(self) -> int:
+        """Of the present process."""
+        return self._process.pid
+
+    def poll(self, *, replace: bool) -> int | None:
+        """Exit code, or None while it runs. One that was killed is started anew if ``replace``."""
+        code = self._process.poll()
+        if code is not None and code < 0 and replace and self._restarts_left:
+            self._restarts_left -= 1
+            self._process = self._spawn()
+            return None
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal if it still runs."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL and reap; its children die with it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with console_path(self._run_dir).open("ab") as console:
+            return subprocess.Popen(
+                [
+                    *LAUNCHER,
+                    "node",
+                    *("--config", str(self._run_dir / "resolved.yaml")),
+                    *("--node", self.name, "--parent-pid", str(os.getpid())),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                process_group=0,  # Ctrl-C reaches only this process, which asks for a clean stop
+            )
+
+
+class Interruptions:
+    """Counts SIGINT and SIGTERM while it is installed (in the main thread; elsewhere none come)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    @contextmanager
+    def installed(self) -> Iterator[Interruptions]:
+        """Handle the signals inside the block."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

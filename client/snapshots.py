@@ -1,0 +1,94 @@
+"""What a user sees of a run at one instant, gathered from the scheduler and the run directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.control import ControlClient
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.generated import scheduler_pb2 as pb
+
+Metrics = dict[str, Any]
+"""One line of metrics.jsonl."""
+
+STATUS_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """``status`` is None while the scheduler does not answer; ``fresh``: metrics since the view
+    before.
+    """
+
+    steps: int
+    status: pb.StatusReply | None
+    fresh: tuple[Metrics, ...]
+
+    @property
+    def phase(self) -> str:
+        """The scheduler's phase, or ``starting``."""
+        return self.status.phase if self.status is not None else "starting"
+
+
+@dataclass(slots=True)
+class MetricsTail:
+    """Reads the lines appended to a metrics file; a line is read when it is complete."""
+
+    path: Path
+    offset: int = 0
+    _rest: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def at_end(cls, path: Path) -> MetricsTail:
+        """Skip what is there already."""
+        return cls(path, path.stat().st_size if path.exists() else 0)
+
+    def read(self) -> tuple[Metrics, ...]:
+        """Lines since the last call."""
+        if not self.path.exists():
+            return ()
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        self.offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return tuple(json.loads(line) for line in lines if line.strip())
+
+
+class Observer:
+    """Looks at a run again and again; keeps one connection."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        self._run_dir = run_dir
+        self._steps = steps
+        self._tail = MetricsTail.at_end(run_dir / "metrics.jsonl")
+        self._client: ControlClient | None = None
+
+    def look(self) -> View:
+        """The run now; waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
+        status = self._status()
+        return View(steps=self._steps, status=status, fresh=self._tail.read())
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _status(self) -> pb.StatusReply | None:
+        try:
+            if self._client is None:
+                self._client = ControlClient.for_run(self._run_dir, STATUS_TIMEOUT_S)
+            return self._client.status()
+        except PenstockError:
+            # Not there yet, being replaced, or gone: the next look connects anew.
+            self.close()
+            return None
+
+
+def all_metrics(run_dir: Path) -> tuple[Metrics, ...]:
+    """All complete lines of a run's metrics."""
+    return MetricsTail(run_dir / "metrics.jsonl").read()
