@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
 from penstock.shm.layout import Ownership
 from penstock.shm.table import BlockTable
@@ -39,8 +40,15 @@ def devices_of_node(config: Config, node: int) -> range:
 
 
 def node_index(config: Config, node_name: str) -> int:
-    """Index of a node by name."""
-    return [node.name for node in config.cluster.nodes].index(node_name)
+    """Index of a node by name.
+
+    Raises:
+        ConfigError: ``cluster.nodes`` has no such node.
+    """
+    names = [node.name for node in config.cluster.nodes]
+    if node_name not in names:
+        raise ConfigError(f"--node {node_name}: cluster.nodes has {', '.join(names)}")
+    return names.index(node_name)
 
 
 def expected_members(config: Config) -> tuple[str, ...]:
@@ -56,8 +64,19 @@ def expected_members(config: Config) -> tuple[str, ...]:
     return tuple(members)
 
 
+def metrics_port(config: Config, member: str) -> int:
+    """Where a process serves its metrics; 0: the system chooses.
+
+    When ``observability.metrics_port`` is set, it is the scheduler's, and members follow in the
+    order of :func:`expected_members`, so that processes of one machine do not collide.
+    """
+    first = config.observability.metrics_port
+    members = ("schedulerd", *expected_members(config))
+    return first + members.index(member) if first else 0
+
+
 def ipc_address(run_id: str, node: str, name: str) -> str:
-    """Abstract-namespace address of a daemon's local socket: nothing is left on disk when it is killed."""
+    """Address of a daemon's local socket, in the abstract namespace: no file is left behind."""
     return f"ipc://@penstock-{run_id}-{node}-{name}"
 
 

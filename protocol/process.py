@@ -1,4 +1,4 @@
-"""What every process of a run does at birth: JSON-line logs, parent-death signal, metrics, stop signals."""
+"""What every process does at birth: JSON-line logs, parent-death signal, metrics, stop signals."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ctypes
 import json
 import logging
 import os
+import queue
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, and the record's ``extra`` fields."""
+    """One JSON object a line: time, level, process, logger, message, and ``extra`` fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -53,14 +53,17 @@ def configure_logging(process: str, run_dir: Path, level: str) -> None:
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(JsonFormatter(process))
     root = logging.getLogger()
+    for previous in root.handlers:
+        previous.close()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to SIGKILL this process when its parent dies; exit at once if that happened already.
+    """Ask the kernel to SIGKILL this process when its parent dies; exit if that happened already.
 
-    The signal follows the *thread* that started this process, so supervisors start children on their main thread.
+    The signal follows the *thread* that started this process: a supervisor starts its children on
+    a thread that outlives them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -70,10 +73,15 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class StopSignal:
-    """Set by SIGTERM and SIGINT; ``wait`` returns whether it is set."""
+    """Set by SIGTERM and SIGINT; ``wait`` returns whether it is set.
+
+    Not built on :class:`threading.Event`: its lock is not reentrant, so a handler that interrupts
+    ``wait`` at the wrong moment would deadlock. A SimpleQueue may be filled from a handler.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._is_set = False
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def install(self) -> StopSignal:
         """Handle SIGTERM and SIGINT from now on (main thread only)."""
@@ -82,20 +90,27 @@ class StopSignal:
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._event.set()
+        self.set()
 
     @property
     def is_set(self) -> bool:
         """Whether the process was asked to stop."""
-        return self._event.is_set()
+        return self._is_set
 
     def set(self) -> None:
         """Ask the process to stop."""
-        self._event.set()
+        self._is_set = True
+        self._wakeups.put(None)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until set or ``timeout_s`` passed."""
-        return self._event.wait(timeout_s)
+        if not self._is_set:
+            try:
+                self._wakeups.get(timeout=timeout_s)
+            except queue.Empty:
+                return self._is_set
+            self._wakeups.put(None)  # for others who wait
+        return self._is_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +142,21 @@ def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1
     return MetricsServer(port=server.server_port, close=close)
 
 
-def run_main(main: Callable[[], None]) -> int:
-    """Run a process's main function; errors for the user go to stderr and the log, and become the exit code."""
+def run_main(main: Callable[[], int | None]) -> int:
+    """Run a process's main function and return its exit code, 0 for None.
+
+    Errors for the user go to stderr and the log, and become the exit code; any other exception is
+    logged and propagates.
+    """
     try:
-        main()
+        return int(main() or 0)
     except PenstockError as error:
         logging.getLogger("penstock").error("stopping: %s", error)
         sys.stderr.write(f"penstock: {error}\n")
         return int(error.exit_code)
-    return 0
+    except Exception:
+        logging.getLogger("penstock").exception("stopping")
+        raise
 
 
 def monotonic_s() -> float:

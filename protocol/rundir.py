@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.protocol.config import Config, load_config
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.names import ownership
 from penstock.protocol.plan import Plan
 from penstock.shm.layout import NodeLayout
@@ -20,17 +21,27 @@ from penstock.shm.table import BlockTable
 
 FORMAT = 1
 MAX_OPTIMIZER_THREADS = 64
-"""The undo area has room for this many threads, so its size does not depend on the configuration."""
+"""The undo area has room for this many threads, whatever the configuration says."""
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that readers see the old text or the new, also after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # The new name is on disk only when the directory is.
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,22 @@ class RunDirectory:
 
     @cached_property
     def run_id(self) -> str:
-        """12 hexadecimal digits."""
-        fields = json.loads(self._text("run.json"))
-        if fields.get("format") != FORMAT:
-            raise StateError(
-                f"{self.path / 'run.json'}: format {fields.get('format')!r}, this Penstock reads {FORMAT}"
-            )
-        return str(fields["run_id"])
+        """12 hexadecimal digits.
+
+        Raises:
+            StateError: ``run.json`` is damaged or of another format.
+        """
+        path = self.path / "run.json"
+        try:
+            fields = json.loads(self._text("run.json"))
+            found, run_id = fields["format"], str(fields["run_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{path}: is damaged: {error!r}") from error
+        if found != FORMAT:
+            raise StateError(f"{path}: format {found!r}, this Penstock reads {FORMAT}")
+        if re.fullmatch(r"[0-9a-f]{12}", run_id) is None:
+            raise StateError(f"{path}: run id {run_id[:40]!r} is not 12 hexadecimal digits")
+        return run_id
 
     @cached_property
     def config(self) -> Config:
@@ -70,7 +90,11 @@ class RunDirectory:
 
     @cached_property
     def table(self) -> BlockTable:
-        """The block table."""
+        """The block table.
+
+        Raises:
+            StateError: ``table.json`` is damaged.
+        """
         try:
             return BlockTable.from_json(self._text("table.json"))
         except ValueError as error:
@@ -78,8 +102,16 @@ class RunDirectory:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan in force."""
-        return Plan.from_json(self._text("plan.json"))
+        """The plan in force.
+
+        Raises:
+            StateError: ``plan.json`` is damaged.
+        """
+        text = self._text("plan.json")
+        try:
+            return Plan.from_json(text)
+        except (ProtocolError, ConfigError) as error:
+            raise StateError(f"{self.path / 'plan.json'}: {error}") from error
 
     @property
     def state_dir(self) -> Path:
@@ -87,10 +119,21 @@ class RunDirectory:
         return self.path / "state"
 
     def memory_spec(self, node: int) -> MemorySpec:
-        """Names and layout of a node's shared memory."""
+        """Names and layout of a node's shared memory.
+
+        Raises:
+            StateError: plan, table and configuration do not belong together.
+        """
         # Imported here: the client reads run directories on machines without the native module.
         from penstock._native import undo_bytes
 
+        sizes = (self.plan.num_blocks, self.plan.num_devices)
+        expected = (len(self.table.blocks), self.config.num_workers)
+        if sizes != expected:
+            raise StateError(
+                f"{self.path / 'plan.json'}: is for {sizes[0]} blocks on {sizes[1]} devices,"
+                f" the run has {expected[0]} on {expected[1]}"
+            )
         owners = ownership(self.config, self.table, self.plan)
         return MemorySpec(
             run_id=self.run_id,
@@ -105,5 +148,8 @@ class RunDirectory:
             return (self.path / name).read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise ConfigError(
-                f"{self.path / name} does not exist: start the run with penstock train or penstock node"
+                f"{self.path / name} does not exist: start the run with penstock train or"
+                " penstock node"
             ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise StateError(f"{self.path / name}: cannot read it: {error}") from error

@@ -1,0 +1,223 @@
+"""What a memoryd does: messages to the scheduler; restores and saves, on a thread of their own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.daemons.memory import snapshot
+from penstock.daemons.memory.events import (
+    CancelJob,
+    Effect,
+    Event,
+    Exit,
+    Ignore,
+    JobCancelled,
+    JobFailed,
+    Restored,
+    Saved,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    SendRestored,
+    SendSaved,
+    StartRestore,
+    StartSave,
+    UnlinkMemory,
+)
+from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.restore import Filling, restore
+from penstock.daemons.memory.tensorfile import CancelledError
+from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.memory import NodeMemory
+
+_log = logging.getLogger(__name__)
+
+LoadInitial = Callable[[Callable[[], bool]], None]
+Job = Callable[[Callable[[], bool]], Event]
+
+
+class Sender(Protocol):
+    """The sending half of :class:`penstock.protocol.member.MemberLink`."""
+
+    def send(self, message: pb.MemberMessage) -> None:
+        """Queue a message."""
+
+
+class JobThread:
+    """Runs one job at a time; its answer comes out of :meth:`answer`."""
+
+    def __init__(self) -> None:
+        self._answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._cancel = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str, job: Job) -> None:
+        """Start ``job(cancelled)``; the one before must have answered."""
+        self.join()
+        self._cancel.clear()
+        self._thread = threading.Thread(target=self._run, args=(job,), name=name)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Ask the job to stop soon."""
+        self._cancel.set()
+
+    def answer(self) -> Event | None:
+        """How the job ended, once."""
+        try:
+            return self._answers.get_nowait()
+        except queue.Empty:
+            return None
+
+    @property
+    def running(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the end of the job."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, job: Job) -> None:
+        self._answers.put(_outcome(job, self._cancel.is_set))
+
+
+class MemoryEffects:
+    """Carries out effects; ``exit_code`` is set by the last one."""
+
+    def __init__(
+        self,
+        *,
+        memory: NodeMemory,
+        link: Sender,
+        metrics: MemoryMetrics,
+        load_initial: LoadInitial,
+    ) -> None:
+        self._memory = memory
+        self._link = link
+        self._metrics = metrics
+        self._load_initial = load_initial
+        self.jobs = JobThread()
+        self.exit_code: int | None = None
+
+    def perform(self, effect: Effect) -> None:
+        """Carry out one effect."""
+        _PERFORMERS[type(effect)](self, effect)
+
+    def close(self) -> None:
+        """End the running job, if any."""
+        self.jobs.cancel()
+        self.jobs.join()
+
+    def _send_drained(self, effect: SendDrained) -> None:
+        control = self._memory.control
+        state = pb.MemoryState(incarnation=control.incarnation, committed=control.committed)
+        self._link.send(pb.MemberMessage(drained=pb.Drained(epoch=effect.epoch, memory=state)))
+
+    def _send_restored(self, effect: SendRestored) -> None:
+        restored = pb.Restored(epoch=effect.epoch, incarnation=effect.incarnation)
+        self._link.send(pb.MemberMessage(restored=restored))
+
+    def _send_ready(self, effect: SendReady) -> None:
+        self._link.send(pb.MemberMessage(ready=pb.Ready(epoch=effect.epoch)))
+
+    def _send_saved(self, effect: SendSaved) -> None:
+        if effect.error:
+            _log.error("save of version %d failed: %s", effect.version, effect.error)
+        files = [
+            pb.SavedFile(name=file.name, bytes=file.num_bytes, sha256=file.sha256)
+            for file in effect.files
+        ]
+        saved = pb.Saved(
+            epoch=effect.epoch, version=effect.version, files=files, error=effect.error
+        )
+        self._link.send(pb.MemberMessage(saved=saved))
+
+    def _send_failed(self, effect: SendFailed) -> None:
+        failed = pb.Failed(error=effect.error, exit_code=effect.exit_code, epoch=effect.epoch)
+        self._link.send(pb.MemberMessage(failed=failed))
+
+    def _start_restore(self, effect: StartRestore) -> None:
+        filling = Filling(
+            incarnation=effect.incarnation,
+            version=effect.version,
+            source=Path(effect.source) if effect.source else None,
+        )
+
+        def job(cancelled: Callable[[], bool]) -> Event:
+            started_s = time.monotonic()
+            restore(self._memory, filling, self._load_initial, cancelled)
+            seconds = time.monotonic() - started_s
+            self._metrics.job_seconds.labels("restore").inc(seconds)
+            _log.info("restored %s in %.2f s", filling, seconds)
+            return Restored()
+
+        self.jobs.start("restore", job)
+
+    def _start_save(self, effect: StartSave) -> None:
+        def job(cancelled: Callable[[], bool]) -> Event:
+            started_s = time.monotonic()
+            files = snapshot.save(self._memory, Path(effect.directory), effect.version, cancelled)
+            seconds = time.monotonic() - started_s
+            self._metrics.job_seconds.labels("save").inc(seconds)
+            self._metrics.saved_bytes.inc(sum(file.num_bytes for file in files))
+            _log.info("saved version %d in %.2f s", effect.version, seconds)
+            return Saved(files=files)
+
+        self.jobs.start("save", job)
+
+    def _cancel_job(self, effect: CancelJob) -> None:
+        self.jobs.cancel()
+
+    def _unlink(self, effect: UnlinkMemory) -> None:
+        self._memory.unlink()
+
+    def _ignore(self, effect: Ignore) -> None:
+        _log.info("ignored: %s", effect.why)
+
+    def _exit(self, effect: Exit) -> None:
+        _log.info("ending with code %d: %s", effect.exit_code, effect.reason)
+        self.exit_code = effect.exit_code
+
+
+def _outcome(job: Job, cancelled: Callable[[], bool]) -> Event:
+    """The job's own answer, or its exception as one."""
+    try:
+        return job(cancelled)
+    except CancelledError:
+        return JobCancelled()
+    except PenstockError as error:
+        return JobFailed(error=str(error), exit_code=error.exit_code)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "; free some space there" if full else ""
+        code = ExitCode.NO_MEMORY if full else ExitCode.BAD_CONFIG
+        return JobFailed(error=f"{error}{hint}", exit_code=code)
+    except Exception as error:
+        _log.exception("job failed")
+        return JobFailed(error=f"memoryd: {error!r}", exit_code=ExitCode.LOST_MEMBERS)
+
+
+_PERFORMERS: dict[type, Callable[[MemoryEffects, Any], None]] = {
+    SendDrained: MemoryEffects._send_drained,
+    SendRestored: MemoryEffects._send_restored,
+    SendReady: MemoryEffects._send_ready,
+    SendSaved: MemoryEffects._send_saved,
+    SendFailed: MemoryEffects._send_failed,
+    StartRestore: MemoryEffects._start_restore,
+    StartSave: MemoryEffects._start_save,
+    CancelJob: MemoryEffects._cancel_job,
+    UnlinkMemory: MemoryEffects._unlink,
+    Ignore: MemoryEffects._ignore,
+    Exit: MemoryEffects._exit,
+}

@@ -1,0 +1,120 @@
+"""``penstock memoryd``: wires one node's memoryd."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from penstock.daemons.memory.effects import LoadInitial, MemoryEffects
+from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.restore import run_loader
+from penstock.daemons.memory.segments import acquire
+from penstock.daemons.memory.server import BlockServer
+from penstock.daemons.memory.service import MemoryService
+from penstock.daemons.memory.state import MemoryState
+from penstock.protocol.blocks import MEMORY_SOCKET
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.member import MemberLink
+from penstock.protocol.names import ipc_address, memoryd_name, metrics_port, node_index
+from penstock.protocol.process import (
+    StopSignal,
+    configure_logging,
+    die_with_parent,
+    run_main,
+    serve_metrics,
+)
+from penstock.protocol.rundir import RunDirectory
+
+REPORT_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def main(
+    run_dir: Path,
+    node: str,
+    scheduler: str,
+    parent_pid: int | None = None,
+    load_initial: LoadInitial | None = None,
+) -> int:
+    """Own the shared memory of ``node`` until the run ends; returns the exit code.
+
+    ``load_initial`` replaces the loader process.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    directory = RunDirectory(run_dir.absolute())
+    return run_main(lambda: _run(directory, node, scheduler, load_initial))
+
+
+def _run(
+    directory: RunDirectory, node: str, scheduler: str, load_initial: LoadInitial | None
+) -> int:
+    config, member = directory.config, memoryd_name(node)
+    index = node_index(config, node)
+    configure_logging(member, directory.path, config.observability.log_level)
+    registry = CollectorRegistry()
+    metrics, state = MemoryMetrics(registry), MemoryState()
+    with ExitStack() as cleanup:
+        stop = StopSignal().install()
+        exporter = serve_metrics(registry, metrics_port(config, member))
+        cleanup.callback(exporter.close)
+        # The local address is bound before any segment is looked at: it is the lock that keeps a
+        # second memoryd of this run and node out.
+        server = BlockServer(
+            run_id=directory.run_id,
+            local_address=ipc_address(directory.run_id, node, MEMORY_SOCKET),
+            host=config.cluster.nodes[index].host,
+        )
+        cleanup.callback(server.close)
+        link = MemberLink(
+            address=scheduler,
+            hello=lambda: pb.Hello(
+                run_id=directory.run_id,
+                member=member,
+                pid=os.getpid(),
+                epoch=state.epoch,
+                data_endpoint=server.endpoint,
+                metrics_port=exporter.port,
+            ),
+            heartbeat_interval_s=config.cluster.heartbeat_interval_s,
+            silence_timeout_s=config.cluster.heartbeat_timeout_s,
+        )
+        link.start()
+        cleanup.callback(link.close)
+        try:
+            memory = acquire(directory.memory_spec(index))
+        except PenstockError as error:
+            _report(link, error)
+            raise
+        server.start(memory, metrics)
+        metrics.watch(memory)
+        effects = MemoryEffects(
+            memory=memory,
+            link=link,
+            metrics=metrics,
+            load_initial=load_initial or partial(run_loader, directory.path, node),
+        )
+        service = MemoryService(state=state, effects=effects, link=link, server=server, stop=stop)
+        # Unmapped only when nobody can touch it any more: jobs and block server have ended.
+        cleanup.callback(memory.close)
+        cleanup.callback(server.close)
+        cleanup.callback(effects.close)
+        return service.run()
+
+
+def _report(link: MemberLink, error: PenstockError) -> None:
+    """Tell the scheduler why this process cannot serve, if it can be reached soon."""
+    deadline_s = time.monotonic() + REPORT_TIMEOUT_S
+    while not link.connected and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    if not link.connected:
+        _log.warning("no scheduler within %g s to report the error to", REPORT_TIMEOUT_S)
+    link.send(pb.MemberMessage(failed=pb.Failed(error=str(error), exit_code=int(error.exit_code))))

@@ -1,0 +1,198 @@
+"""Filling a node's memory: from a saved state, or with initial weights from the loader process.
+
+Order: a saved state is verified completely before anything changes; then the incarnation becomes 0
+(no model in memory), then everything is written, and the new incarnation goes last. A memoryd that
+is killed in between leaves incarnation 0, and the scheduler orders the restore again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from penstock import _native
+from penstock.daemons.memory import snapshot
+from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
+from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import BlockSpec, DType, padded
+
+MAX_THREADS = 2
+"""Casting is limited by memory; more threads would take cores from others at start."""
+
+_POLL_S = 0.05
+_STDERR_BYTES = 2000
+_WEIGHTS_DTYPES = MappingProxyType(
+    {
+        DType.FP32: _native.WeightsDtype.FLOAT32,
+        DType.BF16: _native.WeightsDtype.BFLOAT16,
+        DType.FP16: _native.WeightsDtype.FLOAT16,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """What a restore is to put into memory. ``source`` None: initial weights."""
+
+    incarnation: int
+    version: int
+    source: Path | None
+
+
+class LoaderError(PenstockError):
+    """The loader process failed; carries its exit code where that means something."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def restore(
+    memory: NodeMemory,
+    filling: Filling,
+    load_initial: Callable[[Callable[[], bool]], None],
+    cancelled: Callable[[], bool],
+) -> None:
+    """Fill the memory of all blocks the node owns.
+
+    ``load_initial(cancelled)`` writes master and frozen weights of a new model.
+
+    Raises:
+        StateError: the saved state is damaged or of another model; nothing was touched.
+        LoaderError: initial weights could not be made; memory holds no model then.
+        CancelledError: on request; memory may hold no model then.
+    """
+    files: Mapping[int, Mapping[str, TensorPlace]] = {}
+    if filling.source is not None:
+        files = snapshot.check(memory, filling.source, filling.version, cancelled)
+    _invalidate(memory)
+    if filling.source is None:
+        _zero_state(memory)
+        load_initial(cancelled)
+    for block, places in files.items():
+        if cancelled():
+            raise CancelledError
+        assert filling.source is not None
+        snapshot.load_block(memory, filling.source, block, places)
+    _finish(memory, filling)
+
+
+def run_loader(
+    run_dir: Path, node: str, cancelled: Callable[[], bool], command: Sequence[str] = ()
+) -> None:
+    """Run the torch process that writes initial weights; it dies with this process.
+
+    Raises:
+        LoaderError: it failed; the message ends with what it said last.
+        CancelledError: on request; it is dead then.
+    """
+    arguments = ["--config", str(run_dir / "resolved.yaml"), "--node", node]
+    arguments += ["--parent-pid", str(os.getpid())]
+    process = subprocess.Popen(
+        [*(command or (sys.executable, "-m", "penstock.models.loader")), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        said = _wait(process, cancelled)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    if process.returncode:
+        code = process.returncode
+        reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        raise LoaderError(
+            f"initial weights of node {node}: the loader failed ({reason}): {said}",
+            ExitCode(code) if code in tuple(ExitCode) else ExitCode.LOST_MEMBERS,
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], cancelled: Callable[[], bool]) -> str:
+    """Its last words on stderr, once it has ended."""
+    while True:
+        try:
+            _, said = process.communicate(timeout=_POLL_S)
+            return said[-_STDERR_BYTES:].decode(errors="replace").strip()
+        except subprocess.TimeoutExpired:
+            if cancelled():
+                raise CancelledError from None
+
+
+def _invalidate(memory: NodeMemory) -> None:
+    control = memory.control
+    control.set_incarnation(0)
+    for block in memory.owned_blocks():
+        control.set_slot_version(block, 0, INVALID_VERSION)
+        control.set_slot_version(block, 1, INVALID_VERSION)
+    control.clear_history()
+
+
+def _zero_state(memory: NodeMemory) -> None:
+    for block in memory.owned_blocks():
+        for name in memory.spec.table.state_arrays:
+            memory.state(block, name)[:] = 0
+
+
+def _finish(memory: NodeMemory, filling: Filling) -> None:
+    """Derive the weights from master, set versions and record; the incarnation last."""
+    control, version = memory.control, filling.version
+    blocks = memory.owned_blocks()
+    cores = sorted(os.sched_getaffinity(0))[:MAX_THREADS]
+    with _native.Pool(cores) as pool:
+        for block in blocks:
+            _zero_padding(memory, memory.spec.table.blocks[block])
+            _cast(pool, memory, block, version % 2)
+    for block in blocks:
+        control.set_state_version(block, version)
+        control.set_slot_version(block, version % 2, version)
+    control.write_record(
+        CommitRecord(
+            version=version,
+            attempt=0,
+            decision=Decision.RESTORE,
+            coefficient=1.0,
+            inverse_loss_scale=1.0,
+            learning_rate=0.0,
+            bias_step=version,
+            incarnation=filling.incarnation,
+        )
+    )
+    control.set_committed(version)
+    control.set_incarnation(filling.incarnation)
+
+
+def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None:
+    """Weights from master, rounded as the optimizer passes round."""
+    weights = memory.weights(block, slot)
+    if weights.size:
+        _native.cast_weights(
+            pool,
+            master=memory.state(block, "master"),
+            weights=weights.view(np.uint16) if weights.dtype == np.float16 else weights,
+            weights_dtype=_WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
+        )
+
+
+def _zero_padding(memory: NodeMemory, block: BlockSpec) -> None:
+    """Padding takes part in passes and norms; it must be zero, whatever was there before."""
+    arrays = ("master", *memory.spec.table.state_arrays)
+    for tensor in block.tensors:
+        end = tensor.offset + tensor.num_elements
+        gap = slice(end, tensor.offset + padded(tensor.num_elements))
+        if tensor.trainable:
+            for name in arrays:
+                memory.state(block.index, name)[gap] = 0
+        else:
+            memory.frozen(block.index)[gap] = 0

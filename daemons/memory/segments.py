@@ -1,0 +1,98 @@
+"""How a memoryd comes by its node's segments at start: adopt what its run left, or create.
+
+Only segments of the same run and node are ever touched. Of those, the ones without a readable
+control segment were cut short while they were created (it is created last and its magic number
+written last), so nothing in them counts.
+"""
+
+from __future__ import annotations
+
+from penstock.protocol.errors import CapacityError, StateError
+from penstock.shm.errors import NoSpaceError, SegmentError, ShortSegmentError
+from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.process import ProcessIdentity
+from penstock.shm.segment import Segment, available_bytes, exists, unlink
+
+
+def acquire(spec: MemorySpec) -> NodeMemory:
+    """The node's memory, owned by the calling process. Fresh memory has incarnation 0.
+
+    The caller holds the run's local socket, so no second memoryd does the same at once.
+
+    Raises:
+        StateError: the segments belong to a living memoryd, or do not fit the run's model and plan;
+            nothing was touched.
+        CapacityError: there is no room for new ones; nothing stays behind.
+    """
+    if _cut_short(spec):
+        reclaim(spec)
+    if not exists(spec.name(SegmentKind.CONTROL)):
+        return _create(spec)
+    try:
+        memory = NodeMemory.attach(spec)
+    except SegmentError as error:
+        raise StateError(f"memory of node {spec.node_name}: {error}") from error
+    owner, myself = memory.control.owner, ProcessIdentity.current()
+    if owner != myself and owner.alive():
+        memory.close()
+        raise StateError(
+            f"memory of node {spec.node_name} belongs to another memoryd of this run, process"
+            f" {owner.pid}, which is alive: stop that run first"
+        )
+    memory.control.set_owner(myself)
+    return memory
+
+
+def reclaim(spec: MemorySpec) -> None:
+    """Remove all segments of this run and node."""
+    for kind in (SegmentKind.CONTROL, *SegmentKind):
+        unlink(spec.name(kind))
+
+
+def _cut_short(spec: MemorySpec) -> bool:
+    """Whether there are segments whose creation was never finished."""
+    name = spec.name(SegmentKind.CONTROL)
+    if not exists(name):
+        return any(exists(spec.name(kind)) for kind in SegmentKind)
+    try:
+        segment = Segment.attach(name)
+    except ShortSegmentError:
+        return True
+    try:
+        return not any(segment.buffer[:8])
+    finally:
+        segment.close()
+
+
+def _create(spec: MemorySpec) -> NodeMemory:
+    needed = sum(spec.sizes().values())
+    free = available_bytes()
+    if needed > free:
+        raise _too_small(spec, needed, free)
+    try:
+        return NodeMemory.create(spec)
+    except NoSpaceError as error:
+        raise _too_small(spec, needed, available_bytes()) from error
+    except SegmentError as error:
+        raise StateError(f"memory of node {spec.node_name}: {error}") from error
+
+
+def _too_small(spec: MemorySpec, needed: int, free: int) -> CapacityError:
+    dead = [group for group in inventory() if not group.in_use and group.run_id != spec.run_id]
+    hint = "; enlarge /dev/shm or train a smaller model"
+    if dead:
+        hint = "; penstock doctor --clean would remove " + ", ".join(map(_describe, dead)) + hint
+    return CapacityError(
+        f"the segments of node {spec.node_name} need {_gib(needed)}, /dev/shm and the machine's"
+        f" memory have {_gib(free)} free{hint}"
+    )
+
+
+def _describe(group: NodeSegments) -> str:
+    return f"{_gib(group.num_bytes)} of dead run {group.run_id} (node {group.node_name})"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,312 @@
+"""The block server: leases for local processes, arrays of blocks for anyone in the run.
+
+Two ROUTER sockets answer the same requests, one on the node's abstract ipc address and one on TCP.
+A thread of its own serves them, so that restoring and saving never delay an answer. Bytes go from
+shared memory to the socket without a copy. A request for an array that is not complete yet is held
+back for up to :data:`HOLD_S`, then answered with ``wait``; the client asks again.
+
+Requests come from the network: whatever arrives is answered with an error or dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket as sockets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import zmq
+
+from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.protocol.frames import (
+    CHUNK_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_RANGE_BYTES,
+    BlockReply,
+    BlockRequest,
+    LeaseReply,
+    LeaseRequest,
+    decode,
+    encode,
+)
+from penstock.shm.memory import NodeMemory
+from penstock.shm.process import ProcessIdentity
+
+HOLD_S = 0.05
+HOLD_POLL_S = 0.001
+IDLE_POLL_S = 0.1
+MAX_HELD = 4096
+PRUNE_INTERVAL_S = 1.0
+MAX_LEASES = 4096
+
+Status = Literal["ok", "wait", "error"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A process that was told the segments."""
+
+    member: str
+    process: ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    socket: zmq.Socket[bytes]
+    client: bytes
+    request: BlockRequest
+    until_s: float
+
+
+class BlockServer:
+    """Binds at once, so that clients can connect; serves from :meth:`start` to :meth:`close`."""
+
+    def __init__(self, *, run_id: str, local_address: str, host: str) -> None:
+        """Bind both sockets.
+
+        Raises:
+            StateError: another memoryd of this run and node is alive: it has the local address.
+            ConfigError: ``host`` is no address of this machine.
+        """
+        self._run_id = run_id
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._local = self._router()
+        self._remote = self._router()
+        self._held: list[_Held] = []
+        self._leases: dict[int, Lease] = {}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.failure: Exception | None = None
+        try:
+            self.endpoint = self._bind(local_address, host)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def start(self, memory: NodeMemory, metrics: MemoryMetrics) -> None:
+        """Begin to answer requests, also those that arrived since the sockets were bound."""
+        self._memory = memory
+        self._metrics = metrics
+        self._thread = threading.Thread(target=self._run, name="block-server")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and drop what is on its way; the memory may be unmapped afterwards."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._context.destroy(linger=0)
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """Who has been told the segments and was alive a moment ago."""
+        return tuple(self._leases.values())
+
+    def _router(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+        return socket
+
+    def _bind(self, local_address: str, host: str) -> str:
+        try:
+            self._local.bind(local_address)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            raise StateError(
+                f"another memoryd of this run is alive: it listens on {local_address}"
+            ) from error
+        try:
+            address = sockets.gethostbyname(host)  # ZeroMQ binds to numbers only
+            self._remote.bind(f"tcp://{address}:0")
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(
+                f"cluster.nodes host {host!r}: memoryd cannot listen there: {error}"
+            ) from error
+        endpoint = self._remote.get_string(zmq.LAST_ENDPOINT)
+        return endpoint.rstrip("\0")
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            _log.exception("block server ended")
+            self.failure = error
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._local, self._remote):
+            poller.register(socket, zmq.POLLIN)
+        next_prune_s = 0.0
+        while not self._closing.is_set():
+            wait_s = HOLD_POLL_S if self._held else IDLE_POLL_S
+            for socket, _ in poller.poll(round(wait_s * 1000)):
+                self._receive(socket)
+            self._retry_held()
+            if time.monotonic() >= next_prune_s:
+                self._prune_leases()
+                next_prune_s = time.monotonic() + PRUNE_INTERVAL_S
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        """Handle every message that has arrived on a socket, at most a hundred in a row."""
+        for _ in range(100):
+            try:
+                client, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"a request has one frame, got {len(frames)}")
+                request = decode(frames[0], LeaseRequest, BlockRequest)
+            except ProtocolError as error:
+                self._metrics.malformed.inc()
+                _log.debug("dropped a message: %s", error)
+                continue
+            _HANDLERS[type(request)](self, socket, client, request)
+
+    def _on_lease(self, socket: zmq.Socket[bytes], client: bytes, request: LeaseRequest) -> None:
+        error = self._lease_error(request)
+        if error:
+            reply = LeaseReply(segments=(), layout_digest=b"", undo_bytes=0, error=error)
+        else:
+            spec = self._memory.spec
+            reply = LeaseReply(
+                segments=tuple(spec.sizes().items()),
+                layout_digest=spec.layout.digest,
+                undo_bytes=spec.undo_bytes,
+                error="",
+            )
+        self._metrics.requests.labels("lease", "error" if error else "ok").inc()
+        socket.send_multipart([client, encode(reply)])
+
+    def _lease_error(self, request: LeaseRequest) -> str:
+        if request.run_id != self._run_id:
+            return self._foreign(request.run_id)
+        process = ProcessIdentity.of(request.pid)
+        if process is None:
+            return f"no process {request.pid} lives on this node"
+        if len(self._leases) >= MAX_LEASES:
+            return f"{MAX_LEASES} processes hold a lease already"
+        self._leases[request.pid] = Lease(member=request.member, process=process)
+        self._metrics.leases.set(len(self._leases))
+        return ""
+
+    def _foreign(self, run_id: str) -> str:
+        return f"this memoryd serves run {self._run_id}, not {run_id[:40]!r}"
+
+    def _prune_leases(self) -> None:
+        self._leases = {p: lease for p, lease in self._leases.items() if lease.process.alive()}
+        self._metrics.leases.set(len(self._leases))
+
+    def _on_block(self, socket: zmq.Socket[bytes], client: bytes, request: BlockRequest) -> None:
+        held = _Held(
+            socket=socket, client=client, request=request, until_s=time.monotonic() + HOLD_S
+        )
+        error = self._block_error(request)
+        if error:
+            self._reply(held, "error", error=error)
+        elif self._is_complete(request):
+            self._send_range(held)
+        elif len(self._held) < MAX_HELD:
+            self._held.append(held)
+        else:
+            self._reply(held, "wait")
+
+    def _retry_held(self) -> None:
+        still: list[_Held] = []
+        now_s = time.monotonic()
+        for held in self._held:
+            if self._is_complete(held.request):
+                self._send_range(held)
+            elif now_s >= held.until_s:
+                self._reply(held, "wait")
+            else:
+                still.append(held)
+        self._held = still
+        self._metrics.waiting.set(len(still))
+
+    def _block_error(self, request: BlockRequest) -> str:
+        """Why the request can never be answered, or an empty text."""
+        if request.run_id != self._run_id:
+            return self._foreign(request.run_id)
+        key = _key(request)
+        if not self._memory.has(key):
+            return f"node {self._memory.spec.node_name} holds no {request.array} {key}"
+        array_bytes = self._array_bytes(request)
+        end = request.offset + request.num_bytes
+        if request.num_bytes > MAX_RANGE_BYTES or end > array_bytes:
+            return (
+                f"range [{request.offset}, {end}) of {request.array} {key}: the array has"
+                f" {array_bytes} bytes, a range at most {MAX_RANGE_BYTES}"
+            )
+        return ""
+
+    def _is_complete(self, request: BlockRequest) -> bool:
+        control = self._memory.control
+        if control.incarnation == 0:
+            return False
+        if request.array == "weights":
+            return control.readable(request.block, request.version)
+        if request.array == "grads":
+            expected = (request.epoch, request.attempt)
+            return control.ready(request.block, request.contribution) == expected
+        return True
+
+    def _send_range(self, held: _Held) -> None:
+        request = held.request
+        end = request.offset + request.num_bytes
+        raw = self._memory.raw(_key(request))
+        chunks = [
+            raw[start : min(start + CHUNK_BYTES, end)]
+            for start in range(request.offset, end, CHUNK_BYTES)
+        ]
+        self._metrics.served_bytes.labels(request.array).inc(request.num_bytes)
+        self._reply(held, "ok", chunks=chunks)
+
+    def _reply(
+        self,
+        held: _Held,
+        status: Status,
+        *,
+        error: str = "",
+        chunks: list[memoryview] | None = None,
+    ) -> None:
+        request = held.request
+        reply = BlockReply(
+            status=status,
+            block=request.block,
+            version=request.version,
+            offset=request.offset,
+            num_bytes=request.num_bytes,
+            array_bytes=0 if error else self._array_bytes(request),
+            error=error,
+        )
+        self._metrics.requests.labels(request.array, status).inc()
+        # A ROUTER never blocks: answers to clients that are gone, or read nothing, are dropped.
+        held.socket.send_multipart([held.client, encode(reply), *(chunks or ())], copy=False)
+
+    def _array_bytes(self, request: BlockRequest) -> int:
+        return self._memory.spec.layout.arrays[_key(request)].num_bytes
+
+
+def _key(request: BlockRequest) -> tuple[int, str, int, int]:
+    if request.array == "weights":
+        return (request.block, "weights", request.version % 2, 0)
+    if request.array == "grads":
+        return (request.block, "grads", request.version % 2, request.contribution)
+    return (request.block, "frozen", 0, 0)
+
+
+_Handler = Callable[[BlockServer, zmq.Socket[bytes], bytes, Any], None]
+_HANDLERS: dict[type, _Handler] = {
+    LeaseRequest: BlockServer._on_lease,
+    BlockRequest: BlockServer._on_block,
+}
