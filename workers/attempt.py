@@ -1,0 +1,266 @@
+"""One attempt, or one batch of an evaluation, on one device: what its instructions share.
+
+Everything that must be gone at its end is in :class:`Attempt`; what outlives it is in
+:class:`Bench`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from penstock.models.batch import MicroBatch
+from penstock.models.runtime import ModelRuntime, StageOutput
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.frames import GradientReady, Transfer
+from penstock.protocol.instructions import Instruction, Opcode
+from penstock.protocol.plan import Plan
+from penstock.shm.layout import Ownership
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import BlockTable
+from penstock.workers.devices.base import Device
+from penstock.workers.gradients import GradientBook
+from penstock.workers.inbox import NamedTensors, TransferKey
+from penstock.workers.stages import Stages
+from penstock.workers.trace import TraceEvent, TraceRing
+from penstock.workers.transport import Transport
+from penstock.workers.waiting import Abort
+from penstock.workers.weights import FetchScope, WeightLoader
+
+JobPhase = Literal["train", "eval"]
+TransferKind = Literal["activation", "gradient", "checkpoint"]
+
+
+class UnusedWorkError(PenstockError):
+    """An instruction lacks what another should have made, or an attempt ended with work that nobody
+    used.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What attempts of one epoch work with. ``device_index`` numbers the worker's device in the
+    plan.
+    """
+
+    run_id: str
+    epoch: int
+    device_index: int
+    plan: Plan
+    table: BlockTable
+    ownership: Ownership
+    memory: NodeMemory
+    runtime: ModelRuntime
+    device: Device
+    weights: WeightLoader
+    transport: Transport
+    trace: TraceRing
+    abort: Abort
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One pass of a program over one global batch.
+
+    ``number`` is the attempt, or what keys the messages of an evaluation batch. ``data_position``
+    counts the samples consumed before it. ``counted_tokens`` is that of the global batch.
+    """
+
+    phase: JobPhase
+    number: int
+    base_version: int
+    data_position: int
+    loss_scale: float
+    batches: Sequence[MicroBatch]
+    counted_tokens: int
+
+    @property
+    def loss_weight(self) -> float:
+        """Factor of the summed loss that makes it the scaled mean over the global batch."""
+        return self.loss_scale / max(1, self.counted_tokens)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Measured while instructions run, in seconds. ``busy_s``: computing, without waits."""
+
+    seconds: defaultdict[Opcode, float] = field(default_factory=lambda: defaultdict(float))
+    counts: Counter[Opcode] = field(default_factory=Counter)
+    received_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    busy_s: float = 0.0
+
+
+class Attempt:
+    """State of one job.
+
+    Tensors that a later instruction takes are kept by (what, stage, micro-batch): ``activation`` or
+    ``gradient`` of the stage that produced it, ``checkpoint`` of the backward stage that needs it.
+    """
+
+    def __init__(self, bench: Bench, job: Job) -> None:
+        self.bench = bench
+        self.job = job
+        self.tally = Tally()
+        self.gradients = GradientBook(
+            table=bench.table,
+            memory=bench.memory,
+            device=bench.device,
+            target=job.base_version + 1,
+            epoch=bench.epoch,
+            attempt=job.number,
+            notify=self._notify,
+        )
+        self.stages = Stages(
+            plan=bench.plan,
+            table=bench.table,
+            runtime=bench.runtime,
+            weights=bench.weights,
+            gradients=self.gradients,
+            scope=FetchScope(
+                epoch=bench.epoch,
+                attempt=job.number,
+                version=job.base_version,
+                abort=bench.abort,
+                timeout_s=bench.timeout_s,
+            ),
+        )
+        self._kept: dict[tuple[str, int, int], NamedTensors] = {}
+        self._graphs: dict[tuple[int, int], StageOutput] = {}
+        self._posted: set[tuple[str, int, int]] = set()
+        self._losses: dict[int, torch.Tensor] = {}
+
+    def keep(
+        self, kind: TransferKind, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Leave tensors for a later instruction, cut off from the graph that made them."""
+        key = (kind, stage, micro_batch)
+        assert key not in self._kept, f"{key} is kept already"
+        self._kept[key] = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def take(self, kind: TransferKind, stage: int, micro_batch: int) -> NamedTensors:
+        """What an instruction left, or what a posted receive brings; waits for the latter."""
+        key = (kind, stage, micro_batch)
+        if key in self._posted:
+            self._posted.remove(key)
+            return self._receive(kind, stage, micro_batch)
+        if key not in self._kept:
+            raise UnusedWorkError(f"{kind} of stage {stage}, micro-batch {micro_batch} is not here")
+        return self._kept.pop(key)
+
+    def post(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
+        """Expect tensors from a peer."""
+        self._posted.add((kind, stage, micro_batch))
+
+    def send(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
+        """Send what an instruction left to a peer."""
+        bench = self.bench
+        header = Transfer(
+            run_id=bench.run_id,
+            epoch=bench.epoch,
+            phase=self.job.phase,
+            attempt=self.job.number,
+            kind=kind,
+            stage=stage,
+            micro_batch=micro_batch,
+            tensors=(),
+        )
+        tensors = bench.device.to_host(self.take(kind, stage, micro_batch))
+        bench.transport.send(peer, header, tensors, bench.abort, bench.timeout_s)
+
+    def keep_graph(self, stage: int, micro_batch: int, output: StageOutput) -> None:
+        """Leave an autograd graph for BACKWARD of the stage."""
+        assert (stage, micro_batch) not in self._graphs, f"graph of {stage} {micro_batch} exists"
+        self._graphs[stage, micro_batch] = output
+
+    def take_graph(self, stage: int, micro_batch: int) -> StageOutput:
+        """The graph, for its one BACKWARD."""
+        if (stage, micro_batch) not in self._graphs:
+            raise UnusedWorkError(f"graph of stage {stage}, micro-batch {micro_batch} is not here")
+        return self._graphs.pop((stage, micro_batch))
+
+    def count_loss(self, micro_batch: int, output: StageOutput) -> None:
+        """Take the micro-batch's loss into the sum, once; a stage without the head has none."""
+        if output.loss_sum is not None:
+            assert micro_batch not in self._losses, f"loss of {micro_batch} is counted already"
+            self._losses[micro_batch] = output.loss_sum
+
+    @property
+    def loss_sum(self) -> float:
+        """Unscaled, added in float64 in the order of micro-batches."""
+        return sum((float(self._losses[m]) for m in sorted(self._losses)), 0.0)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Counted tokens of the micro-batches whose loss was computed here."""
+        return sum(self.job.batches[m].counted_tokens for m in self._losses)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting for peers and for weights so far."""
+        return sum(self.tally.received_s.values()) + self.stages.waited_s
+
+    def finish(self) -> None:
+        """Wait for the last offloads and check that everything made was used.
+
+        Raises:
+            UnusedWorkError: naming what is left.
+        """
+        self.bench.device.finish()
+        inbox = self.bench.transport.inbox
+        left: dict[str, Sequence[object]] = {
+            "kept": sorted(self._kept),
+            "graphs": sorted(self._graphs),
+            "posted": sorted(self._posted),
+            "received": [str(key) for key in inbox.leftovers(self.job.phase, self.job.number)],
+            "weights": self.stages.in_use,
+            "gradients": self.gradients.unpublished,
+        }
+        if any(left.values()):
+            named = ", ".join(f"{what}: {items}" for what, items in left.items() if items)
+            raise UnusedWorkError(f"{self.job.phase} {self.job.number} left behind {named}")
+
+    def drop(self) -> None:
+        """Forget everything; nothing is written to shared memory after this."""
+        self.gradients.drop()
+        self._graphs.clear()
+        self._kept.clear()
+        self._posted.clear()
+        self.stages.drop()
+
+    def record(self, instruction: Instruction, start: float, end: float) -> None:
+        """One executed instruction; readings of ``time.perf_counter``."""
+        self.tally.seconds[instruction.opcode] += end - start
+        self.tally.counts[instruction.opcode] += 1
+        self.bench.trace.add(TraceEvent(self.job.phase, self.job.number, instruction, start, end))
+
+    def _receive(self, kind: TransferKind, stage: int, micro_batch: int) -> NamedTensors:
+        key = TransferKey(
+            phase=self.job.phase,
+            attempt=self.job.number,
+            kind=kind,
+            stage=stage,
+            micro_batch=micro_batch,
+        )
+        bench = self.bench
+        start = time.perf_counter()
+        tensors = bench.transport.inbox.take(key, bench.abort, bench.timeout_s)
+        self.tally.received_s[kind] += time.perf_counter() - start
+        return bench.device.from_host(tensors)
+
+    def _notify(self, block: int, contribution: int) -> None:
+        bench = self.bench
+        message = GradientReady(
+            run_id=bench.run_id,
+            epoch=bench.epoch,
+            attempt=self.job.number,
+            block=block,
+            contribution=contribution,
+        )
+        owner = bench.ownership.owner[block]
+        bench.transport.notify(owner, message, bench.abort, bench.timeout_s)

@@ -1,0 +1,93 @@
+"""What a device does for the interpreter: hold weights, sum gradients, move tensors to and from the
+host.
+
+:mod:`.cpu` computes in fp32 on host memory; :mod:`.cuda` copies on streams of its own. Host arrays
+are flat NumPy views of shared memory or of fetched copies, in storage types (bf16 as uint16 bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import DType
+
+HostArray = npt.NDArray[Any]
+
+_STORAGE = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
+
+
+def as_tensor(array: HostArray, dtype: DType) -> torch.Tensor:
+    """The array as a flat tensor of its storage type, over the same memory."""
+    return torch.from_numpy(array.view(np.uint8)).view(_STORAGE[dtype])
+
+
+def storage_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of a storage type."""
+    return _STORAGE[dtype]
+
+
+class StageBuffer(Protocol):
+    """Weights of one stage on the device.
+
+    ``tensors`` has one flat tensor, in the device's compute type, per array given to
+    :meth:`Device.load`.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def acquire(self) -> None:
+        """Work issued from now on sees the complete weights."""
+
+    def release(self) -> None:
+        """The memory may be used again once all work issued so far is done."""
+
+
+class Device(Protocol):
+    """One compute device of one worker. Only :meth:`load` is called from another thread."""
+
+    torch_device: torch.device
+    compute_dtype: torch.dtype
+    prefetches: bool
+    """Whether :meth:`load` should run early, on a background thread, because it copies on its own.
+    """
+
+    def attach(self, memory: NodeMemory, stage_bytes: int) -> None:
+        """Prepare for the node's memory; ``stage_bytes`` is the size of the largest stage's
+        weights.
+        """
+
+    def detach(self) -> None:
+        """Let go of everything :meth:`attach` prepared."""
+
+    def load(self, arrays: Sequence[HostArray]) -> StageBuffer:
+        """Bring weights in; host arrays stay unchanged until the buffer is released."""
+
+    def gradients(self, target: HostArray) -> torch.Tensor:
+        """A flat fp32 tensor of zeros that will be offloaded to ``target``."""
+
+    def offload(
+        self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
+    ) -> None:
+        """Write final gradients to ``target``, then call ``complete``; may return before that."""
+
+    def finish(self) -> None:
+        """Wait until every offload has written its last byte and called ``complete``; raise what
+        went wrong.
+        """
+
+    def drop(self) -> None:
+        """Like :meth:`finish`, but ``complete`` is not called any more; what went wrong is
+        forgotten.
+        """
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors in host memory, complete when this returns."""
+
+    def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors on the device."""

@@ -1,0 +1,34 @@
+"""What each instruction does on a device: the table that the interpreter works from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from penstock.protocol.instructions import Opcode
+from penstock.workers.attempt import Attempt
+from penstock.workers.handlers import compute, memory, transfers
+
+Handler = Callable[[Any, Attempt], None]
+"""Called with an instruction of its opcode and the attempt."""
+
+HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
+    {
+        Opcode.FORWARD: compute.forward,
+        Opcode.RECOMPUTE: compute.recompute,
+        Opcode.BACKWARD: compute.backward,
+        Opcode.SEND_ACTIVATION: transfers.send_activation,
+        Opcode.RECV_ACTIVATION: transfers.receive_activation,
+        Opcode.SEND_GRADIENT: transfers.send_gradient,
+        Opcode.RECV_GRADIENT: transfers.receive_gradient,
+        Opcode.SEND_CHECKPOINT: transfers.send_checkpoint,
+        Opcode.RECV_CHECKPOINT: transfers.receive_checkpoint,
+        Opcode.FETCH_WEIGHTS: memory.fetch_weights,
+        Opcode.RELEASE_WEIGHTS: memory.release_weights,
+        Opcode.OFFLOAD_GRADIENTS: memory.offload_gradients,
+    }
+)
+"""Opcodes that workers execute."""
+
+__all__ = ["HANDLERS", "Handler"]

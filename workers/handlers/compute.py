@@ -1,0 +1,147 @@
+"""FORWARD, RECOMPUTE and BACKWARD."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from penstock.models.binding import BoundBlock
+from penstock.models.runtime import StageOutput
+from penstock.protocol.instructions import Backward, Forward, Keep, Phase, Recompute
+from penstock.workers.attempt import Attempt
+from penstock.workers.inbox import NamedTensors
+from penstock.workers.weights import StageKey
+
+_I = TypeVar("_I", Forward, Recompute, Backward)
+
+
+def _counts_as_busy(handler: Callable[[_I, Attempt], None]) -> Callable[[_I, Attempt], None]:
+    """Add the handler's time, without its waits, to the attempt's busy seconds."""
+
+    def measured(instruction: _I, attempt: Attempt) -> None:
+        start, waited_s = time.perf_counter(), attempt.waited_s
+        handler(instruction, attempt)
+        elapsed_s = time.perf_counter() - start
+        attempt.tally.busy_s += elapsed_s - (attempt.waited_s - waited_s)
+
+    return measured
+
+
+@_counts_as_busy
+def forward(instruction: Forward, attempt: Attempt) -> None:
+    """Run a forward stage; what stays is said by ``instruction.keep``."""
+    _FORWARDS[instruction.keep](instruction, attempt)
+
+
+@_counts_as_busy
+def recompute(instruction: Recompute, attempt: Attempt) -> None:
+    """Run a backward stage forward, with autograd, from its checkpoint."""
+    stage, m = instruction.stage, instruction.micro_batch
+    # Backward stage 0 starts from the batch, so nobody left it a checkpoint.
+    inputs = attempt.take("checkpoint", stage, m) if stage else {}
+    bound = attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
+    output = _run(attempt, bound, inputs, m, autograd=True)
+    attempt.count_loss(m, output)
+    attempt.keep_graph(stage, m, output)
+
+
+@_counts_as_busy
+def backward(instruction: Backward, attempt: Attempt) -> None:
+    """Gradients of a stage's weights, added up, and of its inputs, kept for the stage before."""
+    stage, m = instruction.stage, instruction.micro_batch
+    last = stage == len(attempt.bench.plan.backward_stages) - 1
+    gradients = {} if last else attempt.take("gradient", stage + 1, m)
+    found = attempt.bench.runtime.backward(attempt.take_graph(stage, m), gradients)
+    if stage:
+        attempt.keep("gradient", stage, m, found)
+
+
+def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
+    """``keep=all``: forward and backward stages are the same list."""
+    stage, m = instruction.stage, instruction.micro_batch
+    inputs = _inputs(attempt, stage, m)
+    bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=True)
+    output = _run(attempt, bound, inputs, m, autograd=True)
+    attempt.count_loss(m, output)
+    attempt.keep_graph(stage, m, output)
+    _hand_on(attempt, stage, m, output.tensors)
+
+
+def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
+    """``keep=input``: leave the inputs of the backward stages that start inside this stage.
+
+    Nobody needs the output of the last forward stage, so it stops where the last checkpoint is; the
+    loss is counted by RECOMPUTE.
+    """
+    stage, m = instruction.stage, instruction.micro_batch
+    plan = attempt.bench.plan
+    blocks = plan.forward_stages[stage].blocks
+    starts = {plan.backward_stages[b].start: b for b in plan.checkpoints_of(stage) if b > 0}
+    stop = blocks.stop
+    if stage == len(plan.forward_stages) - 1:
+        stop = max(starts, default=blocks.start)
+    tensors = _inputs(attempt, stage, m)
+    inner = [start for start in starts if blocks.start < start < stop]
+    found: dict[int, Mapping[str, torch.Tensor]] = {blocks.start: tensors}
+    if stop > blocks.start:
+        bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=False)
+        output = _run(attempt, bound[: stop - blocks.start], tensors, m, checkpoints_at=inner)
+        found |= {**output.checkpoints, stop: output.tensors}
+    for start, backward_stage in starts.items():
+        attempt.keep("checkpoint", backward_stage, m, found[start])
+    if stop == blocks.stop:
+        _hand_on(attempt, stage, m, found[stop])
+
+
+def _forward_only(instruction: Forward, attempt: Attempt) -> None:
+    """``keep=none``: evaluation."""
+    stage, m = instruction.stage, instruction.micro_batch
+    inputs = _inputs(attempt, stage, m)
+    bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=False)
+    output = _run(attempt, bound, inputs, m)
+    attempt.count_loss(m, output)
+    _hand_on(attempt, stage, m, output.tensors)
+
+
+_FORWARDS: Mapping[Keep, Callable[[Forward, Attempt], None]] = {
+    Keep.ALL: _forward_with_graph,
+    Keep.INPUT: _forward_for_checkpoints,
+    Keep.NONE: _forward_only,
+}
+
+
+def _inputs(attempt: Attempt, stage: int, micro_batch: int) -> NamedTensors:
+    return attempt.take("activation", stage - 1, micro_batch) if stage else {}
+
+
+def _hand_on(
+    attempt: Attempt, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    if stage < len(attempt.bench.plan.forward_stages) - 1:
+        attempt.keep("activation", stage, micro_batch, tensors)
+
+
+def _run(
+    attempt: Attempt,
+    bound: Sequence[BoundBlock],
+    inputs: Mapping[str, torch.Tensor],
+    micro_batch: int,
+    *,
+    autograd: bool = False,
+    checkpoints_at: Collection[int] = (),
+) -> StageOutput:
+    job = attempt.job
+    return attempt.bench.runtime.forward(
+        bound,
+        inputs,
+        job.batches[micro_batch],
+        data_position=job.data_position,
+        micro_batch_index=micro_batch,
+        training=job.phase == "train",
+        loss_weight=job.loss_weight,
+        checkpoints_at=checkpoints_at,
+        autograd=autograd,
+    )

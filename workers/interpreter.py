@@ -1,0 +1,109 @@
+"""Runs a program: one handler per instruction, in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+from penstock.protocol.instructions import Instruction, Opcode, Program
+from penstock.workers.attempt import Attempt, Bench, Job, Tally
+from penstock.workers.handlers import HANDLERS, Handler
+from penstock.workers.waiting import Interrupted
+
+_EVENTS_IN_ERRORS = 5
+
+
+class InstructionError(PenstockError):
+    """An instruction failed; says where in the run, and what ran before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """``loss_sum`` over ``loss_tokens`` counted tokens whose loss this device computed (0: none).
+
+    ``wall_s`` runs from the first instruction to the last offload; waits are in ``waited_s`` by
+    cause.
+    """
+
+    loss_sum: float
+    loss_tokens: int
+    wall_s: float
+    tally: Tally
+    weights_wait_s: float
+
+
+def check_program(program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS) -> None:
+    """Refuse a program with instructions that workers do not execute.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    for position, instruction in enumerate(program):
+        if instruction.opcode not in handlers:
+            known = ", ".join(opcode.name for opcode in handlers)
+            raise ConfigError(
+                f"plan: instruction {position} is {str(instruction)!r}, and workers do not execute"
+                f" {instruction.opcode.name}; they execute {known}"
+            )
+
+
+def run_job(
+    bench: Bench, job: Job, program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS
+) -> JobResult:
+    """Execute a program on one global batch. Nothing of it stays on the device, however it ends.
+
+    Raises:
+        Interrupted: the abort flag was set.
+        InstructionError: an instruction failed.
+        UnusedWorkError: the program left work behind.
+    """
+    attempt = Attempt(bench, job)
+    start = time.perf_counter()
+    try:
+        for instruction in program:
+            _execute(instruction, attempt, handlers[instruction.opcode])
+        attempt.finish()
+        return JobResult(
+            loss_sum=attempt.loss_sum,
+            loss_tokens=attempt.loss_tokens,
+            wall_s=time.perf_counter() - start,
+            tally=attempt.tally,
+            weights_wait_s=attempt.stages.waited_s,
+        )
+    except BaseException:
+        bench.abort.set("an instruction failed")  # background work must not be waited for
+        raise
+    finally:
+        attempt.drop()
+
+
+def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> None:
+    attempt.bench.abort.check()
+    start = time.perf_counter()
+    try:
+        handler(instruction, attempt)
+    except Interrupted:
+        raise
+    except Exception as error:
+        # A handler may trip over what the abort tore down; then the abort is the reason.
+        attempt.bench.abort.check()
+        raise _failure(instruction, attempt, error) from error
+    attempt.record(instruction, start, time.perf_counter())
+
+
+def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> InstructionError:
+    bench, job = attempt.bench, attempt.job
+    before = ", ".join(
+        repr(str(event.instruction)) for event in bench.trace.last(_EVENTS_IN_ERRORS)
+    )
+    failure = InstructionError(
+        f"worker.{bench.device_index}: run {bench.run_id}, epoch {bench.epoch}, {job.phase}"
+        f" {job.number}: {str(instruction)!r} failed: {type(error).__name__}: {error}"
+        f" (before it: {before or 'nothing'})"
+    )
+    failure.exit_code = (
+        error.exit_code if isinstance(error, PenstockError) else ExitCode.LOST_MEMBERS
+    )
+    return failure

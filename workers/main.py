@@ -1,0 +1,159 @@
+"""The worker process: one device, one stream to the scheduler, one interpreter."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.member import MemberLink
+from penstock.protocol.names import metrics_port, node_of_device, worker_name
+from penstock.protocol.process import (
+    StopSignal,
+    configure_logging,
+    die_with_parent,
+    run_main,
+    serve_metrics,
+)
+from penstock.protocol.rundir import RunDirectory
+from penstock.workers.epochs import EpochFence
+from penstock.workers.inbox import Inbox
+from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.session import Session, fence_listener
+from penstock.workers.workshop import EpochWorkshop, bind_transport, make_device
+
+_REPORT_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def main(run_dir: Path, device: int, scheduler: str, parent_pid: int | None = None) -> int:
+    """Run worker ``device`` (counted over all nodes) until it is told to stop.
+
+    ``scheduler`` is HOST:PORT. Returns the exit code: 0 after Shutdown or SIGTERM.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    files = RunDirectory(run_dir)
+    stop = StopSignal().install()
+    return run_main(lambda: _work(files, device, scheduler, stop))
+
+
+def threads_per_worker(config: Config, device: int, num_cores: int) -> int:
+    """Compute threads of a worker: configured, or its share of the machine's cores.
+
+    Nodes with the same host are one machine.
+    """
+    if config.cluster.threads_per_worker:
+        return config.cluster.threads_per_worker
+    host = config.cluster.nodes[node_of_device(config, device)].host
+    nodes_here = sum(node.host == host for node in config.cluster.nodes)
+    return max(1, num_cores // (nodes_here * config.cluster.workers))
+
+
+def set_up_torch(num_threads: int, device: str) -> None:
+    """Fixed thread counts and deterministic kernels: a repeated attempt gives the same bits."""
+    torch.set_num_threads(num_threads)
+    torch.set_num_interop_threads(1)
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh memory would cost a pass over every activation.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
+
+
+def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) -> None:
+    config, name = files.config, worker_name(device)
+    configure_logging(name, files.path, config.observability.log_level)
+    set_up_torch(
+        threads_per_worker(config, device, len(os.sched_getaffinity(0))), config.cluster.device
+    )
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    fence = EpochFence(stopped=lambda: stop.is_set)
+    with ExitStack() as stack:
+        server = serve_metrics(registry, metrics_port(config, name))
+        stack.callback(server.close)
+        transport = bind_transport(files, device, metrics, Inbox())
+        stack.callback(transport.close)
+        link = _connect(files, name, scheduler, fence, transport.address, server.port)
+        stack.callback(link.close)
+        stack.enter_context(_reported_failure(link, fence))
+        workshop = EpochWorkshop(
+            files=files,
+            device_index=device,
+            device=make_device(config, files.table, device),
+            transport=transport,
+        )
+        stack.callback(workshop.detach)
+        workshop.runtime()
+        trace_path = files.path / "trace" / f"worker-{device}.jsonl"
+        session = Session(
+            link=link,
+            workshop=workshop,
+            fence=fence,
+            metrics=metrics,
+            global_batch=config.train.global_batch,
+            trace_path=trace_path if config.observability.trace else None,
+        )
+        session.run(lambda: stop.is_set)
+
+
+def _connect(
+    files: RunDirectory,
+    name: str,
+    scheduler: str,
+    fence: EpochFence,
+    data_endpoint: str,
+    port: int,
+) -> MemberLink:
+    cluster = files.config.cluster
+    link = MemberLink(
+        address=scheduler,
+        hello=lambda: pb.Hello(
+            run_id=files.run_id,
+            member=name,
+            pid=os.getpid(),
+            epoch=fence.epoch,
+            data_endpoint=data_endpoint,
+            metrics_port=port,
+        ),
+        heartbeat_interval_s=cluster.heartbeat_interval_s,
+        silence_timeout_s=cluster.heartbeat_timeout_s,
+        listener=fence_listener(fence),
+    )
+    link.start()
+    return link
+
+
+@contextmanager
+def _reported_failure(link: MemberLink, fence: EpochFence) -> Iterator[None]:
+    """Tell the scheduler why this process ends, unless the scheduler ended it."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except PenstockError as error:
+        _report(link, fence, str(error), int(error.exit_code))
+        raise
+    except Exception as error:
+        _log.exception("worker failed")
+        message = f"{type(error).__name__}: {error}"
+        _report(link, fence, message, int(ExitCode.LOST_MEMBERS))
+        raise PenstockError(message) from error
+
+
+def _report(link: MemberLink, fence: EpochFence, error: str, exit_code: int) -> None:
+    deadline = time.monotonic() + _REPORT_TIMEOUT_S
+    while not link.connected and time.monotonic() < deadline:
+        time.sleep(0.05)  # the failure may be older than the connection
+    failed = pb.Failed(error=error, exit_code=exit_code, epoch=fence.epoch)
+    link.send(pb.MemberMessage(failed=failed))

@@ -1,0 +1,230 @@
+"""The worker between messages: what it does when the scheduler says something.
+
+Everything runs on the process's main thread, attempts included. Drain, Refused and Shutdown end an
+attempt under way because :func:`fence_listener` sees them on the stream's reading thread before
+they are queued.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.models.batch import MicroBatch
+from penstock.protocol.errors import RefusedError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.instructions import Program
+from penstock.workers.attempt import Bench, Job, JobPhase
+from penstock.workers.epochs import FOREVER, EpochFence
+from penstock.workers.evaluation import job_number
+from penstock.workers.interpreter import JobResult, run_job
+from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.waiting import Abort, Interrupted
+
+_log = logging.getLogger(__name__)
+
+Batches = tuple[list[MicroBatch], int]
+"""Micro-batches of one global batch and its counted tokens."""
+
+
+class Link(Protocol):
+    """What the session needs of :class:`penstock.protocol.member.MemberLink`."""
+
+    def send(self, message: pb.MemberMessage) -> None:
+        """Queue a message."""
+
+    def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
+        """The next message, None after the timeout."""
+
+
+class Workshop(Protocol):
+    """Makes and takes down what an epoch works with."""
+
+    def open(self, begin: pb.Begin, abort: Abort) -> Bench:
+        """Connect to the epoch's peers and memory."""
+
+    def close(self) -> None:
+        """Take down connections, weights, received tensors; harmless when nothing is open."""
+
+    def batches(self, phase: JobPhase, data_position: int) -> Batches:
+        """The global batch at a position of the training or held-out data."""
+
+
+def fence_listener(fence: EpochFence) -> Callable[[pb.SchedulerMessage], None]:
+    """For :class:`~penstock.protocol.member.MemberLink`: stop work that a message makes worthless."""
+
+    def listen(message: pb.SchedulerMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "drain":
+            fence.fence(message.drain.epoch, f"drained for epoch {message.drain.epoch}")
+        elif kind == "refused":
+            fence.fence(FOREVER, f"refused: {message.refused.reason}")
+        elif kind == "shutdown":
+            fence.fence(FOREVER, f"shut down: {message.shutdown.reason}")
+
+    return listen
+
+
+class Session:
+    """One worker process from its first message to its last."""
+
+    def __init__(
+        self,
+        *,
+        link: Link,
+        workshop: Workshop,
+        fence: EpochFence,
+        metrics: WorkerMetrics,
+        global_batch: int,
+        trace_path: Path | None,
+    ) -> None:
+        self._link = link
+        self._workshop = workshop
+        self._fence = fence
+        self._metrics = metrics
+        self._global_batch = global_batch
+        self._trace_path = trace_path
+        self._bench: Bench | None = None
+        self._done = False
+        self._handlers: Mapping[str, Callable[[Any], None]] = {
+            "drain": self._drain,
+            "begin": self._begin,
+            "run_attempt": self._run_attempt,
+            "evaluate": self._evaluate,
+            "shutdown": self._shutdown,
+            "refused": self._refused,
+        }
+
+    def run(self, stopped: Callable[[], bool], poll_s: float = 0.2) -> None:
+        """Handle messages until Shutdown, or until ``stopped()``.
+
+        Raises:
+            RefusedError: the scheduler does not want this process.
+            PenstockError: whatever made work impossible.
+        """
+        try:
+            while not (self._done or stopped()):
+                message = self._link.receive(poll_s)
+                if message is not None:
+                    self.handle(message)
+        finally:
+            self._fence.fence(FOREVER, "the worker stops")
+            self._workshop.close()
+
+    def handle(self, message: pb.SchedulerMessage) -> None:
+        """Act on one message; Commit, Skip and others that do not concern workers are ignored."""
+        kind = message.WhichOneof("body") or ""
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            handler(getattr(message, kind))
+
+    def _drain(self, message: pb.Drain) -> None:
+        self._fence.fence(message.epoch, f"drained for epoch {message.epoch}")
+        self._workshop.close()
+        # From here on this process writes nothing to shared memory until the next Begin.
+        self._link.send(pb.MemberMessage(drained=pb.Drained(epoch=message.epoch)))
+
+    def _begin(self, message: pb.Begin) -> None:
+        abort = self._fence.enter(message.epoch)
+        try:
+            abort.check()
+            self._bench = self._workshop.open(message, abort)
+        except Interrupted as interruption:
+            _log.info("epoch %d: not begun: %s", message.epoch, interruption)
+            return
+        self._link.send(pb.MemberMessage(ready=pb.Ready(epoch=message.epoch)))
+
+    def _run_attempt(self, message: pb.RunAttempt) -> None:
+        bench = self._current(message.epoch)
+        if bench is None:
+            return
+        batches, counted_tokens = self._workshop.batches("train", message.data_position)
+        job = Job(
+            phase="train",
+            number=message.attempt,
+            base_version=message.base_version,
+            data_position=message.data_position,
+            loss_scale=message.loss_scale,
+            batches=batches,
+            counted_tokens=counted_tokens,
+        )
+        result = self._run(bench, job, bench.plan.programs[bench.device_index])
+        if result is not None:
+            done = pb.AttemptDone(
+                epoch=message.epoch,
+                attempt=message.attempt,
+                loss_sum=result.loss_sum,
+                loss_tokens=result.loss_tokens,
+                busy_seconds=result.tally.busy_s,
+                wall_seconds=result.wall_s,
+            )
+            self._link.send(pb.MemberMessage(attempt_done=done))
+
+    def _evaluate(self, message: pb.Evaluate) -> None:
+        bench = self._current(message.epoch)
+        if bench is None:
+            return
+        loss_sum, loss_tokens = 0.0, 0
+        for index in range(message.batches):
+            position = index * self._global_batch
+            batches, counted_tokens = self._workshop.batches("eval", position)
+            job = Job(
+                phase="eval",
+                number=job_number(message.evaluation, index),
+                base_version=message.base_version,
+                data_position=position,
+                loss_scale=1.0,
+                batches=batches,
+                counted_tokens=counted_tokens,
+            )
+            result = self._run(bench, job, bench.plan.evaluation[bench.device_index])
+            if result is None:
+                return
+            loss_sum += result.loss_sum
+            loss_tokens += result.loss_tokens
+        done = pb.EvaluationDone(
+            epoch=message.epoch,
+            evaluation=message.evaluation,
+            loss_sum=loss_sum,
+            loss_tokens=loss_tokens,
+        )
+        self._link.send(pb.MemberMessage(evaluation_done=done))
+
+    def _run(self, bench: Bench, job: Job, program: Program) -> JobResult | None:
+        try:
+            result = run_job(bench, job, program)
+        except Interrupted as interruption:
+            self._metrics.add_outcome("aborted")
+            _log.info("epoch %d, %s %d: %s", bench.epoch, job.phase, job.number, interruption)
+            return None
+        except BaseException:
+            self._metrics.add_outcome("failed")
+            raise
+        self._metrics.add_outcome("done")
+        self._measure(result)
+        if self._trace_path is not None:
+            bench.trace.flush(self._trace_path)
+        return result
+
+    def _measure(self, result: JobResult) -> None:
+        tally = result.tally
+        self._metrics.add_instructions(tally.seconds, tally.counts)
+        self._metrics.add_times(busy_s=tally.busy_s, wall_s=result.wall_s)
+        self._metrics.add_waits({**tally.received_s, "weights": result.weights_wait_s})
+        self._metrics.add_tokens(result.loss_tokens)
+
+    def _shutdown(self, message: pb.Shutdown) -> None:
+        _log.info("shut down: %s", message.reason)
+        self._done = True
+
+    def _refused(self, message: pb.Refused) -> None:
+        raise RefusedError(f"refused by the scheduler: {message.reason}")
+
+    def _current(self, epoch: int) -> Bench | None:
+        """The bench, unless the message belongs to another epoch than it."""
+        if self._bench is not None and self._bench.epoch == epoch:
+            return self._bench
+        _log.info("in epoch %d: message of epoch %d dropped", self._fence.epoch, epoch)
+        return None

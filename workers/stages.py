@@ -1,0 +1,101 @@
+"""Stages bound to memory: which blocks, over which weights, summing into which gradients."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.models.binding import Borrowed, BoundBlock
+from penstock.models.runtime import ModelRuntime
+from penstock.protocol.instructions import Phase
+from penstock.protocol.plan import Plan
+from penstock.shm.table import BlockTable
+from penstock.workers.gradients import Contribution, GradientBook
+from penstock.workers.weights import FetchScope, LoadedStage, StageKey, WeightLoader, lender
+
+
+class Stages:
+    """The stages of one attempt on this device, from FETCH_WEIGHTS to RELEASE_WEIGHTS."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        table: BlockTable,
+        runtime: ModelRuntime,
+        weights: WeightLoader,
+        gradients: GradientBook,
+        scope: FetchScope,
+    ) -> None:
+        self._plan = plan
+        self._table = table
+        self._runtime = runtime
+        self._weights = weights
+        self._gradients = gradients
+        self._scope = scope
+        self._bound: dict[tuple[StageKey, bool], tuple[BoundBlock, ...]] = {}
+        self.waited_s = 0.0
+
+    def blocks(self, key: StageKey) -> range:
+        """The blocks of a stage."""
+        forward = key.phase is Phase.FORWARD
+        stages = self._plan.forward_stages if forward else self._plan.backward_stages
+        return stages[key.stage].blocks
+
+    def fetch(self, key: StageKey) -> None:
+        """Start to bring in a stage's weights."""
+        self._weights.fetch(key, self.blocks(key), self._scope)
+
+    def release(self, key: StageKey) -> None:
+        """Give a stage's weights back."""
+        for grads in (False, True):
+            self._bound.pop((key, grads), None)
+        self._weights.release(key)
+
+    def backward_key(self, stage: int) -> StageKey:
+        """The buffer that RECOMPUTE and BACKWARD of a stage use."""
+        key = StageKey(stage, Phase.BACKWARD)
+        return key if self._weights.has(key) else StageKey(stage, Phase.FORWARD)
+
+    def bound(self, key: StageKey, *, grads: bool) -> tuple[BoundBlock, ...]:
+        """The stage's blocks over its weights and, for a backward, over the attempt's gradient
+        sums.
+
+        Waits until the weights are there.
+        """
+        found = self._bound.get((key, grads))
+        if found is None:
+            start = time.perf_counter()
+            loaded = self._weights.use(key)
+            self.waited_s += time.perf_counter() - start
+            found = tuple(self._bind(block, loaded, grads) for block in self.blocks(key))
+            self._bound[key, grads] = found
+        return found
+
+    @property
+    def in_use(self) -> tuple[StageKey, ...]:
+        """Stages fetched and not released."""
+        return self._weights.in_use
+
+    def drop(self) -> None:
+        """Release everything; graphs made with the bound blocks must be gone."""
+        self._bound.clear()
+        self._weights.drop()
+
+    def _bind(self, block: int, loaded: LoadedStage, grads: bool) -> BoundBlock:
+        spec = self._table.blocks[block]
+        borrowed: dict[str, Borrowed] = {}
+        for lent in spec.borrows:
+            array = lender(self._table, lent)
+            flat = loaded.array(array.block, array.name)
+            assert flat is not None, f"{array} is read by block {block} and was not loaded"
+            sums = array.name == "weights" and grads
+            contribution = Contribution(lent.owner, lent.contribution)
+            borrowed[lent.local_name] = flat, self._gradients.flat(contribution) if sums else None
+        sums = grads and spec.trainable_elements > 0
+        return self._runtime.bind(
+            block,
+            weights=loaded.array(block, "weights"),
+            frozen=loaded.array(block, "frozen"),
+            grads=self._gradients.flat(Contribution(block, 0)) if sums else None,
+            borrowed=borrowed,
+        )

@@ -1,0 +1,99 @@
+"""Interruptible waits with deadlines.
+
+Every wait of a worker ends in one of three ways: what it waits for is there, the attempt is aborted
+(:class:`Interrupted`, nobody's fault), or the deadline passed (:class:`LostMemberError`, which says
+what was awaited). Time in which the whole process was stopped does not count towards a deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from penstock.protocol.errors import LostMemberError
+
+POLL_S = 0.05
+"""Longest single sleep of a wait; an abort is noticed after this long at the latest."""
+
+_SPIN_S = 100e-6
+_SHORT_SLEEP_S = 200e-6
+_MAX_COUNTED_SLICE_S = 1.0
+
+
+class Interrupted(Exception):
+    """The attempt was aborted from outside; what it did so far means nothing."""
+
+
+class Abort:
+    """A flag that ends work. Set once, from any thread, or by ``stopped`` becoming true."""
+
+    def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        self._event = threading.Event()
+        self._reason = "the process was asked to stop"
+        self._stopped = stopped
+
+    def set(self, reason: str) -> None:
+        """Abort; the first reason is kept."""
+        if not self._event.is_set():
+            self._reason = reason
+            self._event.set()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the work must end."""
+        return self._event.is_set() or self._stopped()
+
+    def check(self) -> None:
+        """Raise :class:`Interrupted` if the flag is set."""
+        if self.is_set:
+            raise Interrupted(self._reason)
+
+
+class Patience:
+    """How much longer a wait may take. Asked once per slice of the wait; long gaps count as one
+    second.
+
+    A gap much longer than a slice means that this process was stopped (SIGSTOP, a suspended
+    machine): what it waits for may lie in its socket unread.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._waited_s = 0.0
+        self._last = time.monotonic()
+
+    def spend(self, what: str) -> None:
+        """Count the time since the last call.
+
+        Raises:
+            LostMemberError: the deadline passed; ``what`` was awaited.
+        """
+        now = time.monotonic()
+        self._waited_s += min(now - self._last, _MAX_COUNTED_SLICE_S)
+        self._last = now
+        if self._waited_s > self.timeout_s:
+            raise LostMemberError(f"waited {self.timeout_s:g} s for {what}")
+
+
+def wait_until(
+    condition: Callable[[], bool], what: Callable[[], str], abort: Abort, timeout_s: float
+) -> float:
+    """Wait for a condition that changes in shared memory; returns the seconds waited.
+
+    Spins briefly, then polls every 0.2 ms.
+
+    Raises:
+        Interrupted: aborted. LostMemberError: the deadline passed.
+    """
+    abort.check()
+    if condition():
+        return 0.0
+    start = time.perf_counter()
+    patience = Patience(timeout_s)
+    while not condition():
+        abort.check()
+        if time.perf_counter() - start > _SPIN_S:
+            patience.spend(what())
+            time.sleep(_SHORT_SLEEP_S)
+    return time.perf_counter() - start

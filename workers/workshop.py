@@ -1,0 +1,293 @@
+"""Makes what an epoch works with: memory, connections, weights; takes it down at the next Drain."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+
+import zmq
+from transformers import AutoConfig
+
+from penstock.models.runtime import ModelRuntime
+from penstock.protocol.blocks import attach
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.instructions import (
+    Program,
+    SendActivation,
+    SendCheckpoint,
+    SendGradient,
+)
+from penstock.protocol.names import (
+    ipc_address,
+    memoryd_name,
+    node_of_device,
+    optimizerd_name,
+    ownership,
+    worker_name,
+)
+from penstock.protocol.plan import Plan
+from penstock.protocol.rundir import RunDirectory
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import NodeMemory, segment_name
+from penstock.shm.segment import SHM_ROOT
+from penstock.shm.table import BlockTable, DType
+from penstock.workers.attempt import Bench, JobPhase
+from penstock.workers.data import TokenDataset, micro_batches
+from penstock.workers.devices.base import Device
+from penstock.workers.devices.cpu import CpuDevice
+from penstock.workers.devices.cuda import CudaDevice, aligned
+from penstock.workers.inbox import Expected, Inbox
+from penstock.workers.interpreter import check_program
+from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.session import Batches
+from penstock.workers.trace import TraceRing
+from penstock.workers.transport import Transport
+from penstock.workers.waiting import Abort
+from penstock.workers.weights import RemoteBlocks, WeightLoader, arrays_of, num_elements
+
+OPTIMIZER_SOCKET = "optimizer"
+"""Name of optimizerd's local socket, see :func:`penstock.protocol.names.ipc_address`."""
+
+WAIT_TIMEOUT_S = 300.0
+"""Longest wait for a peer or for weights. Lost members are noticed long before, by their
+heartbeats.
+"""
+
+_SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
+
+_log = logging.getLogger(__name__)
+
+
+def make_device(config: Config, table: BlockTable, device_index: int) -> Device:
+    """The device that ``cluster.device`` names; GPUs are counted per node.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    weight_dtype, grad_dtype = table.weight_dtype, table.grad_dtype
+    if config.cluster.device == "cuda":
+        local = device_index % config.cluster.workers
+        return CudaDevice(local, weight_dtype=weight_dtype, grad_dtype=grad_dtype)
+    return CpuDevice(weight_dtype=weight_dtype, grad_dtype=grad_dtype)
+
+
+def bind_transport(
+    files: RunDirectory, device_index: int, metrics: WorkerMetrics, inbox: Inbox
+) -> Transport:
+    """Listen for peers: a local socket, or tcp where the cluster has several nodes.
+
+    Raises:
+        ConfigError: the node's host is not an address of this machine.
+    """
+    nodes = files.config.cluster.nodes
+    node = nodes[node_of_device(files.config, device_index)]
+    if len(nodes) == 1:
+        # The process id makes the name new: nothing waits for a predecessor's socket to go.
+        name = f"{worker_name(device_index)}-{os.getpid()}"
+        return Transport(ipc_address(files.run_id, node.name, name), inbox, metrics)
+    try:
+        # ZeroMQ binds to numbers only.
+        return Transport(f"tcp://{socket.gethostbyname(node.host)}:0", inbox, metrics)
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"cluster.nodes: node {node.name}: a worker cannot listen on host {node.host!r}:"
+            f" {error}"
+        ) from error
+
+
+class EpochWorkshop:
+    """See :class:`penstock.workers.session.Workshop`. One per process."""
+
+    def __init__(
+        self,
+        *,
+        files: RunDirectory,
+        device_index: int,
+        device: Device,
+        transport: Transport,
+    ) -> None:
+        self._files = files
+        self._config = files.config
+        self._table = files.table
+        self._device_index = device_index
+        self._node = node_of_device(files.config, device_index)
+        self._device = device
+        self._transport = transport
+        self._trace = TraceRing()
+        self._runtime: ModelRuntime | None = None
+        self._weights: WeightLoader | None = None
+        self._memory: tuple[tuple[int, int], NodeMemory] | None = None
+        self._datasets: dict[JobPhase, TokenDataset] = {}
+
+    def open(self, begin: pb.Begin, abort: Abort) -> Bench:
+        """Connect to the epoch's peers and memory.
+
+        Raises:
+            PenstockError: the plan cannot be executed, memory does not fit it, a peer is not named.
+        """
+        self.close()
+        plan = self._checked_plan(begin)
+        endpoints = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
+        program, evaluation = self._programs(plan)
+        memory = self._attached(plan)
+        owners = ownership(self._config, self._table, plan)
+        self._transport.inbox.open(
+            run_id=self._files.run_id,
+            epoch=begin.epoch,
+            expected=Expected.of(program, evaluation, self._config.train.eval_batches),
+        )
+        self._transport.connect(
+            self._peers(program + evaluation, endpoints), self._optimizers(endpoints)
+        )
+        self._weights = WeightLoader(
+            table=self._table,
+            memory=memory,
+            ownership=owners,
+            node=self._node,
+            device=self._device,
+            remote=RemoteBlocks(self._files.run_id, self._table, self._memoryds(endpoints)),
+        )
+        return Bench(
+            run_id=self._files.run_id,
+            epoch=begin.epoch,
+            device_index=self._device_index,
+            plan=plan,
+            table=self._table,
+            ownership=owners,
+            memory=memory,
+            runtime=self.runtime(),
+            device=self._device,
+            weights=self._weights,
+            transport=self._transport,
+            trace=self._trace,
+            abort=abort,
+            timeout_s=WAIT_TIMEOUT_S,
+        )
+
+    def close(self) -> None:
+        """Take down connections, weights and received tensors. Memory stays mapped, unused."""
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+        self._transport.disconnect()
+        self._transport.inbox.close()
+
+    def detach(self) -> None:
+        """Let go of the node's memory too; the process ends."""
+        self.close()
+        self._device.detach()
+        if self._memory is not None:
+            self._memory[1].close()
+            self._memory = None
+
+    def batches(self, phase: JobPhase, data_position: int) -> Batches:
+        """The global batch at a position of the training or held-out data."""
+        if phase not in self._datasets:
+            self._datasets[phase] = TokenDataset.open(
+                self._files.path / "data", phase, self._config
+            )
+        train = self._config.train
+        return micro_batches(
+            self._datasets[phase], data_position, train.global_batch, train.micro_batch
+        )
+
+    def runtime(self) -> ModelRuntime:
+        """The model without weights; made once, takes seconds."""
+        if self._runtime is None:
+            self._runtime = ModelRuntime(
+                AutoConfig.from_pretrained(self._files.path / "model"),
+                self._table,
+                device=self._device.torch_device,
+                compute_dtype=self._device.compute_dtype,
+                seed=self._config.run.seed,
+            )
+        return self._runtime
+
+    def _checked_plan(self, begin: pb.Begin) -> Plan:
+        plan = Plan.from_json(begin.plan_json)
+        if plan != self._files.plan:
+            # Memory is laid out by plan.json; the file may be newer than this process.
+            self._files = RunDirectory(self._files.path)
+            if plan != self._files.plan:
+                raise StateError(
+                    f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
+                    " stop the run and start it again"
+                )
+        for program in self._programs(plan):
+            check_program(program)
+        return plan
+
+    def _programs(self, plan: Plan) -> tuple[Program, Program]:
+        if not self._device_index < plan.num_devices:
+            raise ConfigError(
+                f"plan: it has {plan.num_devices} devices, there is no {self._device_index}"
+            )
+        return plan.programs[self._device_index], plan.evaluation[self._device_index]
+
+    def _attached(self, plan: Plan) -> NodeMemory:
+        """The node's memory, mapped again only when the segments are others than before."""
+        identity = self._segment_identity()
+        if self._memory is None or self._memory[0] != identity:
+            self._device.detach()
+            if self._memory is not None:
+                self._memory[1].close()
+                self._memory = None
+            memory = attach(
+                self._files, self._node, worker_name(self._device_index), kinds=_SEGMENTS
+            )
+            self._memory = self._segment_identity(), memory
+            self._device.attach(memory, self._stage_bytes(plan))
+        return self._memory[1]
+
+    def _segment_identity(self) -> tuple[int, int]:
+        """Device and inode of the control segment; (0, 0) if there is none yet."""
+        node = self._config.cluster.nodes[self._node].name
+        name = segment_name(self._files.run_id, node, SegmentKind.CONTROL)
+        try:
+            found = (SHM_ROOT / name.lstrip("/")).stat()
+        except FileNotFoundError:
+            return 0, 0
+        return found.st_dev, found.st_ino
+
+    def _stage_bytes(self, plan: Plan) -> int:
+        """Device bytes of the weights of this device's largest stage."""
+        itemsize = DType(self._table.weight_dtype).itemsize
+        return max(
+            (
+                sum(
+                    aligned(num_elements(self._table, array) * itemsize)
+                    for array in arrays_of(self._table, stage.blocks)
+                )
+                for stage in (*plan.forward_stages, *plan.backward_stages)
+                if stage.device == self._device_index
+            ),
+            default=0,
+        )
+
+    def _peers(self, program: Program, endpoints: Mapping[str, str]) -> dict[int, str]:
+        sends = (SendActivation, SendGradient, SendCheckpoint)
+        peers = {i.peer for i in program if isinstance(i, sends)}
+        missing = [worker_name(peer) for peer in peers if not endpoints.get(worker_name(peer))]
+        if missing:
+            raise ProtocolError(f"Begin names no endpoint of {', '.join(sorted(missing))}")
+        return {peer: endpoints[worker_name(peer)] for peer in sorted(peers)}
+
+    def _optimizers(self, endpoints: Mapping[str, str]) -> dict[int, str]:
+        """optimizerd of this node by its local socket, of other nodes by what they announced."""
+        found = {
+            index: endpoints.get(optimizerd_name(node.name), "")
+            for index, node in enumerate(self._config.cluster.nodes)
+        }
+        own = self._config.cluster.nodes[self._node].name
+        found[self._node] = ipc_address(self._files.run_id, own, OPTIMIZER_SOCKET)
+        return {index: address for index, address in found.items() if address}
+
+    def _memoryds(self, endpoints: Mapping[str, str]) -> dict[int, str]:
+        return {
+            index: endpoints.get(memoryd_name(node.name), "")
+            for index, node in enumerate(self._config.cluster.nodes)
+        }
