@@ -1,0 +1,216 @@
+"""Carries out what the state machine orders: control words, passes, pulls, messages.
+
+Words are written by the caller's thread, in the order of the effects; passes run on one thread of
+their own, which feeds the threads of the pool.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock._native import undo_state
+from penstock.daemons.optimizer.events import (
+    BeginPass,
+    BlockWords,
+    Broken,
+    CancelPulls,
+    Effect,
+    EndPass,
+    Exit,
+    FlipCommitted,
+    MemoryFacts,
+    OwnedBlock,
+    PassDone,
+    Pull,
+    RunPass,
+    SendAmended,
+    SendBlockStatus,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    SendSettled,
+    SetEpoch,
+    SetSlot,
+    SetState,
+    UndoWords,
+    WriteRecord,
+)
+from penstock.daemons.optimizer.kernels import Kernels
+from penstock.daemons.optimizer.passes import Pass
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.control import ControlView, PassIntent
+
+
+def read_facts(control: ControlView, blocks: Iterable[OwnedBlock]) -> MemoryFacts:
+    """What the control segment says; only while no pass runs."""
+    undo = undo_state(control.undo_area)
+    committed = control.committed
+    return MemoryFacts(
+        incarnation=control.incarnation,
+        committed=committed,
+        record=control.record(committed),
+        interrupted=control.interrupted_pass,
+        undo=UndoWords(armed=undo.armed, tag=undo.tag, completed=undo.completed),
+        blocks={
+            b.index: BlockWords(
+                state_version=control.state_version(b.index),
+                slots=(control.slot_version(b.index, 0), control.slot_version(b.index, 1)),
+            )
+            for b in blocks
+        },
+    )
+
+
+class ControlWords:
+    """Writes the words that effects name."""
+
+    def __init__(self, control: ControlView) -> None:
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            WriteRecord: lambda e: control.write_record(e.record),
+            FlipCommitted: lambda e: control.set_committed(e.version),
+            SetEpoch: lambda e: control.set_epoch(e.epoch),
+            SetSlot: lambda e: control.set_slot_version(e.block, e.slot, e.version),
+            SetState: lambda e: control.set_state_version(e.block, e.version),
+            BeginPass: lambda e: control.begin_pass(
+                PassIntent(block=e.block, state_version=e.state_version)
+            ),
+            EndPass: lambda e: control.end_pass(),
+        }
+
+    def write(self, effect: Effect) -> bool:
+        """Carry out an effect on a control word; False if it is of another kind."""
+        handler = self._handlers.get(type(effect))
+        if handler is not None:
+            handler(effect)
+        return handler is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedPass:
+    """A pass with its outcome."""
+
+    work: Pass
+    event: PassDone | Broken
+
+
+class PassThread:
+    """Runs passes one after the other and reports each."""
+
+    def __init__(self, kernels: Kernels, report: Callable[[FinishedPass], None]) -> None:
+        self._kernels = kernels
+        self._report = report
+        self._orders: queue.SimpleQueue[Pass | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="passes")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def order(self, work: Pass) -> None:
+        """Start a pass as soon as the one before has ended."""
+        self._orders.put(work)
+
+    def close(self) -> None:
+        """Finish the running pass and end the thread."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._orders.get()) is not None:
+            self._report(FinishedPass(work=work, event=self._outcome(work)))
+
+    def _outcome(self, work: Pass) -> PassDone | Broken:
+        start = time.perf_counter()
+        try:
+            status = self._kernels.run(work)
+        except Exception as error:
+            # Reported, not raised: the state machine tells the scheduler why the run ends.
+            return Broken(error=f"{work}: {error!r}")
+        return PassDone(status=status, seconds=time.perf_counter() - start)
+
+
+class PullOrders(Protocol):
+    """What is asked of :class:`penstock.daemons.optimizer.pulls.Puller`."""
+
+    def order(self, pull: Pull) -> None:
+        """Queue a pull."""
+
+    def cancel(self) -> None:
+        """Give up all pulls ordered so far."""
+
+
+class Effects:
+    """Carries out effects; :attr:`end` is set once the machine wants to exit."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlView,
+        passes: PassThread,
+        pulls: PullOrders | None,
+        send: Callable[[pb.MemberMessage], None],
+    ) -> None:
+        self.end: Exit | None = None
+        self.error = ""
+        self._control = control
+        self._words = ControlWords(control)
+        self._send = send
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            RunPass: lambda e: passes.order(e.work),
+            SendDrained: self._send_drained,
+            SendReady: self._send_ready,
+            SendBlockStatus: self._send_block_status,
+            SendAmended: self._send_amended,
+            SendSettled: self._send_settled,
+            SendFailed: self._send_failed,
+            Exit: self._exit,
+        }
+        if pulls is not None:
+            self._handlers |= {Pull: pulls.order, CancelPulls: lambda e: pulls.cancel()}
+
+    def carry_out(self, effects: Iterable[Effect]) -> None:
+        """Carry out effects in order."""
+        for effect in effects:
+            if not self._words.write(effect):
+                self._handlers[type(effect)](effect)
+
+    def _send_drained(self, effect: SendDrained) -> None:
+        memory = pb.MemoryState(
+            incarnation=self._control.incarnation, committed=self._control.committed
+        )
+        self._send(pb.MemberMessage(drained=pb.Drained(epoch=effect.epoch, memory=memory)))
+
+    def _send_ready(self, effect: SendReady) -> None:
+        self._send(pb.MemberMessage(ready=pb.Ready(epoch=effect.epoch)))
+
+    def _send_block_status(self, effect: SendBlockStatus) -> None:
+        status = pb.BlockStatus(
+            epoch=effect.epoch,
+            attempt=effect.attempt,
+            block=effect.block,
+            finite=effect.status.finite,
+            sum_squares=effect.status.sum_squares,
+            seconds=effect.seconds,
+        )
+        self._send(pb.MemberMessage(block_status=status))
+
+    def _send_amended(self, effect: SendAmended) -> None:
+        amended = pb.Amended(epoch=effect.epoch, attempt=effect.attempt)
+        self._send(pb.MemberMessage(amended=amended))
+
+    def _send_settled(self, effect: SendSettled) -> None:
+        settled = pb.Settled(epoch=effect.epoch, version=effect.version)
+        self._send(pb.MemberMessage(settled=settled))
+
+    def _send_failed(self, effect: SendFailed) -> None:
+        self.error = effect.error
+        failed = pb.Failed(error=effect.error, exit_code=effect.exit_code)
+        self._send(pb.MemberMessage(failed=failed))
+
+    def _exit(self, effect: Exit) -> None:
+        self.end = effect

@@ -1,0 +1,165 @@
+"""What wakes optimizerd up: one queue, filled by the threads that listen.
+
+Both listening threads end within :data:`POLL_S` of being asked to.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket as sockets
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from penstock.daemons.optimizer.effects import FinishedPass
+from penstock.daemons.optimizer.events import Broken, Pulled
+from penstock.daemons.optimizer.metrics import OptimizerMetrics
+from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.protocol.frames import MAX_HEADER_BYTES, GradientReady, decode
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.member import MemberLink
+
+POLL_S = 0.2
+RECEIVE_HIGH_WATER = 100_000
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A listening thread has ended: ``error`` says why."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class PullOutcome:
+    """A pull has ended."""
+
+    event: Pulled | Broken
+    num_bytes: int
+
+
+Item = pb.SchedulerMessage | GradientReady | FinishedPass | PullOutcome | Lost
+Inbox = queue.SimpleQueue[Item]
+
+
+class LinkReader:
+    """Moves the scheduler's messages into the inbox."""
+
+    def __init__(self, link: MemberLink, inbox: Inbox) -> None:
+        self._link = link
+        self._inbox = inbox
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="link-reader")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                message = self._link.receive(POLL_S)
+                if message is not None:
+                    self._inbox.put(message)
+        except ProtocolError as error:
+            self._inbox.put(Lost(error))
+
+
+class GradientSocket:
+    """The PULL sockets on which workers say that gradients are complete.
+
+    The local one is for the node's own workers. In a cluster of several nodes there is one on TCP
+    too (:attr:`endpoint`), for workers that compute a contribution of a block of this node.
+    Anybody may connect: what is no :class:`GradientReady` is dropped and counted.
+    """
+
+    def __init__(
+        self, *, local_address: str, host: str | None, inbox: Inbox, metrics: OptimizerMetrics
+    ) -> None:
+        """Bind.
+
+        Raises:
+            StateError: another optimizerd of this run and node is alive.
+            ConfigError: ``host`` is no address of this machine.
+        """
+        self._inbox = inbox
+        self._metrics = metrics
+        self._closing = threading.Event()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self.endpoint = ""
+        try:
+            self._bind_local(local_address)
+            if host is not None:
+                self._bind_tcp(host)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="gradients")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close the sockets."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _bind_local(self, address: str) -> None:
+        try:
+            self._socket().bind(address)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            raise StateError(
+                f"another optimizerd of this run is alive: it listens on {address}"
+            ) from error
+
+    def _bind_tcp(self, host: str) -> None:
+        socket = self._socket()
+        try:
+            # ZeroMQ binds to numbers only.
+            socket.bind(f"tcp://{sockets.gethostbyname(host)}:0")
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(
+                f"cluster.nodes host {host!r}: optimizerd cannot listen there: {error}"
+            ) from error
+        self.endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def _socket(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+        socket.set(zmq.RCVHWM, RECEIVE_HIGH_WATER)
+        self._sockets.append(socket)
+        return socket
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        while not self._closing.is_set():
+            for ready, _ in poller.poll(round(POLL_S * 1000)):
+                self._take(ready.recv_multipart())
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 1:
+                raise ProtocolError(f"expected one frame, got {len(frames)}")
+            self._inbox.put(decode(frames[0], GradientReady))
+        except ProtocolError as error:
+            self._metrics.dropped_messages.labels("malformed").inc()
+            _log.debug("dropped a message: %s", error)

@@ -1,0 +1,226 @@
+"""Turns a pass into one native call on a node's memory.
+
+Arrays are views of shared memory, made once; contributions computed on other nodes are in private
+buffers (:class:`RemoteGradients`), one for each copy, so that a later settle finds the gradients
+that an earlier pass looked at.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock import _native
+from penstock.daemons.optimizer.events import OwnedBlock
+from penstock.daemons.optimizer.passes import (
+    Advance,
+    CastWeights,
+    FinishSettle,
+    GradientStatus,
+    Pass,
+    PassStatus,
+    Preview,
+    Settle,
+    Update,
+    pass_tag,
+)
+from penstock.protocol.config import OptimizerConfig, OptimizerName
+from penstock.shm.layout import GRADIENT_COPIES, WEIGHT_SLOTS
+from penstock.shm.memory import Array, NodeMemory
+from penstock.shm.table import DType
+
+_WEIGHTS_DTYPES = {
+    DType.FP32: _native.WeightsDtype.FLOAT32,
+    DType.BF16: _native.WeightsDtype.BFLOAT16,
+    DType.FP16: _native.WeightsDtype.FLOAT16,
+}
+
+
+def owned_blocks(memory: NodeMemory) -> tuple[OwnedBlock, ...]:
+    """The node's blocks, with the contributions that it does not compute itself."""
+    blocks = []
+    for index in memory.owned_blocks():
+        spec = memory.spec.table.blocks[index]
+        contributions = spec.contributions if spec.trainable_elements else 0
+        remote = frozenset(
+            k for k in range(contributions) if not memory.has((index, "grads", 0, k))
+        )
+        blocks.append(OwnedBlock(index=index, contributions=contributions, remote=remote))
+    return tuple(blocks)
+
+
+class RemoteGradients:
+    """Buffers for contributions of other nodes. Their pages are there before the first step."""
+
+    def __init__(self, memory: NodeMemory, blocks: Iterable[OwnedBlock]) -> None:
+        table = memory.spec.table
+        dtype = np.dtype(np.float32 if table.grad_dtype is DType.FP32 else np.uint16)
+        self._arrays: dict[tuple[int, int, int], Array] = {}
+        for block in blocks:
+            for contribution in block.remote:
+                count = table.blocks[block.index].trainable_elements
+                for copy in range(GRADIENT_COPIES):
+                    # Mapped, not allocated: page-aligned, as the native passes want it.
+                    array = np.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
+                    array.fill(0)
+                    self._arrays[(block.index, contribution, copy)] = array
+
+    def array(self, block: int, contribution: int, copy: int) -> Array:
+        """The buffer of one contribution."""
+        return self._arrays[(block, contribution, copy)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrays:
+    state: dict[str, Array]  # master, exp_avg, exp_avg_sq
+    weights: tuple[Array, ...]  # by slot
+    grads: tuple[list[Array], ...]  # by copy: contributions in order
+    ranges: list[tuple[int, int, float]]
+
+
+class Kernels:
+    """Runs passes, one at a time, on the threads of ``pool``."""
+
+    def __init__(
+        self,
+        pool: _native.Pool,
+        memory: NodeMemory,
+        config: OptimizerConfig,
+        blocks: Iterable[OwnedBlock],
+        remote: RemoteGradients,
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._weights_dtype = _WEIGHTS_DTYPES[memory.spec.table.weight_dtype]
+        self._undo = memory.control.undo_area
+        self._arrays = {b.index: self._views(memory, b, remote) for b in blocks if b.contributions}
+        self._calls: dict[type[Any], Callable[[Any], _native.Status | None]] = {
+            Preview: self._preview,
+            Settle: self._settle,
+            Advance: self._advance,
+            FinishSettle: self._finish,
+            GradientStatus: self._gradient_status,
+            CastWeights: self._cast,
+        }
+
+    def num_elements(self, block: int) -> int:
+        """Parameters that a pass over the block goes through, padding included."""
+        return len(self._arrays[block].state["master"])
+
+    def run(self, work: Pass) -> PassStatus | None:
+        """Run one pass to its end; its status if it looked at new gradients.
+
+        Raises:
+            ValueError, RuntimeError: from the native module: arrays, hyper-parameters or the undo
+                area are not what the pass needs. Nothing was written.
+        """
+        status = self._calls[type(work)](work)
+        if status is None:
+            return None
+        return PassStatus(finite=status.finite, sum_squares=status.sum_squares)
+
+    def close(self) -> None:
+        """Let go of all views of shared memory."""
+        self._arrays.clear()
+        self._undo.release()
+
+    def _views(self, memory: NodeMemory, block: OwnedBlock, remote: RemoteGradients) -> _Arrays:
+        b, spec = block.index, memory.spec.table.blocks[block.index]
+
+        def grads(copy: int, contribution: int) -> Array:
+            if contribution in block.remote:
+                return remote.array(b, contribution, copy)
+            return memory.grads(b, copy, contribution)
+
+        def weights(slot: int) -> Array:
+            array = memory.weights(b, slot)
+            return array if array.dtype == np.float32 else array.view(np.uint16)
+
+        decay = self._config.weight_decay
+        return _Arrays(
+            state={name: memory.state(b, name) for name in ("master", "exp_avg", "exp_avg_sq")},
+            weights=tuple(map(weights, range(WEIGHT_SLOTS))),
+            grads=tuple(
+                [grads(copy, k) for k in range(block.contributions)]
+                for copy in range(GRADIENT_COPIES)
+            ),
+            ranges=[(r.start, r.end, decay if r.decay else 0.0) for r in spec.decay_ranges],
+        )
+
+    def _hyper(self, update: Update) -> _native.Hyper:
+        beta1, beta2 = self._config.betas
+        return _native.Hyper(
+            lr=update.learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            eps=self._config.eps,
+            step=update.bias_step,
+            coefficient=update.coefficient,
+            adamw=self._config.name is OptimizerName.ADAMW,
+        )
+
+    def _preview(self, work: Preview) -> _native.Status:
+        arrays, version = self._arrays[work.block], work.update.version
+        return _native.preview(
+            self._pool,
+            **arrays.state,
+            grads=arrays.grads[version % 2],
+            weights=arrays.weights[version % 2],
+            weights_dtype=self._weights_dtype,
+            hyper=self._hyper(work.update),
+            ranges=arrays.ranges,
+        )
+
+    def _settle(
+        self, work: Settle | FinishSettle, spans: list[tuple[int, int]] | None = None
+    ) -> None:
+        arrays, version = self._arrays[work.block], work.update.version
+        _native.settle(
+            self._pool,
+            **arrays.state,
+            grads=arrays.grads[version % 2],
+            hyper=self._hyper(work.update),
+            ranges=arrays.ranges,
+            undo=self._undo,
+            spans=spans,
+            tag=pass_tag(work.block, version),
+        )
+
+    def _finish(self, work: FinishSettle) -> None:
+        self._settle(work, _native.repair(self._undo, **self._arrays[work.block].state))
+
+    def _advance(self, work: Advance) -> _native.Status:
+        arrays, pending, version = self._arrays[work.block], work.pending, work.update.version
+        return _native.advance(
+            self._pool,
+            master=arrays.state["master"],
+            exp_avg=arrays.state["exp_avg"],
+            exp_avg_sq=arrays.state["exp_avg_sq"],
+            pending_grads=arrays.grads[pending.version % 2],
+            pending_hyper=self._hyper(pending),
+            grads=arrays.grads[version % 2],
+            hyper=self._hyper(work.update),
+            weights=arrays.weights[version % 2],
+            weights_dtype=self._weights_dtype,
+            ranges=arrays.ranges,
+            undo=self._undo,
+            tag=pass_tag(work.block, pending.version),
+        )
+
+    def _gradient_status(self, work: GradientStatus) -> _native.Status:
+        return _native.gradient_status(
+            self._pool, grads=self._arrays[work.block].grads[work.version % 2]
+        )
+
+    def _cast(self, work: CastWeights) -> None:
+        arrays = self._arrays[work.block]
+        _native.cast_weights(
+            self._pool,
+            master=arrays.state["master"],
+            weights=arrays.weights[work.version % 2],
+            weights_dtype=self._weights_dtype,
+        )

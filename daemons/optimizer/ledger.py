@@ -1,0 +1,167 @@
+"""optimizerd's copy of the control words it writes, and the orders that change them.
+
+From ``Begin`` on nobody else writes these words, so the copy is exact. Every change is recorded as
+an effect, in the order in which it must reach shared memory.
+
+Order of the words around a pass, and what a SIGKILL at each point leaves (recovery is in
+:mod:`penstock.daemons.optimizer.recovery`)::
+
+    Advance of block b: state c-1 -> c, weights t = c+1 into slot t % 2
+
+    SetSlot(b, t % 2, INVALID)    killed before: nothing has happened
+    BeginPass(b, c)               killed before: the slot is invalid, nothing else has happened
+      undo area armed             killed before: intent, undo idle, its completed tag another:
+                                  the state was not touched, the intent is dropped
+      vectors written             killed here: undo armed: repaired, then settled to the end
+      undo area idle, completed   killed before: like the line above
+    SetState(b, c)                killed before: undo idle, completed tag is this pass: the state
+                                  is complete, only this word is missing
+    EndPass                       killed before: the same, the word is merely written again
+    SetSlot(b, t % 2, t)          killed before: the weights stay invalid and are made again
+    BlockStatus is sent           so no decision can rest on a pass whose words are not all there
+
+The undo area is armed only between BeginPass and EndPass, so an armed area always comes with an
+intent that names the same pass. A preview writes nothing but its slot, which is invalid meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.daemons.optimizer.events import (
+    BeginPass,
+    Effect,
+    EndPass,
+    FlipCommitted,
+    MemoryFacts,
+    SetSlot,
+    SetState,
+    WriteRecord,
+)
+from penstock.daemons.optimizer.passes import (
+    Advance,
+    CastWeights,
+    FinishSettle,
+    Pass,
+    Preview,
+    Settle,
+    Update,
+)
+from penstock.shm.control import INVALID_VERSION, CommitRecord
+
+
+@dataclass(slots=True)
+class _Words:
+    state_version: int
+    slots: list[int]
+
+
+class Ledger:
+    """The words as they will be once :attr:`effects` have been carried out."""
+
+    def __init__(self, facts: MemoryFacts, effects: list[Effect]) -> None:
+        self.effects = effects
+        self.committed = facts.committed
+        self.record = facts.record
+        self._blocks = {
+            block: _Words(words.state_version, list(words.slots))
+            for block, words in facts.blocks.items()
+        }
+
+    def state_version(self, block: int) -> int:
+        """How many commits the block's state contains."""
+        return self._blocks[block].state_version
+
+    def pending(self, block: int) -> Update | None:
+        """The committed step that the block's state still lacks."""
+        if self.state_version(block) == self.committed:
+            return None
+        assert self.record is not None, "a pending step without a record passed the checks"
+        return Update.of(self.record)
+
+    def holds(self, block: int, version: int) -> bool:
+        """Whether the slot of ``version`` says that it holds it."""
+        return self._blocks[block].slots[version % 2] == version
+
+    def newest_slot(self, block: int) -> int:
+        """The highest version in the block's slots, 0 if both are invalid."""
+        return max((v for v in self._blocks[block].slots if v != INVALID_VERSION), default=0)
+
+    def commit(self, record: CommitRecord) -> None:
+        """Keep the record, then flip: a settle after the flip never needs the scheduler."""
+        if record != self.record:
+            self.effects.append(WriteRecord(record=record))
+            self.record = record
+        if record.version != self.committed:
+            self.effects.append(FlipCommitted(version=record.version))
+            self.committed = record.version
+
+    def set_state(self, block: int, version: int) -> None:
+        """Set a block's state version."""
+        if self.state_version(block) != version:
+            self._blocks[block].state_version = version
+            self.effects.append(SetState(block=block, version=version))
+
+    def set_slot(self, block: int, version: int) -> None:
+        """The slot of ``version`` holds it."""
+        if not self.holds(block, version):
+            self._write_slot(block, version % 2, version)
+
+    def forget(self, block: int, version: int) -> None:
+        """If the slot of ``version`` holds it, it does so no longer."""
+        if self.holds(block, version):
+            self._write_slot(block, version % 2, INVALID_VERSION)
+
+    def open_pass(self, work: Pass) -> None:
+        """Write the words that must stand before a pass starts."""
+        written = _weights_version(work)
+        if written is not None:
+            self._write_slot(work.block, written % 2, INVALID_VERSION)
+        # A FinishSettle works under the intent of the pass that it finishes.
+        if isinstance(work, Settle | Advance):
+            settled = _settled_version(work)
+            assert settled is not None
+            self.effects.append(BeginPass(block=work.block, state_version=settled))
+
+    def close_pass(self, work: Pass, *, keep_weights: bool) -> None:
+        """Write the words that say a pass is complete; its weights only if they are wanted."""
+        settled, written = _settled_version(work), _weights_version(work)
+        if settled is not None:
+            self.set_state(work.block, settled)
+            self.effects.append(EndPass())
+        if written is not None and keep_weights:
+            self.set_slot(work.block, written)
+
+    def validate(self, blocks: frozenset[int]) -> None:
+        """Check the conservation rules for the blocks that have state.
+
+        Raises:
+            ValueError: naming the block and its versions.
+        """
+        for block in sorted(blocks):
+            state, slots = self.state_version(block), self._blocks[block].slots
+            if state not in (self.committed, self.committed - 1):
+                raise ValueError(f"block {block}: state {state}, committed {self.committed}")
+            for slot, version in enumerate(slots):
+                if version == INVALID_VERSION:
+                    continue
+                if version % 2 != slot or version > self.committed + 1:
+                    raise ValueError(
+                        f"block {block}: slot {slot} holds {version}, committed {self.committed}"
+                    )
+
+    def _write_slot(self, block: int, slot: int, version: int) -> None:
+        self._blocks[block].slots[slot] = version
+        self.effects.append(SetSlot(block=block, slot=slot, version=version))
+
+
+def _settled_version(work: Pass) -> int | None:
+    if isinstance(work, Advance):
+        return work.pending.version
+    return work.update.version if isinstance(work, Settle | FinishSettle) else None
+
+
+def _weights_version(work: Pass) -> int | None:
+    if isinstance(work, Preview | Advance):
+        return work.update.version
+    return work.version if isinstance(work, CastWeights) else None

@@ -1,0 +1,148 @@
+"""``penstock optimizerd``: wires one node's optimizerd together and runs it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from penstock._native import Pool
+from penstock.daemons.optimizer.effects import Effects, PassThread
+from penstock.daemons.optimizer.events import OwnedBlock
+from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
+from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
+from penstock.daemons.optimizer.metrics import OptimizerMetrics
+from penstock.daemons.optimizer.pulls import Puller
+from penstock.daemons.optimizer.service import Parts, Service
+from penstock.daemons.optimizer.state import OptimizerState
+from penstock.protocol.blocks import attach
+from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.member import MemberLink
+from penstock.protocol.names import (
+    ipc_address,
+    memoryd_name,
+    node_index,
+    optimizerd_name,
+    ownership,
+)
+from penstock.protocol.process import (
+    StopSignal,
+    configure_logging,
+    die_with_parent,
+    run_main,
+    serve_metrics,
+)
+from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS, RunDirectory
+from penstock.shm.layout import SegmentKind
+
+GRADIENT_SOCKET = "optimizer"
+STATUS_SOCKET = "optimizer-status"
+_MAPPED = (SegmentKind.WEIGHTS, SegmentKind.STATE, SegmentKind.GRADS)
+
+
+def main(run_dir: Path, node: str, scheduler: str, parent_pid: int | None) -> int:
+    """Run the optimizerd of ``node`` until it is told to stop; the exit code."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    stop = StopSignal().install()
+    run = RunDirectory(run_dir)
+    return run_main(lambda: _run(run, node, scheduler, stop))
+
+
+def _run(run: RunDirectory, node: str, scheduler: str, stop: StopSignal) -> None:
+    member = optimizerd_name(node)
+    configure_logging(member, run.path, run.config.observability.log_level)
+    with ExitStack() as stack:
+        service, link, readers = _build(stack, run, node, scheduler, stop)
+        link.start()
+        stack.callback(link.close)
+        for reader in readers:
+            reader.start()
+            stack.callback(reader.close)
+        service.run()
+
+
+def _cores(config: OptimizerConfig) -> list[int]:
+    """The cores to pin threads to: those this process may use, at most as many as configured."""
+    available = sorted(os.sched_getaffinity(0))
+    return available[: min(config.threads or len(available), MAX_OPTIMIZER_THREADS)]
+
+
+def _sources(run: RunDirectory, blocks: tuple[OwnedBlock, ...]) -> dict[tuple[int, int], str]:
+    """(block, contribution) computed elsewhere -> the memoryd that holds it."""
+    nodes, owners = run.config.cluster.nodes, ownership(run.config, run.table, run.plan)
+    return {
+        (block.index, k): memoryd_name(nodes[owners.computed_on[block.index][k]].name)
+        for block in blocks
+        for k in block.remote
+    }
+
+
+def _build(
+    stack: ExitStack, run: RunDirectory, node: str, scheduler: str, stop: StopSignal
+) -> tuple[Service, MemberLink, tuple[GradientSocket | LinkReader, ...]]:
+    """Make all parts; ``stack`` takes them apart again, in the opposite order."""
+    config, member = run.config, optimizerd_name(node)
+    index = node_index(config, node)
+    registry = CollectorRegistry()
+    metrics = OptimizerMetrics(registry)
+    server = serve_metrics(registry, config.observability.metrics_port)
+    stack.callback(server.close)
+    inbox: Inbox = Inbox()
+    host = config.cluster.nodes[index].host if len(config.cluster.nodes) > 1 else None
+    gradients = GradientSocket(
+        local_address=ipc_address(run.run_id, node, GRADIENT_SOCKET),
+        host=host,
+        inbox=inbox,
+        metrics=metrics,
+    )
+    memory = attach(run, index, member, kinds=_MAPPED)
+    stack.callback(memory.close)
+    blocks = owned_blocks(memory)
+    remote = RemoteGradients(memory, blocks)
+    pool = stack.enter_context(Pool(_cores(config.optimizer)))
+    kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
+    stack.callback(kernels.close)
+    passes = PassThread(kernels, inbox.put)
+    passes.start()
+    stack.callback(passes.close)
+    puller = None
+    if any(block.remote for block in blocks):
+        puller = Puller(
+            run_id=run.run_id,
+            remote=remote,
+            source=_sources(run, blocks),
+            report=lambda event, num_bytes: inbox.put(PullOutcome(event, num_bytes)),
+        )
+        puller.start()
+        stack.callback(puller.close)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    status_socket = context.socket(zmq.PUB)
+    status_socket.bind(ipc_address(run.run_id, node, STATUS_SOCKET))
+    link = MemberLink(
+        address=scheduler,
+        hello=lambda: service.hello(server.port, member, gradients.endpoint),
+        heartbeat_interval_s=config.cluster.heartbeat_interval_s,
+        silence_timeout_s=config.cluster.heartbeat_timeout_s,
+    )
+    effects = Effects(control=memory.control, passes=passes, pulls=puller, send=link.send)
+    service = Service(
+        machine=OptimizerState(blocks),
+        inbox=inbox,
+        parts=Parts(
+            run_id=run.run_id,
+            blocks=blocks,
+            control=memory.control,
+            kernels=kernels,
+            effects=effects,
+            puller=puller,
+            status_socket=status_socket,
+            metrics=metrics,
+            stop=stop,
+        ),
+    )
+    return service, link, (LinkReader(link, inbox), gradients)

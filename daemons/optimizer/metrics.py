@@ -1,0 +1,61 @@
+"""Prometheus metrics of optimizerd."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class OptimizerMetrics:
+    """One set of metrics in ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._pass_seconds = Histogram(
+            "penstock_optimizer_pass_seconds",
+            "Time of one pass over one block.",
+            ["pass"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._parameters = Counter(
+            "penstock_optimizer_parameters",
+            "Parameters that passes went through, padding included.",
+            ["pass"],
+            registry=registry,
+        )
+        self._throughput = Gauge(
+            "penstock_optimizer_parameters_per_second",
+            "Speed of the last pass.",
+            ["pass"],
+            registry=registry,
+        )
+        self.queue_length = Gauge(
+            "penstock_optimizer_queue_length",
+            "Blocks that wait for their pass.",
+            registry=registry,
+        )
+        self.committed_version = Gauge(
+            "penstock_optimizer_committed_version",
+            "Version that the control segment says is committed.",
+            registry=registry,
+        )
+        self.epoch = Gauge("penstock_optimizer_epoch", "Epoch taken part in.", registry=registry)
+        self.pulled_bytes = Counter(
+            "penstock_optimizer_pulled_bytes",
+            "Gradients fetched from other nodes.",
+            registry=registry,
+        )
+        self.dropped_messages = Counter(
+            "penstock_optimizer_dropped_messages",
+            "Messages on the local socket that were not obeyed.",
+            ["reason"],
+            registry=registry,
+        )
+
+    def pass_done(self, name: str, seconds: float, num_parameters: int) -> None:
+        """Count one pass."""
+        self._pass_seconds.labels(name).observe(seconds)
+        self._parameters.labels(name).inc(num_parameters)
+        if seconds > 0:
+            self._throughput.labels(name).set(num_parameters / seconds)

@@ -1,0 +1,131 @@
+"""Fetches contributions that other nodes compute, through the memoryds of those nodes.
+
+One thread, one pull at a time: a cancelled pull has stopped writing into its buffer before the next
+one begins. What a cancelled pull leaves in the buffer is never used, because the state machine
+knows which attempt each buffer holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+
+from penstock.daemons.optimizer.events import Broken, Pull, Pulled
+from penstock.daemons.optimizer.kernels import RemoteGradients
+from penstock.protocol.blocks import BlockClient, FetchCancelledError
+from penstock.protocol.errors import LostMemberError, PenstockError
+from penstock.protocol.frames import BlockRequest
+
+ATTEMPT_TIMEOUT_S = 30.0
+"""After so long the log says what is awaited; the scheduler decides who is lost."""
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[Pulled | Broken, int], None]
+"""Called with the event and the number of bytes fetched."""
+
+
+class Puller:
+    """Carries out Pull orders on a thread of its own, from :meth:`start` to :meth:`close`."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        remote: RemoteGradients,
+        source: Mapping[tuple[int, int], str],
+        report: Report,
+    ) -> None:
+        """``source``: (block, contribution) -> member name of the memoryd that holds it."""
+        self._run_id = run_id
+        self._remote = remote
+        self._source = source
+        self._report = report
+        self._orders: queue.SimpleQueue[tuple[int, str, Pull] | None] = queue.SimpleQueue()
+        self._generation = 0  # written by the owner's thread only; a pull of an older one is off
+        self._addresses: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="puller")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def set_addresses(self, addresses: Mapping[str, str]) -> None:
+        """Where the memoryds listen in this epoch, by member name."""
+        self._addresses = dict(addresses)
+
+    def order(self, pull: Pull) -> None:
+        """Queue a pull."""
+        address = self._addresses.get(self._source[(pull.block, pull.contribution)], "")
+        self._orders.put((self._generation, address, pull))
+
+    def cancel(self) -> None:
+        """Give up all pulls ordered so far."""
+        self._generation += 1
+
+    def close(self) -> None:
+        """Give up what is under way and end the thread."""
+        self.cancel()
+        self._orders.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with zmq.Context() as context:
+            client = BlockClient(context)
+            try:
+                while (order := self._orders.get()) is not None:
+                    self._carry_out(client, *order)
+            finally:
+                client.close()
+
+    def _carry_out(self, client: BlockClient, generation: int, address: str, pull: Pull) -> None:
+        try:
+            out = self._remote.array(pull.block, pull.contribution, pull.version % 2)
+            if not address:
+                source = self._source[(pull.block, pull.contribution)]
+                raise LostMemberError(f"Begin named no address of {source}")
+            request = BlockRequest(
+                run_id=self._run_id,
+                epoch=pull.since_epoch,
+                attempt=pull.attempt,
+                array="grads",
+                block=pull.block,
+                version=pull.version,
+                contribution=pull.contribution,
+            )
+            if self._fetch(client, address, request, out, generation):
+                event = Pulled(
+                    epoch=pull.epoch,
+                    attempt=pull.attempt,
+                    version=pull.version,
+                    block=pull.block,
+                    contribution=pull.contribution,
+                )
+                self._report(event, out.nbytes)
+        except PenstockError as error:
+            self._report(Broken(error=str(error)), 0)
+
+    def _fetch(
+        self, client: BlockClient, address: str, request: BlockRequest, out: Any, generation: int
+    ) -> bool:
+        """Whether the array is here; False when the pull was cancelled."""
+        while generation == self._generation:
+            try:
+                client.fetch(
+                    address,
+                    request,
+                    out,
+                    timeout_s=ATTEMPT_TIMEOUT_S,
+                    cancelled=lambda: generation != self._generation,
+                )
+                return True
+            except FetchCancelledError:
+                return False
+            except LostMemberError as error:
+                _log.warning("still waiting: %s", error)
+        return False

@@ -1,0 +1,100 @@
+"""What a ``Begin`` finds in memory: whether it can be true, and what an interrupted pass left.
+
+Pure functions over :class:`~penstock.daemons.optimizer.events.MemoryFacts`. The steps themselves
+are taken by the state machine; each may be cut short by a SIGKILL and is found again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from penstock.daemons.optimizer.events import BeginAsked, MemoryFacts, OwnedBlock
+from penstock.daemons.optimizer.passes import pass_tag
+from penstock.shm.control import Decision
+
+
+class ImpossibleError(Exception):
+    """Memory, scheduler and state machine contradict each other: going on would lose bytes."""
+
+
+class Interrupted(Enum):
+    """What became of the pass that the intent names."""
+
+    NONE = auto()
+    NOT_STARTED = auto()
+    CUT_SHORT = auto()
+    COMPLETE = auto()
+
+
+def interrupted_pass(facts: MemoryFacts) -> Interrupted:
+    """Tell the cases apart that are drawn in :mod:`penstock.daemons.optimizer.ledger`.
+
+    Raises:
+        ImpossibleError: the undo area is armed for a pass that was never announced.
+    """
+    intent, undo = facts.interrupted, facts.undo
+    tag = 0 if intent is None else pass_tag(intent.block, intent.state_version)
+    if undo.armed and undo.tag != tag:
+        raise ImpossibleError(
+            f"the undo area is armed for pass {undo.tag:#x}, but the pass under way was"
+            f" {tag:#x}: the control segment is damaged"
+        )
+    if intent is None:
+        return Interrupted.NONE
+    if undo.armed:
+        return Interrupted.CUT_SHORT
+    return Interrupted.COMPLETE if undo.completed == tag else Interrupted.NOT_STARTED
+
+
+def check_begin(begin: BeginAsked, blocks: Iterable[OwnedBlock]) -> None:
+    """Check that the scheduler's commit and the memory belong together.
+
+    Raises:
+        ImpossibleError: naming what contradicts what.
+    """
+    facts, record = begin.facts, begin.record
+    if record.incarnation != facts.incarnation:
+        raise ImpossibleError(
+            f"memory holds incarnation {facts.incarnation}, the scheduler's commit"
+            f" {record.version} is of incarnation {record.incarnation}"
+        )
+    if record.version not in (facts.committed, facts.committed + 1):
+        raise ImpossibleError(
+            f"memory is at version {facts.committed}, the scheduler at {record.version}:"
+            " at most one commit can be outstanding"
+        )
+    behind = record.version - 1
+    for block in blocks:
+        state = facts.blocks[block.index].state_version
+        if not block.contributions or state == record.version == facts.committed:
+            continue
+        if state != behind:
+            raise ImpossibleError(
+                f"block {block.index}: state version {state}, the scheduler is at {record.version}"
+            )
+        if record.decision not in (Decision.COMMIT, Decision.AMEND):
+            raise ImpossibleError(
+                f"block {block.index}: state version {state} lacks version {record.version}, which"
+                f" is a {record.decision.name} and has no gradients"
+            )
+    _check_intent(begin)
+
+
+def _check_intent(begin: BeginAsked) -> None:
+    facts, intent = begin.facts, begin.facts.interrupted
+    if interrupted_pass(facts) is Interrupted.NONE or intent is None:
+        return
+    words = facts.blocks.get(intent.block)
+    # A pass leads to the committed version, and no later commit is possible before it has ended.
+    expected = (begin.record.version, begin.record.version - 1)
+    if (
+        words is None
+        or intent.state_version != begin.record.version
+        or words.state_version not in expected
+    ):
+        found = None if words is None else words.state_version
+        raise ImpossibleError(
+            f"a pass led block {intent.block} to state version {intent.state_version}, but it is at"
+            f" {found} and the scheduler at {begin.record.version}"
+        )

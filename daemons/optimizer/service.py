@@ -1,0 +1,266 @@
+"""optimizerd's loop: what arrives in the inbox becomes events, the machine's effects are done.
+
+The loop sleeps in one queue that every listening thread fills, so whatever comes is answered at
+once. Only two things happen by the clock: a look at the stop signal, and, after a second without
+news, at the ready words, should a message of a worker have been lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+from penstock.daemons.optimizer.effects import Effects, FinishedPass, read_facts
+from penstock.daemons.optimizer.events import (
+    AmendAsked,
+    AttemptAsked,
+    BeginAsked,
+    CommitAsked,
+    DrainAsked,
+    Event,
+    GradientsReady,
+    OwnedBlock,
+    PassDone,
+    SettleAsked,
+    SkipAsked,
+    StopAsked,
+)
+from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
+from penstock.daemons.optimizer.kernels import Kernels
+from penstock.daemons.optimizer.metrics import OptimizerMetrics
+from penstock.daemons.optimizer.passes import Pass
+from penstock.daemons.optimizer.pulls import Puller
+from penstock.daemons.optimizer.state import OptimizerState
+from penstock.protocol.errors import (
+    ConfigError,
+    ExitCode,
+    LostMemberError,
+    PenstockError,
+    RefusedError,
+)
+from penstock.protocol.frames import GradientReady, OptimizerStatus, encode
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.process import StopSignal
+from penstock.shm.control import CommitRecord, ControlView, Decision
+
+RESCAN_AFTER_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+def record_of(message: pb.Record) -> CommitRecord:
+    """The record that a message carries."""
+    return CommitRecord(
+        version=message.version,
+        attempt=message.attempt,
+        decision=Decision(message.decision),
+        coefficient=message.coefficient,
+        inverse_loss_scale=message.inverse_loss_scale,
+        learning_rate=message.learning_rate,
+        bias_step=message.bias_step,
+        incarnation=message.incarnation,
+    )
+
+
+_EVENTS: dict[str, Callable[[Any], Event]] = {
+    "drain": lambda m: DrainAsked(epoch=m.epoch),
+    "run_attempt": lambda m: AttemptAsked(
+        epoch=m.epoch,
+        attempt=m.attempt,
+        base_version=m.base_version,
+        loss_scale=m.loss_scale,
+        learning_rate=m.learning_rate,
+        hold=m.hold,
+    ),
+    "amend": lambda m: AmendAsked(epoch=m.epoch, attempt=m.attempt, record=record_of(m.record)),
+    "commit": lambda m: CommitAsked(epoch=m.epoch, record=record_of(m.record)),
+    "skip": lambda m: SkipAsked(epoch=m.epoch, attempt=m.attempt),
+    "settle": lambda m: SettleAsked(epoch=m.epoch, version=m.version),
+    "shutdown": lambda m: StopAsked(),
+}
+"""Messages that are events as they stand; Begin needs the memory, Refused ends the process."""
+
+
+class StatusSocket(Protocol):
+    """The part of a PUB socket that is used."""
+
+    def send(self, data: bytes, flags: int = 0) -> Any:
+        """Queue a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the service works with."""
+
+    run_id: str
+    blocks: tuple[OwnedBlock, ...]
+    control: ControlView
+    kernels: Kernels
+    effects: Effects
+    puller: Puller | None
+    status_socket: StatusSocket
+    metrics: OptimizerMetrics
+    stop: StopSignal
+
+
+class Service:
+    """One optimizerd, from its first message to its exit."""
+
+    def __init__(self, *, machine: OptimizerState, inbox: Inbox, parts: Parts) -> None:
+        self._machine = machine
+        self._inbox = inbox
+        self._parts = parts
+        self._local = {
+            (b.index, k) for b in parts.blocks for k in range(b.contributions) if k not in b.remote
+        }
+        self._idle_s = 0.0
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            pb.SchedulerMessage: self._on_message,
+            GradientReady: self._on_gradients,
+            FinishedPass: self._on_pass,
+            PullOutcome: self._on_pull,
+            Lost: self._on_lost,
+        }
+
+    def run(self) -> None:
+        """Serve until the machine wants to exit.
+
+        Raises:
+            PenstockError: the run cannot go on (the scheduler has been told), or refuses this
+                process.
+        """
+        while self._parts.effects.end is None:
+            try:
+                item = self._inbox.get(timeout=POLL_S)
+            except queue.Empty:
+                self._on_quiet()
+                continue
+            self._idle_s = 0.0
+            self._handlers[type(item)](item)
+        self._leave(self._parts.effects.end.code)
+
+    def hello(self, metrics_port: int, member: str, endpoint: str) -> pb.Hello:
+        """How this process introduces itself on every new stream."""
+        return pb.Hello(
+            run_id=self._parts.run_id,
+            member=member,
+            pid=os.getpid(),
+            epoch=self._machine.joined_epoch,
+            data_endpoint=endpoint,
+            metrics_port=metrics_port,
+        )
+
+    def _feed(self, event: Event) -> None:
+        epoch, phase = self._machine.joined_epoch, self._machine.phase
+        self._parts.effects.carry_out(self._machine.handle(event))
+        if (epoch, phase) != (self._machine.joined_epoch, self._machine.phase):
+            _log.info(
+                "%s in epoch %d at version %d",
+                self._machine.phase.name.lower(),
+                self._machine.joined_epoch,
+                self._machine.committed,
+            )
+        metrics = self._parts.metrics
+        metrics.queue_length.set(self._machine.queue_length)
+        metrics.committed_version.set(self._machine.committed)
+        metrics.epoch.set(self._machine.joined_epoch)
+
+    def _on_message(self, message: pb.SchedulerMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "refused":
+            raise RefusedError(f"the scheduler refuses this optimizerd: {message.refused.reason}")
+        if kind == "begin":
+            self._on_begin(message.begin)
+        elif kind in _EVENTS:
+            if kind == "shutdown":
+                _log.info("shutdown: %s", message.shutdown.reason)
+            self._feed(_EVENTS[kind](getattr(message, kind)))
+
+    def _on_begin(self, begin: pb.Begin) -> None:
+        if self._parts.puller is not None:
+            self._parts.puller.set_addresses({e.member: e.address for e in begin.endpoints})
+        facts = read_facts(self._parts.control, self._parts.blocks)
+        record = record_of(begin.record)
+        self._feed(BeginAsked(epoch=begin.epoch, record=record, facts=facts))
+
+    def _on_gradients(self, message: GradientReady) -> None:
+        reason = self._why_not(message)
+        if reason:
+            self._parts.metrics.dropped_messages.labels(reason).inc()
+            _log.debug("dropped %s: %s", message, reason)
+            return
+        self._feed(
+            GradientsReady(
+                epoch=message.epoch,
+                attempt=message.attempt,
+                block=message.block,
+                contribution=message.contribution,
+            )
+        )
+
+    def _why_not(self, message: GradientReady) -> str:
+        """Why a message is not believed, or an empty text."""
+        if message.run_id != self._parts.run_id:
+            return "other_run"
+        if (message.block, message.contribution) not in self._local:
+            return "not_local"  # another node's contribution is pulled, whoever announces it
+        if not self._is_ready(message):
+            return "not_ready"
+        return ""
+
+    def _is_ready(self, wanted: GradientReady | GradientsReady) -> bool:
+        word = self._parts.control.ready(wanted.block, wanted.contribution)
+        return word == (wanted.epoch, wanted.attempt)
+
+    def _on_pass(self, finished: FinishedPass) -> None:
+        event = finished.event
+        attempt, epoch = self._machine.attempt, self._machine.joined_epoch
+        self._feed(event)
+        if isinstance(event, PassDone):
+            self._publish(finished.work, event, epoch, attempt)
+            elements = self._parts.kernels.num_elements(finished.work.block)
+            self._parts.metrics.pass_done(finished.work.name, event.seconds, elements)
+
+    def _publish(self, work: Pass, done: PassDone, epoch: int, attempt: int) -> None:
+        status = done.status
+        message = OptimizerStatus(
+            run_id=self._parts.run_id,
+            epoch=epoch,
+            attempt=attempt,
+            block=work.block,
+            pass_name=work.name,
+            finite=status is None or status.finite,
+            sum_squares=0.0 if status is None else status.sum_squares,
+            seconds=done.seconds,
+        )
+        self._parts.status_socket.send(encode(message), zmq.NOBLOCK)
+
+    def _on_pull(self, outcome: PullOutcome) -> None:
+        self._parts.metrics.pulled_bytes.inc(outcome.num_bytes)
+        self._feed(outcome.event)
+
+    def _on_lost(self, lost: Lost) -> None:
+        raise LostMemberError(f"link to the scheduler: {lost.error}") from lost.error
+
+    def _on_quiet(self) -> None:
+        if self._parts.stop.is_set:
+            self._feed(StopAsked())
+        self._idle_s += POLL_S
+        if self._idle_s >= RESCAN_AFTER_S:
+            self._idle_s = 0.0
+            for wanted in self._machine.awaited():
+                if self._is_ready(wanted):
+                    _log.warning("no message came for %s", wanted)
+                    self._feed(wanted)
+
+    def _leave(self, code: ExitCode) -> None:
+        if code is ExitCode.DONE:
+            return
+        kinds: dict[ExitCode, type[PenstockError]] = {ExitCode.BAD_CONFIG: ConfigError}
+        raise kinds.get(code, LostMemberError)(self._parts.effects.error)
