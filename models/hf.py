@@ -1,0 +1,125 @@
+"""Hugging Face configurations: from ``model.hf`` or ``model.path`` to a complete, checked one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError, StateError
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
+"""Accepted by transformers although no configuration lists them any more."""
+
+
+def resolve_hf_config(
+    config: Config, *, tokenizer_vocab_size: int | None, eos: int | None
+) -> PretrainedConfig:
+    """The model's configuration with vocabulary size and special tokens filled in.
+
+    ``tokenizer_vocab_size`` is None when token ids come from a file; then the model must say.
+
+    Raises:
+        ConfigError: unknown type or key, impossible value, vocabulary or positions too small.
+    """
+    if config.model.path is not None:
+        hf_config = read_hf_config(config.model.path)
+        vocab_key = f"vocab_size of {config.model.path / 'config.json'}"
+    else:
+        assert config.model.hf is not None
+        hf_config = _from_mapping(dict(config.model.hf), tokenizer_vocab_size, eos)
+        vocab_key = "model.hf.vocab_size"
+    vocab_size = int(hf_config.vocab_size)
+    if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
+        raise ConfigError(
+            f"{vocab_key} = {vocab_size}: tokenizer {config.data.tokenizer!r} has"
+            f" {tokenizer_vocab_size} tokens; give at least that"
+        )
+    _check_positions(hf_config, config.data.sequence_length)
+    return hf_config
+
+
+def read_hf_config(directory: Path) -> PretrainedConfig:
+    """``config.json`` of a local model directory.
+
+    Raises:
+        ConfigError: missing, or no configuration that transformers knows.
+    """
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {str(directory)!r}: has no config.json; give a local directory in the"
+            " Hugging Face layout"
+        )
+    try:
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ConfigError(f"{directory / 'config.json'}: {error}") from error
+    return hf_config
+
+
+def load_run_config(run_dir: Path) -> PretrainedConfig:
+    """``RUN_DIR/model/config.json``, as ``penstock.models.prepare`` wrote it.
+
+    Raises:
+        StateError: it is missing or damaged.
+    """
+    try:
+        return read_hf_config(run_dir / "model")
+    except ConfigError as error:
+        raise StateError(f"{error} (written by penstock.models.prepare; start again)") from error
+
+
+def _from_mapping(
+    fields: dict[str, Any], tokenizer_vocab_size: int | None, eos: int | None
+) -> PretrainedConfig:
+    model_type = str(fields.pop("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=3)
+        raise ConfigError(
+            f"model.hf.model_type = {model_type!r}: transformers knows no such type; try"
+            f" {', '.join(close or ['llama', 'gpt2', 'qwen2', 'mistral'])}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    _refuse_unknown(fields, config_class)
+    if "vocab_size" not in fields:
+        if tokenizer_vocab_size is None:
+            raise ConfigError(
+                "model.hf.vocab_size: is missing; with data.tokens nothing else says how many"
+                " tokens there are"
+            )
+        fields["vocab_size"] = tokenizer_vocab_size
+    # A type's default special tokens belong to the tokenizer of its first model: as ordinary tokens
+    # of another tokenizer they would be treated as padding.
+    defaults = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    try:
+        return config_class(**{**defaults, **fields})
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        detail = " ".join(str(error).split())
+        raise ConfigError(f"model.hf: not a {model_type} configuration: {detail}") from error
+
+
+def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
+    """transformers keeps unknown keys without a word, and trains another model than was meant."""
+    known = set(inspect.signature(config_class.__init__).parameters) | set(config_class().to_dict())
+    known |= {*config_class.attribute_map, *_SPECIAL_TOKENS, *_OLDER_NAMES}
+    known -= {"self", "kwargs", "args"}
+    for key in fields:
+        if key not in known:
+            close = difflib.get_close_matches(key, sorted(known), n=3) or sorted(known)
+            raise ConfigError(f"model.hf.{key}: unknown key; known keys are {', '.join(close)}")
+
+
+def _check_positions(hf_config: PretrainedConfig, sequence_length: int) -> None:
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < sequence_length:
+        raise ConfigError(
+            f"data.sequence_length = {sequence_length}: the model has {positions} positions"
+            " (max_position_embeddings); give at most that"
+        )

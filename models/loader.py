@@ -1,0 +1,86 @@
+"""``python -m penstock.models.loader``: writes a new model's weights into a node's memory and ends.
+
+Started by memoryd during a restore, when nothing else of the run moves. It fills ``master`` (fp32)
+and ``frozen`` (weight dtype) of the blocks the node owns, one block at a time; memoryd derives the
+rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from penstock.models.hf import load_run_config
+from penstock.models.initial import initial_blocks, pack
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
+from penstock.protocol.process import die_with_parent
+from penstock.protocol.rundir import RunDirectory
+from penstock.shm.errors import SegmentError
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import Array, NodeMemory
+from penstock.shm.table import DType
+
+
+def load_node(run_dir: Path, node_name: str) -> None:
+    """Write the initial weights of the blocks that a node owns.
+
+    Raises:
+        ConfigError: no such node, or see :func:`penstock.models.initial.initial_blocks`.
+        StateError: its memory cannot be attached, or see there.
+    """
+    files = RunDirectory(run_dir)
+    names = [node.name for node in files.config.cluster.nodes]
+    if node_name not in names:
+        raise ConfigError(f"--node {node_name}: cluster.nodes has {', '.join(names)}")
+    hf_config = load_run_config(run_dir)
+    spec = files.memory_spec(names.index(node_name))
+    try:
+        memory = NodeMemory.attach(spec, (SegmentKind.STATE, SegmentKind.FROZEN))
+    except SegmentError as error:
+        raise StateError(f"memory of node {node_name}: {error}") from error
+    try:
+        fill(memory, files, hf_config)
+    finally:
+        memory.close()
+
+
+def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -> None:
+    """Write ``master`` and ``frozen`` of all blocks the node owns."""
+    owned = memory.owned_blocks()
+    for block, tensors in initial_blocks(files.config, hf_config, files.table, owned):
+        trainable, frozen = pack(files.table.blocks[block], tensors)
+        memory.state(block, "master")[:] = trainable
+        if len(frozen):
+            _store(memory.frozen(block), torch.from_numpy(frozen), files.table.weight_dtype)
+
+
+def _store(place: Array, values: torch.Tensor, dtype: DType) -> None:
+    """Convert on the way; bf16 lies in NumPy arrays as its bits."""
+    target = torch.from_numpy(place)
+    (target.view(torch.bfloat16) if dtype is DType.BF16 else target).copy_(values)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="penstock.models.loader", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="RUN_DIR/resolved.yaml")
+    parser.add_argument("--node", required=True, help="name of the node in cluster.nodes")
+    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
+    options = parser.parse_args(arguments)
+    if options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
+    try:
+        load_node(options.config.parent, options.node)
+    except PenstockError as error:
+        sys.stderr.write(f"penstock: {error}\n")
+        return error.exit_code
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
