@@ -6,16 +6,19 @@ Run by test_kill.py in an interpreter without other threads, because every victi
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from penstock import _native
 
 NUM_ELEMENTS = 1 << 18
 NUM_THREADS = 2
+GUARDED_PAGE = 37
 PATIENCE_S = 30.0
 Arrays = dict[str, Any]  # name -> array
 
@@ -46,7 +50,7 @@ class Shared:
         num_bytes = num_elements * np.dtype(dtype).itemsize
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             file.truncate(num_bytes)
-            return np.frombuffer(mmap(file.fileno(), num_bytes), dtype)
+            return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
 
     def reset(self, initial: Arrays) -> None:
         """Back to the initial state, an idle undo area, nothing started."""
@@ -194,28 +198,59 @@ def undisturbed(job: Job, pool: _native.Pool, initial: Arrays, num_steps: int) -
     return arrays
 
 
-def run_rounds(job: Job, initial: Arrays, rounds: int, rng: random.Random) -> dict[str, int]:
-    """Counts over all rounds; the caller judges."""
-    counts = dict.fromkeys(("killed_in_pass", "needed_restoring", "killed_in_repair", "wrong"), 0)
+def run_into_guard(job: Job, shared: Shared, name: str) -> None:
+    """A victim that dies exactly at its first store to one page of one array, in the second pass.
+
+    What it leaves shows whether undo values and index are in place before any array is written.
+    """
+
+    def run() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        pool = job.pool()
+        job.run_pass(pool, shared, 1)
+        page = shared.arrays[name].ctypes.data + GUARDED_PAGE * mmap.PAGESIZE
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mprotect(ctypes.c_void_p(page), mmap.PAGESIZE, mmap.PROT_READ) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect")
+        job.run_pass(pool, shared, 2)
+
+    _, status = os.waitpid(fork(run), 0)
+    if os.waitstatus_to_exitcode(status) != -signal.SIGSEGV:
+        raise RuntimeError(f"the guarded child ended with {os.waitstatus_to_exitcode(status)}")
+
+
+def recover(job: Job, shared: Shared, initial: Arrays, rng: random.Random) -> dict[str, int]:
+    """Repair and complete what a victim left, killed up to twice on the way; what was seen."""
+    seen = {"killed_in_pass": 0, "needed_restoring": 0, "killed_in_repair": 0}
+    state = _native.undo_state(shared.undo)
+    num_steps = state.tag if state.armed else state.completed
+    with job.pool() as pool:
+        expected = undisturbed(job, pool, initial, num_steps)
+        if state.armed:
+            naive = complete_without_restoring(job, shared, pool)
+            seen |= {"killed_in_pass": 1, "needed_restoring": int(not same(naive, expected))}
+    for _ in range(rng.randrange(3)):
+        child = fork(lambda: complete(job, shared))
+        seen["killed_in_repair"] += kill_after(child, rng.uniform(0, 0.002))
+    complete(job, shared)
+    finished = _native.undo_state(shared.undo)
+    right = same(shared.arrays, expected) and finished.completed == num_steps
+    return seen | {"wrong": int(not right or finished.armed)}
+
+
+def run_rounds(job: Job, initial: Arrays, rounds: int, rng: random.Random) -> Counter[str]:
+    """Counts over all rounds and guards; the caller judges."""
+    counts: Counter[str] = Counter()
     shared = Shared()
     for _ in range(rounds):
         shared.reset(initial)
         run_until_killed(job, shared, rng)
-        state = _native.undo_state(shared.undo)
-        with job.pool() as pool:
-            num_steps = state.tag if state.armed else state.completed
-            expected = undisturbed(job, pool, initial, num_steps)
-            if state.armed:
-                counts["killed_in_pass"] += 1
-                naive = complete_without_restoring(job, shared, pool)
-                counts["needed_restoring"] += not same(naive, expected)
-        for _ in range(rng.randrange(3)):
-            child = fork(lambda: complete(job, shared))
-            counts["killed_in_repair"] += kill_after(child, rng.uniform(0, 0.002))
-        complete(job, shared)
-        finished = _native.undo_state(shared.undo)
-        right = same(shared.arrays, expected) and finished.completed == num_steps
-        counts["wrong"] += not right or finished.armed
+        counts.update(recover(job, shared, initial, rng))
+    for name in shared.arrays:
+        shared.reset(initial)
+        run_into_guard(job, shared, name)
+        seen = recover(job, shared, initial, rng)
+        counts.update({"guarded": seen["killed_in_pass"], "wrong": seen["wrong"]})
     return counts
 
 

@@ -34,6 +34,7 @@ def test_killed_passes_are_completed_with_the_same_bytes(mode: str, path: str) -
     counts = json.loads(result.stdout)
     message = f"seed {seed}: {counts}"
     assert counts["wrong"] == 0, message
+    assert counts["guarded"] == 3, message
     # The rest shows that the kills land where they matter and that repair is what saves the bytes.
     assert counts["killed_in_pass"] >= NUM_ROUNDS // 3, message
     assert counts["needed_restoring"] >= NUM_ROUNDS // 4, message
