@@ -8,6 +8,7 @@ which knows the block table.
 
 from __future__ import annotations
 
+import copy
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -289,9 +290,19 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         raise ConfigError(
             f"configuration {path}: expected sections (run, model, data, …), got {data!r}"
         )
+    return parse_config(apply_overrides(data, overrides), source=str(path))
+
+
+def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
+    """A copy of a nested mapping with ``section.key=value`` overrides applied in order.
+
+    Raises:
+        ConfigError: an override is not of this form.
+    """
+    changed = copy.deepcopy(data)
     for override in overrides:
-        _apply_override(data, override)
-    return parse_config(data, source=str(path))
+        _apply_override(changed, override)
+    return changed
 
 
 def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Config:

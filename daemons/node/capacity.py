@@ -27,7 +27,7 @@ DAEMON_BYTES = 60 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """What a machine has, in bytes. ``held``: what this run's segments occupy in /dev/shm already."""
+    """What a machine has, in bytes; ``held``: what this run's segments occupy in /dev/shm now."""
 
     ram_available: int
     shm_free: int

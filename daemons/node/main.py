@@ -27,6 +27,7 @@ from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.names import (
     devices_of_node,
     memoryd_name,
+    metrics_port,
     node_index,
     node_member_name,
     optimizerd_name,
@@ -113,7 +114,7 @@ def _run(run_dir: Path, node: str, scheduler: str | None, specs: SpecFactory) ->
         settings = locate_scheduler(config, run_dir, node, scheduler)
         children = specs(config, settings)
         metrics = NodeMetrics(node)
-        server = serve_metrics(metrics.registry, 0)
+        server = serve_metrics(metrics.registry, metrics_port(config, member))
         supervisor = Supervisor(
             NodeState.create(
                 tuple(spec.name for spec in children),

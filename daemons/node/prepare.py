@@ -8,8 +8,6 @@ taken. torch is needed for the block table and the data only; that happens in a 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,22 +15,14 @@ from pathlib import Path
 
 from penstock.daemons.node.capacity import MachineMemory, Need, check_capacity, needs
 from penstock.daemons.node.changes import Change, check_resume, find_changes
+from penstock.daemons.node.tool import run_tool
 from penstock.planner.build import build_plan
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.protocol.config import Config
-from penstock.protocol.errors import (
-    CapacityError,
-    ConfigError,
-    ExitCode,
-    PenstockError,
-    StateError,
-)
+from penstock.protocol.errors import StateError
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory, write_atomically
 from penstock.shm.table import BlockTable
-
-PREPARE_TIMEOUT_S = 3600.0
-"""Tokenizing a large corpus takes long; a process that hangs should still end some day."""
 
 Progress = Callable[[str], None]
 
@@ -106,37 +96,13 @@ def table_of(config: Config) -> BlockTable:
 
 
 def run_models_prepare(run_dir: Path, *arguments: str) -> None:
-    """Run ``penstock.models.prepare`` on a run directory.
+    """Make block table and data of a run directory in a process of its own.
 
     Raises:
-        ConfigError, CapacityError, StateError: what the process says on stderr, by its exit code.
+        PenstockError: what that process says, see :func:`penstock.daemons.node.tool.run_tool`.
     """
-    command = [sys.executable, "-m", "penstock.models.prepare"]
-    try:
-        done = subprocess.run(
-            [*command, str(run_dir), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=PREPARE_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise PenstockError(f"preparing {run_dir}: no end after {PREPARE_TIMEOUT_S:g} s") from error
-    if done.returncode == 0:
-        return
-    said = done.stderr.strip()
-    complaint = next(
-        (line for line in reversed(said.splitlines()) if line.startswith("penstock: ")), None
-    )
-    if complaint is None:
-        log = run_dir / "logs" / "prepare.txt"
-        log.parent.mkdir(exist_ok=True)
-        log.write_text(said + "\n", encoding="utf-8")
-        last = said.splitlines()[-1] if said else "it said nothing"
-        raise PenstockError(
-            f"penstock.models.prepare ended with code {done.returncode}: {last} (see {log})"
-        )
-    kind = CapacityError if done.returncode == ExitCode.NO_MEMORY else ConfigError
-    raise kind(complaint.removeprefix("penstock: "))
+    log = run_dir / "logs" / "prepare.txt"
+    run_tool("penstock.models.prepare", str(run_dir), *arguments, log=log)
 
 
 def has_started(run_dir: Path) -> bool:

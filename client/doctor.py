@@ -1,0 +1,270 @@
+"""``penstock doctor``: what Penstock left or needs on this machine, and what may go.
+
+Looking changes nothing. Cleaning removes only what belongs to nobody alive: segments whose owner
+is dead and that no process maps, processes whose supervisor is gone, and, in a run directory that
+no process holds, half-written saves and a stale endpoint file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.client.saved import saved_states
+from penstock.daemons.node.capacity import human_bytes
+from penstock.shm.control import ControlView
+from penstock.shm.errors import SegmentError
+from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.process import start_ticks
+from penstock.shm.segment import SHM_ROOT, Segment, list_segments, unlink
+
+LAUNCH_MODULE = "penstock.client.launch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing on this machine. ``removable``: it belongs to nobody alive."""
+
+    kind: str
+    name: str
+    detail: str
+    removable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything found, and facts about the machine."""
+
+    machine: dict[str, str]
+    findings: tuple[Finding, ...]
+    removed: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "machine": self.machine,
+            "findings": [asdict(finding) for finding in self.findings],
+            "removed": list(self.removed),
+        }
+
+    def to_text(self) -> str:
+        """For people."""
+        width = max(len(name) for name in self.machine)
+        lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
+        lines.append("")
+        for finding in self.findings:
+            state = "may go" if finding.removable else "in use"
+            lines.append(f"{finding.kind}: {finding.name} ({state}): {finding.detail}")
+        if not self.findings:
+            lines.append("nothing of Penstock is on this machine")
+        lines += [f"removed {name}" for name in self.removed]
+        if any(f.removable for f in self.findings) and not self.removed:
+            lines.append("penstock doctor --clean removes what may go")
+        return "\n".join(lines)
+
+
+def examine(run_dir: Path | None) -> Report:
+    """Look at segments, processes, and optionally a run directory."""
+    findings = [*_segments(run_dir), *_processes()]
+    if run_dir is not None:
+        findings += _run_directory(run_dir)
+    return Report(machine=machine_facts(), findings=tuple(findings))
+
+
+def clean(report: Report, run_dir: Path | None) -> Report:
+    """Remove what may go; the same report with what was removed."""
+    removed = []
+    for finding in report.findings:
+        if finding.removable:
+            _REMOVERS[finding.kind](finding.name, run_dir)
+            removed.append(f"{finding.kind} {finding.name}: {finding.detail}")
+    return Report(machine=report.machine, findings=report.findings, removed=tuple(removed))
+
+
+def machine_facts() -> dict[str, str]:
+    """Python, native module, torch, and limits; torch is found but not imported."""
+    total = os.statvfs(SHM_ROOT)
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = memlock == resource.RLIM_INFINITY
+    return {
+        "python": platform.python_version(),
+        "native vectors": _vector_path(),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+        "CUDA devices": str(len(list(Path("/dev").glob("nvidia[0-9]*")))),
+        "CPU cores": str(len(os.sched_getaffinity(0))),
+        "/dev/shm": f"{human_bytes(total.f_bavail * total.f_frsize)} free of"
+        f" {human_bytes(total.f_blocks * total.f_frsize)}",
+        "memlock limit": "unlimited" if unlimited else human_bytes(memlock),
+    }
+
+
+def _vector_path() -> str:
+    if importlib.util.find_spec("penstock._native") is None:
+        return "the native module is not built"
+    from penstock import _native
+
+    return _native.vector_path()
+
+
+def _version(package: str) -> str:
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    return importlib.metadata.version(package)
+
+
+def _segments(run_dir: Path | None) -> Iterable[Finding]:
+    known: set[str] = set()
+    for entry in inventory():
+        known.update(entry.names)
+        yield Finding(
+            kind="segments",
+            name=f"{entry.run_id}-{entry.node_name}",
+            detail=_describe_segments(entry, run_dir),
+            removable=not entry.in_use,
+        )
+    for name in list_segments():
+        if name not in known:
+            yield Finding(
+                kind="unknown segment",
+                name=name,
+                detail="not named as Penstock names segments; left alone",
+                removable=False,
+            )
+
+
+def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> str:
+    size = human_bytes(entry.num_bytes)
+    if entry.in_use:
+        pid = entry.owner.pid if entry.owner is not None else "unknown"
+        return f"{size}, owner pid {pid} alive or memory mapped"
+    if entry.owner is None:
+        return f"{size}, creation was cut short: holds nothing"
+    committed = _committed(entry)
+    if committed is None:
+        return f"{size}, owner pid {entry.owner.pid} dead, holds no model"
+    saved = _saved_version(entry.run_id, run_dir)
+    return (
+        f"{size}, owner pid {entry.owner.pid} dead, holds step {committed}; saved on disk: {saved}."
+        " Starting the run again continues from the memory; removing it loses what is not saved"
+    )
+
+
+def _committed(entry: NodeSegments) -> int | None:
+    """The committed version in dead memory, None when it holds no model."""
+    try:
+        segment = Segment.attach(f"/penstock-{entry.run_id}-{entry.node_name}-control")
+    except SegmentError:
+        return None
+    try:
+        view = ControlView.open(segment.buffer, run_id=entry.run_id, digest=None)
+        return view.committed if view.incarnation else None
+    except SegmentError:
+        return None
+    finally:
+        segment.close()
+
+
+def _saved_version(run_id: str, run_dir: Path | None) -> str:
+    if run_dir is None or not (run_dir / "run.json").exists():
+        return "unknown (give --run-dir)"
+    if json.loads((run_dir / "run.json").read_text(encoding="utf-8")).get("run_id") != run_id:
+        return "unknown (another run's directory)"
+    saved = saved_states(run_dir)
+    return f"step {saved[-1].version}" if saved else "nothing"
+
+
+def _processes() -> Iterable[Finding]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            owned = entry.stat().st_uid == os.getuid()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or not ours to see
+        if LAUNCH_MODULE not in words or "--parent-pid" not in words or not owned:
+            continue
+        parent = words[words.index("--parent-pid") + 1]
+        orphan = start_ticks(int(parent)) is None and start_ticks(int(entry.name)) is not None
+        what = " ".join(words[words.index(LAUNCH_MODULE) + 1 :]).strip()
+        yield Finding(
+            kind="process",
+            name=entry.name,
+            detail=f"{what}; parent {parent} {'is gone' if orphan else 'lives'}",
+            removable=orphan,
+        )
+
+
+def _run_directory(run_dir: Path) -> Iterable[Finding]:
+    held = _is_held(run_dir)
+    for path in sorted((run_dir / "state").glob(".tmp-*")):
+        yield Finding(
+            kind="half-written save",
+            name=str(path),
+            detail="a saved state that was never completed",
+            removable=not held,
+        )
+    endpoint = run_dir / "endpoint.json"
+    if endpoint.exists():
+        detail = "of the active run" if held else "of a run that was killed"
+        yield Finding(kind="endpoint", name=str(endpoint), detail=detail, removable=not held)
+
+
+def _is_held(run_dir: Path) -> bool:
+    """Whether a training or a node has the run directory locked."""
+    for path in run_dir.glob(".lock*"):
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
+def _remove_segments(name: str, run_dir: Path | None) -> None:
+    for entry in inventory():
+        # Looked at again: it may have found an owner since.
+        if f"{entry.run_id}-{entry.node_name}" == name and not entry.in_use:
+            for segment in entry.names:
+                unlink(segment)
+
+
+def _remove_process(name: str, run_dir: Path | None) -> None:
+    try:
+        pidfd = os.pidfd_open(int(name))
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(pidfd)
+
+
+def _remove_directory(name: str, run_dir: Path | None) -> None:
+    shutil.rmtree(name)
+
+
+def _remove_file(name: str, run_dir: Path | None) -> None:
+    Path(name).unlink(missing_ok=True)
+
+
+_REMOVERS = {
+    "segments": _remove_segments,
+    "process": _remove_process,
+    "half-written save": _remove_directory,
+    "endpoint": _remove_file,
+}

@@ -1,0 +1,331 @@
+"""``penstock``: the command line. Each command says one clear line on failure and exits with the
+contract's code.
+
+Commands import what they need when they run, so that ``penstock --help`` and the processes of a
+run start fast; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.protocol.config import Config
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 2 bad configuration or state, 3 not enough memory or space,"
+    " 4 lost members or internal error, 130 interrupted (state kept)."
+)
+
+app = typer.Typer(
+    name="penstock",
+    help="Train language models that do not fit in the memory of the GPUs at hand.",
+    epilog=EXIT_CODES
+    + "\n\nStart with: penstock train examples/tiny.yaml; while it runs, in another terminal:"
+    " penstock status --run-dir runs/tiny",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration; see the README.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key: --set train.steps=100."),
+]
+RunDirOption = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")
+]
+EndpointOption = Annotated[
+    str | None,
+    typer.Option("--endpoint", metavar="HOST:PORT", help="Scheduler, instead of --run-dir."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ProcessConfig = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="RUN_DIR/resolved.yaml of a prepared run.")
+]
+NodeOption = Annotated[str, typer.Option("--node", metavar="NAME", help="Name in cluster.nodes.")]
+SchedulerOption = Annotated[str, typer.Option("--scheduler", metavar="HOST:PORT")]
+ParentOption = Annotated[
+    int | None, typer.Option("--parent-pid", hidden=True, help="Die with this process.")
+]
+
+
+@contextmanager
+def errors_explained(log_dir: Path | None = None) -> Iterator[None]:
+    """Turn errors into one line and an exit code; what we did not foresee goes to a file."""
+    try:
+        yield
+    except PenstockError as error:
+        sys.stderr.write(f"penstock: {error}\n")
+        raise typer.Exit(int(error.exit_code)) from error
+    except KeyboardInterrupt as error:
+        sys.stderr.write("penstock: interrupted\n")
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        path = _write_trace(log_dir)
+        sys.stderr.write(f"penstock: internal error: {error!r}; details are in {path}\n")
+        raise typer.Exit(int(ExitCode.LOST_MEMBERS)) from error
+
+
+def _write_trace(log_dir: Path | None) -> Path:
+    directory = log_dir if log_dir is not None and log_dir.is_dir() else None
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="penstock-error-", suffix=".txt", dir=directory, delete=False
+    ) as file:
+        traceback.print_exc(file=file)
+    return Path(file.name)
+
+
+def _load(config: Path, settings: list[str] | None) -> Config:
+    from penstock.protocol.config import load_config
+
+    return load_config(config, tuple(settings or ()))
+
+
+@app.command(
+    epilog="The same command resumes a run that was stopped or killed. Ctrl-C finishes the step"
+    " under way and saves; a second Ctrl-C kills, and the state stays in memory."
+    " Example: penstock train examples/tiny.yaml --set train.steps=50 --run-dir runs/short"
+)
+def train(
+    config: ConfigArgument,
+    settings: SetOption = None,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Train on this machine: starts every process, shows progress, ends with the run."""
+    with errors_explained():
+        from penstock.client.display import choose_display
+        from penstock.client.train import run_training
+
+        resolved = _load(config, settings)
+        result = run_training(resolved, run_dir or resolved.run_dir, choose_display())
+        if result.error:
+            sys.stderr.write(f"penstock: {result.error}\n")
+    raise typer.Exit(result.exit_code)
+
+
+@app.command(
+    epilog="Starts nothing and keeps nothing. Example:"
+    " penstock plan examples/tiny.yaml --set schedule.scheme=1f1b --svg plan.svg"
+)
+def plan(
+    config: ConfigArgument,
+    settings: SetOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="plan.json", help="Write the plan.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the schedule, its simulated time and bubbles, and the memory needed and there."""
+    with errors_explained():
+        from penstock.client.planning import make_report, write_outputs
+
+        report = make_report(_load(config, settings))
+        write_outputs(report, out, svg)
+        if as_json:
+            typer.echo(json.dumps(report.to_dict(), indent=1))
+        else:
+            typer.echo(report.to_text(_terminal_width()))
+
+
+def _terminal_width() -> int:
+    import shutil
+
+    return min(160, shutil.get_terminal_size((100, 24)).columns)
+
+
+@app.command(
+    epilog="With another FILE than a resolved.yaml the first node prepares the run directory"
+    " (run.dir) itself. SIGTERM stops the run cleanly; a second one kills its processes."
+)
+def node(
+    config: Annotated[
+        Path, typer.Option("--config", metavar="FILE", help="resolved.yaml, or a configuration.")
+    ],
+    name: Annotated[str | None, typer.Option("--node", metavar="NAME")] = None,
+    scheduler: Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT")] = None,
+    parent_pid: ParentOption = None,
+) -> None:
+    """Supervise one node's processes (systemd, Slurm); the first node runs the scheduler."""
+    with errors_explained():
+        loaded = _load(config, None)
+        chosen = name or loaded.cluster.nodes[0].name
+        if config.name != "resolved.yaml":
+            config = _prepare(loaded, chosen)
+    _launch("node", config, parent_pid, node=chosen, scheduler=scheduler)
+
+
+def _prepare(config: Config, node_name: str) -> Path:
+    """Prepare the run directory on the first node; the path of its resolved configuration."""
+    from penstock.daemons.node.prepare import prepare_run
+
+    first = config.cluster.nodes[0].name
+    if node_name == first:
+        prepare_run(config, config.run_dir, lambda message: typer.echo(message, err=True))
+    resolved = config.run_dir / "resolved.yaml"
+    if not resolved.exists():
+        raise ConfigError(f"{resolved} does not exist: start node {first} first, it prepares it")
+    return resolved
+
+
+@app.command()
+def memoryd(
+    config: ProcessConfig,
+    node_name: NodeOption,
+    scheduler: SchedulerOption,
+    parent_pid: ParentOption = None,
+) -> None:
+    """Own one node's shared memory, in the foreground."""
+    _launch("memoryd", config, parent_pid, node=node_name, scheduler=scheduler)
+
+
+@app.command()
+def optimizerd(
+    config: ProcessConfig,
+    node_name: NodeOption,
+    scheduler: SchedulerOption,
+    parent_pid: ParentOption = None,
+) -> None:
+    """Run one node's optimizer threads, in the foreground."""
+    _launch("optimizerd", config, parent_pid, node=node_name, scheduler=scheduler)
+
+
+@app.command()
+def schedulerd(
+    config: ProcessConfig,
+    port: Annotated[int, typer.Option(help="Port to listen on.")],
+    parent_pid: ParentOption = None,
+) -> None:
+    """Decide steps and keep the journal of a run, in the foreground."""
+    _launch("schedulerd", config, parent_pid, port=port)
+
+
+@app.command()
+def worker(
+    config: ProcessConfig,
+    device: Annotated[int, typer.Option(help="Device number, counted over all nodes.")],
+    scheduler: SchedulerOption,
+    parent_pid: ParentOption = None,
+) -> None:
+    """Execute one device's instructions, in the foreground."""
+    _launch("worker", config, parent_pid, device=device, scheduler=scheduler)
+
+
+def _launch(
+    process: str, config: Path, parent_pid: int | None, **arguments: str | int | None
+) -> None:
+    code = 0
+    with errors_explained(config.parent / "logs"):
+        from penstock.client.launch import launch
+
+        if not config.exists():
+            raise ConfigError(f"--config {config}: does not exist")
+        code = launch(process, config, parent_pid, arguments)
+    raise typer.Exit(code)
+
+
+@app.command(epilog="Example: penstock status --run-dir runs/tiny --json")
+def status(
+    run_dir: RunDirOption = None, endpoint: EndpointOption = None, as_json: JsonOption = False
+) -> None:
+    """Show what a run is doing, and its processes."""
+    with errors_explained():
+        from rich.console import Console
+
+        from penstock.client.control import connect, show_status
+
+        with connect(run_dir, endpoint) as client:
+            show_status(client, as_json=as_json, console=Console())
+
+
+@app.command()
+def watch(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None:
+    """Follow a run until it ends."""
+    code = 0
+    with errors_explained():
+        from rich.console import Console
+
+        from penstock.client.control import connect
+        from penstock.client.control import watch as follow
+
+        with connect(run_dir, endpoint) as client:
+            code = follow(client, Console())
+    raise typer.Exit(code)
+
+
+def _add_simple_command(name: str, explanation: str) -> None:
+    """A command that asks the scheduler for one thing and prints its answer."""
+
+    def command(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None:
+        with errors_explained():
+            from penstock.client.control import SIMPLE, connect
+
+            call: Callable[..., str] = SIMPLE[name]
+            with connect(run_dir, endpoint) as client:
+                typer.echo(call(client))
+
+    app.command(name, help=explanation)(command)
+
+
+_add_simple_command("pause", "Pause after the attempt under way.")
+_add_simple_command("resume", "Go on after a pause.")
+_add_simple_command("snapshot", "Save the committed state now; returns when it is on disk.")
+_add_simple_command("stop", "Finish the step under way, save, and end the run.")
+
+
+@app.command(epilog="Example: penstock export runs/tiny --format hf tiny-hf")
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")],
+    form: Annotated[str, typer.Option("--format", help="hf is the only one.")] = "hf",
+    step: Annotated[int | None, typer.Option(help="A saved step; default: the newest.")] = None,
+) -> None:
+    """Write a saved state as a directory that transformers loads."""
+    with errors_explained():
+        from penstock.client.export import export as write
+
+        if form != "hf":
+            raise ConfigError(f"--format {form}: accepted is hf")
+        state = write(run, output, step)
+        typer.echo(f"step {state.version} of {run} is in {output}")
+
+
+@app.command(epilog="--clean removes only what belongs to dead processes, and says what was in it.")
+def doctor(
+    run_dir: RunDirOption = None,
+    remove: Annotated[bool, typer.Option("--clean", help="Remove what nobody uses.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List what Penstock left on this machine, and what the machine offers."""
+    with errors_explained():
+        from penstock.client.doctor import clean, examine
+
+        report = examine(run_dir)
+        if remove:
+            report = clean(report, run_dir)
+        typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
+
+
+def main() -> None:
+    """Entry point of the ``penstock`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
