@@ -1,0 +1,149 @@
+"""What processes do at birth: logs, the parent's death, stop signals, metrics ports, exit codes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.process import StopSignal, configure_logging, run_main, serve_metrics
+from penstock.shm.process import start_ticks
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, put back as it was."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    root.handlers[:] = []
+    yield root
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Handlers of SIGTERM and SIGINT are put back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_logs_are_json_lines(tmp_path: Path, root_logger: logging.Logger) -> None:
+    configure_logging("memoryd.a", tmp_path, "info")
+    logging.getLogger("x").info("saved %d", 3, extra={"version": 7, "path": Path("p")})
+    logging.getLogger("x").debug("not shown")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("x").exception("ended")
+    lines = (tmp_path / "logs" / "memoryd.a.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines)
+    assert first.pop("time") == pytest.approx(time.time(), abs=5)
+    assert first == {
+        "level": "info",
+        "process": "memoryd.a",
+        "logger": "x",
+        "message": "saved 3",
+        "version": 7,
+        "path": "p",
+    }
+    assert second["level"] == "error"
+    assert "ValueError: broken" in second["exception"]
+
+
+def test_stop_signal_wakes_every_waiter(own_signals: None) -> None:
+    stop = StopSignal().install()
+    woken = [threading.Thread(target=stop.wait, args=(30.0,)) for _ in range(3)]
+    for thread in woken:
+        thread.start()
+    assert not stop.wait(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.wait(5.0)
+    for thread in woken:
+        thread.join(timeout=5.0)
+        assert not thread.is_alive()
+    assert stop.is_set
+
+
+def test_stop_signal_never_deadlocks_with_its_handler(own_signals: None) -> None:
+    """A handler that runs inside wait() must not wait for a lock that wait() holds."""
+    signal.signal(signal.SIGALRM, lambda number, frame: stop.set())
+    for _ in range(200):
+        stop = StopSignal()
+        signal.setitimer(signal.ITIMER_REAL, 0.0005)
+        assert stop.wait(5.0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_children_die_with_their_parent() -> None:
+    child = (
+        "import sys, time; from penstock.protocol.process import die_with_parent;"
+        "die_with_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import os, subprocess, sys;"
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]);"
+        "print(p.pid, flush=True); p.wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        lines = sorted([process.stdout.readline().strip(), process.stdout.readline().strip()])
+        assert lines[1] == "up"
+        process.kill()
+    deadline = time.monotonic() + 5.0
+    while start_ticks(int(lines[0])) is not None:
+        assert time.monotonic() < deadline, "the child outlived its parent by 5 s"
+        time.sleep(0.01)
+
+
+def test_a_child_whose_parent_is_gone_exits() -> None:
+    code = "from penstock.protocol.process import die_with_parent; die_with_parent(1)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 1
+
+
+def test_metrics_are_served_and_a_taken_port_is_named() -> None:
+    registry = CollectorRegistry()
+    Gauge("penstock_test_bytes", "For this test", registry=registry).set(5)
+    server = serve_metrics(registry, 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as page:
+            assert b"penstock_test_bytes 5.0" in page.read()
+    finally:
+        server.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics_port = {port}: cannot listen"):
+            serve_metrics(registry, port)
+
+
+def test_errors_for_the_user_become_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise CapacityError("too small")
+
+    def crash() -> int:
+        raise KeyError("bug")
+
+    assert run_main(lambda: None) == 0
+    assert run_main(lambda: 130) == 130
+    assert run_main(fail) == 3
+    assert capsys.readouterr().err == "penstock: too small\n"
+    with pytest.raises(KeyError):
+        run_main(crash)

@@ -1,0 +1,69 @@
+"""Where arrays lie: page-aligned, disjoint, where their owner is, equal in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock.shm.layout import PAGE_BYTES, ArrayRange, NodeLayout, Ownership, SegmentKind
+from penstock.shm.table import BlockTable, DType
+
+
+def layout_of(table: BlockTable, nodes: list[int], node: int) -> NodeLayout:
+    return NodeLayout.compute(table, Ownership.from_backward_nodes(table, nodes), node)
+
+
+def test_every_array_of_an_owned_block(table: BlockTable) -> None:
+    layout = layout_of(table, [0, 0], 0)
+    assert [key for key in layout.arrays if key[0] == 0] == [
+        (0, "weights", 0, 0),
+        (0, "weights", 1, 0),
+        (0, "frozen", 0, 0),
+        (0, "master", 0, 0),
+        (0, "exp_avg", 0, 0),
+        (0, "exp_avg_sq", 0, 0),
+        (0, "grads", 0, 0),
+        (0, "grads", 0, 1),
+        (0, "grads", 1, 0),
+        (0, "grads", 1, 1),
+    ]
+    assert layout.arrays[0, "weights", 1, 0] == ArrayRange(
+        segment=SegmentKind.WEIGHTS, offset=PAGE_BYTES, num_bytes=96
+    )
+    assert layout.arrays[0, "exp_avg_sq", 0, 0] == ArrayRange(
+        segment=SegmentKind.STATE, offset=2 * PAGE_BYTES, num_bytes=192
+    )
+
+
+def test_arrays_are_aligned_and_disjoint(table: BlockTable) -> None:
+    layout = layout_of(table, [0, 0], 0)
+    for kind, size in layout.sizes.items():
+        end = 0
+        for place in layout.arrays.values():
+            if place.segment is kind:
+                assert place.offset % PAGE_BYTES == 0
+                assert place.offset >= end
+                end = place.offset + place.num_bytes
+        assert end <= size
+
+
+def test_a_borrowers_gradient_lies_where_it_is_computed(table: BlockTable) -> None:
+    owner, borrower = layout_of(table, [0, 1], 0), layout_of(table, [0, 1], 1)
+    assert (0, "grads", 0, 0) in owner.arrays
+    assert (0, "grads", 0, 1) not in owner.arrays
+    assert (0, "grads", 0, 1) in borrower.arrays
+    assert (0, "weights", 0, 0) not in borrower.arrays
+    assert (1, "weights", 0, 0) in borrower.arrays
+
+
+def test_digest_tells_layouts_apart(table: BlockTable) -> None:
+    base = layout_of(table, [0, 0], 0).digest
+    assert layout_of(table, [0, 0], 0).digest == base
+    assert layout_of(table, [0, 1], 0).digest != base
+    assert layout_of(table, [0, 0], 1).digest != base
+    assert layout_of(dataclasses.replace(table, grad_dtype=DType.BF16), [0, 0], 0).digest != base
+
+
+def test_digest_ignores_estimates(table: BlockTable) -> None:
+    blocks = tuple(dataclasses.replace(b, forward_flops=99.0) for b in table.blocks)
+    other = dataclasses.replace(table, blocks=blocks)
+    assert layout_of(other, [0, 0], 0).digest == layout_of(table, [0, 0], 0).digest
