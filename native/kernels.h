@@ -26,13 +26,13 @@ struct Contributions {
 
 // One optimizer step's constants, see derive_scalars() in passes.cpp.
 struct AdamScalars {
-  float coefficient = 0;              // multiplies the summed gradient
-  float one_minus_beta1 = 0;          //
-  float beta2 = 0;                    //
-  float one_minus_beta2 = 0;          //
+  float coefficient = 0;  // multiplies the summed gradient
+  float one_minus_beta1 = 0;
+  float beta2 = 0;
+  float one_minus_beta2 = 0;
   float inverse_sqrt_correction = 0;  // 1 / sqrt(1 - beta2^t)
-  float eps = 0;                      //
-  float step_size = 0;                // lr / (1 - beta1^t)
+  float eps = 0;
+  float step_size = 0;  // lr / (1 - beta1^t)
 };
 
 // Weight decay of a range of parameters: AdamW multiplies master by keep = 1 - lr * decay (and l2

@@ -5,50 +5,53 @@
 // After a kill, repair() puts back the at most one half-written vector of every piece of the pass
 // and says which elements are still to do; settling those gives the bits of an undisturbed pass.
 //
-// Layout (little endian, all words 8 bytes, base 64-byte aligned; zero bytes are a valid idle
-// area):
+// Layout (little endian, words of 8 bytes, base 64-byte aligned; all zero is a valid idle area):
 //
-//     +0    state         0 idle, 1 + t armed with table t, 3 + t repaired with table t (t = 0 or
-//     1) +8    tag           the caller's name for the pass that was armed last +16   completed tag
-//     of the pass that finished last +24   format        kUndoFormat, once anything was armed +32
-//     num_elements  length of the arrays of the pass +40   num_pieces    of table 0 +48 num_pieces
-//     of table 1 +56   unused +64   table 0: capacity pieces of 576 bytes
-//     ...   table 1: capacity pieces of 576 bytes
+//     +0    state         0 idle, 1 + t armed with table t, 3 + t repaired with table t; t = 0, 1
+//     +8    tag           the caller's name for the pass that was armed last
+//     +16   completed     tag of the pass that finished last
+//     +24   format        kUndoFormat, once anything was armed
+//     +32   num_elements  length of the arrays of the pass
+//     +40   num_pieces    of table 0
+//     +48   num_pieces    of table 1
+//     +56   unused
+//     +64   table 0       capacity pieces of 576 bytes
+//     ...   table 1       capacity pieces of 576 bytes
 //
-//     piece: +0    start        first element of the piece
-//            +8    end          one past its last element
-//            +16   unused
-//            +64   slot 0       old values of a vector with an even number (element / 16)
-//            +320  slot 1       ... with an odd number
+//     piece +0    start   first element of the piece
+//           +8    end     one past its last element
+//           +16   unused
+//           +64   slot 0  old values of a vector with an even number (element / 16)
+//           +320  slot 1  ... with an odd number
 //
-//     slot:  +0    master[16]  +64  exp_avg[16]  +128  exp_avg_sq[16]   (float32)
-//            +192  position    0 empty, else 1 + first element of the saved vector
+//     slot  +0    master[16]   +64  exp_avg[16]   +128  exp_avg_sq[16]   (float32)
+//           +192  position     0 empty, else 1 + first element of the saved vector
 //
 // Writers: the process that runs the pass (each piece by one thread), later the process that
 // repairs; never two at once. Readers: repair() and undo_state().
 //
-// Store order of a thread, for its vectors k = 0, 1, 2, ... (consecutive vectors use alternate
-// slots):
+// Store order of a thread, for its vectors k = 0, 1, 2, ... (neighbours use different slots):
 //
-//     (1) old values of k -> slot k & 1     (2) that slot's position = k     (3) new values ->
-//     arrays
+//     (1) old values of k -> slot k & 1
+//     (2) that slot's position = k
+//     (3) new values of k -> arrays
 //
-// with a barrier between (1) and (2) and between (2) and (3). A killed thread leaves a prefix of
-// its stores in program order (stores become visible only after their instruction retired, and an
-// interrupted CPU has retired exactly a prefix), so after a kill one of these holds:
+// with a barrier before and after each (2). A killed thread leaves a prefix of its stores in
+// program order: stores become visible only after their instruction retired, and an interrupted
+// CPU has retired exactly a prefix. So after a kill one of these holds:
 //
-//   a. within (1) of k: slot k & 1 holds a mixture, under position k - 2 or empty. The other slot
-//   holds
-//      position k - 1 > k - 2 and its values, complete since its own (2). Vector k is untouched.
-//   b. between (2) of k and (2) of k + 1: slot k & 1 holds position k and the complete old values
-//   of k;
-//      vectors before k are complete (their (3) precedes (2) of k); none after k was touched.
+//   a. Within (1) of k. Slot k & 1 holds a mixture under position k - 2, or is empty. The other
+//      slot holds position k - 1 and the complete old values of k - 1, because its own (2) was
+//      reached. Vector k is untouched, k - 1 finished or half written ((3) of k - 1 and (1) of k
+//      may mix).
+//   b. Between (2) of k and (1) of k + 1. Slot k & 1 holds position k and the complete old values
+//      of k. Vector k is untouched, half written or finished.
 //
-// So in both cases the slot with the higher position p is complete, every vector before p is
-// finished and every vector after p is untouched: putting back p and continuing at p is exact. In
-// case a, p = k - 1 was finished and is merely done again. With both slots empty nothing was
-// written (case a of k = 0). A slot being overwritten never wins, because the other slot's position
-// is higher, or both are empty.
+// Let p be the higher position of the two slots: k - 1 in case a, k in case b. Its old values are
+// complete; every vector before p is finished, because its (3) precedes (2) of p; every vector
+// after p is untouched. Putting back p and continuing at p is therefore exact. A slot that is being
+// overwritten never wins: the other position is higher, or (k = 0) both are empty and nothing was
+// written at all.
 //
 // The area is armed by writing a whole table (starts, ends, empty slots) and the other header words
 // first, `state` last, before any array is touched; it is disarmed after all threads finished, by
