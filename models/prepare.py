@@ -149,8 +149,9 @@ class _Sources:
             largest = int(tokens[start : start + _SCAN_TOKENS].max())
             if largest >= self._vocab_size:
                 raise ConfigError(
-                    f"data.tokens = {str(path)!r}: holds token {largest}, the model has a"
-                    f" vocabulary of {self._vocab_size}; check model.hf.vocab_size and data.token_dtype"
+                    f"data.tokens = {str(path)!r}: holds token {largest}, the model has"
+                    f" a vocabulary of {self._vocab_size}; check model.hf.vocab_size and"
+                    " data.token_dtype"
                 )
         hf = self._config.model.hf or {}
         eos = hf.get("eos_token_id")
@@ -187,9 +188,9 @@ def _check_batches(config: Config, meta: dict[str, Any]) -> None:
     if sequences < config.train.global_batch:
         source = config.data.path or config.data.tokens
         raise ConfigError(
-            f"train.global_batch = {config.train.global_batch}: {str(source)!r} has"
-            f" {sequences} sequences of data.sequence_length = {length} to train on; give more text, a smaller batch or"
-            " shorter sequences"
+            f"train.global_batch = {config.train.global_batch}: {str(source)!r} has {sequences}"
+            f" sequences of data.sequence_length = {length} to train on; give more text, a"
+            " smaller batch or shorter sequences"
         )
     if "eval" in meta and meta["eval"]["num_tokens"] <= length:
         raise ConfigError(
