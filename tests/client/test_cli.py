@@ -1,0 +1,179 @@
+"""The command line as a user meets it: help, bad input, exit codes. Nothing is started for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.daemons.node.lock import RunLock, train_lock_path
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def penstock(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.client.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A small valid configuration."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    fields: dict[str, Any] = {
+        "run": {"name": "cli", "dir": str(tmp_path / "run")},
+        "model": {"hf": MODEL},
+        "data": {"path": str(text), "sequence_length": 16},
+        "train": {"steps": 2, "global_batch": 4},
+        "schedule": {"scheme": "spipe"},
+        "cluster": {"workers": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+COMMANDS = (
+    "train plan node memoryd optimizerd schedulerd worker status watch pause resume snapshot stop"
+    " export doctor"
+).split()
+
+
+def test_help_lists_every_command_and_the_exit_codes() -> None:
+    code, out, _ = penstock("--help")
+    assert code == 0
+    assert [command for command in COMMANDS if f"\n  {command} " not in out] == []
+    assert "130 interrupted" in out and "penstock train examples/tiny.yaml" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    code, out, err = penstock(command, "--help")
+    assert (code, err) == (0, "")
+    assert "Usage: penstock" in out or "Usage: python -m" in out
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("train.stepz=3", ("train.stepz", "unknown key", "steps")),
+        ("train.steps=0", ("train.steps", "0")),
+        ("train.micro_batch=3", ("global_batch 4", "micro_batch 3")),
+        ("nonsense", ("--set", "section.key=value")),
+        ("optimizer.lr=fast", ("optimizer.lr", "fast")),
+        ("cluster.device=tpu", ("cluster.device", "tpu")),
+        ("memory.host_limit=lots", ("memory.host_limit", "lots", "20G")),
+        ("model.path=/tmp", ("model.hf", "model.path")),
+    ],
+)
+def test_bad_settings_are_named(config: Path, setting: str, words: tuple[str, ...]) -> None:
+    code, out, err = penstock("train", str(config), "--set", setting)
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: ") and err.count("\n") == 1
+    assert [word for word in words if word not in err] == []
+    assert not (config.parent / "run").exists()
+
+
+def test_missing_file_and_no_yaml(tmp_path: Path) -> None:
+    code, _, err = penstock("train", str(tmp_path / "absent.yaml"))
+    assert code == 2 and "absent.yaml" in err
+    (tmp_path / "odd.yaml").write_text("a: [")
+    code, _, err = penstock("plan", str(tmp_path / "odd.yaml"))
+    assert code == 2 and "not valid YAML" in err
+
+
+def test_plan_writes_json_plan_and_picture(config: Path, tmp_path: Path) -> None:
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    code, out, err = penstock(
+        "plan", str(config), "--json", "--out", str(plan), "--svg", str(picture)
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["scheme"] == "spipe"
+    assert report["makespan_seconds"] > 0
+    assert {need["what"] for need in report["needs"]} >= {"/dev/shm", "memory.host_limit"}
+    assert json.loads(plan.read_text())["num_devices"] == 2
+    assert picture.read_text().startswith("<svg")
+    assert not (tmp_path / "run").exists(), "plan leaves no run directory"
+
+
+def test_plan_refuses_more_stages_than_blocks(config: Path) -> None:
+    code, _, err = penstock("plan", str(config), "--set", "schedule.forward_stages=50")
+    assert code == 2
+    assert "schedule.forward_stages = 50" in err and "4 blocks" in err
+
+
+def test_train_refuses_short_memory_with_the_table(config: Path) -> None:
+    code, _, err = penstock("train", str(config), "--set", "memory.host_limit=1M")
+    assert code == 3
+    assert "memory.host_limit" in err and "<-- short" in err
+
+
+def test_train_refuses_a_run_that_is_in_use(config: Path) -> None:
+    with RunLock.acquire(train_lock_path(config.parent / "run"), wait_s=0.0):
+        code, _, err = penstock("train", str(config))
+    assert code == 2
+    assert f"in use by process {os.getpid()}" in err
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "pause", "resume", "snapshot", "stop"])
+def test_control_commands_without_a_run(command: str, tmp_path: Path) -> None:
+    code, _, err = penstock(command)
+    assert (code, "--run-dir" in err) == (2, True)
+    code, _, err = penstock(command, "--run-dir", str(tmp_path))
+    assert code == 2 and "no run is active" in err
+
+
+def test_status_of_nobody_at_an_endpoint() -> None:
+    code, _, err = penstock("status", "--endpoint", "127.0.0.1:1")
+    assert code == 4 and "127.0.0.1:1" in err
+
+
+def test_single_process_without_a_run(tmp_path: Path) -> None:
+    config = str(tmp_path / "resolved.yaml")
+    code, _, err = penstock(
+        "memoryd", "--config", config, "--node", "a", "--scheduler", "127.0.0.1:1"
+    )
+    assert code == 2 and "resolved.yaml" in err
+
+
+def test_export_without_a_run_or_a_state(tmp_path: Path) -> None:
+    code, _, err = penstock("export", str(tmp_path), str(tmp_path / "out"))
+    assert code == 2 and "run.json" in err
+    (tmp_path / "run.json").write_text("{}")
+    code, _, err = penstock("export", str(tmp_path), str(tmp_path / "out"))
+    assert code == 2 and "no saved state" in err
+
+
+def test_help_is_fast_and_imports_no_torch() -> None:
+    program = (
+        "import sys; from penstock.client import main; from typer.testing import CliRunner;"
+        "assert CliRunner().invoke(main.app, ['--help']).exit_code == 0;"
+        "sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
+    )
+    started = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
+    assert time.monotonic() - started < 5.0
