@@ -17,7 +17,8 @@ from transformers import PretrainedConfig
 
 from penstock.models.hf import load_run_config
 from penstock.models.initial import initial_blocks, pack
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
+from penstock.protocol.errors import ExitCode, PenstockError, StateError
+from penstock.protocol.names import node_index
 from penstock.protocol.process import die_with_parent
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.errors import SegmentError
@@ -34,16 +35,18 @@ def load_node(run_dir: Path, node_name: str) -> None:
         StateError: its memory cannot be attached, or see there.
     """
     files = RunDirectory(run_dir)
-    names = [node.name for node in files.config.cluster.nodes]
-    if node_name not in names:
-        raise ConfigError(f"--node {node_name}: cluster.nodes has {', '.join(names)}")
+    spec = files.memory_spec(node_index(files.config, node_name))
     hf_config = load_run_config(run_dir)
-    spec = files.memory_spec(names.index(node_name))
     try:
         memory = NodeMemory.attach(spec, (SegmentKind.STATE, SegmentKind.FROZEN))
     except SegmentError as error:
         raise StateError(f"memory of node {node_name}: {error}") from error
     try:
+        if memory.control.incarnation:
+            raise StateError(
+                f"memory of node {node_name} holds incarnation {memory.control.incarnation} of a"
+                " model; only a restore by memoryd may replace it"
+            )
         fill(memory, files, hf_config)
     finally:
         memory.close()
