@@ -88,7 +88,8 @@ class BlockRequest:
 
     ``array`` is ``weights`` (at ``version``; answered only when complete and committed), ``frozen``
     (once there is a model in memory), or ``grads`` (contribution ``contribution`` of copy
-    ``version % 2``; answered only when its ready word says (epoch, attempt)). A range has at most
+    ``version % 2``; answered only when its ready word says (epoch, attempt) or later: a committed
+    copy stays as it is while the next attempt fills the other). A range has at most
     :data:`MAX_RANGE_BYTES`: large arrays are asked for piece by piece, so that neither side holds
     more than a few ranges in its queues.
     """

@@ -256,8 +256,10 @@ class BlockServer:
         if request.array == "weights":
             return control.readable(request.block, request.version)
         if request.array == "grads":
-            expected = (request.epoch, request.attempt)
-            return control.ready(request.block, request.contribution) == expected
+            # Or a later one: committed gradients are asked for again by a new optimizerd, with epoch
+            # 0, when the next attempt may have set the word already. Their copy is still theirs.
+            epoch, attempt = control.ready(request.block, request.contribution)
+            return epoch >= request.epoch and attempt >= request.attempt
         return True
 
     def _send_range(self, held: _Held) -> None:

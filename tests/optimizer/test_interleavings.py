@@ -1,0 +1,448 @@
+"""Random lives of optimizerd's machine on real memory with real passes.
+
+A random interpreter plays scheduler, workers, the other node and fate: attempts that are committed,
+amended, held or skipped, epochs that break off, and kills between any two effects. Whatever
+happens, memory must end with the bytes that the committed records alone lead to.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import _native
+from penstock.daemons.optimizer.effects import ControlWords, read_facts
+from penstock.daemons.optimizer.events import (
+    AmendAsked,
+    AttemptAsked,
+    BeginAsked,
+    CancelPulls,
+    CommitAsked,
+    DrainAsked,
+    Effect,
+    Event,
+    Exit,
+    GradientsReady,
+    PassDone,
+    Pull,
+    Pulled,
+    RunPass,
+    SendAmended,
+    SendBlockStatus,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    SendSettled,
+    SettleAsked,
+    SkipAsked,
+)
+from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
+from penstock.daemons.optimizer.passes import CastWeights, Pass, Preview
+from penstock.daemons.optimizer.state import OptimizerState, Phase
+from penstock.protocol.config import OptimizerConfig
+from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
+from penstock.shm.layout import Ownership
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import DType
+
+STEPS = 4
+DECISIONS = (Decision.COMMIT, Decision.COMMIT, Decision.AMEND, Decision.SKIP)
+LOSS_SCALES = (1.0, 4.0, 1024.0)
+
+
+class KilledError(Exception):
+    """optimizerd died here."""
+
+
+class BrokenEpochError(Exception):
+    """Another member died here: the epoch breaks off."""
+
+
+class World:
+    """One case. ``fate`` decides everything."""
+
+    def __init__(
+        self, fate: random.Random, memory: NodeMemory, pool: _native.Pool, tools: Any
+    ) -> None:
+        self.fate = fate
+        self.memory = memory
+        self.tools = tools
+        self.table = memory.spec.table
+        self.control = memory.control
+        self.words = ControlWords(memory.control)
+        self.numbers = np.random.default_rng(fate.getrandbits(32))
+        self.blocks = owned_blocks(memory)
+        self.remote = RemoteGradients(memory, self.blocks)
+        hyper = tools.hyperparameters
+        config = OptimizerConfig(betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay)
+        self.kernels = Kernels(pool, memory, config, self.blocks, self.remote)
+        self.reference = tools.reference(self.table, pool, memory.owned_blocks())
+        self.reference.initialize(self.numbers)
+        self.reference.fill(memory)
+        self.kill_probability = fate.choice((0.0, 0.01, 0.05, 0.15))
+        self.epoch, self.attempt = 0, 0
+        self.record = self.make_record(0, 0, Decision.RESTORE, 1.0, 1.0, 1e-3)
+        self.elsewhere: dict[tuple[int, int, int], Any] = {}
+        self.elsewhere_ready: dict[tuple[int, int], tuple[int, int]] = {}
+        self.kills = 0
+        self.new_process()
+
+    # ---- optimizerd ----
+
+    def new_process(self) -> None:
+        """A fresh machine; what only the old process knew is gone."""
+        self.machine = OptimizerState(self.blocks)
+        self.running: Pass | None = None
+        self.pulls: list[Pull] = []
+        self.sent: list[Effect] = []
+        for block in self.blocks:
+            for contribution in block.remote:
+                for copy in (0, 1):
+                    self.scribble(self.remote.array(block.index, contribution, copy))
+            if block.contributions:
+                for slot in (0, 1):
+                    # A pass that was cut short leaves anything in the slot it wrote.
+                    if self.control.slot_version(block.index, slot) == INVALID_VERSION:
+                        self.scribble(self.memory.weights(block.index, slot))
+
+    def scribble(self, array: Any) -> None:
+        array.view(np.uint8)[:] = self.fate.getrandbits(8)
+
+    def perhaps_die(self) -> None:
+        if self.fate.random() < self.kill_probability:
+            self.kills += 1
+            raise KilledError
+
+    def deliver(self, event: Event) -> None:
+        effects = self.machine.handle(event)
+        self.machine.validate()
+        for effect in effects:
+            self.perhaps_die()
+            self.carry_out(effect)
+        self.perhaps_die()
+        if self.machine.phase is Phase.LIVE:
+            self.control.validate(b.index for b in self.blocks)
+
+    def carry_out(self, effect: Effect) -> None:
+        assert not isinstance(effect, SendFailed | Exit), effect
+        if self.words.write(effect):
+            return
+        if isinstance(effect, RunPass):
+            assert self.running is None, "two passes at once"
+            self.running = effect.work
+        elif isinstance(effect, Pull):
+            self.pulls.append(effect)
+        elif isinstance(effect, CancelPulls):
+            self.pulls.clear()
+        else:
+            self.sent.append(effect)
+
+    def step(self) -> bool:
+        """Let optimizerd do one thing, if there is one."""
+        choices: list[Callable[[], None]] = []
+        if self.running is not None:
+            choices.append(self.finish_pass)
+        choices += [lambda p=pull: self.finish_pull(p) for pull in self.pulls if self.there(pull)]  # type: ignore[misc]
+        if not choices:
+            return False
+        self.fate.choice(choices)()
+        return True
+
+    def finish_pass(self) -> None:
+        work, self.running = self.running, None
+        assert work is not None
+        self.perhaps_die()  # before its first byte
+        if self.fate.random() < self.kill_probability and isinstance(work, Preview | CastWeights):
+            version = work.version if isinstance(work, CastWeights) else work.update.version
+            self.scribble(self.memory.weights(work.block, version % 2))
+            self.kills += 1
+            raise KilledError  # amid the weights it writes; amid state: tests of the process
+        status = self.kernels.run(work)
+        self.perhaps_die()  # after its last
+        self.deliver(PassDone(status=status, seconds=0.5))
+
+    def there(self, pull: Pull) -> bool:
+        """What the other node's memoryd checks."""
+        epoch, attempt = self.elsewhere_ready.get((pull.block, pull.contribution), (0, 0))
+        return epoch >= pull.since_epoch and attempt >= pull.attempt
+
+    def finish_pull(self, pull: Pull) -> None:
+        self.pulls.remove(pull)
+        key = (pull.block, pull.contribution, pull.version % 2)
+        self.remote.array(*key)[:] = self.elsewhere[key]
+        self.deliver(
+            Pulled(
+                epoch=pull.epoch,
+                attempt=pull.attempt,
+                version=pull.version,
+                block=pull.block,
+                contribution=pull.contribution,
+            )
+        )
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        for _ in range(1000):
+            if reached():
+                return
+            assert self.step() or reached(), f"stuck waiting for {what}: {self.sent[-3:]}"
+        raise AssertionError(f"no end waiting for {what}")
+
+    def has_sent(self, message: Effect) -> bool:
+        return message in self.sent
+
+    # ---- scheduler and workers ----
+
+    def make_record(
+        self,
+        version: int,
+        attempt: int,
+        decision: Decision,
+        coefficient: float,
+        scale: float,
+        lr: float,
+    ) -> CommitRecord:
+        return CommitRecord(
+            version=version,
+            attempt=attempt,
+            decision=decision,
+            coefficient=coefficient,
+            inverse_loss_scale=1.0 / scale,
+            learning_rate=lr,
+            bias_step=max(1, version),
+            incarnation=1,
+        )
+
+    def begin(self) -> None:
+        """Enter a new epoch, over as many dead bodies as it takes."""
+        while True:
+            self.epoch += 1
+            try:
+                if self.fate.random() < 0.7:
+                    self.deliver(DrainAsked(epoch=self.epoch))
+                    drained = SendDrained(epoch=self.epoch)
+                    self.until(lambda m=drained: self.has_sent(m), "Drained")  # type: ignore[misc]
+                else:
+                    self.new_process()
+                facts = read_facts(self.control, self.blocks)
+                self.deliver(BeginAsked(epoch=self.epoch, record=self.record, facts=facts))
+                ready = SendReady(epoch=self.epoch)
+                self.until(lambda m=ready: self.has_sent(m), "Ready")  # type: ignore[misc]
+                assert self.control.committed == self.record.version
+                return
+            except KilledError:
+                self.new_process()
+
+    def life(self) -> None:
+        """Run until :data:`STEPS` commits are done and settled; then compare everything."""
+        self.begin()
+        while self.record.version < STEPS:
+            self.survive(self.run_attempt)
+        while not self.survive(self.settle):
+            pass
+        for block in self.memory.owned_blocks():
+            assert self.control.readable(block, STEPS)
+            assert self.control.state_version(block) == STEPS
+            self.reference.assert_weights(self.memory, block, STEPS)
+            self.reference.assert_state(self.memory, block)
+
+    def survive(self, action: Callable[[], None]) -> bool:
+        """Whether the action came to its end."""
+        try:
+            action()
+            return True
+        except KilledError:
+            self.new_process()
+            self.begin()
+        except BrokenEpochError:
+            self.begin()
+        return False
+
+    def perhaps_break(self) -> None:
+        if self.fate.random() < 0.03:
+            raise BrokenEpochError
+
+    def settle(self) -> None:
+        self.deliver(SettleAsked(epoch=self.epoch, version=self.record.version))
+        settled = SendSettled(epoch=self.epoch, version=self.record.version)
+        self.until(lambda: self.has_sent(settled), "Settled")
+        for block in self.memory.owned_blocks():
+            self.reference.assert_state(self.memory, block)
+
+    def run_attempt(self) -> None:
+        self.attempt += 1
+        base, hold = self.record.version, self.fate.random() < 0.35
+        decision = self.fate.choice(
+            (Decision.COMMIT, Decision.COMMIT, Decision.AMEND, Decision.SKIP)
+        )
+        scale, lr = self.fate.choice(LOSS_SCALES), self.fate.choice((0.0, 1e-3, 0.1))
+        asked = AttemptAsked(
+            epoch=self.epoch,
+            attempt=self.attempt,
+            base_version=base,
+            loss_scale=scale,
+            learning_rate=lr,
+            hold=hold,
+        )
+        todo = self.publications(base + 1, broken=decision is Decision.SKIP)
+        early = self.fate.random() < 0.3
+        if not early:
+            self.deliver(asked)
+        self.wait_for_weights(base)
+        grads: dict[tuple[int, int], Any] = {}
+        for block, contribution, values in todo:
+            grads[(block, contribution)] = values
+            self.publish(block, contribution, base + 1, values)
+            self.perhaps_break()
+            if early:
+                early = False
+                self.deliver(asked)
+            if self.fate.random() < 0.6:
+                self.step()
+        self.until(self.all_reported, "BlockStatus")
+        self.check_statuses(grads, finite=decision is not Decision.SKIP)
+        self.decide(decision, base + 1, grads, scale, lr, hold)
+
+    def publications(self, version: int, *, broken: bool) -> Iterator[tuple[int, int, Any]]:
+        """Every contribution with its gradients, in random order."""
+        pairs = [(b.index, k) for b in self.blocks for k in range(b.contributions)]
+        self.fate.shuffle(pairs)
+        poisoned = self.fate.choice(pairs) if broken else None
+        for block, contribution in pairs:
+            count = self.table.blocks[block].trainable_elements
+            values = self.numbers.standard_normal(count, np.float32)
+            if (block, contribution) == poisoned:
+                values[self.fate.randrange(count)] = self.fate.choice((np.inf, np.nan))
+            grads = self.tools.aligned(count, np.float32 if self.fp32_grads else np.uint16)
+            grads[:] = self.tools.to_gradients(values, self.table.grad_dtype)
+            yield block, contribution, grads
+
+    @property
+    def fp32_grads(self) -> bool:
+        return self.table.grad_dtype is DType.FP32
+
+    def wait_for_weights(self, base: int) -> None:
+        """Workers read only what is readable; what they read must be right."""
+        owned = self.memory.owned_blocks()
+        self.until(lambda: all(self.control.readable(b, base) for b in owned), "weights")
+        for block in owned:
+            self.reference.assert_weights(self.memory, block, base)
+
+    def publish(self, block: int, contribution: int, version: int, values: Any) -> None:
+        word = (self.epoch, self.attempt)
+        if self.memory.has((block, "grads", 0, contribution)):
+            self.memory.grads(block, version % 2, contribution)[:] = values
+            self.control.set_ready(block, contribution, epoch=word[0], attempt=word[1])
+            self.deliver(
+                GradientsReady(
+                    epoch=self.epoch,
+                    attempt=self.attempt,
+                    block=block,
+                    contribution=contribution,
+                )
+            )
+        else:
+            self.elsewhere[(block, contribution, version % 2)] = values
+            self.elsewhere_ready[(block, contribution)] = word
+
+    def statuses(self) -> dict[int, SendBlockStatus]:
+        return {
+            m.block: m
+            for m in self.sent
+            if isinstance(m, SendBlockStatus) and (m.epoch, m.attempt) == (self.epoch, self.attempt)
+        }
+
+    def all_reported(self) -> bool:
+        return set(self.statuses()) == {b.index for b in self.blocks if b.contributions}
+
+    def check_statuses(self, grads: dict[tuple[int, int], Any], *, finite: bool) -> None:
+        statuses = self.statuses()
+        assert all(m.status.finite for m in statuses.values()) is finite
+        for block, message in statuses.items():
+            parts = [grads[(block, k)] for k in range(self.table.blocks[block].contributions)]
+            wide = [
+                p if self.fp32_grads else (p.astype(np.uint32) << 16).view(np.float32)
+                for p in parts
+            ]
+            if message.status.finite:
+                expected = float(np.square(sum(wide), dtype=np.float64).sum())
+                assert message.status.sum_squares == pytest.approx(expected, rel=1e-5)
+
+    def decide(
+        self,
+        decision: Decision,
+        version: int,
+        grads: dict[tuple[int, int], Any],
+        scale: float,
+        lr: float,
+        hold: bool,
+    ) -> None:
+        self.perhaps_break()
+        if decision is Decision.SKIP:
+            self.deliver(SkipAsked(epoch=self.epoch, attempt=self.attempt))
+            return
+        coefficient = 0.37 if decision is Decision.AMEND else 1.0
+        record = self.make_record(version, self.attempt, decision, coefficient, scale, lr)
+        if decision is Decision.AMEND and not hold:
+            self.deliver(AmendAsked(epoch=self.epoch, attempt=self.attempt, record=record))
+            amended = SendAmended(epoch=self.epoch, attempt=self.attempt)
+            self.until(lambda: self.has_sent(amended), "Amended")
+        self.record = record  # journaled: from here on the commit is the truth
+        for block in self.reference.arrays:
+            parts = [grads[(block, k)] for k in range(self.table.blocks[block].contributions)]
+            self.reference.step(
+                block,
+                parts,
+                lr=lr,
+                step=version,
+                coefficient=coefficient * record.inverse_loss_scale,
+            )
+        self.perhaps_break()  # between journal and broadcast
+        self.deliver(CommitAsked(epoch=self.epoch, record=record))
+        if self.fate.random() < 0.2:
+            self.settle()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[_native.Pool]:
+    with _native.Pool([0]) as pool:
+        yield pool
+
+
+STORAGE = [
+    pytest.param(DType.FP32, DType.FP32, id="fp32"),
+    pytest.param(DType.BF16, DType.BF16, id="bf16"),
+    pytest.param(DType.FP16, DType.BF16, id="fp16"),
+]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize(("weight", "grad"), STORAGE)
+def test_any_life_ends_with_the_bytes_of_its_commits(
+    weight: DType, grad: DType, remote: bool, new_memory: Any, tools: Any, pool: _native.Pool
+) -> None:
+    blocks = [
+        tools.make_block(0, [40, 16], contributions=2),
+        tools.make_block(1, []),
+        tools.make_block(2, [4096, 30]),
+        tools.make_block(3, [64]),
+    ]
+    table = tools.make_table(blocks, weight, grad)
+    there = 1 if remote else 0
+    ownership = Ownership(owner=(0, 0, 0, 0), computed_on=((0, there), (0,), (0,), (0,)))
+    memory = new_memory(table, ownership)
+    kills = 0
+    for seed in range(100):
+        world = World(random.Random(seed), memory, pool, tools)
+        try:
+            world.life()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        finally:
+            world.kernels.close()
+        kills += world.kills
+    assert kills > 100, "the kills must hit"
