@@ -1,0 +1,192 @@
+"""Preparing run directories: fresh, resumed, refused; and the memory table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.daemons.node.capacity import MachineMemory, check_capacity, human_bytes, needs
+from penstock.daemons.node.changes import check_resume, find_changes
+from penstock.daemons.node.prepare import prepare_run
+from penstock.planner.memory import MemoryRow, Resource
+from penstock.protocol.config import Config, apply_overrides, parse_config
+from penstock.protocol.errors import CapacityError, ConfigError
+
+GIB = 2**30
+
+BASE: dict[str, Any] = {
+    "model": {
+        "hf": {
+            "model_type": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+        }
+    },
+    "data": {"path": "text.txt", "sequence_length": 16},
+    "train": {"steps": 2, "global_batch": 4},
+}
+
+
+def config(*overrides: str) -> Config:
+    """The base configuration with overrides."""
+    return parse_config(apply_overrides(BASE, overrides))
+
+
+def changed(*overrides: str) -> dict[str, bool]:
+    """Key -> allowed, of what overrides change."""
+    return {c.key: c.allowed for c in find_changes(config(), config(*overrides))}
+
+
+def test_changes_that_a_resume_allows() -> None:
+    allowed = (
+        "train.steps=9",
+        "train.eval_every=3",
+        "train.global_batch=8",
+        "optimizer.lr=1e-2",
+        "optimizer.threads=1",
+        "cluster.workers=1",
+        "schedule.scheme=1f1b",
+        "memory.host_limit=1G",
+        "observability.log_level=debug",
+        "run.name=other",
+        "data.eval_path=held.txt",
+    )
+    found = changed(*allowed)
+    assert len(found) == len(allowed)
+    assert all(found.values())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.hf.hidden_size=32",
+        "model.dtype=bf16",
+        "data.sequence_length=8",
+        "data.shuffle=false",
+        "run.seed=1",
+        "optimizer.name=adam",
+        "optimizer.betas=[0.8, 0.9]",
+        "optimizer.weight_decay=0.2",
+        "optimizer.grad_dtype=bf16",
+        "train.freeze=['embed']",
+    ],
+)
+def test_changes_that_a_resume_refuses(override: str) -> None:
+    assert list(changed(override).values()) == [False]
+
+
+def test_refusal_names_keys_and_both_values() -> None:
+    changes = find_changes(config(), config("model.hf.hidden_size=32", "train.steps=9"))
+    with pytest.raises(ConfigError, match=r"model\.hf\.hidden_size: 16 -> 32") as caught:
+        check_resume(changes, Path("runs/x"))
+    assert "train.steps" not in str(caught.value)
+
+
+def row(place: str, resource: Resource, num_bytes: int) -> MemoryRow:
+    return MemoryRow(place=place, resource=resource, use="x", num_bytes=num_bytes)
+
+
+ROWS = (row("node a", Resource.SHM, 4 * GIB), row("device 0", Resource.HOST, GIB))
+
+
+def machine(**changes: Any) -> MachineMemory:
+    fields = {"ram_available": 16 * GIB, "shm_free": 8 * GIB, "held": 0, "memlock": None}
+    return MachineMemory(**{**fields, **changes})
+
+
+def test_enough_memory() -> None:
+    table = needs(config("cluster.workers=1"), ROWS, machine(), range(1))
+    check_capacity(table)
+    assert [(n.what, n.short) for n in table] == [
+        ("/dev/shm", False),
+        ("host RAM (/dev/shm and processes)", False),
+        ("memory.host_limit", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("there", "overrides", "short"),
+    [
+        (machine(shm_free=3 * GIB), (), "/dev/shm"),
+        (machine(ram_available=5 * GIB), (), "host RAM (/dev/shm and processes)"),
+        (machine(), ("memory.host_limit=5G",), "memory.host_limit"),
+    ],
+)
+def test_short_memory_is_refused_with_the_table(
+    there: MachineMemory, overrides: tuple[str, ...], short: str
+) -> None:
+    table = needs(config("cluster.workers=1", *overrides), ROWS, there, range(1))
+    assert [n.what for n in table if n.short] == [short]
+    with pytest.raises(CapacityError, match="<-- short") as caught:
+        check_capacity(table)
+    assert caught.value.exit_code == 3
+
+
+def test_what_the_run_holds_already_counts_as_there() -> None:
+    there = machine(shm_free=GIB, ram_available=4 * GIB, held=4 * GIB)
+    check_capacity(needs(config("cluster.workers=1"), ROWS, there, range(1)))
+
+
+def test_gpu_devices_and_memlock_have_their_lines() -> None:
+    rows = (*ROWS, row("device 0", Resource.DEVICE, 2 * GIB))
+    gpu = config("cluster.workers=1", "cluster.device=cuda", "memory.device_limit=1G")
+    table = needs(gpu, rows, machine(memlock=8 * 2**20), range(1))
+    assert [n.what for n in table if n.short] == ["memory.device_limit", "memlock limit"]
+
+
+def test_human_bytes() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1536, 3 * GIB, 2**41)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+        "2.0 TiB",
+    ]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    return f"data.path={text}"
+
+
+def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> None:
+    run_dir = tmp_path / "run"
+    said: list[str] = []
+    directory = prepare_run(config(corpus), run_dir, said.append)
+    assert said == ["preparing the model's block table and the data"]
+    files = ("run.json", "resolved.yaml", "table.json", "plan.json", "data/meta.json")
+    assert [name for name in files if not (run_dir / name).exists()] == []
+    assert directory.config == config(corpus)
+
+    said.clear()
+    again = prepare_run(config(corpus, "train.steps=9"), run_dir, said.append)
+    assert said == ["changed: train.steps: 2 -> 9"]
+    assert again.run_id == directory.run_id
+
+    # Not started yet: another model only means that the table is made anew.
+    before = json.loads((run_dir / "table.json").read_text())["num_parameters"]
+    prepare_run(config(corpus, "model.hf.intermediate_size=64"), run_dir)
+    assert json.loads((run_dir / "table.json").read_text())["num_parameters"] > before
+
+    (run_dir / "journal.sqlite").touch()
+    kept = (run_dir / "resolved.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"model\.hf\.intermediate_size: 64 -> 32"):
+        prepare_run(config(corpus), run_dir)
+    with pytest.raises(ConfigError, match=r"schedule\.forward_stages = 50"):
+        same = "model.hf.intermediate_size=64"
+        prepare_run(config(corpus, same, "schedule.forward_stages=50"), run_dir)
+    assert (run_dir / "resolved.yaml").read_bytes() == kept
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path.*absent"):
+        prepare_run(config(f"data.path={tmp_path / 'absent.txt'}"), tmp_path / "run")

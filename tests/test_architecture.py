@@ -1,0 +1,167 @@
+"""The design's rules about the code: who imports whom, what stays light, what is generated."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("shm", "protocol", "planner", "daemons", "workers", "models", "client")
+
+MAY_IMPORT = {
+    "shm": set(),
+    "protocol": {"shm"},
+    "planner": {"shm", "protocol"},
+    "models": {"shm", "protocol"},
+    "daemons": {"shm", "protocol", "planner"},
+    "workers": {"shm", "protocol", "planner", "models"},
+    "client": {"shm", "protocol", "planner", "daemons"},
+}
+"""Beside itself. The client starts what needs torch (workers, models) as processes."""
+
+LIGHT_MODULES = (
+    "penstock",
+    "penstock.client.launch",
+    "penstock.client.main",
+    "penstock.client.api",
+    "penstock.client.doctor",
+    "penstock.client.control",
+    "penstock.client.planning",
+    "penstock.client.export",
+    "penstock.daemons.memory.main",
+    "penstock.daemons.node.main",
+    "penstock.daemons.node.prepare",
+    "penstock.daemons.optimizer.main",
+    "penstock.daemons.scheduler.main",
+    "penstock.planner.build",
+    "penstock.planner.simulate",
+    "penstock.protocol.control",
+    "penstock.protocol.member",
+    "penstock.shm.memory",
+)
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 600
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    """Every Python file of the package but the generated ones, parsed."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "generated" not in path.parts:
+                yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Names of all modules that a file imports, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+
+
+def test_every_folder_is_linked_into_the_package() -> None:
+    for folder in FOLDERS:
+        link = ROOT / "src" / "penstock" / folder
+        assert link.is_symlink() and link.resolve() == ROOT / folder
+
+
+def test_imports_follow_the_dependency_direction() -> None:
+    wrong = []
+    for path, tree in sources():
+        folder = path.parts[0]
+        for name in imported(tree):
+            words = name.split(".")
+            if words[0] != "penstock" or len(words) < 2 or words[1] == "_native":
+                continue
+            if words[1] != folder and words[1] not in MAY_IMPORT[folder]:
+                wrong.append(f"{path} imports {name}")
+    assert not wrong, wrong
+
+
+def test_pure_machines_import_no_clock_socket_thread_or_file() -> None:
+    forbidden = {"time", "socket", "threading", "zmq", "grpc", "os", "subprocess", "sqlite3"}
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in sources()
+        if path.parts[0] == "daemons" and path.name in ("state.py", "events.py")
+        for name in imported(tree)
+        if name.split(".")[0] in forbidden
+    ]
+    assert not wrong, wrong
+
+
+def test_functions_and_files_stay_small() -> None:
+    long: list[str] = []
+    for path, tree in sources():
+        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        if lines > MAX_FILE_LINES:
+            long.append(f"{path}: {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long.append(f"{path}:{node.lineno} {node.name}: {lines} lines")
+    assert not long, long
+
+
+def test_nothing_unfinished_and_nothing_printed() -> None:
+    wrong = []
+    for path, tree in sources():
+        text = (ROOT / path).read_text(encoding="utf-8")
+        wrong += [f"{path}: {word}" for word in ("TODO", "FIXME", "XXX") if word in text]
+        wrong += [
+            f"{path}:{node.lineno} print"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        ]
+    assert not wrong, wrong
+
+
+def test_light_modules_import_no_torch() -> None:
+    """One interpreter after the other, so that no module hides behind another's import."""
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers', 'scipy', 'matplotlib'} & sys.modules.keys()\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *LIGHT_MODULES],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["scheduler_pb2.py", "scheduler_pb2.pyi", "scheduler_pb2_grpc.py"])
+def test_generated_code_is_what_protoc_writes(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "grpc_tools.protoc"]
+    generated = "penstock/protocol/generated"
+    done = subprocess.run(
+        [
+            *command,
+            f"-I{generated}={ROOT / 'protocol'}",
+            f"--python_out={tmp_path}",
+            f"--pyi_out={tmp_path}",
+            f"--grpc_python_out={tmp_path}",
+            f"{generated}/scheduler.proto",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = (tmp_path / generated / name).read_text(encoding="utf-8")
+    assert (ROOT / "protocol" / "generated" / name).read_text(encoding="utf-8") == expected
