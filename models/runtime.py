@@ -24,6 +24,8 @@ from penstock.models.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
 
+__all__ = ["HIDDEN", "Borrowed", "BoundBlock", "ModelRuntime", "StageOutput"]
+
 HIDDEN = "hidden"
 """Name of the tensor that blocks hand on: (micro_batch, sequence, hidden)."""
 
@@ -43,6 +45,15 @@ class StageOutput:
     loss_sum: torch.Tensor | None
     loss: torch.Tensor | None
     inputs: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A micro-batch on the device, and what each layer is called with (empty if none will be)."""
+
+    batch: MicroBatch
+    tensors: BatchTensors
+    calls: tuple[LayerCall, ...]
 
 
 class ModelRuntime:
@@ -136,7 +147,7 @@ class ModelRuntime:
             for name, value in inputs.items()
         }
         tensors, checkpoints = dict(leaves), {}
-        batch_tensors = self._on_device(batch)
+        prepared = self._prepare(batch, bound)
         loss = None
         with torch.set_grad_enabled(autograd):
             for block in bound:
@@ -145,9 +156,9 @@ class ModelRuntime:
                 if training:
                     self._reseed(data_position, micro_batch_index, block.index)
                 if block.index == len(self._table.blocks) - 1:
-                    loss, tensors = self._run_head(block, tensors[HIDDEN], batch, training), {}
+                    loss, tensors = self._run_head(block, tensors[HIDDEN], prepared, training), {}
                 else:
-                    hidden = self._run_block(block, tensors, batch, batch_tensors, training)
+                    hidden = self._run_block(block, tensors, prepared, training)
                     tensors = {HIDDEN: hidden}
             weighted = None if loss is None else loss * loss_weight
         return StageOutput(
@@ -185,23 +196,21 @@ class ModelRuntime:
         self,
         block: BoundBlock,
         tensors: Mapping[str, torch.Tensor],
-        batch: MicroBatch,
-        batch_tensors: BatchTensors,
+        prepared: _Prepared,
         training: bool,
     ) -> torch.Tensor:
         layer_index = self._table.blocks[block.index].layer_index
         with self._installed(block, training):
             if layer_index is None:
-                ids = torch.from_numpy(batch.input_ids).to(self._device)
-                return self._pieces.embed(ids, batch_tensors, training=training)
+                ids = torch.from_numpy(prepared.batch.input_ids).to(self._device)
+                return self._pieces.embed(ids, prepared.tensors, training=training)
             kind = self._table.blocks[block.index].kind
-            call = self._layer_calls(batch, batch_tensors)[layer_index]
-            return call.run(self._representative[kind], tensors[HIDDEN])
+            return prepared.calls[layer_index].run(self._representative[kind], tensors[HIDDEN])
 
     def _run_head(
-        self, block: BoundBlock, hidden: torch.Tensor, batch: MicroBatch, training: bool
+        self, block: BoundBlock, hidden: torch.Tensor, prepared: _Prepared, training: bool
     ) -> torch.Tensor:
-        labels = torch.from_numpy(batch.labels).to(self._device).reshape(-1)
+        labels = torch.from_numpy(prepared.batch.labels).to(self._device).reshape(-1)
         with self._installed(block, training):
             finished = self._pieces.finish(hidden)
 
@@ -217,6 +226,20 @@ class ModelRuntime:
             vocab_size=self._table.vocab_size,
         )
 
+    def _prepare(self, batch: MicroBatch, bound: Sequence[BoundBlock]) -> _Prepared:
+        """What all blocks of the stage share, before any random number is drawn for a block."""
+        mask, positions = batch.attention_mask, batch.position_ids
+        tensors = BatchTensors(
+            shape=batch.shape,
+            attention_mask=None if mask is None else torch.from_numpy(mask).to(self._device),
+            position_ids=(
+                None if positions is None else torch.from_numpy(positions).to(self._device)
+            ),
+        )
+        layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
+        calls = self._layer_calls(batch, tensors) if layers else ()
+        return _Prepared(batch=batch, tensors=tensors, calls=calls)
+
     def _layer_calls(self, batch: MicroBatch, batch_tensors: BatchTensors) -> tuple[LayerCall, ...]:
         """Masks, positions and rotary embeddings: by shape, else for the latest micro-batch."""
         if batch_tensors.plain:
@@ -231,16 +254,6 @@ class ModelRuntime:
                 check_documents_apart(calls, torch.from_numpy(batch.document_ids))
             self._latest = (batch, calls)
         return self._latest[1]
-
-    def _on_device(self, batch: MicroBatch) -> BatchTensors:
-        mask, positions = batch.attention_mask, batch.position_ids
-        return BatchTensors(
-            shape=batch.shape,
-            attention_mask=None if mask is None else torch.from_numpy(mask).to(self._device),
-            position_ids=(
-                None if positions is None else torch.from_numpy(positions).to(self._device)
-            ),
-        )
 
     @contextmanager
     def _installed(self, block: BoundBlock, training: bool) -> Iterator[None]:

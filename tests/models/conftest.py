@@ -1,0 +1,228 @@
+"""Tiny models beside their Hugging Face originals, with flat arrays as a worker has them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from penstock.models.batch import MicroBatch
+from penstock.models.hf import resolve_hf_config
+from penstock.models.packing import pack
+from penstock.models.runtime import BoundBlock, ModelRuntime, StageOutput
+from penstock.models.table import build_table
+from penstock.protocol.config import Config, parse_config
+from penstock.shm.table import BlockTable
+
+VOCAB = 61
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+_GROUPED = {**_COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _GROUPED,
+    "gpt2": {**_COMMON, **_NO_DROPOUT},
+    "qwen2": _GROUPED,
+    "mistral": {**_GROUPED, "sliding_window": 4},
+    "qwen3": {**_GROUPED, "head_dim": 8},
+    "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": 4},
+    "gemma3_text": {**_GROUPED, "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 7},
+    "phi3": _GROUPED,
+    "gpt_neox": {**_COMMON, "intermediate_size": 48},
+    "opt": {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "granite": {**_GROUPED, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
+    "starcoder2": {**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+
+
+def make_config(model_type: str, *, freeze: Sequence[str] = (), **changes: Any) -> Config:
+    """A configuration of one of the architectures above; ``changes`` go to ``model.hf``."""
+    return parse_config(
+        {
+            "model": {"hf": {"model_type": model_type, **ARCHITECTURES[model_type], **changes}},
+            "data": {"path": "@stdlib", "sequence_length": 16},
+            "train": {"freeze": list(freeze)},
+        }
+    )
+
+
+def make_hf_config(config: Config) -> PretrainedConfig:
+    """The configuration of the model, with a tokenizer of the tiny vocabulary."""
+    return resolve_hf_config(config, tokenizer_vocab_size=VOCAB, eos=VOCAB - 1)
+
+
+@dataclass
+class Case:
+    """A table and runtime, the original model, and flat arrays with the original's weights."""
+
+    config: Config
+    hf_config: PretrainedConfig
+    table: BlockTable
+    runtime: ModelRuntime
+    original: Any
+    weights: list[torch.Tensor] = field(default_factory=list)
+    frozen: list[torch.Tensor] = field(default_factory=list)
+    grads: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def bind(self, blocks: Sequence[int], *, train: bool = True) -> list[BoundBlock]:
+        """The blocks over the flat arrays."""
+        bound = []
+        for index in blocks:
+            block = self.table.blocks[index]
+            borrowed = {}
+            for lent in block.borrows:
+                trainable = lent.contribution > 0
+                arrays = self.weights if trainable else self.frozen
+                grads = self.grads[lent.owner][lent.contribution] if train and trainable else None
+                borrowed[lent.local_name] = (arrays[lent.owner], grads)
+            bound.append(
+                self.runtime.bind(
+                    index,
+                    weights=self.weights[index],
+                    frozen=self.frozen[index],
+                    grads=self.grads[index][0] if train else None,
+                    borrowed=borrowed,
+                )
+            )
+        return bound
+
+    def forward(
+        self,
+        blocks: Sequence[int],
+        inputs: dict[str, torch.Tensor],
+        batch: MicroBatch,
+        **options: Any,
+    ) -> StageOutput:
+        """One stage; options override the defaults of the call."""
+        train = options.pop("train", True)
+        defaults = {
+            "data_position": 0,
+            "micro_batch_index": 0,
+            "training": True,
+            "loss_weight": 1.0,
+        }
+        return self.runtime.forward(
+            self.bind(blocks, train=train), inputs, batch, **{**defaults, **options}
+        )
+
+    def train(self, cuts: Sequence[int], batch: MicroBatch, **options: Any) -> torch.Tensor:
+        """A forward without graph, then each stage recomputed and run backward; the loss sum.
+
+        ``cuts`` are the first blocks of all backward stages but the first.
+        """
+        bounds = [0, *cuts, len(self.table.blocks)]
+        everything = range(len(self.table.blocks))
+        first = self.forward(everything, {}, batch, autograd=False, checkpoints_at=cuts, **options)
+        gradients: dict[str, torch.Tensor] = {}
+        loss_sum = first.loss_sum
+        for start, stop in reversed(list(itertools.pairwise(bounds))):
+            output = self.forward(
+                range(start, stop),
+                first.checkpoints.get(start, {}),
+                batch,
+                autograd=True,
+                **options,
+            )
+            if output.loss_sum is not None:
+                assert torch.equal(output.loss_sum, first.loss_sum)
+            gradients = self.runtime.backward(output, gradients)
+        assert not gradients
+        return loss_sum
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """A tensor's gradient: the sum of its contributions."""
+        for block, contributions in zip(self.table.blocks, self.grads, strict=True):
+            for spec in block.tensors:
+                if spec.name == name:
+                    total = sum(contributions[1:], contributions[0])
+                    end = spec.offset + spec.num_elements
+                    return total[spec.offset : end].reshape(spec.shape)
+        raise KeyError(name)
+
+    def trainable_names(self) -> list[str]:
+        """Names of all trainable tensors."""
+        return [t.name for block in self.table.blocks for t in block.tensors if t.trainable]
+
+
+def make_case(model_type: str, *, freeze: Sequence[str] = (), **changes: Any) -> Case:
+    """Build everything; the original gets weights that make every parameter matter."""
+    config = make_config(model_type, freeze=freeze, **changes)
+    hf_config = make_hf_config(config)
+    table = build_table(config, hf_config)
+    eager = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
+    torch.manual_seed(7)
+    original = AutoModelForCausalLM.from_config(hf_config, **eager)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.mul_(3.0).add_(torch.randn_like(parameter), alpha=0.05)
+    case = Case(
+        config=config,
+        hf_config=hf_config,
+        table=table,
+        runtime=ModelRuntime(hf_config, table, device="cpu", compute_dtype=torch.float32, seed=5),
+        original=original.train(),
+    )
+    values = {k: v.detach() for k, v in original.named_parameters(remove_duplicate=False)}
+    for block in table.blocks:
+        trainable, frozen = pack(block, values)
+        case.weights.append(torch.from_numpy(trainable))
+        case.frozen.append(torch.from_numpy(frozen))
+        case.grads.append(
+            [torch.zeros(block.trainable_elements) for _ in range(block.contributions)]
+        )
+    return case
+
+
+def make_batch(rows: int = 2, length: int = 12, seed: int = 3) -> MicroBatch:
+    """Random tokens; every fifth label is ignored."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, VOCAB, (rows, length))
+    labels[:, ::5] = -100
+    return MicroBatch(input_ids=random.integers(0, VOCAB, (rows, length)), labels=labels)
+
+
+def original_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """The summed cross-entropy of the Hugging Face model itself."""
+    logits = model(input_ids=torch.from_numpy(batch.input_ids), use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(),
+        torch.from_numpy(batch.labels).flatten(),
+        ignore_index=-100,
+        reduction="sum",
+    )
+
+
+@pytest.fixture(name="make_config")
+def _make_config() -> Callable[..., Config]:
+    return make_config
+
+
+@pytest.fixture(name="make_hf_config")
+def _make_hf_config() -> Callable[[Config], PretrainedConfig]:
+    return make_hf_config
+
+
+@pytest.fixture(name="make_case")
+def _make_case() -> Callable[..., Case]:
+    return make_case
+
+
+@pytest.fixture(name="make_batch")
+def _make_batch() -> Callable[..., MicroBatch]:
+    return make_batch
+
+
+@pytest.fixture(name="original_loss")
+def _original_loss() -> Callable[[Any, MicroBatch], torch.Tensor]:
+    return original_loss
