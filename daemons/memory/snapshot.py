@@ -136,7 +136,9 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise StateError(f"{path}: cannot read it: {error}; is the state complete?") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"{path}: the manifest is damaged: {error!r}") from error
+        raise StateError(
+            f"{path}: the manifest is damaged: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check(
