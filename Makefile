@@ -1,0 +1,70 @@
+# penstock: make train, make test. The virtual environment is .venv; it follows pyproject.toml,
+# CMakeLists.txt and native/. PIP_* variables are honoured (an index, a proxy, a wheel directory).
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CONFIG ?= examples/tiny.yaml
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := $(wildcard native/*.cpp native/*.h)
+PYTHON_PATHS := client daemons models planner protocol shm workers src tests bench
+
+.PHONY: train test check soak bench proto format clean
+.DELETE_ON_ERROR:
+
+## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
+train: $(STAMP)
+	$(BIN)/penstock train $(CONFIG) $(ARGS)
+
+## The whole gate: formats, lints, types, then the tests.
+test: check
+	$(BIN)/python -m pytest -q $(ARGS)
+
+## Everything of the gate but the tests. The C++ build (warnings are errors) is part of the install.
+check: $(STAMP)
+	$(BIN)/ruff format --check $(PYTHON_PATHS)
+	$(BIN)/ruff check $(PYTHON_PATHS)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+## Long chaos runs with random seeds, which are printed.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow -s $(ARGS)
+
+## Speed of the optimizer passes and of training, beside the usual ways of doing it.
+bench: $(STAMP)
+	set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+## Generated code of the wire protocol, after an edit of protocol/scheduler.proto.
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -Ipenstock/protocol/generated=protocol \
+	  --python_out=src --pyi_out=src --grpc_python_out=src \
+	  penstock/protocol/generated/scheduler.proto
+
+format: $(STAMP)
+	$(BIN)/ruff format $(PYTHON_PATHS)
+	$(BIN)/ruff check --fix $(PYTHON_PATHS)
+	$(BIN)/clang-format -i $(NATIVE)
+
+clean:
+	rm -rf $(VENV) build
+
+# torch comes first and is named again afterwards, so that nothing replaces it.
+$(STAMP): pyproject.toml CMakeLists.txt $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Penstock needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
+	  echo "Install one (Debian: apt install python3) or name it: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments. Debian: apt install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig as s; \
+	  sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' || { \
+	  echo "The headers of $(PYTHON) are missing. Debian: apt install python3-dev"; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { \
+	  echo "No C++ compiler found. Debian: apt install g++"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet '$(TORCH)'
+	$(BIN)/pip install --quiet -e '.[dev]' '$(TORCH)'
+	touch $@
