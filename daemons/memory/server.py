@@ -256,8 +256,8 @@ class BlockServer:
         if request.array == "weights":
             return control.readable(request.block, request.version)
         if request.array == "grads":
-            # Or a later one: committed gradients are asked for again by a new optimizerd, with epoch
-            # 0, when the next attempt may have set the word already. Their copy is still theirs.
+            # Or a later one: a new optimizerd asks for committed gradients again, with epoch 0; the
+            # next attempt may have set the word by then, but it fills the other copy.
             epoch, attempt = control.ready(request.block, request.contribution)
             return epoch >= request.epoch and attempt >= request.attempt
         return True
