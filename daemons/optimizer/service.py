@@ -38,11 +38,11 @@ from penstock.daemons.optimizer.passes import Pass
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.state import OptimizerState
 from penstock.protocol.errors import (
-    ConfigError,
     ExitCode,
     LostMemberError,
     PenstockError,
     RefusedError,
+    StateError,
 )
 from penstock.protocol.frames import GradientReady, OptimizerStatus, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -262,5 +262,5 @@ class Service:
     def _leave(self, code: ExitCode) -> None:
         if code is ExitCode.DONE:
             return
-        kinds: dict[ExitCode, type[PenstockError]] = {ExitCode.BAD_CONFIG: ConfigError}
+        kinds: dict[ExitCode, type[PenstockError]] = {ExitCode.BAD_CONFIG: StateError}
         raise kinds.get(code, LostMemberError)(self._parts.effects.error)

@@ -185,8 +185,9 @@ class OptimizerState:
             self._HANDLERS[type(event)](self, event)
             self._start_next()
         except ImpossibleError as error:
-            # A wrong memory is the user's to mend, and stays as it is: nothing more is written.
-            self._fail(str(error), ExitCode.BAD_CONFIG)
+            # A wrong memory is the user's to mend; either way nothing more is written.
+            of_memory = isinstance(event, BeginAsked)
+            self._fail(str(error), ExitCode.BAD_CONFIG if of_memory else ExitCode.LOST_MEMBERS)
         out = list(self._out)
         self._out.clear()  # in place: the ledger appends to the same list
         return out
