@@ -27,6 +27,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_AXES = 8
+_MAX_ELEMENTS = 1 << 40
 
 
 def to_frames(
@@ -67,7 +68,9 @@ def from_frames(
     tensors: dict[str, torch.Tensor] = {}
     for header, buffer in zip(headers, buffers, strict=True):
         dtype = DTYPES.get(header.dtype)
-        if dtype is None or len(header.shape) > _MAX_AXES or header.name in tensors:
+        # Also for empty tensors: strides of huge extents overflow.
+        huge = prod(max(1, extent) for extent in header.shape) > _MAX_ELEMENTS
+        if dtype is None or huge or len(header.shape) > _MAX_AXES or header.name in tensors:
             raise ProtocolError(f"tensor {header.name[:40]!r}: bad type, shape or name")
         if prod(header.shape) * dtype.itemsize != len(buffer):
             raise ProtocolError(

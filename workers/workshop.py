@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 
 import zmq
-from transformers import AutoConfig
 
+from penstock.models.hf import load_run_config
 from penstock.models.runtime import ModelRuntime
 from penstock.protocol.blocks import attach
 from penstock.protocol.config import Config
@@ -199,7 +199,7 @@ class EpochWorkshop:
         """The model without weights; made once, takes seconds."""
         if self._runtime is None:
             self._runtime = ModelRuntime(
-                AutoConfig.from_pretrained(self._files.path / "model"),
+                load_run_config(self._files.path),
                 self._table,
                 device=self._device.torch_device,
                 compute_dtype=self._device.compute_dtype,

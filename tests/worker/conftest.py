@@ -1,0 +1,424 @@
+"""A cluster in one process: real memory, real sockets, one interpreter per device on a thread of
+its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from prometheus_client import CollectorRegistry
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from zmq.utils.garbage import gc as garbage_collector
+
+from penstock._native import undo_bytes
+from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.server import BlockServer
+from penstock.models.batch import MicroBatch
+from penstock.models.hf import resolve_hf_config
+from penstock.models.initial import initial_blocks
+from penstock.models.packing import pack
+from penstock.models.runtime import ModelRuntime
+from penstock.models.table import build_table
+from penstock.planner.build import build_plan
+from penstock.protocol.config import Config, parse_config
+from penstock.protocol.frames import GradientReady, decode
+from penstock.protocol.instructions import Program
+from penstock.protocol.names import node_of_device, ownership
+from penstock.protocol.plan import Plan
+from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS
+from penstock.shm.layout import NodeLayout, Ownership
+from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.table import BlockTable
+from penstock.workers.attempt import Bench, Job
+from penstock.workers.devices.base import as_tensor
+from penstock.workers.devices.cpu import CpuDevice
+from penstock.workers.inbox import Expected, Inbox
+from penstock.workers.interpreter import JobResult, run_job
+from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.trace import TraceRing
+from penstock.workers.transport import Transport
+from penstock.workers.waiting import Abort
+from penstock.workers.weights import RemoteBlocks, WeightLoader
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+SEQUENCE = 12
+
+
+def make_config(
+    *,
+    scheme: str = "1f1b",
+    workers: int = 2,
+    nodes: int = 1,
+    hf: dict[str, Any] | None = None,
+    micro_batches: int = 4,
+    model: dict[str, Any] | None = None,
+    schedule: dict[str, Any] | None = None,
+    freeze: tuple[str, ...] = (),
+    grad_dtype: str = "fp32",
+) -> Config:
+    """A small configuration; ``workers`` counts all devices."""
+    return parse_config(
+        {
+            "run": {"seed": 7},
+            "model": {"hf": LLAMA | (hf or {}), **(model or {})},
+            "data": {"path": "@stdlib", "sequence_length": SEQUENCE},
+            "train": {
+                "global_batch": 2 * micro_batches,
+                "micro_batch": 2,
+                "freeze": freeze,
+            },
+            "optimizer": {"grad_dtype": grad_dtype},
+            "schedule": {"scheme": scheme, **(schedule or {})},
+            "cluster": {
+                "workers": workers // nodes,
+                "nodes": [{"name": name} for name in "ab"[:nodes]],
+            },
+        }
+    )
+
+
+def make_batches(config: Config, seed: int) -> tuple[list[MicroBatch], int]:
+    """Random tokens; some labels are ignored, and not the same number in each micro-batch."""
+    rng = np.random.default_rng(seed)
+    batches = []
+    for _ in range(config.train.num_microbatches):
+        tokens = rng.integers(0, LLAMA["vocab_size"], (config.train.micro_batch, SEQUENCE + 1))
+        labels = tokens[:, 1:].copy()
+        labels[rng.random(labels.shape) < 0.2] = -100
+        batches.append(MicroBatch(input_ids=tokens[:, :-1].copy(), labels=labels))
+    return batches, sum(batch.counted_tokens for batch in batches)
+
+
+@dataclass
+class Worker:
+    """One device's interpreter with its sockets and metrics."""
+
+    bench: Bench
+    registry: CollectorRegistry
+
+    def run(self, job: Job, program: Program | None = None) -> JobResult:
+        """Execute the device's program of the job's phase."""
+        plan, device = self.bench.plan, self.bench.device_index
+        own = plan.programs if job.phase == "train" else plan.evaluation
+        return run_job(self.bench, job, own[device] if program is None else program)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of a metric, 0 if it was never set."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@dataclass
+class Cluster:
+    """Everything of one run in this process."""
+
+    config: Config
+    hf_config: PretrainedConfig
+    table: BlockTable
+    plan: Plan
+    owners: Ownership
+    memories: list[NodeMemory]
+    workers: list[Worker]
+    optimizers: list[zmq.Socket[bytes]]
+    close: Callable[[], None] = field(default=lambda: None)
+
+    def job(
+        self, *, attempt: int = 1, phase: Any = "train", seed: int = 3, scale: float = 1.0
+    ) -> Job:
+        """A job on random data at version 0."""
+        batches, counted = make_batches(self.config, seed)
+        return Job(
+            phase=phase,
+            number=attempt,
+            base_version=0,
+            data_position=0,
+            loss_scale=scale,
+            batches=batches,
+            counted_tokens=counted,
+        )
+
+    def run(self, job: Job) -> list[JobResult | Exception]:
+        """Run the job on all devices at once; what each returned or raised."""
+        results: list[JobResult | Exception] = [RuntimeError("did not run")] * len(self.workers)
+
+        def work(device: int) -> None:
+            try:
+                results[device] = self.workers[device].run(job)
+            except Exception as error:
+                results[device] = error
+
+        threads = [threading.Thread(target=work, args=(d,)) for d in range(len(self.workers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive(), "an interpreter hangs"
+        return results
+
+    def train(self, job: Job) -> tuple[float, int]:
+        """Run a job that must succeed; loss sum and counted tokens of all devices."""
+        results = []
+        for result in self.run(job):
+            if isinstance(result, Exception):
+                raise result
+            results.append(result)
+        return sum(r.loss_sum for r in results), sum(r.loss_tokens for r in results)
+
+    def gradients(self, target: int = 1) -> dict[str, torch.Tensor]:
+        """Summed contributions by tensor name, fp32."""
+        found: dict[str, torch.Tensor] = {}
+        for block in self.table.blocks:
+            total = torch.zeros(block.trainable_elements)
+            for k, node in enumerate(self.owners.computed_on[block.index]):
+                if block.trainable_elements:
+                    array = self.memories[node].grads(block.index, target % 2, k)
+                    total += as_tensor(array, self.table.grad_dtype).float()
+            for spec in block.tensors:
+                if spec.trainable:
+                    flat = total[spec.offset : spec.offset + spec.num_elements]
+                    found[spec.name] = flat.view(spec.shape)
+        return found
+
+    def gradient_bytes(self, target: int = 1) -> list[bytes]:
+        """All contributions of all nodes, bit for bit."""
+        return [
+            memory.grads(b, copy, k).tobytes()
+            for memory in self.memories
+            for b, name, copy, k in memory.spec.layout.arrays
+            if name == "grads" and copy == target % 2
+        ]
+
+    def announced(self, node: int, count: int) -> list[tuple[int, int, int]]:
+        """(attempt, block, contribution) of the next ``count`` messages to a node's optimizerd,
+        sorted.
+        """
+        found = []
+        for _ in range(count):
+            assert self.optimizers[node].poll(5000), f"only {found} were announced"
+            message = decode(self.optimizers[node].recv(), GradientReady)
+            found.append((message.attempt, message.block, message.contribution))
+        return sorted(found)
+
+    def reference(self, job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss sum and gradients of a plain loop over the same weights."""
+        model = AutoModelForCausalLM.from_config(self.hf_config, dtype=torch.float32)
+        model.train()
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, value in self.weights().items():
+                parameters[name].copy_(value)
+        total = 0.0
+        for batch in job.batches:
+            logits = model(input_ids=torch.from_numpy(batch.input_ids), use_cache=False).logits
+            labels = torch.from_numpy(batch.labels).flatten()
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels, reduction="sum", ignore_index=-100
+            )
+            (loss * job.loss_weight).backward()
+            total += loss.item()
+        grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        return total, grads
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weights of version 0 by tensor name, widened to fp32."""
+        found = {}
+        for block in self.table.blocks:
+            memory = self.memories[self.owners.owner[block.index]]
+            arrays = {True: memory.weights(block.index, 0), False: memory.frozen(block.index)}
+            for spec in block.tensors:
+                flat = as_tensor(arrays[spec.trainable], self.table.weight_dtype).float()
+                part = flat[spec.offset : spec.offset + spec.num_elements]
+                found[spec.name] = part.view(spec.shape)
+        return found
+
+    def abort_all(self) -> None:
+        """What Drain does to every worker."""
+        for worker in self.workers:
+            worker.bench.abort.set("drained")
+
+    def begin(self, epoch: int) -> None:
+        """Enter an epoch: fresh connections, inboxes and flags, as after Drain and Begin."""
+        peers = {d: w.bench.transport.address for d, w in enumerate(self.workers)}
+        optimizers = {n: s.get_string(zmq.LAST_ENDPOINT) for n, s in enumerate(self.optimizers)}
+        for device, worker in enumerate(self.workers):
+            transport = worker.bench.transport
+            transport.connect({d: a for d, a in peers.items() if d != device}, optimizers)
+            transport.inbox.open(
+                run_id=worker.bench.run_id,
+                epoch=epoch,
+                expected=Expected.of(self.plan.programs[device], self.plan.evaluation[device], 2),
+            )
+            worker.bench = replace(worker.bench, epoch=epoch, abort=Abort())
+
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zero_copy_thread() -> Iterator[None]:
+    """pyzmq frees sent buffers on a thread that it starts at the first send and keeps; it is no
+    leak.
+    """
+    garbage_collector.start()
+    yield
+    garbage_collector.stop()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Interpreters of a test share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_cluster() -> Iterator[MakeCluster]:
+    """Clusters that are taken down after the test."""
+    with ExitStack() as stack:
+        yield lambda timeout_s=20.0, undo=False, **settings: _build(
+            stack, make_config(**settings), timeout_s, undo
+        )
+
+
+@pytest.fixture
+def config_of() -> Callable[[dict[str, Any]], Config]:
+    """A configuration with the given ``cluster`` section."""
+    return lambda cluster: parse_config(
+        {"model": {"hf": LLAMA}, "data": {"path": "@stdlib"}, "cluster": cluster}
+    )
+
+
+def _build(stack: ExitStack, config: Config, timeout_s: float, undo: bool) -> Cluster:
+    hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
+    table = build_table(config, hf_config)
+    plan = build_plan(config, table)
+    owners = ownership(config, table, plan)
+    run_id = uuid.uuid4().hex[:12]
+    context = zmq.Context()
+    stack.callback(context.term)
+    memories, servers, optimizers = [], {}, []
+    for index, node in enumerate(config.cluster.nodes):
+        memory = NodeMemory.create(
+            MemorySpec(
+                run_id=run_id,
+                node_name=node.name,
+                table=table,
+                layout=NodeLayout.compute(table, owners, index),
+                undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS) if undo else 4096,
+            )
+        )
+        stack.callback(memory.close)
+        stack.callback(memory.unlink)
+        memories.append(memory)
+        servers[index] = _serve(stack, memory, run_id, node.name)
+        socket = context.socket(zmq.PULL)
+        socket.bind(f"ipc://@penstock-{run_id}-{node.name}-optimizer")
+        stack.callback(socket.close, 0)
+        optimizers.append(socket)
+    _fill(config, hf_config, table, owners, memories)
+    workers = [
+        _worker(stack, device, config, hf_config, plan, owners, memories, servers, timeout_s)
+        for device in range(plan.num_devices)
+    ]
+    cluster = Cluster(config, hf_config, table, plan, owners, memories, workers, optimizers)
+    cluster.begin(1)
+    return cluster
+
+
+def _serve(stack: ExitStack, memory: NodeMemory, run_id: str, node: str) -> str:
+    server = BlockServer(
+        run_id=run_id, local_address=f"ipc://@penstock-{run_id}-{node}-memory", host="127.0.0.1"
+    )
+    server.start(memory, MemoryMetrics(CollectorRegistry()))
+    stack.callback(server.close)
+    return server.endpoint
+
+
+def _fill(
+    config: Config,
+    hf_config: PretrainedConfig,
+    table: BlockTable,
+    owners: Ownership,
+    memories: list[NodeMemory],
+) -> None:
+    for b, tensors in initial_blocks(config, hf_config, table, range(len(table.blocks))):
+        memory = memories[owners.owner[b]]
+        arrays = (memory.weights(b, 0), memory.frozen(b))
+        for target, source in zip(arrays, pack(table.blocks[b], tensors), strict=True):
+            if target.size:
+                as_tensor(target, table.weight_dtype).copy_(torch.from_numpy(source))
+    for memory in memories:
+        for b in memory.owned_blocks():
+            memory.control.set_slot_version(b, 0, 0)
+        memory.control.set_incarnation(1)
+
+
+def _worker(
+    stack: ExitStack,
+    device_index: int,
+    config: Config,
+    hf_config: PretrainedConfig,
+    plan: Plan,
+    owners: Ownership,
+    memories: list[NodeMemory],
+    servers: dict[int, str],
+    timeout_s: float,
+) -> Worker:
+    node = node_of_device(config, device_index)
+    memory = memories[node]
+    spec = memory.spec
+    device = CpuDevice(weight_dtype=spec.table.weight_dtype, grad_dtype=spec.table.grad_dtype)
+    registry = CollectorRegistry()
+    transport = Transport(
+        f"ipc://@penstock-{spec.run_id}-worker-{device_index}", Inbox(), WorkerMetrics(registry)
+    )
+    stack.callback(transport.close)
+    abort = Abort()
+    weights = WeightLoader(
+        table=spec.table,
+        memory=memory,
+        ownership=owners,
+        node=node,
+        device=device,
+        remote=RemoteBlocks(spec.run_id, spec.table, servers),
+    )
+    stack.callback(weights.close)
+    bench = Bench(
+        run_id=spec.run_id,
+        epoch=0,
+        device_index=device_index,
+        plan=plan,
+        table=spec.table,
+        ownership=owners,
+        memory=memory,
+        runtime=ModelRuntime(
+            hf_config, spec.table, device="cpu", compute_dtype=torch.float32, seed=config.run.seed
+        ),
+        device=device,
+        weights=weights,
+        transport=transport,
+        trace=TraceRing(),
+        abort=abort,
+        timeout_s=timeout_s,
+    )
+    return Worker(bench, registry)

@@ -1,0 +1,329 @@
+"""Programs of every scheme against a plain loop of the same model; aborts, bad programs, failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.protocol.errors import ConfigError, ExitCode
+from penstock.protocol.instructions import Opcode, Update, parse_instruction
+from penstock.workers.attempt import UnusedWorkError
+from penstock.workers.handlers import HANDLERS
+from penstock.workers.interpreter import InstructionError, JobResult, check_program, run_job
+from penstock.workers.waiting import Interrupted
+
+TOLERANCE = 1e-6
+
+CASES = [
+    # scheme, devices, nodes, schedule, tied
+    ("1f1b", 1, 1, {"recompute": "none"}, False),
+    ("1f1b", 2, 1, {"recompute": "none"}, True),
+    ("1f1b", 4, 2, {"recompute": "full"}, True),
+    ("gpipe", 2, 2, {"recompute": "none"}, True),
+    ("gpipe", 4, 1, {"recompute": "full"}, False),
+    ("mobius", 1, 1, {}, True),
+    ("mobius", 2, 1, {"forward_stages": 4}, False),
+    ("mobius", 4, 2, {"forward_stages": 8}, True),
+    ("spipe", 1, 1, {}, False),
+    ("spipe", 2, 1, {"forward_stages": 3, "backward_stages": 7}, True),
+    ("spipe", 2, 2, {}, True),
+    ("spipe", 4, 1, {"forward_stages": 4, "backward_stages": 8}, False),
+    ("spipe", 4, 2, {"forward_stages": 5, "backward_stages": 8}, True),
+]
+
+
+def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Largest relative difference of any tensor, in norm."""
+    assert found.keys() == wanted.keys()
+    return max(
+        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-12))
+        for name in wanted
+    )
+
+
+def contributions(cluster: Any, node: int) -> list[tuple[int, int]]:
+    """(block, contribution) of everything that is summed up for blocks of a node."""
+    return sorted(
+        (block.index, k)
+        for block in cluster.table.blocks
+        if cluster.owners.owner[block.index] == node
+        for k in range(block.contributions)
+    )
+
+
+@pytest.mark.parametrize(("scheme", "devices", "nodes", "schedule", "tied"), CASES)
+def test_matches_a_plain_loop(
+    make_cluster: Any, scheme: str, devices: int, nodes: int, schedule: Any, tied: bool
+) -> None:
+    cluster = make_cluster(
+        scheme=scheme,
+        workers=devices,
+        nodes=nodes,
+        schedule=schedule,
+        hf={"tie_word_embeddings": tied},
+    )
+    job = cluster.job(scale=8.0)
+    loss_sum, loss_tokens = cluster.train(job)
+    wanted_loss, wanted = cluster.reference(job)
+    assert loss_tokens == job.counted_tokens
+    assert loss_sum == pytest.approx(wanted_loss, rel=TOLERANCE)
+    assert relative_error(cluster.gradients(), wanted) < TOLERANCE
+    for node in range(nodes):
+        expected = [(1, b, k) for b, k in contributions(cluster, node)]
+        assert cluster.announced(node, len(expected)) == expected
+    for worker in cluster.workers:
+        assert len(worker.bench.transport.inbox) == 0
+        assert worker.bench.weights.in_use == ()
+
+
+def test_ready_words_name_epoch_and_attempt(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=2, hf={"tie_word_embeddings": True})
+    cluster.train(cluster.job(attempt=9))
+    control = cluster.memories[0].control
+    assert {control.ready(b, k) for b, k in contributions(cluster, 0)} == {(1, 9)}
+
+
+def test_the_same_attempt_gives_the_same_bits(make_cluster: Any) -> None:
+    cluster = make_cluster(scheme="spipe", workers=2, nodes=2, hf={"tie_word_embeddings": True})
+    first = cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()
+    other = cluster.train(cluster.job(attempt=2, seed=4)), cluster.gradient_bytes()
+    again = cluster.train(cluster.job(attempt=3)), cluster.gradient_bytes()
+    assert first == again
+    assert first != other
+
+
+def test_versions_alternate_slots_and_copies(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=1)
+    memory = cluster.memories[0]
+    for block in memory.owned_blocks():
+        memory.weights(block, 1)[:] = memory.weights(block, 0)
+        memory.weights(block, 0)[:] = float("nan")
+        memory.control.set_slot_version(block, 1, 1)
+        memory.grads(block, 1, 0)[:] = 5.0
+    memory.control.set_committed(1)
+    job = cluster.job()
+    cluster.train(replace(job, base_version=1))
+    assert all(torch.isfinite(g).all() for g in cluster.gradients(target=2).values())
+    assert {float(memory.grads(b, 1, 0)[0]) for b in memory.owned_blocks()} == {5.0}
+
+
+def test_waits_for_the_commit(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=2)
+    memory = cluster.memories[0]
+    for block in memory.owned_blocks():
+        memory.weights(block, 1)[:] = memory.weights(block, 0)
+        memory.control.set_slot_version(block, 1, 1)
+
+    def commit() -> None:
+        time.sleep(0.2)
+        memory.control.set_committed(1)
+
+    committer = threading.Thread(target=commit)
+    committer.start()
+    results = cluster.run(replace(cluster.job(), base_version=1))
+    committer.join()
+    first, second = results
+    assert isinstance(first, JobResult)
+    assert isinstance(second, JobResult)
+    assert first.weights_wait_s > 0.1
+    assert second.tally.received_s["activation"] > 0.1
+    for result in (first, second):
+        assert result.tally.busy_s < result.wall_s - 0.1
+
+
+def test_a_missing_commit_ends_in_an_error_that_says_so(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=1, timeout_s=0.2)
+    (result,) = cluster.run(replace(cluster.job(), base_version=1))
+    assert isinstance(result, InstructionError)
+    assert "waited 0.2 s for weights of block 0 at version 1: committed is 0" in str(result)
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "spipe"])
+def test_evaluation_counts_every_token_once(make_cluster: Any, scheme: str) -> None:
+    cluster = make_cluster(scheme=scheme, workers=2, nodes=2, hf={"tie_word_embeddings": True})
+    before = cluster.gradient_bytes()
+    job = cluster.job(phase="eval", attempt=5)
+    loss_sum, loss_tokens = cluster.train(job)
+    assert loss_tokens == job.counted_tokens
+    assert loss_sum == pytest.approx(cluster.reference(job)[0], rel=TOLERANCE)
+    assert cluster.gradient_bytes() == before
+
+
+def test_frozen_parameters_get_no_gradients(make_cluster: Any) -> None:
+    cluster = make_cluster(
+        scheme="spipe", workers=2, nodes=2, freeze=("embed_tokens", r"layers\.[23]\.")
+    )
+    job = cluster.job()
+    cluster.train(job)
+    wanted = cluster.reference(job)[1]
+    frozen = {s.name for b in cluster.table.blocks for s in b.tensors if not s.trainable}
+    assert len(frozen) > 9
+    found = cluster.gradients()
+    assert relative_error(found, {n: g for n, g in wanted.items() if n not in frozen}) < TOLERANCE
+
+
+def test_gpt2_with_dropout_recomputes_what_it_computed(make_cluster: Any) -> None:
+    """With and without recomputation dropout hits the same elements."""
+    gpt2 = {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_positions": 32,
+        "resid_pdrop": 0.2,
+        "embd_pdrop": 0.2,
+        "attn_pdrop": 0.0,
+    }
+    losses, gradients = [], []
+    for recompute in ("none", "full"):
+        cluster = make_cluster(
+            scheme="gpipe", workers=1, schedule={"recompute": recompute}, model={"hf": gpt2}
+        )
+        losses.append(cluster.train(cluster.job()))
+        gradients.append(cluster.gradients())
+    assert losses[0] == losses[1]
+    assert relative_error(gradients[0], gradients[1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "bf16")]
+)
+def test_16_bit_storage(make_cluster: Any, dtype: str, grad_dtype: str) -> None:
+    """Sums stay in fp32 and are rounded once: the result is within one rounding of the plain
+    loop's.
+    """
+    cluster = make_cluster(
+        scheme="spipe",
+        workers=2,
+        nodes=2,
+        model={"dtype": dtype},
+        grad_dtype=grad_dtype,
+        hf={"tie_word_embeddings": True},
+    )
+    job = cluster.job()
+    loss_sum, _ = cluster.train(job)
+    wanted_loss, wanted = cluster.reference(job)
+    assert loss_sum == pytest.approx(wanted_loss, rel=TOLERANCE)
+    bound = TOLERANCE if grad_dtype == "fp32" else 2.0**-8
+    assert relative_error(cluster.gradients(), wanted) < bound
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "spipe"])
+def test_an_aborted_attempt_leaves_nothing_behind(make_cluster: Any, scheme: str) -> None:
+    cluster = make_cluster(scheme=scheme, workers=2, nodes=2, micro_batches=8)
+    wanted = cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()
+    cluster.begin(2)
+    # The abort comes from inside, after a different number of sends each time.
+    for epoch, sends in ((2, 1), (3, 3), (4, 7)):
+        transport = cluster.workers[0].bench.transport
+        real_send, seen = transport.send, []
+
+        def send(
+            *arguments: Any, real: Any = real_send, seen: Any = seen, limit: int = sends
+        ) -> None:
+            seen.append(1)
+            if len(seen) == limit:
+                cluster.abort_all()
+            real(*arguments)
+
+        transport.send = send
+        results = cluster.run(cluster.job(attempt=epoch))
+        del transport.send
+        assert [type(result) for result in results] == [Interrupted, Interrupted]
+        for worker in cluster.workers:
+            assert worker.bench.weights.in_use == ()
+        cluster.begin(epoch + 1)
+    # What was sent before the aborts arrives late and is of an old epoch.
+    assert (cluster.train(cluster.job(attempt=9)), cluster.gradient_bytes()) == wanted
+
+
+def test_an_abort_ends_a_wait_for_a_peer_at_once(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=2)
+    found: list[Exception] = []
+
+    def work() -> None:
+        try:
+            cluster.workers[1].run(cluster.job())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.2)
+    start = time.monotonic()
+    cluster.abort_all()
+    thread.join(timeout=5)
+    assert time.monotonic() - start < 0.5
+    assert [str(error) for error in found] == ["drained"]
+
+
+def test_a_silent_peer_is_named(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=2, timeout_s=0.3)
+    with pytest.raises(InstructionError) as caught:
+        cluster.workers[1].run(cluster.job(attempt=4))
+    text = str(caught.value)
+    assert "'F 1 0 keep=all' failed" in text
+    assert "waited 0.3 s for activation of stage 0, micro-batch 0 (train 4)" in text
+    assert "epoch 1, train 4" in text
+    assert "'FW 1 phase=forward'" in text  # what ran before
+
+
+def test_unsupported_opcodes_are_refused_before_the_run() -> None:
+    program = (parse_instruction("F 0 0 keep=all"), Update(block=3))
+    with pytest.raises(
+        ConfigError, match=r"instruction 1 is 'U 3', and workers do not execute UPDATE"
+    ):
+        check_program(program)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "left"),
+    [
+        (Opcode.BACKWARD, "graphs"),
+        (Opcode.OFFLOAD_GRADIENTS, "gradients"),
+        (Opcode.RELEASE_WEIGHTS, "weights"),
+    ],
+)
+def test_work_left_behind_is_an_error(make_cluster: Any, opcode: Opcode, left: str) -> None:
+    cluster = make_cluster(workers=1, micro_batches=1)
+    program = tuple(i for i in cluster.plan.programs[0] if i.opcode is not opcode)
+    worker = cluster.workers[0]
+    with pytest.raises(UnusedWorkError, match=rf"left behind {left}: "):
+        worker.run(cluster.job(), program)
+    cluster.begin(2)
+    assert isinstance(worker.run(cluster.job()), JobResult)  # and nothing of it stayed
+
+
+def test_a_failing_handler_is_located(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=1, micro_batches=1)
+    worker = cluster.workers[0]
+
+    def fail(instruction: Any, attempt: Any) -> None:
+        raise ZeroDivisionError("no luck")
+
+    with pytest.raises(InstructionError, match="ZeroDivisionError: no luck") as caught:
+        run_job(
+            worker.bench,
+            cluster.job(),
+            cluster.plan.programs[0],
+            {**HANDLERS, Opcode.BACKWARD: fail},
+        )
+    assert caught.value.exit_code is ExitCode.LOST_MEMBERS
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_metrics_of_transfers(make_cluster: Any) -> None:
+    cluster = make_cluster(scheme="1f1b", workers=2)
+    cluster.train(cluster.job())
+    hidden_bytes = 2 * 12 * 32 * 4
+    name = "penstock_worker_transfer_bytes_total"
+    sender, receiver = cluster.workers
+    for kind, source, target in (("activation", sender, receiver), ("gradient", receiver, sender)):
+        assert source.metric(name, direction="sent", kind=kind) == 4 * hidden_bytes
+        assert target.metric(name, direction="received", kind=kind) == 4 * hidden_bytes

@@ -1,0 +1,179 @@
+"""What a worker answers to the scheduler's messages, in order."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.protocol.errors import RefusedError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.workers.attempt import Bench
+from penstock.workers.epochs import EpochFence
+from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.session import Session, fence_listener
+from penstock.workers.waiting import Abort
+
+
+class Scheduler:
+    """Delivers prepared messages, seen by the listener as soon as they are queued, and keeps
+    answers.
+    """
+
+    def __init__(self, listener: Callable[[pb.SchedulerMessage], None]) -> None:
+        self._listener = listener
+        self._queue: deque[pb.SchedulerMessage] = deque()
+        self.answers: list[str] = []
+
+    def say(self, **body: Any) -> None:
+        message = pb.SchedulerMessage(**body)
+        self._listener(message)
+        self._queue.append(message)
+
+    def send(self, message: pb.MemberMessage) -> None:
+        kind = message.WhichOneof("body") or ""
+        body = getattr(message, kind)
+        number = getattr(body, "attempt", getattr(body, "evaluation", ""))
+        self.answers.append(f"{kind} {body.epoch} {number}".strip())
+        self.last = body
+
+    def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
+        return self._queue.popleft() if self._queue else None
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue
+
+
+class OneWorker:
+    """A session over a cluster of one device."""
+
+    def __init__(self, cluster: Any, trace_path: Path | None) -> None:
+        self.cluster = cluster
+        self.closed = 0
+        self.fence = EpochFence()
+        self.scheduler = Scheduler(fence_listener(self.fence))
+        self.registry = CollectorRegistry()
+        self.session = Session(
+            link=self.scheduler,
+            workshop=self,
+            fence=self.fence,
+            metrics=WorkerMetrics(self.registry),
+            global_batch=cluster.config.train.global_batch,
+            trace_path=trace_path,
+        )
+
+    def open(self, begin: pb.Begin, abort: Abort) -> Bench:
+        self.cluster.begin(begin.epoch)
+        return replace(self.cluster.workers[0].bench, abort=abort)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def batches(self, phase: str, data_position: int) -> Any:
+        job = self.cluster.job(seed=data_position)
+        return job.batches, job.counted_tokens
+
+    def run(self) -> list[str]:
+        self.session.run(lambda: self.scheduler.idle)
+        return self.scheduler.answers
+
+    def outcomes(self, outcome: str) -> float:
+        name = "penstock_worker_attempts_total"
+        return self.registry.get_sample_value(name, {"outcome": outcome}) or 0.0
+
+
+@pytest.fixture
+def worker(make_cluster: Any, tmp_path: Path) -> Iterator[OneWorker]:
+    yield OneWorker(make_cluster(workers=1), tmp_path / "trace" / "worker-0.jsonl")
+
+
+def attempt(epoch: int, number: int) -> pb.RunAttempt:
+    return pb.RunAttempt(epoch=epoch, attempt=number, data_position=8 * number, loss_scale=1.0)
+
+
+def test_an_epoch_with_attempts_and_an_evaluation(worker: OneWorker, tmp_path: Path) -> None:
+    say = worker.scheduler.say
+    say(drain=pb.Drain(epoch=1))
+    say(begin=pb.Begin(epoch=1))
+    say(run_attempt=attempt(1, 1))
+    say(commit=pb.Commit(epoch=1))
+    say(run_attempt=attempt(1, 2))
+    say(skip=pb.Skip(epoch=1, attempt=2))
+    say(evaluate=pb.Evaluate(epoch=1, evaluation=1, batches=2))
+    assert worker.run() == [
+        "drained 1",
+        "ready 1",
+        "attempt_done 1 1",
+        "attempt_done 1 2",
+        "evaluation_done 1 1",
+    ]
+    wanted = [worker.cluster.reference(worker.cluster.job(seed=position)) for position in (0, 8)]
+    assert worker.scheduler.last.loss_sum == pytest.approx(
+        sum(loss for loss, _ in wanted), rel=1e-6
+    )
+    assert worker.scheduler.last.loss_tokens == sum(
+        worker.cluster.job(seed=position).counted_tokens for position in (0, 8)
+    )
+    assert worker.outcomes("done") == 4
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "trace" / "worker-0.jsonl").read_text().splitlines()
+    ]
+    program = worker.cluster.plan.programs[0]
+    assert len(lines) == 2 * len(program) + 2 * len(worker.cluster.plan.evaluation[0])
+    assert [line[2] for line in lines[: len(program)]] == [i.opcode.name for i in program]
+
+
+def test_attempt_done_carries_loss_and_times(worker: OneWorker) -> None:
+    worker.scheduler.say(begin=pb.Begin(epoch=1))
+    worker.scheduler.say(run_attempt=attempt(1, 1))
+    worker.run()
+    done, job = worker.scheduler.last, worker.cluster.job(seed=8)
+    assert done.loss_sum == pytest.approx(worker.cluster.reference(job)[0], rel=1e-6)
+    assert done.loss_tokens == job.counted_tokens
+    assert 0 < done.busy_seconds <= done.wall_seconds
+
+
+def test_a_drain_in_the_queue_ends_the_attempt_before_it(worker: OneWorker) -> None:
+    say = worker.scheduler.say
+    say(drain=pb.Drain(epoch=1))
+    say(begin=pb.Begin(epoch=1))
+    say(run_attempt=attempt(1, 1))
+    say(drain=pb.Drain(epoch=2))
+    say(begin=pb.Begin(epoch=2))
+    say(run_attempt=attempt(2, 2))
+    assert worker.run() == ["drained 1", "drained 2", "ready 2", "attempt_done 2 2"]
+
+
+def test_messages_of_other_epochs_are_ignored(worker: OneWorker) -> None:
+    say = worker.scheduler.say
+    say(run_attempt=attempt(1, 1))
+    say(begin=pb.Begin(epoch=2))
+    say(run_attempt=attempt(1, 1))
+    say(evaluate=pb.Evaluate(epoch=1, evaluation=1, batches=1))
+    assert worker.run() == ["ready 2"]
+
+
+def test_a_shutdown_ends_the_session_and_the_attempt(worker: OneWorker) -> None:
+    say = worker.scheduler.say
+    say(begin=pb.Begin(epoch=1))
+    say(run_attempt=attempt(1, 1))
+    say(shutdown=pb.Shutdown(reason="done"))
+    say(run_attempt=attempt(1, 2))
+    worker.session.run(lambda: False)
+    assert worker.scheduler.answers == []
+    assert worker.closed == 1
+
+
+def test_a_refusal_is_an_error(worker: OneWorker) -> None:
+    worker.scheduler.say(refused=pb.Refused(reason="old epoch"))
+    with pytest.raises(RefusedError, match="refused by the scheduler: old epoch"):
+        worker.session.run(lambda: False)
+    assert worker.closed == 1
