@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
 
 from penstock.models.batch import MicroBatch
 from penstock.models.hf import resolve_hf_config
@@ -201,6 +202,12 @@ def original_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
         ignore_index=-100,
         reduction="sum",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_progress_bars() -> None:
+    """Bars start a monitor thread that outlives the test."""
+    logging.disable_progress_bar()
 
 
 @pytest.fixture(name="make_config")

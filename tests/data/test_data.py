@@ -1,0 +1,135 @@
+"""Data order as a function of (seed, samples consumed), and what becomes of a sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.protocol.errors import ConfigError, StateError
+from penstock.workers.data import TokenDataset, micro_batches
+
+EOS = 9
+GOLDEN = (
+    [16, 149, 57, 42, 134, 92, 114, 171],
+    [57, 129, 152, 13, 134, 83, 148, 12],
+)
+
+SETTINGS = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2,001 tokens; token ``i`` is ``i``."""
+    path = tmp_path_factory.mktemp("tokens") / "tokens.bin"
+    np.arange(2001, dtype="<u2").tofile(path)
+    return path
+
+
+def dataset(path: Path, length: int = 10, **options: object) -> TokenDataset:
+    defaults = {"token_dtype": "uint16", "sequence_length": length, "seed": 1, "shuffle": True}
+    return TokenDataset(path, **{**defaults, **options})
+
+
+@SETTINGS
+@given(length=st.integers(1, 700), seed=st.integers(0, 2**63 - 1), number=st.integers(0, 3))
+def test_every_sequence_once_per_pass(token_file, length, seed, number) -> None:
+    data = dataset(token_file, length, seed=seed)
+    assert data.num_sequences == 2000 // length
+    order = data.sequence_indices(number * data.num_sequences, data.num_sequences)
+    assert sorted(order.tolist()) == list(range(data.num_sequences))
+
+
+@SETTINGS
+@given(
+    start=st.integers(0, 1000),
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    shuffle=st.booleans(),
+)
+def test_order_does_not_depend_on_the_batch_size(token_file, start, sizes, shuffle) -> None:
+    data = dataset(token_file, 10, shuffle=shuffle)
+    positions = start + np.cumsum([0, *sizes])
+    parts = [data.sequence_indices(int(p), n) for p, n in zip(positions, sizes, strict=False)]
+    whole = data.sequence_indices(start, sum(sizes))
+    assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+def test_order_is_fixed_for_good(token_file) -> None:
+    """A golden value: runs resumed with a later version must see the same data."""
+    data = dataset(token_file, 10, seed=1234)
+    assert data.sequence_indices(0, 8).tolist() == GOLDEN[0]
+    assert data.sequence_indices(200, 8).tolist() == GOLDEN[1]
+
+
+def test_passes_and_seeds_have_orders_of_their_own(token_file) -> None:
+    orders = [
+        dataset(token_file, 10, seed=seed).sequence_indices(position, 200).tolist()
+        for seed in (1, 2)
+        for position in (0, 200)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    unshuffled = dataset(token_file, 10, shuffle=False)
+    assert unshuffled.sequence_indices(198, 4).tolist() == [198, 199, 0, 1]
+
+
+def test_order_is_well_mixed(tmp_path) -> None:
+    np.zeros(100_001, dtype="<u2").tofile(tmp_path / "t.bin")
+    order = dataset(tmp_path / "t.bin", 10).sequence_indices(0, 10_000)
+    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
+    halves = (order[:5000] < 5000).mean()
+    assert 0.45 < halves < 0.55
+
+
+def test_sequences_are_the_design_s(token_file) -> None:
+    data = dataset(token_file, 4, shuffle=False)
+    batches, counted = micro_batches(data, 2, 4, 2)
+    assert [b.input_ids.tolist() for b in batches] == [
+        [[8, 9, 10, 11], [12, 13, 14, 15]],
+        [[16, 17, 18, 19], [20, 21, 22, 23]],
+    ]
+    assert batches[1].labels.tolist() == [[17, 18, 19, 20], [21, 22, 23, 24]]
+    assert counted == 16
+    assert all(b.input_ids.dtype == b.labels.dtype == np.int64 for b in batches)
+    assert batches[0].position_ids is batches[0].document_ids is batches[0].attention_mask is None
+
+
+def test_documents_of_a_packed_sequence(tmp_path) -> None:
+    tokens = [1, 2, EOS, 3, EOS, 4, 5, 6, 7, 8, 1, EOS, 2]
+    np.array(tokens, dtype="<u2").tofile(tmp_path / "t.bin")
+    options = {"shuffle": False, "eos": EOS, "document_masks": True}
+    data = dataset(tmp_path / "t.bin", 6, **options)
+    (batch,), counted = micro_batches(data, 0, 2, 2)
+    assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4], [5, 6, 7, 8, 1, 9]]
+    assert batch.labels.tolist() == [[2, 9, -100, 9, -100, 5], [6, 7, 8, 1, 9, -100]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]]
+    assert counted == batch.counted_tokens == 9
+    (single,), counted = micro_batches(data, 1, 1, 1)
+    assert single.position_ids is None, "one document needs no mask"
+    assert counted == 5
+    (plain,), counted = micro_batches(dataset(tmp_path / "t.bin", 6, shuffle=False), 0, 2, 2)
+    assert plain.document_ids is None and counted == 12
+
+
+def test_part_of_a_file(token_file) -> None:
+    data = dataset(token_file, 10, shuffle=False, first_token=100, num_tokens=31)
+    assert data.num_sequences == 3
+    assert data.batch(2, 1).tolist() == [list(range(120, 131))]
+
+
+def test_bad_files_are_named(tmp_path, token_file) -> None:
+    with pytest.raises(StateError, match=r"none.bin: cannot map it"):
+        dataset(tmp_path / "none.bin")
+    (tmp_path / "empty.bin").touch()
+    with pytest.raises(StateError, match=r"empty.bin: cannot map it"):
+        dataset(tmp_path / "empty.bin")
+    with pytest.raises(StateError, match=r"has 2001 tokens, expected at least 3000"):
+        dataset(token_file, num_tokens=3000)
+    with pytest.raises(ConfigError, match=r"data.sequence_length = 2001: .* has 2001 tokens"):
+        dataset(token_file, 2001)
+    with pytest.raises(ConfigError, match=r"data.document_masks: true: needs the id"):
+        dataset(token_file, document_masks=True)

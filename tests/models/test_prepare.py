@@ -1,0 +1,254 @@
+"""Preparing run directories, with the errors a user gets; text, tokenizers, configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from penstock.models.corpus import MAX_STDLIB_BYTES, documents, source_files, write_tokens
+from penstock.models.hf import resolve_hf_config
+from penstock.models.prepare import main, prepare
+from penstock.models.tokenizer import END_OF_TEXT, ByteTokenizer, open_tokenizer
+from penstock.protocol.config import Config, parse_config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.rundir import RunDirectory
+from penstock.workers.data import TokenDataset
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def make(tmp_path: Path, *, hf: dict[str, Any] | None = None, **sections: Any) -> Config:
+    """A configuration over a text file of 2,000 bytes, unless the data section says otherwise."""
+    text = tmp_path / "text.txt"
+    if not text.exists():
+        text.write_bytes(bytes(range(32, 127)) * 21 + b"end")
+    data = sections.pop("data", {"path": str(text)})
+    return parse_config(
+        {
+            "model": {"hf": {**LLAMA, **(hf or {})}},
+            "data": {"sequence_length": 16, **data, **sections.pop("more_data", {})},
+            **sections,
+        }
+    )
+
+
+def test_prepared_directory(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    prepare(config, tmp_path)
+    assert json.loads((tmp_path / "model/config.json").read_text())["vocab_size"] == 257
+    assert RunDirectory(tmp_path).table.vocab_size == 257
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    assert list(meta) == ["fingerprint", "train"]
+    assert {k: v for k, v in meta["train"].items() if k != "fingerprint"} == {
+        "path": "train.bin",
+        "first_token": 0,
+        "num_tokens": 1999,
+        "token_dtype": "uint16",
+        "vocab_size": 257,
+        "eos": 256,
+    }
+    tokens = np.fromfile(tmp_path / "data/train.bin", dtype="<u2")
+    assert tokens[:3].tolist() == [32, 33, 34] and tokens[-4:].tolist() == [101, 110, 100, 256]
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["meta.json", "train.bin"]
+
+
+def test_unchanged_inputs_are_not_prepared_again(tmp_path: Path) -> None:
+    files = [tmp_path / n for n in ("table.json", "model/config.json", "data/train.bin")]
+    prepare(make(tmp_path), tmp_path)
+    first = [f.stat().st_mtime_ns for f in files]
+    prepare(make(tmp_path), tmp_path)
+    assert [f.stat().st_mtime_ns for f in files] == first
+    prepare(make(tmp_path, train={"freeze": ["norm"]}), tmp_path)
+    second = [f.stat().st_mtime_ns for f in files]
+    assert second[0] > first[0] and second[2] == first[2]
+    files[2].write_bytes(b"cut short")
+    prepare(make(tmp_path), tmp_path)
+    assert files[2].stat().st_size == 2 * 1999
+    (tmp_path / "text.txt").write_bytes(b"other" * 100)
+    prepare(make(tmp_path), tmp_path)
+    assert files[2].stat().st_size == 2 * 501
+
+
+def test_held_out_sequences_are_the_last(tmp_path: Path) -> None:
+    config = make(tmp_path, train={"eval_every": 5}, more_data={"eval_fraction": 0.1})
+    prepare(config, tmp_path)
+    train = TokenDataset.open(tmp_path / "data", "train", config)
+    held = TokenDataset.open(tmp_path / "data", "eval", config)
+    assert (train.num_sequences, held.num_sequences) == (124 - 12, 12)
+    whole = np.fromfile(tmp_path / "data/train.bin", dtype="<u2")
+    assert held.batch(0, 2).tolist() == [
+        whole[16 * i : 16 * i + 17].tolist() for i in (112, 113)
+    ], "evaluation keeps the order of the text"
+
+
+def test_evaluation_text_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "eval.md").write_text("e" * 40)
+    more = {"eval_path": str(tmp_path / "eval.md")}
+    config = make(tmp_path, train={"eval_every": 5}, more_data=more)
+    prepare(config, tmp_path)
+    assert TokenDataset.open(tmp_path / "data", "train", config).num_sequences == 124
+    assert TokenDataset.open(tmp_path / "data", "eval", config).batch(0, 1).tolist() == [[101] * 17]
+
+
+def test_token_files_stay_where_they_are(tmp_path: Path) -> None:
+    np.arange(1000, dtype="<u4").tofile(tmp_path / "tokens.bin")
+    data = {
+        "tokens": str(tmp_path / "tokens.bin"),
+        "token_dtype": "uint32",
+        "sequence_length": 16,
+        "shuffle": False,
+    }
+    config = make(tmp_path, hf={"vocab_size": 1000}, data=data)
+    prepare(config, tmp_path)
+    dataset = TokenDataset.open(tmp_path / "data", "train", config)
+    assert dataset.batch(1, 1).tolist() == [list(range(16, 33))]
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["meta.json"]
+    with pytest.raises(ConfigError, match=r"holds token 999, the model has a vocabulary of 999"):
+        prepare(make(tmp_path, hf={"vocab_size": 999}, data=data), tmp_path)
+    with pytest.raises(ConfigError, match=r"model.hf.vocab_size: is missing"):
+        prepare(make(tmp_path, data=data), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hf", "sections", "complaint"),
+    [
+        ({"hiden_size": 3}, {}, r"model.hf.hiden_size: unknown key; known keys are hidden_size"),
+        ({"model_type": "lama"}, {}, r"model_type = 'lama': .* try llama"),
+        ({"hidden_size": "x"}, {}, r"model.hf: not a llama configuration: .*hidden_size"),
+        ({"vocab_size": 200}, {}, r"vocab_size = 200: tokenizer 'byte' has 257 tokens"),
+        (
+            {"max_position_embeddings": 8},
+            {},
+            r"data.sequence_length = 16: the model has 8 positions",
+        ),
+        ({}, {"train": {"global_batch": 500}}, r"train.global_batch = 500: .* has 124 sequences"),
+        ({}, {"train": {"freeze": ["nothing"]}}, r"train.freeze: 'nothing' matches no parameter"),
+        ({}, {"data": {"path": "/none/*.txt"}}, r"data.path = '/none/\*.txt': matches no file"),
+        ({}, {"data": {"path": "@stlib"}}, r"unknown source; the only one is @stdlib"),
+        ({}, {"data": {"tokens": "/none.bin"}}, r"model.hf.vocab_size: is missing"),
+        (
+            {"vocab_size": 9},
+            {"data": {"tokens": "/none.bin", "sequence_length": 8}},
+            r"data.tokens = '/none.bin': no such file",
+        ),
+        (
+            {},
+            {"data": {"path": "@stdlib", "tokenizer": "/none.json"}},
+            r"data.tokenizer = '/none.json': cannot read it: No such file",
+        ),
+    ],
+)
+def test_bad_input_is_named(hf, sections, complaint, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        prepare(make(tmp_path, hf=hf, **sections), tmp_path)
+
+
+def test_process_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "resolved.yaml").write_text(make(tmp_path, hf={"x": 1}).to_yaml())
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("penstock: model.hf.x: unknown key")
+    (tmp_path / "resolved.yaml").write_text(make(tmp_path).to_yaml())
+    assert main([str(tmp_path), "--table-only"]) == 0
+    assert not (tmp_path / "data").exists()
+    assert main([str(tmp_path)]) == 0
+
+
+def test_nothing_to_do_takes_no_torch(tmp_path: Path) -> None:
+    prepare(make(tmp_path), tmp_path)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from penstock.protocol.config import load_config\n"
+        "from penstock.models.prepare import prepare\n"
+        "import penstock.workers.data\n"
+        f"prepare(load_config(Path({str(tmp_path / 'again.yaml')!r})), Path({str(tmp_path)!r}))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    (tmp_path / "again.yaml").write_text(make(tmp_path).to_yaml())
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+
+
+def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    phi = {"model_type": "phi3", "pad_token_id": None}
+    config = make(tmp_path, hf=phi)
+    resolved = resolve_hf_config(config, tokenizer_vocab_size=257, eos=256)
+    assert (resolved.bos_token_id, resolved.eos_token_id, resolved.pad_token_id) == (
+        None,
+        256,
+        None,
+    )
+    config = make(tmp_path, hf={"eos_token_id": 5, "vocab_size": 300})
+    resolved = resolve_hf_config(config, tokenizer_vocab_size=257, eos=256)
+    assert (resolved.eos_token_id, resolved.vocab_size) == (5, 300)
+
+
+def test_standard_library_is_a_corpus_of_reasonable_size() -> None:
+    files = source_files("@stdlib")
+    size = sum(path.stat().st_size for path in files)
+    assert 5 * 10**6 < size <= MAX_STDLIB_BYTES
+    assert files == sorted(files) == source_files("@stdlib")
+    assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
+
+
+def test_documents_of_all_kinds(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes("grün".encode())
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
+    (tmp_path / "c.md").write_bytes(b"")
+    files = source_files(str(tmp_path / "*"))
+    assert list(documents(files)) == [b"one", b"two", "grün".encode()]
+    assert (
+        write_tokens(documents(files), ByteTokenizer(), tmp_path / "out.bin") == 3 + 1 + 4 + 5 + 1
+    )
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
+    with pytest.raises(ConfigError, match=r"a.jsonl, line 2: expected a JSON object"):
+        list(documents(files))
+    (tmp_path / "d.bin").touch()
+    with pytest.raises(ConfigError, match=r"d.bin is none of .txt, .md, .py, .jsonl"):
+        source_files(str(tmp_path / "*"))
+
+
+def test_byte_tokenizer_equals_its_exported_form() -> None:
+    ours = ByteTokenizer()
+    exported = Tokenizer.from_str(ours.files()["tokenizer.json"].decode())
+    assert exported.token_to_id(END_OF_TEXT) == ours.eos
+    for text in ("a b\n\tc", "äöü 中文 😀", "\x00\x7f\x80", "  two  spaces's"):
+        assert exported.encode(text).ids == ours.encode(text.encode()).tolist()
+        assert exported.decode(exported.encode(text).ids) == text
+
+
+def test_tokenizer_json(tmp_path: Path) -> None:
+    vocabulary = {"[UNK]": 0, "to": 1, "be": 2, "[STOP]": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"has none of the end tokens .*name yours as eos_token"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "[STOP]"}}')
+    opened = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (opened.vocab_size, opened.eos) == (4, 3)
+    assert opened.encode(b"to be or to").tolist() == [1, 2, 0, 1]
+    assert json.loads(opened.files()["tokenizer_config.json"])["eos_token"] == "[STOP]"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"not a tokenizer.json"):
+        open_tokenizer(str(tmp_path))
