@@ -23,11 +23,10 @@ from typing import Any
 
 from penstock.client.saved import saved_states
 from penstock.daemons.node.capacity import human_bytes
-from penstock.shm.control import ControlView
-from penstock.shm.errors import SegmentError
+from penstock.daemons.node.remains import committed_version
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.process import start_ticks
-from penstock.shm.segment import SHM_ROOT, Segment, list_segments, unlink
+from penstock.shm.segment import SHM_ROOT, list_segments, unlink
 
 LAUNCH_MODULE = "penstock.client.launch"
 
@@ -151,7 +150,7 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> str:
         return f"{size}, owner pid {pid} alive or memory mapped"
     if entry.owner is None:
         return f"{size}, creation was cut short: holds nothing"
-    committed = _committed(entry)
+    committed = committed_version(entry)
     if committed is None:
         return f"{size}, owner pid {entry.owner.pid} dead, holds no model"
     saved = _saved_version(entry.run_id, run_dir)
@@ -159,21 +158,6 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> str:
         f"{size}, owner pid {entry.owner.pid} dead, holds step {committed}; saved on disk: {saved}."
         " Starting the run again continues from the memory; removing it loses what is not saved"
     )
-
-
-def _committed(entry: NodeSegments) -> int | None:
-    """The committed version in dead memory, None when it holds no model."""
-    try:
-        segment = Segment.attach(f"/penstock-{entry.run_id}-{entry.node_name}-control")
-    except SegmentError:
-        return None
-    try:
-        view = ControlView.open(segment.buffer, run_id=entry.run_id, digest=None)
-        return view.committed if view.incarnation else None
-    except SegmentError:
-        return None
-    finally:
-        segment.close()
 
 
 def _saved_version(run_id: str, run_dir: Path | None) -> str:

@@ -6,6 +6,7 @@ only: the lock, preparation, starting and replacing nodes, signals, and the word
 
 from __future__ import annotations
 
+import re
 import signal
 import statistics
 import time
@@ -23,6 +24,9 @@ from penstock.protocol.config import Config
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.inventory import inventory
+
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
+"""The last line of a traceback."""
 
 LOOK_INTERVAL_S = 0.5
 LINGER_S = 90.0
@@ -166,7 +170,8 @@ def complaints(run_dir: Path) -> str:
     text = console_path(run_dir).read_text(encoding="utf-8", errors="replace")
     said = [line.removeprefix("penstock: ") for line in text.splitlines() if "penstock: " in line]
     supervisors = [line for line in text.splitlines() if line.startswith("node.")]
-    unique = list(dict.fromkeys(said)) or supervisors[-3:]
+    crashes = [line for line in text.splitlines() if _EXCEPTION.match(line)]
+    unique = list(dict.fromkeys(said)) or [*supervisors[-3:], *crashes[-1:]]
     return "\n".join(unique) or f"see {run_dir / 'logs'}"
 
 

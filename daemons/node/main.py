@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from penstock.daemons.node.effects import (
 )
 from penstock.daemons.node.lock import RunLock, node_lock_path
 from penstock.daemons.node.metrics import NodeMetrics
+from penstock.daemons.node.remains import remove_empty_memory
 from penstock.daemons.node.service import LinkSettings, Supervisor
 from penstock.daemons.node.state import SCHEDULERD, Limits, NodeState
 from penstock.protocol.config import Config
@@ -41,6 +43,8 @@ from penstock.protocol.process import (
 )
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.process import start_ticks
+
+_log = logging.getLogger(__name__)
 
 LAUNCHER = (sys.executable, "-m", "penstock.client.launch")
 PREVIOUS_NODE_WAIT_S = 60.0
@@ -139,6 +143,8 @@ def _run(run_dir: Path, node: str, scheduler: str | None, specs: SpecFactory) ->
             if settings.hosts:
                 remove_endpoint(run_dir)
             server.close()
+            if remove_empty_memory(directory.run_id, node):
+                _log.info("removed the memory of a run that never began")
 
 
 def locate_scheduler(

@@ -303,7 +303,9 @@ class NodeState:
 
     def _fail(self, error: str, code: int, now_s: float) -> list[Effect]:
         self.mode, self.code = Mode.FAILING, int(code)
-        self.deadline_s = now_s + self.limits.fail_timeout_s
+        scheduler = self.children.get(SCHEDULERD)
+        nobody_to_tell = scheduler is not None and scheduler.pid is None
+        self.deadline_s = now_s + (0.0 if nobody_to_tell else self.limits.fail_timeout_s)
         self._forget_starts()
         return [Say(message=error), SendFailed(error=error, code=int(code))]
 

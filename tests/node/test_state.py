@@ -244,3 +244,10 @@ def test_a_child_that_cannot_be_started_is_tried_again() -> None:
     assert machine.feed(Tick(), after_s=0.1) == [Start(name="memoryd.b")]
     effects = machine.feed(Exited(name="memoryd.b", pid=0, code=1))
     assert effects[-1] == Exit(code=4)
+
+
+def test_without_a_scheduler_to_tell_a_failure_ends_at_once() -> None:
+    machine = Machine(NAMES, Limits(max_restarts=0)).started()
+    [failed] = machine.exit("schedulerd", 1)
+    assert isinstance(failed, SendFailed)
+    assert machine.feed(Tick()) == [Terminate(name="memoryd.a"), Terminate(name="worker.0")]

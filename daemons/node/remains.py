@@ -1,0 +1,41 @@
+"""What dead processes left in shared memory, and what of it is worth nothing."""
+
+from __future__ import annotations
+
+from penstock.shm.control import ControlView
+from penstock.shm.errors import SegmentError
+from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import segment_name
+from penstock.shm.segment import Segment, unlink
+
+
+def committed_version(entry: NodeSegments) -> int | None:
+    """Steps that the model in a node's memory contains; None when it holds no model."""
+    name = segment_name(entry.run_id, entry.node_name, SegmentKind.CONTROL)
+    try:
+        segment = Segment.attach(name)
+    except SegmentError:
+        return None  # no control segment, or one cut short: creation was interrupted
+    try:
+        view = ControlView.open(segment.buffer, run_id=entry.run_id, digest=None)
+        return view.committed if view.incarnation else None
+    except SegmentError:
+        return None
+    finally:
+        segment.close()
+
+
+def remove_empty_memory(run_id: str, node_name: str) -> bool:
+    """Remove a dead node's segments if no model was ever in them; whether there were such.
+
+    For the supervisor, when its children are dead: memoryd does this itself when it ends well.
+    """
+    found = False
+    for entry in inventory():
+        ours = (entry.run_id, entry.node_name) == (run_id, node_name)
+        if ours and not entry.in_use and committed_version(entry) is None:
+            found = True
+            for name in entry.names:
+                unlink(name)
+    return found
