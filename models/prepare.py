@@ -72,7 +72,7 @@ def _prepare_data(config: Config, run_dir: Path, tokenizer: Tokenizer | None) ->
     directory = run_dir / "data"
     directory.mkdir(parents=True, exist_ok=True)
     meta = directory / "meta.json"
-    sources = _Sources(config, tokenizer, _vocab_size(run_dir))
+    sources = _Sources(config, tokenizer, run_dir)
     if _recorded(meta) != sources.fingerprint or not _complete(meta):
         meta.unlink(missing_ok=True)
         splits = sources.write(directory)
@@ -83,8 +83,12 @@ def _prepare_data(config: Config, run_dir: Path, tokenizer: Tokenizer | None) ->
 class _Sources:
     """Where the tokens come from, and what identifies them."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._config, self._tokenizer, self._vocab_size = config, tokenizer, vocab_size
+    def __init__(self, config: Config, tokenizer: Tokenizer | None, run_dir: Path) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._vocab_size = RunDirectory(run_dir).table.vocab_size
+        model = json.loads((run_dir / "model" / "config.json").read_text(encoding="utf-8"))
+        eos = model.get("eos_token_id")
+        self._eos = eos if isinstance(eos, int) else None
         data = config.data
         if tokenizer is None:
             assert data.tokens is not None
@@ -105,7 +109,7 @@ class _Sources:
             self._eval_files = source_files(data.eval_path, key="data.eval_path")
         self.fingerprint = _fingerprint(
             data.model_dump(mode="json", exclude={"shuffle", "document_masks"}),
-            [self._holds_out, vocab_size],
+            [self._holds_out, self._vocab_size, self._eos],
             _file_stamps(self._files),
             _file_stamps(self._eval_files),
             None if tokenizer is None else hashlib.sha256(_tokenizer_bytes(tokenizer)).hexdigest(),
@@ -153,10 +157,7 @@ class _Sources:
                     f" a vocabulary of {self._vocab_size}; check model.hf.vocab_size and"
                     " data.token_dtype"
                 )
-        hf = self._config.model.hf or {}
-        eos = hf.get("eos_token_id")
-        eos = eos if isinstance(eos, int) else None
-        return self._entry(str(path), len(tokens), self._config.data.token_dtype, eos)
+        return self._entry(str(path), len(tokens), self._config.data.token_dtype, self._eos)
 
     def _entry(self, path: str, num_tokens: int, dtype: str, eos: int | None) -> dict[str, Any]:
         return {
@@ -212,10 +213,6 @@ def _complete(meta: Path) -> bool:
             if path.stat().st_size < end * np.dtype(entry["token_dtype"]).itemsize:
                 return False
     return True
-
-
-def _vocab_size(run_dir: Path) -> int:
-    return RunDirectory(run_dir).table.vocab_size
 
 
 def _recorded(meta: Path) -> str | None:
