@@ -131,24 +131,22 @@ def _on_interruption(nodes: list[NodeProcess], number: int) -> str:
     if number == 1:
         nodes[0].signal(signal.SIGTERM)  # it hosts the scheduler, which stops everyone
         return "stopping: finishing the step under way and saving (Ctrl-C again: kill)"
-    for node in nodes:
-        node.signal(signal.SIGTERM)
-    if number == 2:
-        nodes[0].signal(signal.SIGTERM)
-        return "killing all processes; the run's memory is kept, the same command resumes from it"
-    for node in nodes:
+    # The first node heard the first signal, so that this one makes it kill and tidy up. The others
+    # are killed; their processes die with them.
+    nodes[0].signal(signal.SIGTERM if number == 2 else signal.SIGKILL)
+    for node in nodes[1:]:
         node.signal(signal.SIGKILL)
-    return "killing the supervisors"
+    return "killing all processes; the run's memory is kept, the same command goes on from it"
 
 
 def _exit_code(codes: list[int], *, interrupted: bool) -> int:
-    failures = [code for code in codes if code not in (0, int(ExitCode.INTERRUPTED))]
-    killed = [code for code in failures if code < 0]
-    if interrupted and failures == killed:
+    """The first failure of its own accord; 130 after an interruption; 4 for what was killed."""
+    failures = [code for code in codes if code > 0 and code != ExitCode.INTERRUPTED]
+    if failures:
+        return failures[0]
+    if interrupted or ExitCode.INTERRUPTED in codes:
         return int(ExitCode.INTERRUPTED)
-    if killed == failures and failures:
-        return int(ExitCode.LOST_MEMBERS)
-    return next((code for code in failures if code > 0), 0)
+    return int(ExitCode.LOST_MEMBERS) if any(codes) else 0
 
 
 def _doze(interruptions: Interruptions, passed_on: int) -> None:
@@ -178,23 +176,18 @@ def complaints(run_dir: Path) -> str:
 def closing_words(result: TrainResult, config: Config) -> list[str]:
     """How it ended, and where things are."""
     trained = [entry for entry in result.metrics if entry["phase"] == "train"]
-    step = trained[-1]["step"] if trained else 0
-    if result.exit_code == ExitCode.INTERRUPTED:
-        return [
-            f"stopped at step {step}/{config.train.steps}; the same command goes on from there",
-            f"run directory: {result.run_dir}",
-        ]
-    if result.exit_code != ExitCode.DONE:
-        return [
-            f"failed at step {step} (exit code {result.exit_code}); logs: {result.run_dir}/logs"
-        ]
+    step, steps = (trained[-1]["step"] if trained else 0), config.train.steps
+    if result.exit_code not in (ExitCode.DONE, ExitCode.INTERRUPTED):
+        logs = result.run_dir / "logs"
+        return [f"failed at step {step} (exit code {result.exit_code}); logs: {logs}"]
     words = [f"done: {step} steps"]
+    if result.exit_code == ExitCode.INTERRUPTED or step < steps:
+        words = [f"stopped at step {step}/{steps}; the same command goes on from there"]
     if trained:
         rate = statistics.median(entry["tokens_per_second"] for entry in trained)
-        words = [
-            f"done: {step} steps, loss {trained[0]['loss']:.4f} -> {trained[-1]['loss']:.4f},"
-            f" {rate:,.0f} tokens/s (median)"
-        ]
+        words[0] += f"; {rate:,.0f} tokens/s (median)"
+        losses = [entry["loss"] for entry in trained if entry["loss"] is not None]
+        words += [f"  loss           {losses[0]:.4f} -> {losses[-1]:.4f}"] if losses else []
     saved = saved_states(result.run_dir)
     return [
         *words,

@@ -1,0 +1,78 @@
+"""How a training's exit code and last words follow from what its nodes did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client.nodes import console_path
+from penstock.client.train import TrainResult, _exit_code, closing_words, complaints
+from penstock.protocol.config import Config, parse_config
+
+
+@pytest.mark.parametrize(
+    ("codes", "interrupted", "expected"),
+    [
+        ([0], False, 0),
+        ([0, 0], False, 0),
+        ([0], True, 130),
+        ([130], False, 130),
+        ([130, -9], True, 130),
+        ([2], False, 2),
+        ([0, 3], False, 3),
+        ([4], True, 4),
+        ([-9], False, 4),
+        ([-9, 3], False, 3),
+    ],
+)
+def test_exit_codes(codes: list[int], interrupted: bool, expected: int) -> None:
+    assert _exit_code(codes, interrupted=interrupted) == expected
+
+
+def config() -> Config:
+    return parse_config(
+        {"model": {"hf": {"model_type": "x"}}, "data": {"path": "x"}, "train": {"steps": 3}}
+    )
+
+
+def result(run_dir: Path, code: int, steps: int) -> TrainResult:
+    lines: list[dict[str, Any]] = [
+        {"phase": "train", "step": step, "loss": 5.0 - step, "tokens_per_second": 100.0 * step}
+        for step in range(1, steps + 1)
+    ]
+    return TrainResult(exit_code=code, run_dir=run_dir, metrics=tuple(lines), error="")
+
+
+def test_last_words_of_a_finished_run(tmp_path: Path) -> None:
+    (tmp_path / "state" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "state" / ".tmp-step-00000004").mkdir()
+    words = closing_words(result(tmp_path, 0, 3), config())
+    assert words[:2] == [
+        "done: 3 steps; 200 tokens/s (median)",
+        "  loss           4.0000 -> 2.0000",
+    ]
+    assert words[4] == f"  saved state    {tmp_path}/state/step-00000003"
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_last_words_of_a_stopped_run(tmp_path: Path, code: int) -> None:
+    words = closing_words(result(tmp_path, code, 2), config())
+    assert words[0].startswith("stopped at step 2/3; the same command goes on from there")
+
+
+def test_last_words_of_a_failure(tmp_path: Path) -> None:
+    assert closing_words(result(tmp_path, 3, 1), config()) == [
+        f"failed at step 1 (exit code 3); logs: {tmp_path}/logs"
+    ]
+
+
+def test_complaints_are_what_processes_told_the_user_once_each(tmp_path: Path) -> None:
+    console = console_path(tmp_path)
+    console.parent.mkdir()
+    told = "penstock: /dev/shm is full\nnode.a: memoryd.a ended with exit code 3\n"
+    console.write_text("Traceback\nValueError: x\n" + told + told)
+    assert complaints(tmp_path) == "/dev/shm is full"
+    console.write_text("Traceback (most recent call last):\nmodule.SomeError: why\nnode.a: died\n")
+    assert complaints(tmp_path) == "node.a: died\nmodule.SomeError: why"
