@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from zmq.utils import garbage
 
 from penstock.protocol.config import parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -113,6 +114,14 @@ def make_plan(nodes: int) -> Plan:
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def zero_copy_thread() -> Iterator[None]:
+    """pyzmq's thread that frees frames sent without a copy: one a process, for good."""
+    garbage.gc.start()
+    yield
+    garbage.gc.stop()
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[RunFactory]:
     """Prepared run directories; their segments are removed afterwards."""
@@ -204,7 +213,8 @@ class FakeScheduler(rpc.MembershipServicer):
         self._received: dict[str, list[Any]] = {}
         self._outgoing: dict[str, queue.SimpleQueue[pb.SchedulerMessage | None]] = {}
         self.heartbeats = 0
-        self._server = grpc.server(ThreadPoolExecutor(8))
+        self._pool = ThreadPoolExecutor(8)
+        self._server = grpc.server(self._pool)
         rpc.add_MembershipServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
@@ -263,6 +273,7 @@ class FakeScheduler(rpc.MembershipServicer):
         for outgoing in self._outgoing.values():
             outgoing.put(None)
         self._server.stop(grace=1.0).wait(timeout=WAIT_S)
+        self._pool.shutdown()
 
 
 @pytest.fixture
