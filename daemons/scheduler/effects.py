@@ -1,0 +1,147 @@
+"""Carries out what the machine decided, in order, on the machine's thread."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from penstock.daemons.scheduler.events import (
+    Accept,
+    AppendMetrics,
+    Beat,
+    Broken,
+    CompleteSave,
+    Disconnect,
+    Effect,
+    Event,
+    Exit,
+    JournalDecision,
+    JournalEpoch,
+    JournalEvaluation,
+    PrepareSave,
+    Refuse,
+    Reply,
+    ReplyError,
+    SaveFinished,
+    SavePrepared,
+    Say,
+    Send,
+)
+from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.metrics import SchedulerMetrics
+from penstock.daemons.scheduler.metrics_file import MetricsFile
+from penstock.daemons.scheduler.saved import SavedStates
+from penstock.daemons.scheduler.service import Service
+from penstock.protocol.errors import ExitCode, StateError
+
+_log = logging.getLogger("penstock.scheduler")
+
+
+class Executor:
+    """Everything an effect can touch. ``exit`` is set when the machine has ended."""
+
+    def __init__(
+        self,
+        *,
+        service: Service,
+        journal: Journal,
+        saved: SavedStates,
+        metrics_file: MetricsFile,
+        metrics: SchedulerMetrics,
+    ) -> None:
+        self.exit: Exit | None = None
+        self._service = service
+        self._journal = journal
+        self._saved = saved
+        self._metrics_file = metrics_file
+        self._metrics = metrics
+
+    def perform(self, effects: list[Effect]) -> list[Event]:
+        """Carry out effects; what happened is to be fed to the machine before anything else.
+
+        When one fails, those after it do not happen: a commit that could not be journaled is not
+        announced.
+        """
+        events: list[Event] = []
+        for effect in effects:
+            try:
+                event = self._PERFORMERS[type(effect)](self, effect)
+            except (sqlite3.Error, OSError) as error:
+                _log.exception("cannot carry out %s", type(effect).__name__)
+                text = f"the scheduler cannot write its files: {error}"
+                return [*events, Broken(code=int(ExitCode.NO_MEMORY), error=text)]
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _accept(self, effect: Accept) -> None:
+        self._service.accept(effect.stream, effect.member)
+
+    def _refuse(self, effect: Refuse) -> None:
+        self._service.refuse(effect.stream, effect.reason)
+
+    def _disconnect(self, effect: Disconnect) -> None:
+        self._service.disconnect(effect.stream)
+
+    def _send(self, effect: Send) -> None:
+        self._service.send(effect.member, effect.message)
+
+    def _beat(self, effect: Beat) -> None:
+        self._service.beat()
+
+    def _journal_epoch(self, effect: JournalEpoch) -> None:
+        self._journal.append_epoch(effect)
+
+    def _journal_decision(self, effect: JournalDecision) -> None:
+        self._journal.append_decision(effect)
+
+    def _journal_evaluation(self, effect: JournalEvaluation) -> None:
+        self._journal.append_evaluation(effect)
+
+    def _append_metrics(self, effect: AppendMetrics) -> None:
+        self._metrics_file.append(effect.metrics_json)
+        self._metrics.line(effect.metrics_json)
+
+    def _prepare_save(self, effect: PrepareSave) -> Event:
+        try:
+            self._saved.prepare(Path(effect.directory))
+        except OSError as error:
+            return SavePrepared(error=f"{effect.directory}: {error}")
+        return SavePrepared()
+
+    def _complete_save(self, effect: CompleteSave) -> Event:
+        try:
+            directory = self._saved.complete(effect)
+        except (OSError, StateError) as error:
+            return SaveFinished(version=effect.version, directory="", error=str(error))
+        return SaveFinished(version=effect.version, directory=str(directory))
+
+    def _reply(self, effect: Reply | ReplyError) -> None:
+        self._service.answer(effect)
+
+    def _say(self, effect: Say) -> None:
+        _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
+
+    def _exit(self, effect: Exit) -> None:
+        self.exit = effect
+
+    _PERFORMERS: ClassVar[Mapping[type, Callable[[Executor, Any], Event | None]]] = {
+        Accept: _accept,
+        Refuse: _refuse,
+        Disconnect: _disconnect,
+        Send: _send,
+        Beat: _beat,
+        JournalEpoch: _journal_epoch,
+        JournalDecision: _journal_decision,
+        JournalEvaluation: _journal_evaluation,
+        AppendMetrics: _append_metrics,
+        PrepareSave: _prepare_save,
+        CompleteSave: _complete_save,
+        Reply: _reply,
+        ReplyError: _reply,
+        Say: _say,
+        Exit: _exit,
+    }

@@ -1,0 +1,210 @@
+"""The journal: the truth about commits, in SQLite (``RUN_DIR/journal.sqlite``).
+
+Tables::
+
+    meta         key, value                    format and run id
+    epochs       epoch, next_attempt, pids     a row before any message of the epoch
+    decisions    seq, epoch, record, position  a row before any message about the decision
+    evaluations  evaluation, version           a row per finished evaluation
+    metrics      seq, line                     the lines of metrics.jsonl, in the same transaction
+
+WAL with ``synchronous=FULL``: a row is on disk when the call returns. A process that is killed in
+the middle of a write leaves a log whose unfinished end SQLite ignores.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, JournalEvaluation
+from penstock.daemons.scheduler.ledger import JournalFacts
+from penstock.daemons.scheduler.position import Position
+from penstock.protocol.errors import StateError
+from penstock.shm.control import CommitRecord, Decision
+
+FORMAT = "1"
+BUSY_TIMEOUT_S = 5.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS epochs (
+    epoch INTEGER PRIMARY KEY, next_attempt INTEGER NOT NULL, pids TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS decisions (
+    seq INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, version INTEGER NOT NULL,
+    attempt INTEGER NOT NULL, decision INTEGER NOT NULL, coefficient REAL NOT NULL,
+    inverse_loss_scale REAL NOT NULL, learning_rate REAL NOT NULL, bias_step INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL, position TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS evaluations (
+    evaluation INTEGER PRIMARY KEY, version INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS metrics (seq INTEGER PRIMARY KEY, line TEXT NOT NULL);
+"""
+_RECORD_COLUMNS = (
+    "version, attempt, decision, coefficient, inverse_loss_scale, learning_rate, bias_step,"
+    " incarnation"
+)
+
+
+class Journal:
+    """An open journal. Used by one thread."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        """Open or create.
+
+        Raises:
+            StateError: the file is no journal of this run, or damaged; nothing was changed.
+        """
+        self.path = path
+        self._connection = sqlite3.connect(
+            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.executescript(_SCHEMA)
+            self._identify(run_id)
+        except sqlite3.DatabaseError as error:
+            self.close()
+            raise StateError(f"{path}: cannot be read as a journal: {error}") from error
+        except StateError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def load(self) -> JournalFacts:
+        """Everything a starting scheduler needs.
+
+        Raises:
+            StateError: a row makes no sense.
+        """
+        try:
+            return self._load()
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            raise StateError(f"{self.path}: damaged: {error!r}") from error
+
+    def append_epoch(self, effect: JournalEpoch) -> None:
+        """Durable when it returns."""
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO epochs VALUES (?, ?, ?)",
+                (effect.epoch, effect.next_attempt, json.dumps(effect.pids)),
+            )
+
+    def append_decision(self, effect: JournalDecision) -> None:
+        """Durable when it returns; only then may anyone hear of the decision."""
+        record = effect.record
+        with self._transaction():
+            self._connection.execute(
+                f"INSERT INTO decisions (epoch, position, {_RECORD_COLUMNS})"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    effect.epoch,
+                    json.dumps(effect.position.to_fields()),
+                    record.version,
+                    record.attempt,
+                    int(record.decision),
+                    record.coefficient,
+                    record.inverse_loss_scale,
+                    record.learning_rate,
+                    record.bias_step,
+                    record.incarnation,
+                ),
+            )
+            self._append_line(effect.metrics_json)
+
+    def append_evaluation(self, effect: JournalEvaluation) -> None:
+        """Durable when it returns."""
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO evaluations VALUES (?, ?)", (effect.evaluation, effect.version)
+            )
+            self._append_line(effect.metrics_json)
+
+    def lines_after(self, line: str) -> list[str] | None:
+        """Metrics lines newer than ``line`` (all of them if it is empty); None: it is unknown."""
+        seq = 0
+        if line:
+            row = self._connection.execute(
+                "SELECT seq FROM metrics WHERE line = ? ORDER BY seq DESC LIMIT 1", (line,)
+            ).fetchone()
+            if row is None:
+                return None
+            seq = row[0]
+        query = "SELECT line FROM metrics WHERE seq > ? ORDER BY seq"
+        return [text for (text,) in self._connection.execute(query, (seq,))]
+
+    def _identify(self, run_id: str) -> None:
+        expected = {"format": FORMAT, "run_id": run_id}
+        found = dict(self._connection.execute("SELECT key, value FROM meta"))
+        if not found:
+            with self._transaction():
+                self._connection.executemany("INSERT INTO meta VALUES (?, ?)", expected.items())
+            return
+        for key, value in expected.items():
+            if found.get(key) != value:
+                raise StateError(f"{self.path}: {key} is {found.get(key)!r}, expected {value!r}")
+
+    def _load(self) -> JournalFacts:
+        execute = self._connection.execute
+        epoch = execute("SELECT * FROM epochs ORDER BY epoch DESC LIMIT 1").fetchone()
+        last = execute(
+            "SELECT attempt, position FROM decisions ORDER BY seq DESC LIMIT 1"
+        ).fetchone()
+        committed = execute(
+            f"SELECT {_RECORD_COLUMNS} FROM decisions WHERE decision != ?"
+            " ORDER BY seq DESC LIMIT 1",
+            (int(Decision.SKIP),),
+        ).fetchone()
+        evaluation = execute(
+            "SELECT evaluation, version FROM evaluations ORDER BY evaluation DESC LIMIT 1"
+        ).fetchone() or (0, 0)
+        line = execute("SELECT line FROM metrics ORDER BY seq DESC LIMIT 1").fetchone()
+        record = _record(committed) if committed is not None else None
+        position = Position.from_fields(json.loads(last[1]), str(self.path)) if last else None
+        first = epoch[1] if epoch is not None else 1
+        # One attempt may have been under way, known to members, when the scheduler died.
+        next_attempt = max(first, last[0] + 1 if last else 1) + (epoch is not None)
+        return JournalFacts(
+            epoch=epoch[0] if epoch is not None else 0,
+            next_attempt=next_attempt,
+            record=record,
+            position=position,
+            pids=tuple((n, p) for n, p in json.loads(epoch[2])) if epoch is not None else (),
+            evaluation=evaluation[0],
+            evaluated=min(evaluation[1], record.version if record is not None else 0),
+            last_metrics_json=line[0] if line is not None else "",
+        )
+
+    def _append_line(self, line: str) -> None:
+        if line:
+            self._connection.execute("INSERT INTO metrics (line) VALUES (?)", (line,))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+
+def _record(row: tuple[int, int, int, float, float, float, int, int]) -> CommitRecord:
+    version, attempt, decision, coefficient, inverse_scale, rate, bias_step, incarnation = row
+    return CommitRecord(
+        version=version,
+        attempt=attempt,
+        decision=Decision(decision),
+        coefficient=coefficient,
+        inverse_loss_scale=inverse_scale,
+        learning_rate=rate,
+        bias_step=bias_step,
+        incarnation=incarnation,
+    )

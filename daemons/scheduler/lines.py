@@ -1,0 +1,109 @@
+"""The lines of ``metrics.jsonl``: one object per decided attempt and per evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.control import CommitRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptTimes:
+    """Clock readings of one attempt: start, last worker done, decision."""
+
+    started_s: float
+    workers_done_s: float
+    decided_s: float
+
+
+def attempt_line(
+    *,
+    record: CommitRecord,
+    reports: Iterable[pb.AttemptDone],
+    grad_norm: float,
+    learning_rate: float,
+    loss_scale: float,
+    epoch: int,
+    times: AttemptTimes,
+) -> str:
+    """The line of a decided attempt. ``grad_norm`` is the unclipped norm of unscaled gradients.
+
+    ``bubble_ratio`` is the share of the workers' time, from the first instruction to the last of
+    the slowest, in which they computed nothing. Values that are no finite number become null.
+    """
+    done = list(reports)
+    tokens = sum(report.loss_tokens for report in done)
+    seconds = times.decided_s - times.started_s
+    wall = max((report.wall_seconds for report in done), default=0.0)
+    busy = sum(report.busy_seconds for report in done)
+    return _line(
+        step=record.version,
+        attempt=record.attempt,
+        phase="train",
+        loss=_mean_loss(done, tokens),
+        grad_norm=grad_norm,
+        lr=learning_rate,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds > 0 else None,
+        decision=record.decision.name.lower(),
+        loss_scale=loss_scale,
+        epoch=epoch,
+        bubble_ratio=max(0.0, 1.0 - busy / (len(done) * wall)) if wall > 0 else 0.0,
+        optimizer_tail_seconds=max(0.0, times.decided_s - times.workers_done_s),
+    )
+
+
+def evaluation_line(
+    *,
+    version: int,
+    attempt: int,
+    reports: Iterable[pb.EvaluationDone],
+    epoch: int,
+    seconds: float,
+) -> str:
+    """The line of an evaluation: loss and perplexity on held-out data at ``version``."""
+    done = list(reports)
+    tokens = sum(report.loss_tokens for report in done)
+    loss = _mean_loss(done, tokens)
+    return _line(
+        step=version,
+        attempt=attempt,
+        phase="eval",
+        loss=loss,
+        perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
+        grad_norm=None,
+        lr=None,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds > 0 else None,
+        decision=None,
+        loss_scale=None,
+        epoch=epoch,
+        bubble_ratio=None,
+        optimizer_tail_seconds=None,
+    )
+
+
+def _mean_loss(reports: Iterable[pb.AttemptDone | pb.EvaluationDone], tokens: int) -> float | None:
+    # fsum: the same value in whatever order the workers reported.
+    total = _fsum(report.loss_sum for report in reports)
+    return total / tokens if tokens and math.isfinite(total) else None
+
+
+def _fsum(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
+
+
+def _line(**fields: Any) -> str:
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in fields.items()
+    }
+    return json.dumps(clean, allow_nan=False)

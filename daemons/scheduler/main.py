@@ -1,0 +1,215 @@
+"""``penstock schedulerd``: opens the run's files, listens, and runs the machine on one thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import signal
+import sys
+from collections import deque
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from penstock.daemons.scheduler.effects import Executor
+from penstock.daemons.scheduler.events import Event, Joined, StopSignalled, Tick
+from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.ledger import Ledger
+from penstock.daemons.scheduler.membership import Membership
+from penstock.daemons.scheduler.metrics import SchedulerMetrics
+from penstock.daemons.scheduler.metrics_file import MetricsFile
+from penstock.daemons.scheduler.rules import Rules
+from penstock.daemons.scheduler.saved import SavedStates
+from penstock.daemons.scheduler.service import Events, Service
+from penstock.daemons.scheduler.state import Machine, status_reply
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.process import (
+    configure_logging,
+    die_with_parent,
+    monotonic_s,
+    run_main,
+    serve_metrics,
+)
+from penstock.protocol.rundir import RunDirectory
+
+TICK_S = 0.05
+STATUS_INTERVAL_S = 1.0
+PROCESS = "schedulerd"
+
+_log = logging.getLogger("penstock.scheduler")
+
+
+class _Signals:
+    """Counts SIGTERM and SIGINT; the loop looks at the count, so the handler needs no lock."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def install(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def main(run_dir: Path, port: int, parent_pid: int | None) -> int:
+    """Schedule the prepared run in ``run_dir``, listening on ``port``; the exit code."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    signals = _Signals().install()
+    codes: list[int] = []
+    code = run_main(lambda: codes.append(_run(RunDirectory(run_dir.absolute()), port, signals)))
+    return code or codes[0]
+
+
+def _run(run: RunDirectory, port: int, signals: _Signals) -> int:
+    config = run.config
+    configure_logging(PROCESS, run.path, config.observability.log_level)
+    rules = Rules.of_run(run)
+    events: Events = queue.SimpleQueue()
+    with ExitStack() as stack:
+        service = Service(events, config.cluster.nodes[0].host, port, len(rules.members))
+        stack.callback(service.close)
+        service.start()
+        _log.info("listening", extra={"port": service.port})
+        try:
+            loop = _open(run, rules, service, events, signals, stack)
+        except PenstockError as error:
+            _turn_away(rules, service, events, str(error))
+            raise
+        return loop.run()
+
+
+def _open(
+    run: RunDirectory,
+    rules: Rules,
+    service: Service,
+    events: Events,
+    signals: _Signals,
+    stack: ExitStack,
+) -> _Loop:
+    """Open and check the run's files; ``stack`` closes them.
+
+    Raises:
+        StateError: journal or saved state are damaged or foreign; nothing was touched.
+        ConfigError: the port for metrics is in use.
+    """
+    saved_states = SavedStates(
+        run.state_dir,
+        run_id=run.run_id,
+        table_digest=run.table.digest,
+        num_blocks=len(run.table.blocks),
+        keep=run.config.train.keep_snapshots,
+    )
+    newest = saved_states.newest()
+    journal = Journal(run.path / "journal.sqlite", run.run_id)
+    stack.callback(journal.close)
+    facts = journal.load()
+    metrics = SchedulerMetrics()
+    server = serve_metrics(metrics.registry, run.config.observability.metrics_port)
+    stack.callback(server.close)
+    _log.info("serving metrics", extra={"metrics_port": server.port})
+    metrics_file = MetricsFile(run.path / "metrics.jsonl")
+    stack.callback(metrics_file.close)
+    metrics_file.reconcile(journal)
+    saved_states.remove_temporary()
+    executor = Executor(
+        service=service,
+        journal=journal,
+        saved=saved_states,
+        metrics_file=metrics_file,
+        metrics=metrics,
+    )
+    ledger = Ledger(rules, facts, newest, _draw_incarnation)
+    machine = Machine(rules, ledger, Membership(rules, facts.pids), monotonic_s())
+    return _Loop(machine, executor, events, metrics, signals)
+
+
+def _turn_away(rules: Rules, service: Service, events: Events, reason: str) -> None:
+    """The run cannot start: tell members to shut down as they come, for a while."""
+    _log.error("cannot start: %s", reason)
+    shutdown = pb.SchedulerMessage(shutdown=pb.Shutdown(keep_memory=True, reason=reason))
+    awaited = {member.name for member in rules.members}
+    deadline_s = monotonic_s() + rules.deadlines.shutdown_s
+    while awaited and (left_s := deadline_s - monotonic_s()) > 0:
+        try:
+            event = events.get(timeout=left_s)
+        except queue.Empty:
+            break
+        if isinstance(event, Joined):
+            service.accept(event.stream, event.hello.member)
+            service.send(event.hello.member, shutdown)
+            awaited.discard(event.hello.member)
+
+
+class _Loop:
+    """Feeds the machine: events as they come, ticks in between, stop signals."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        executor: Executor,
+        events: Events,
+        metrics: SchedulerMetrics,
+        signals: _Signals,
+    ) -> None:
+        self._machine = machine
+        self._executor = executor
+        self._events = events
+        self._metrics = metrics
+        self._signals = signals
+        self._signals_seen = 0
+
+    def run(self) -> int:
+        """Until the machine ends; the exit code."""
+        try:
+            return self._run()
+        except Exception:
+            _log.exception("the scheduler has an error and dies; it is to be started again")
+            raise
+
+    def _run(self) -> int:
+        tick_due_s = status_due_s = monotonic_s()
+        while self._executor.exit is None:
+            event = self._next(tick_due_s - monotonic_s())
+            if event is not None:
+                self._feed(event)
+            self._feed_signals()
+            now_s = monotonic_s()
+            if now_s >= tick_due_s:
+                tick_due_s = now_s + TICK_S
+                self._feed(Tick())
+            if now_s >= status_due_s:
+                status_due_s = now_s + STATUS_INTERVAL_S
+                self._metrics.status(status_reply(self._machine, now_s))
+        ended = self._executor.exit
+        if ended.error:
+            _log.error("stopping: %s", ended.error)
+            sys.stderr.write(f"penstock: {ended.error}\n")
+        return ended.code
+
+    def _next(self, timeout_s: float) -> Event | None:
+        try:
+            return self._events.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+
+    def _feed(self, event: Event) -> None:
+        """One event and all that its effects lead to, before anything else."""
+        pending = deque([event])
+        while pending and self._executor.exit is None:
+            effects = self._machine.handle(pending.popleft(), monotonic_s())
+            pending.extend(self._executor.perform(effects))
+
+    def _feed_signals(self) -> None:
+        while self._signals_seen < self._signals.count:
+            self._signals_seen += 1
+            self._feed(StopSignalled(again=self._signals_seen > 1))
+
+
+def _draw_incarnation() -> int:
+    return secrets.randbits(63) or 1

@@ -1,0 +1,274 @@
+"""Who is there: streams, heartbeats, and processes that must be dead before anything goes on.
+
+Only death fences memory. A member whose stream ended or whose heartbeats stopped may still live,
+and even be writing; it counts as dead when its node has killed and reaped it and says so. From the
+moment that is ordered, the process is refused, should it come back.
+
+A node itself is never fenced: nobody could. Its children die with it, and a new node starts only
+when they are dead; so the run waits for the node to come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.daemons.scheduler.events import Accept, Disconnect, Effect, Refuse, Say, Send
+from penstock.daemons.scheduler.rules import MemberSpec, Role, Rules
+from penstock.protocol.generated import scheduler_pb2 as pb
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One expected member. ``pid`` 0: no process is known that could be alive.
+
+    ``fence_at_s``: without a stream until then, its process is taken for lost.
+    """
+
+    spec: MemberSpec
+    stream: int | None = None
+    pid: int = 0
+    heard_s: float = 0.0
+    fence_at_s: float | None = None
+    restarts: int = 0
+    hello: pb.Hello | None = None
+
+
+class Membership:
+    """All members of the run. Methods return effects; whether an epoch breaks is the caller's."""
+
+    def __init__(self, rules: Rules, journaled_pids: tuple[tuple[str, int], ...] = ()) -> None:
+        self._run_id = rules.run_id
+        self._timeout_s = rules.config.cluster.heartbeat_timeout_s
+        self.members = {spec.name: Member(spec=spec) for spec in rules.members}
+        self._nodes = {s.node: s.name for s in rules.members if s.role is Role.NODE}
+        self._names: dict[int, str] = {}
+        self._journaled = dict(journaled_pids)
+        self._dying: dict[tuple[str, int], None] = {}  # in the order they were ordered
+        self._refused: set[tuple[str, int]] = set()
+        self._patient_until_s = float("-inf")
+
+    # ---- looking ----
+
+    @property
+    def complete(self) -> bool:
+        """Whether every member has a stream and nobody is being fenced."""
+        return not self._dying and all(m.stream is not None for m in self.members.values())
+
+    @property
+    def fencing(self) -> tuple[str, ...]:
+        """Members whose old process is not known to be dead yet."""
+        return tuple(dict.fromkeys(name for name, _ in self._dying))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Members without a stream."""
+        return tuple(name for name, m in self.members.items() if m.stream is None)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Members with a stream."""
+        return tuple(name for name, m in self.members.items() if m.stream is not None)
+
+    def name_of(self, stream: int) -> str | None:
+        """The member at the other end of a stream; None when the stream is not believed."""
+        return self._names.get(stream)
+
+    def role_of(self, name: str) -> Role:
+        """What a member does."""
+        return self.members[name].spec.role
+
+    def epochs_seen(self) -> tuple[int, ...]:
+        """The epochs members said they took part in."""
+        return tuple(m.hello.epoch for m in self.members.values() if m.hello is not None)
+
+    def pids(self) -> tuple[tuple[str, int], ...]:
+        """The process of every member."""
+        return tuple((name, m.pid) for name, m in self.members.items())
+
+    def endpoints(self) -> list[pb.Endpoint]:
+        """Where members' data sockets are."""
+        return [
+            pb.Endpoint(member=name, address=m.hello.data_endpoint)
+            for name, m in self.members.items()
+            if m.hello is not None and m.hello.data_endpoint
+        ]
+
+    def status(self, now_s: float, ready: bool) -> list[pb.MemberStatus]:
+        """For :class:`StatusReply`; ``ready``: whether joined members take part in an epoch."""
+        dying = self.fencing
+        return [
+            pb.MemberStatus(
+                member=name,
+                state=self._state(m, dying, ready),
+                pid=m.pid,
+                silent_seconds=max(0.0, now_s - m.heard_s) if m.stream is not None else 0.0,
+                restarts=m.restarts,
+                metrics_port=m.hello.metrics_port if m.hello is not None else 0,
+            )
+            for name, m in self.members.items()
+        ]
+
+    # ---- changes ----
+
+    def join(self, stream: int, hello: pb.Hello, now_s: float) -> tuple[str | None, list[Effect]]:
+        """A stream said Hello; the member's name if it was accepted."""
+        reason = self._objection(hello)
+        if reason:
+            said = f"refused {hello.member} (pid {hello.pid}): {reason}"
+            return None, [Refuse(stream=stream, reason=reason), Say(text=said, warning=True)]
+        member = self.members[hello.member]
+        effects: list[Effect] = []
+        if member.stream is not None:
+            effects += self._drop_stream(member)
+        if member.pid not in (0, hello.pid) and member.spec.role is not Role.NODE:
+            effects += self._fence(member)
+        self._names[stream] = hello.member
+        member.stream, member.pid, member.hello = stream, hello.pid, hello
+        member.heard_s, member.fence_at_s = now_s, None
+        effects.append(Accept(stream=stream, member=hello.member))
+        if member.spec.role is Role.NODE:
+            effects += self._node_joined(member, now_s)
+        else:
+            self._journaled.pop(hello.member, None)
+        return hello.member, effects
+
+    def heard(self, name: str, now_s: float) -> None:
+        """Any message is a sign of life."""
+        self.members[name].heard_s = now_s
+
+    def closed(self, stream: int, now_s: float) -> tuple[str | None, list[Effect]]:
+        """A stream ended; the member that is lost by it, if any."""
+        name = self._names.pop(stream, None)
+        if name is None:
+            return None, []
+        member = self.members[name]
+        member.stream = None
+        effects: list[Effect] = [Say(text=f"{name} (pid {member.pid}): stream ended", warning=True)]
+        if member.spec.role is Role.NODE:
+            return name, effects
+        if now_s < self._patient_until_s:
+            member.fence_at_s = self._patient_until_s
+            return name, effects
+        return name, effects + self._fence(member)
+
+    def leave(self, stream: int) -> None:
+        """A stream ended as it was to: its process was told to shut down."""
+        name = self._names.pop(stream, None)
+        if name is not None:
+            self.members[name].stream = None
+
+    def lose(self, name: str, reason: str) -> list[Effect]:
+        """Stop believing a member: end its stream and have its process killed."""
+        member = self.members[name]
+        said = f"{name} (pid {member.pid}) is lost: {reason}"
+        effects: list[Effect] = [Say(text=said, warning=True), *self._drop_stream(member)]
+        return effects if member.spec.role is Role.NODE else effects + self._fence(member)
+
+    def overdue(self, now_s: float) -> dict[str, str]:
+        """Members to :meth:`lose` now, and why."""
+        found = {}
+        for name, m in self.members.items():
+            if m.stream is not None and now_s - m.heard_s > self._timeout_s:
+                found[name] = f"no heartbeat for {now_s - m.heard_s:.1f} s"
+            elif m.stream is None and m.fence_at_s is not None and m.fence_at_s <= now_s:
+                found[name] = "it did not come back"
+        return found
+
+    def fenced(self, node_member: str, name: str, pid: int) -> list[Effect]:
+        """A node says that a process is dead and reaped."""
+        if (name, pid) not in self._dying:
+            return []
+        if self._nodes[self.members[name].spec.node] != node_member:
+            return []
+        del self._dying[name, pid]
+        self.members[name].restarts += 1
+        return [Say(text=f"{name} (pid {pid}) is dead")]
+
+    def forgive(self, now_s: float) -> None:
+        """The scheduler itself was stopped: silence and ended streams prove nothing for a while."""
+        self._patient_until_s = now_s + self._timeout_s
+        for member in self.members.values():
+            member.heard_s = now_s
+            if member.fence_at_s is not None:
+                member.fence_at_s = self._patient_until_s
+
+    def validate(self) -> None:
+        """Check the invariants.
+
+        Raises:
+            ValueError: naming the member.
+        """
+        streams = {m.stream: name for name, m in self.members.items() if m.stream is not None}
+        if streams != self._names:
+            raise ValueError(f"streams {streams} are known as {self._names}")
+        for name, m in self.members.items():
+            if (name, m.pid) in self._refused:
+                raise ValueError(f"{name}: process {m.pid} was ordered dead and is believed")
+            if m.stream is not None and m.fence_at_s is not None:
+                raise ValueError(f"{name}: has a stream and is about to be fenced")
+        if not set(self._dying) <= self._refused:
+            raise ValueError(f"dying {set(self._dying)} but not refused")
+
+    # ---- inside ----
+
+    def _objection(self, hello: pb.Hello) -> str:
+        if hello.run_id != self._run_id:
+            return f"this is run {self._run_id}, not {hello.run_id!r}"
+        if hello.member not in self.members:
+            return f"this run has no member {hello.member!r}: it has {', '.join(self.members)}"
+        if not hello.pid:
+            return "its Hello says no process id"
+        if (hello.member, hello.pid) in self._refused:
+            return f"process {hello.pid} was lost and has been replaced"
+        return ""
+
+    def _node_joined(self, node: Member, now_s: float) -> list[Effect]:
+        """Repeat orders it may have missed; find out whether it still has the journaled processes.
+
+        The same node process has the same children, or has reaped them. They get the time of a
+        heartbeat to come back to a scheduler that was restarted.
+        """
+        if self._journaled.pop(node.spec.name, None) == node.pid:
+            for member in self.members.values():
+                pid = self._journaled.get(member.spec.name, 0)
+                if member.spec.node == node.spec.node and pid and not member.pid:
+                    member.pid, member.fence_at_s = pid, now_s + self._timeout_s
+        for member in self.members.values():
+            if member.spec.node == node.spec.node:
+                self._journaled.pop(member.spec.name, None)
+        return [
+            _fence_order(node.spec.name, name, pid)
+            for name, pid in self._dying
+            if self.members[name].spec.node == node.spec.node
+        ]
+
+    def _fence(self, member: Member) -> list[Effect]:
+        """Order the death of the member's process; without its node the order waits."""
+        member.fence_at_s = None
+        if not member.pid:
+            return []
+        key = (member.spec.name, member.pid)
+        member.pid = 0
+        self._dying[key] = None
+        self._refused.add(key)
+        node = self.members[self._nodes[member.spec.node]]
+        return [] if node.stream is None else [_fence_order(node.spec.name, *key)]
+
+    def _drop_stream(self, member: Member) -> list[Effect]:
+        if member.stream is None:
+            return []
+        stream, member.stream = member.stream, None
+        del self._names[stream]
+        return [Disconnect(stream=stream)]
+
+    def _state(self, member: Member, dying: tuple[str, ...], ready: bool) -> str:
+        if member.spec.name in dying:
+            return "fencing"
+        if member.stream is None:
+            return "missing"
+        return "ready" if ready else "joining"
+
+
+def _fence_order(node: str, member: str, pid: int) -> Send:
+    fence = pb.Fence(member=member, pid=pid)
+    return Send(member=node, message=pb.SchedulerMessage(fence=fence))

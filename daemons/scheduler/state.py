@@ -1,0 +1,461 @@
+"""The scheduler's machine: membership, epochs, the transaction, and what comes between attempts.
+
+Pure: events and the time come in, a list of effects goes out (:mod:`.events`). One activity runs
+at a time (:mod:`.activity`): a barrier between epochs, an attempt, a save, an evaluation, the end.
+Whenever none runs, :meth:`Machine._choose` picks the next::
+
+                    +-- a member is lost: the epoch is broken, whatever ran is dropped --+
+                    v                                                                    |
+    all members here, the lost ones dead --> Barrier --> live epoch: Transaction, Saving, Evaluation
+                                                                    |
+                                                                    +--> Ending --> Exit
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from penstock.daemons.scheduler.activity import Activity
+from penstock.daemons.scheduler.agenda import Next, Wishes, choose, is_last
+from penstock.daemons.scheduler.barrier import Barrier
+from penstock.daemons.scheduler.events import (
+    Asked,
+    Beat,
+    Broken,
+    Effect,
+    Event,
+    Joined,
+    Received,
+    Reply,
+    ReplyError,
+    Request,
+    SaveFinished,
+    SavePrepared,
+    Say,
+    StopSignalled,
+    StreamClosed,
+    Tick,
+)
+from penstock.daemons.scheduler.interludes import Ending, Evaluation, Saving
+from penstock.daemons.scheduler.ledger import Ledger, SavedState
+from penstock.daemons.scheduler.membership import Membership
+from penstock.daemons.scheduler.rules import Phase, Role, Rules
+from penstock.daemons.scheduler.transaction import Transaction
+from penstock.protocol.errors import ExitCode
+from penstock.protocol.generated import scheduler_pb2 as pb
+
+ETA_WINDOW = 20
+
+_Handler = Callable[["Machine", Any, float], list[Effect]]
+_RequestHandler = Callable[["Machine", int, float], list[Effect]]
+
+
+class Machine:
+    """Feed :meth:`handle` with events and carry out the effects it returns, in order."""
+
+    def __init__(self, rules: Rules, ledger: Ledger, members: Membership, now_s: float) -> None:
+        self.rules = rules
+        self.ledger = ledger
+        self.members = members
+        self.activity: Activity | None = None
+        self.live = False
+        """Whether the epoch has begun and is not broken."""
+        self._now_s = now_s
+        self._beat_s = now_s
+        self._wishes = Wishes()
+        self._message = ""
+        self._seconds: deque[float] = deque(maxlen=ETA_WINDOW)
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """React to ``event`` at ``now_s`` (any monotonic clock)."""
+        self._notice_jump(now_s)
+        effects = self._HANDLERS[type(event)](self, event, now_s)
+        return effects + self._proceed(now_s)
+
+    def validate(self) -> None:
+        """Check the invariants of all parts.
+
+        Raises:
+            ValueError: naming what contradicts what.
+        """
+        self.ledger.validate()
+        self.members.validate()
+        missing = [m for m in self.members.missing if self.members.role_of(m) is not Role.NODE]
+        if self.live and (missing or self.members.fencing):
+            raise ValueError(f"epoch {self.ledger.epoch} is live without {missing}")
+
+    # ---- time ----
+
+    def _notice_jump(self, now_s: float) -> None:
+        """After the scheduler itself was stopped, everyone gets a full deadline again."""
+        gap_s, self._now_s = now_s - self._now_s, now_s
+        if gap_s <= self.rules.config.cluster.heartbeat_timeout_s / 2:
+            return
+        self.members.forgive(now_s)
+        if self.activity is not None and self.activity.deadline_s is not None:
+            self.activity.deadline_s += gap_s
+        if self._wishes.stop_by_s is not None:
+            self._wishes.stop_by_s += gap_s
+
+    def _on_tick(self, event: Tick, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if now_s >= self._beat_s:
+            self._beat_s = now_s + self.rules.config.cluster.heartbeat_interval_s
+            effects.append(Beat())
+        if isinstance(self.activity, Ending):
+            return effects
+        lost = self.members.overdue(now_s)
+        activity = self.activity
+        if activity is not None and activity.deadline_s is not None:
+            if now_s > activity.deadline_s:
+                late = dict.fromkeys(activity.waiting, f"no answer while {activity.phase.value}")
+                lost = late | lost
+        for name in sorted(lost):
+            effects += self._lose(name, lost[name])
+        return effects
+
+    # ---- members ----
+
+    def _on_joined(self, event: Joined, now_s: float) -> list[Effect]:
+        name, effects = self.members.join(event.stream, event.hello, now_s)
+        if name is None:
+            return effects
+        if isinstance(self.activity, Ending):
+            return effects + self.activity.joined(name)
+        if self.members.role_of(name) is not Role.NODE:
+            # In a live epoch everyone was there: this process is new, or missed messages.
+            self._break_epoch(f"{name} joined anew", now_s)
+        return effects
+
+    def _on_received(self, event: Received, now_s: float) -> list[Effect]:
+        name = self.members.name_of(event.stream)
+        kind = event.message.WhichOneof("body")
+        if name is None or kind is None:
+            return []
+        self.members.heard(name, now_s)
+        body = getattr(event.message, kind)
+        general = self._GENERAL.get(kind)
+        if general is not None:
+            return general(self, name, body, now_s)
+        if self.activity is None or body.epoch != self.ledger.epoch:
+            return []
+        return self.activity.receive(name, kind, body, now_s)
+
+    def _on_heartbeat(self, name: str, body: pb.Heartbeat, now_s: float) -> list[Effect]:
+        return []
+
+    def _on_fenced(self, name: str, body: pb.Fenced, now_s: float) -> list[Effect]:
+        return self.members.fenced(name, body.member, body.pid)
+
+    def _on_failed(self, name: str, body: pb.Failed, now_s: float) -> list[Effect]:
+        if isinstance(self.activity, Ending):
+            return []
+        code = body.exit_code or int(ExitCode.LOST_MEMBERS)
+        return self._fail(f"{name}: {body.error}", code)
+
+    def _on_hello(self, name: str, body: pb.Hello, now_s: float) -> list[Effect]:
+        return self._lose(name, "a second Hello on one stream")
+
+    def _on_closed(self, event: StreamClosed, now_s: float) -> list[Effect]:
+        if isinstance(self.activity, Ending):
+            self.members.leave(event.stream)
+            return []
+        name, effects = self.members.closed(event.stream, now_s)
+        if name is not None and self.members.role_of(name) is not Role.NODE:
+            self._break_epoch(f"{name} was lost", now_s)
+        return effects
+
+    def _lose(self, name: str, reason: str) -> list[Effect]:
+        if self.members.role_of(name) is not Role.NODE:
+            self._break_epoch(f"{name} was lost: {reason}", self._now_s)
+        return self.members.lose(name, reason)
+
+    def _break_epoch(self, reason: str, now_s: float) -> None:
+        """Drop what was going on; only what is journaled counts."""
+        if isinstance(self.activity, Ending) or (self.activity is None and not self.live):
+            return
+        self.live = False
+        self.activity = None
+        self._message = reason
+        if self._wishes.stop_reason:
+            self._wishes.stop_by_s = now_s + self.rules.deadlines.stop_s
+
+    # ---- what next ----
+
+    def _proceed(self, now_s: float) -> list[Effect]:
+        """Finish the activity that is done, start the next, until one has to wait."""
+        effects: list[Effect] = []
+        while True:
+            self._cut_short(now_s)
+            effects += self._answer_early_snapshots()
+            if self.activity is None:
+                self.activity = self._choose()
+            if self.activity is None:
+                return effects
+            if not self.activity.started:
+                self.activity.started = True
+                effects += self.activity.start(now_s)
+            if isinstance(self.activity, Ending):
+                return effects + self.activity.look(now_s)
+            if not self.activity.done:
+                return effects
+            finished, self.activity = self.activity, None
+            effects += self._FINISH[type(finished)](self, finished)
+
+    def _choose(self) -> Activity | None:
+        """What to do when nothing is going on; None: wait for events."""
+        if self._wishes.stop_reason and not self.ledger.unsaved:
+            return self._ending(keep_memory=False, reason=self._wishes.stop_reason)
+        if not self.live:
+            ready = self.members.complete
+            return Barrier(self.rules, self.ledger, self.members) if ready else None
+        choice = choose(self.rules, self.ledger, self._wishes)
+        if choice is Next.END:
+            done = f"step {self.ledger.version} of {self.rules.config.train.steps} is done"
+            return self._ending(keep_memory=False, reason=done)
+        activity = self._ACTIVITIES.get(choice)
+        return None if activity is None else activity(self.rules, self.ledger)
+
+    def _cut_short(self, now_s: float) -> None:
+        """A stop does not wait for a barrier that has nothing to save, or takes too long."""
+        wishes = self._wishes
+        if not wishes.stop_reason or self.live or isinstance(self.activity, Ending):
+            return
+        if isinstance(self.activity, Barrier):
+            restoring = self.activity.phase is Phase.RESTORING
+            if restoring or not self.ledger.unsaved:
+                self.activity = self._ending(keep_memory=False, reason=wishes.stop_reason)
+                return
+        if wishes.stop_by_s is not None and now_s >= wishes.stop_by_s:
+            self.activity = self._end_keeping_memory()
+
+    def _end_keeping_memory(self) -> Ending:
+        missing = ", ".join((*self.members.fencing, *self.members.missing)) or "an answer"
+        reason = (
+            f"{self._wishes.stop_reason}; the state of step {self.ledger.version} could not be"
+            f" saved (waited for {missing}), it stays in memory for the next start"
+        )
+        return self._ending(keep_memory=True, reason=reason, code=int(ExitCode.INTERRUPTED))
+
+    def _ending(self, *, keep_memory: bool, reason: str, code: int = 0, error: str = "") -> Ending:
+        self._message = error or reason
+        return Ending(
+            self.rules,
+            self.ledger,
+            self.members,
+            keep_memory=keep_memory,
+            reason=reason,
+            code=code,
+            error=error,
+        )
+
+    def _fail(self, error: str, code: int) -> list[Effect]:
+        self.live = False
+        self.activity = self._ending(keep_memory=True, reason=error, code=code, error=error)
+        return []
+
+    # ---- what an activity led to ----
+
+    def _barrier_done(self, barrier: Barrier) -> list[Effect]:
+        if barrier.finished_before:
+            saved, steps = self.ledger.saved_version, self.rules.config.train.steps
+            reason = f"the run is already at step {saved} of {steps}: nothing to do"
+            self.activity = self._ending(keep_memory=False, reason=reason)
+            return []
+        self.live = True
+        self._wishes.stop_by_s = None
+        self._message = ""
+        return []
+
+    def _transaction_done(self, transaction: Transaction) -> list[Effect]:
+        self._seconds.append(transaction.seconds)
+        if transaction.failure:
+            return self._fail(transaction.failure, int(ExitCode.LOST_MEMBERS))
+        return []
+
+    def _saving_done(self, saving: Saving) -> list[Effect]:
+        if not saving.error:
+            return []
+        error = f"saving step {saving.version} failed: {saving.error}"
+        effects = self._answer_snapshots(error)
+        if self._wishes.stop_reason or is_last(self.rules, self.ledger):
+            return effects + self._fail(error, int(ExitCode.NO_MEMORY))
+        self._message, self._wishes.save_failed_at = error, saving.version
+        return [*effects, Say(text=f"{error}; training goes on", warning=True)]
+
+    def _evaluation_done(self, evaluation: Evaluation) -> list[Effect]:
+        return []
+
+    def _on_save_prepared(self, event: SavePrepared, now_s: float) -> list[Effect]:
+        if isinstance(self.activity, Saving):
+            return self.activity.prepared(event.error)
+        return []
+
+    def _on_save_finished(self, event: SaveFinished, now_s: float) -> list[Effect]:
+        if isinstance(self.activity, Saving):
+            self.activity.finished(event.error)
+        if event.error:
+            return []
+        assert self.ledger.position is not None
+        self.ledger.saved = SavedState(
+            version=event.version, directory=event.directory, position=self.ledger.position
+        )
+        return [Say(text=f"saved step {event.version} in {event.directory}")]
+
+    def _answer_early_snapshots(self) -> list[Effect]:
+        """Answer snapshot calls that need no save, or cannot have one any more."""
+        saved = self.ledger.saved is not None and not self.ledger.unsaved
+        if isinstance(self.activity, Ending):
+            return self._answer_snapshots("" if saved else f"the run ends: {self._message}")
+        if self.live and self.activity is None and saved:
+            return self._answer_snapshots("")
+        return []
+
+    def _answer_snapshots(self, error: str) -> list[Effect]:
+        tickets, self._wishes.tickets = self._wishes.tickets, []
+        if error:
+            return [ReplyError(ticket=ticket, error=error) for ticket in tickets]
+        saved = self.ledger.saved
+        directory = "" if saved is None else saved.directory
+        reply = pb.SnapshotReply(directory=directory, version=self.ledger.saved_version)
+        return [Reply(ticket=ticket, reply=reply) for ticket in tickets]
+
+    # ---- control ----
+
+    def _on_asked(self, event: Asked, now_s: float) -> list[Effect]:
+        return self._REQUESTS[event.request](self, event.ticket, now_s)
+
+    def _on_status(self, ticket: int, now_s: float) -> list[Effect]:
+        return [Reply(ticket=ticket, reply=status_reply(self, now_s))]
+
+    def _on_pause(self, ticket: int, now_s: float) -> list[Effect]:
+        self._wishes.paused = True
+        attempt = isinstance(self.activity, Transaction)
+        message = "pausing after the attempt under way" if attempt else "no attempt will start"
+        return [_said(ticket, message)]
+
+    def _on_resume(self, ticket: int, now_s: float) -> list[Effect]:
+        message = "going on" if self._wishes.paused else "the run was not paused"
+        self._wishes.paused = False
+        return [_said(ticket, message)]
+
+    def _on_snapshot(self, ticket: int, now_s: float) -> list[Effect]:
+        self._wishes.tickets.append(ticket)
+        return []
+
+    def _on_stop(self, ticket: int, now_s: float) -> list[Effect]:
+        self._stop("stopped on request", now_s)
+        return [_said(ticket, "stopping: the attempt under way ends, then the state is saved")]
+
+    def _on_stop_signal(self, event: StopSignalled, now_s: float) -> list[Effect]:
+        if not event.again:
+            self._stop("stopped by a signal", now_s)
+            return []
+        if not isinstance(self.activity, Ending):
+            self.live = False
+            reason = "stopped by a second signal; the memory is kept for the next start"
+            code = int(ExitCode.INTERRUPTED)
+            self.activity = self._ending(keep_memory=True, reason=reason, code=code)
+        self.activity.hurry()
+        return []
+
+    def _stop(self, reason: str, now_s: float) -> None:
+        if not self._wishes.stop_reason:
+            self._wishes.stop_reason = reason
+            self._wishes.stop_by_s = now_s + self.rules.deadlines.stop_s
+
+    def _on_broken(self, event: Broken, now_s: float) -> list[Effect]:
+        return self._fail(event.error, event.code)
+
+    # ---- status ----
+
+    @property
+    def phase(self) -> Phase:
+        """What the run is doing."""
+        if self.activity is not None:
+            return self.activity.phase
+        if self.live:
+            return Phase.PAUSED
+        if self._wishes.stop_reason:
+            return Phase.STOPPING
+        return Phase.FENCING if self.members.fencing else Phase.GATHERING
+
+    @property
+    def message(self) -> str:
+        """Why it waits, or how the last epoch or the run ended."""
+        if self.live or self.activity is not None:
+            return self._message
+        waits = [f"waiting until {name} is dead" for name in self.members.fencing]
+        waits += [f"waiting for {name}" for name in self.members.missing]
+        return "; ".join([self._message, *waits] if self._message else waits)
+
+    @property
+    def eta_s(self) -> float:
+        """Seconds to the last step at the pace of the last attempts; negative: unknown."""
+        if not self._seconds:
+            return -1.0
+        left = max(0, self.rules.config.train.steps - self.ledger.version)
+        return left * sum(self._seconds) / len(self._seconds)
+
+    _HANDLERS: ClassVar[Mapping[type, _Handler]] = {
+        Tick: _on_tick,
+        Joined: _on_joined,
+        Received: _on_received,
+        StreamClosed: _on_closed,
+        Asked: _on_asked,
+        StopSignalled: _on_stop_signal,
+        SavePrepared: _on_save_prepared,
+        SaveFinished: _on_save_finished,
+        Broken: _on_broken,
+    }
+    _GENERAL: ClassVar[Mapping[str, Callable[[Machine, str, Any, float], list[Effect]]]] = {
+        "hello": _on_hello,
+        "heartbeat": _on_heartbeat,
+        "fenced": _on_fenced,
+        "failed": _on_failed,
+    }
+    _REQUESTS: ClassVar[Mapping[Request, _RequestHandler]] = {
+        Request.STATUS: _on_status,
+        Request.PAUSE: _on_pause,
+        Request.RESUME: _on_resume,
+        Request.SNAPSHOT: _on_snapshot,
+        Request.STOP: _on_stop,
+    }
+    _ACTIVITIES: ClassVar[Mapping[Next, type[Activity]]] = {
+        Next.SAVE: Saving,
+        Next.EVALUATE: Evaluation,
+        Next.ATTEMPT: Transaction,
+    }
+    _FINISH: ClassVar[Mapping[type, Callable[[Machine, Any], list[Effect]]]] = {
+        Barrier: _barrier_done,
+        Transaction: _transaction_done,
+        Saving: _saving_done,
+        Evaluation: _evaluation_done,
+    }
+
+
+def status_reply(machine: Machine, now_s: float) -> pb.StatusReply:
+    """The answer to a Status call."""
+    rules, ledger = machine.rules, machine.ledger
+    return pb.StatusReply(
+        run_id=rules.run_id,
+        run_name=rules.config.run.name,
+        phase=machine.phase.value,
+        epoch=ledger.epoch,
+        version=ledger.version,
+        attempt=ledger.next_attempt - 1,
+        steps=rules.config.train.steps,
+        last_metrics_json=ledger.last_metrics_json,
+        members=machine.members.status(now_s, machine.live),
+        message=machine.message,
+        eta_seconds=machine.eta_s,
+        plan_scheme=rules.plan_scheme,
+        saved_version=ledger.saved_version,
+        has_saved=ledger.saved is not None,
+    )
+
+
+def _said(ticket: int, message: str) -> Reply:
+    return Reply(ticket=ticket, reply=pb.ControlReply(message=message))
