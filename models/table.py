@@ -16,7 +16,7 @@ from penstock.models.loss import CHUNK_BYTES
 from penstock.models.skeleton import EMBEDDING_KIND, HEAD_KIND, Part, Skeleton, build_skeleton
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
-from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
+from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
 STATE_ARRAYS = ("exp_avg", "exp_avg_sq")
 """What Adam and AdamW keep per parameter."""
@@ -205,8 +205,3 @@ def _place(
         specs.append(spec)
         offset += padded(spec.num_elements)
     return specs, offset
-
-
-def compute_dtype_of(dtype: DType, device_type: str) -> DType:
-    """The type that forward and backward use: CPUs compute in fp32 whatever the storage is."""
-    return DType.FP32 if device_type == "cpu" else dtype
