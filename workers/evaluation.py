@@ -1,4 +1,4 @@
-"""Names of evaluation passes. Each global batch of an evaluation is a job with messages of its own."""
+"""Names of evaluation passes: each global batch is a job with messages of its own."""
 
 from __future__ import annotations
 

@@ -40,14 +40,22 @@ class Transport:
     """
 
     def __init__(self, bind_address: str, inbox: Inbox, metrics: WorkerMetrics) -> None:
-        """Bind the inbox socket; a tcp address ends in ``:*``, so that the system chooses the port."""
+        """Bind the inbox socket; tcp port 0 lets the system choose.
+
+        Raises:
+            zmq.ZMQError: it cannot listen on ``bind_address``.
+        """
         self.inbox = inbox
         self._metrics = metrics
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set(zmq.RCVHWM, _QUEUED_MESSAGES)
         self._pull.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES)
-        self._pull.bind(bind_address)
+        try:
+            self._pull.bind(bind_address)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
         self.address = self._pull.get_string(zmq.LAST_ENDPOINT)
         self._lock = threading.Lock()
         self._peers: dict[int, zmq.Socket[bytes]] = {}

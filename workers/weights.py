@@ -98,6 +98,13 @@ def num_elements(table: BlockTable, array: ArrayId) -> int:
     return block.trainable_elements if array.name == "weights" else block.frozen_elements
 
 
+def stage_bytes(table: BlockTable, blocks: Sequence[int], alignment: int) -> int:
+    """Bytes of a stage's weights in storage types, every array aligned to ``alignment`` bytes."""
+    itemsize = table.weight_dtype.itemsize
+    sizes = (num_elements(table, array) * itemsize for array in arrays_of(table, blocks))
+    return sum(-(-size // alignment) * alignment for size in sizes)
+
+
 class RemoteBlocks:
     """Copies of arrays that other nodes own. Used on one thread at a time."""
 

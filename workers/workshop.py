@@ -34,12 +34,12 @@ from penstock.protocol.rundir import RunDirectory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
-from penstock.shm.table import BlockTable, DType
+from penstock.shm.table import BlockTable
 from penstock.workers.attempt import Bench, JobPhase
 from penstock.workers.data import TokenDataset, micro_batches
 from penstock.workers.devices.base import Device
 from penstock.workers.devices.cpu import CpuDevice
-from penstock.workers.devices.cuda import CudaDevice, aligned
+from penstock.workers.devices.cuda import ALIGNMENT_BYTES, CudaDevice
 from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.interpreter import check_program
 from penstock.workers.metrics import WorkerMetrics
@@ -47,7 +47,7 @@ from penstock.workers.session import Batches
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
-from penstock.workers.weights import RemoteBlocks, WeightLoader, arrays_of, num_elements
+from penstock.workers.weights import RemoteBlocks, WeightLoader, stage_bytes
 
 OPTIMIZER_SOCKET = "optimizer"
 """Name of optimizerd's local socket, see :func:`penstock.protocol.names.ipc_address`."""
@@ -240,7 +240,7 @@ class EpochWorkshop:
                 self._files, self._node, worker_name(self._device_index), kinds=_SEGMENTS
             )
             self._memory = self._segment_identity(), memory
-            self._device.attach(memory, self._stage_bytes(plan))
+            self._device.attach(memory, self._largest_stage(plan))
         return self._memory[1]
 
     def _segment_identity(self) -> tuple[int, int]:
@@ -253,15 +253,11 @@ class EpochWorkshop:
             return 0, 0
         return found.st_dev, found.st_ino
 
-    def _stage_bytes(self, plan: Plan) -> int:
-        """Device bytes of the weights of this device's largest stage."""
-        itemsize = DType(self._table.weight_dtype).itemsize
+    def _largest_stage(self, plan: Plan) -> int:
+        """Bytes of the weights of this device's largest stage."""
         return max(
             (
-                sum(
-                    aligned(num_elements(self._table, array) * itemsize)
-                    for array in arrays_of(self._table, stage.blocks)
-                )
+                stage_bytes(self._table, stage.blocks, ALIGNMENT_BYTES)
                 for stage in (*plan.forward_stages, *plan.backward_stages)
                 if stage.device == self._device_index
             ),

@@ -1,14 +1,14 @@
-"""A cluster in one process: real memory, real sockets, one interpreter per device on a thread of
-its own.
-"""
+"""A cluster in one process: real memory and sockets, one interpreter per device on a thread."""
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,20 +34,21 @@ from penstock.protocol.frames import GradientReady, decode
 from penstock.protocol.instructions import Program
 from penstock.protocol.names import node_of_device, ownership
 from penstock.protocol.plan import Plan
-from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS
+from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS, RunDirectory
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.attempt import Bench, Job
 from penstock.workers.devices.base import as_tensor
-from penstock.workers.devices.cpu import CpuDevice
+from penstock.workers.devices.cuda import ALIGNMENT_BYTES
 from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
-from penstock.workers.weights import RemoteBlocks, WeightLoader
+from penstock.workers.weights import RemoteBlocks, WeightLoader, stage_bytes
+from penstock.workers.workshop import make_device
 
 LLAMA = {
     "model_type": "llama",
@@ -74,6 +75,7 @@ def make_config(
     schedule: dict[str, Any] | None = None,
     freeze: tuple[str, ...] = (),
     grad_dtype: str = "fp32",
+    device: str = "cpu",
 ) -> Config:
     """A small configuration; ``workers`` counts all devices."""
     return parse_config(
@@ -90,6 +92,7 @@ def make_config(
             "schedule": {"scheme": scheme, **(schedule or {})},
             "cluster": {
                 "workers": workers // nodes,
+                "device": device,
                 "nodes": [{"name": name} for name in "ab"[:nodes]],
             },
         }
@@ -387,7 +390,15 @@ def _worker(
     node = node_of_device(config, device_index)
     memory = memories[node]
     spec = memory.spec
-    device = CpuDevice(weight_dtype=spec.table.weight_dtype, grad_dtype=spec.table.grad_dtype)
+    device = make_device(config, spec.table, 0)
+    device.attach(
+        memory,
+        max(
+            stage_bytes(spec.table, stage.blocks, ALIGNMENT_BYTES)
+            for stage in plan.forward_stages + plan.backward_stages
+        ),
+    )
+    stack.callback(device.detach)
     registry = CollectorRegistry()
     transport = Transport(
         f"ipc://@penstock-{spec.run_id}-worker-{device_index}", Inbox(), WorkerMetrics(registry)
@@ -412,7 +423,11 @@ def _worker(
         ownership=owners,
         memory=memory,
         runtime=ModelRuntime(
-            hf_config, spec.table, device="cpu", compute_dtype=torch.float32, seed=config.run.seed
+            hf_config,
+            spec.table,
+            device=device.torch_device,
+            compute_dtype=device.compute_dtype,
+            seed=config.run.seed,
         ),
         device=device,
         weights=weights,
@@ -422,3 +437,18 @@ def _worker(
         timeout_s=timeout_s,
     )
     return Worker(bench, registry)
+
+
+@pytest.fixture
+def make_run_files(
+    tmp_path: Path, config_of: Callable[[dict[str, Any]], Config]
+) -> Callable[[dict[str, Any]], RunDirectory]:
+    """A run directory that holds an identity and a configuration with the given ``cluster``."""
+
+    def make(cluster: dict[str, Any]) -> RunDirectory:
+        identity = {"run_id": "0123456789ab", "created": "2026-01-01T00:00:00Z", "format": 1}
+        (tmp_path / "run.json").write_text(json.dumps(identity))
+        (tmp_path / "resolved.yaml").write_text(config_of(cluster).to_yaml())
+        return RunDirectory(tmp_path)
+
+    return make

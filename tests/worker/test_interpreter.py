@@ -1,4 +1,4 @@
-"""Programs of every scheme against a plain loop of the same model; aborts, bad programs, failures."""
+"""Programs of all schemes against a plain loop of the same model; aborts, bad programs, faults."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(slots=True)
 class _WeightBuffer:
-    """Device memory of one stage; ``free`` is recorded when the last work that reads it was issued."""
+    """Device memory of one stage; ``free`` is recorded behind the last work that reads it."""
 
     memory: torch.Tensor
     free: torch.cuda.Event
