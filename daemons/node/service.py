@@ -122,6 +122,7 @@ class Supervisor:
             name = pidfds[pidfd]
             pid, code = self._children.reap(name)
             self._metrics.exited(name)
+            _log.info("%s ended", name, extra={"child_pid": pid, "exit_code": code})
             self._feed(Exited(name=name, pid=pid, code=code))
         if self._stops in ready:
             for _ in range(os.eventfd_read(self._stops)):
