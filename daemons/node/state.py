@@ -72,7 +72,8 @@ class Mode(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Deadlines and counts. A child that lived shorter than ``quick_death_s`` is restarted after a
-    delay that grows with every such death in a row.
+    delay that grows with every such death in a row. ``deaf_grace_s``: how long a child may outlive
+    the scheduler: one that was not connected yet never hears that the run has ended.
     """
 
     max_restarts: int
@@ -84,7 +85,8 @@ class Limits:
     ask_again_s: float = 2.0
     fail_timeout_s: float = 15.0
     end_timeout_s: float = 60.0
-    terminate_timeout_s: float = 10.0
+    deaf_grace_s: float = 5.0
+    terminate_timeout_s: float = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,7 +185,10 @@ class NodeState:
         if code in FINAL_SCHEDULER_CODES:
             self.scheduler_code = code
             self.code = self.code or code
-            return self._end(now_s) if self.mode in (Mode.RUNNING, Mode.FAILING) else []
+            effects = self._end(now_s) if self.mode in (Mode.RUNNING, Mode.FAILING) else []
+            if self.mode is Mode.ENDING:
+                self.deadline_s = now_s + self.limits.deaf_grace_s
+            return effects
         if self.mode is Mode.RUNNING:
             return self._restart(self.children[SCHEDULERD], code, now_s, at_once=False)
         if self.mode is Mode.ENDING:
@@ -251,18 +256,20 @@ class NodeState:
     def _on_deadline(self, now_s: float) -> list[Effect]:
         left = ", ".join(self._running())
         if self.mode is Mode.TERMINATING:
-            self.mode = Mode.KILLING
+            self.mode, self.code = Mode.KILLING, self.code or int(ExitCode.LOST_MEMBERS)
             message = f"still running {self.limits.terminate_timeout_s:g} s after SIGTERM: {left}"
             return [Say(message=message), *(Kill(name=name) for name in self._running())]
         scheduler = self.children.get(SCHEDULERD)
         scheduler_gone = scheduler is not None and scheduler.pid is None
         if self.mode is Mode.ENDING and scheduler_gone and self.scheduler_code is None:
             return self._come_back(now_s)
-        self.code = self.code or int(ExitCode.LOST_MEMBERS)
+        if self.mode is not Mode.ENDING:
+            self.code = self.code or int(ExitCode.LOST_MEMBERS)
+        # After a proper end, those left were not connected yet when the scheduler said Shutdown.
         self.mode = Mode.TERMINATING
         self._forget_starts()
         self.deadline_s = now_s + self.limits.terminate_timeout_s
-        message = f"ending took too long, terminating: {left}"
+        message = f"still running, terminating: {left}"
         return [Say(message=message), *(Terminate(name=name) for name in self._running())]
 
     def _come_back(self, now_s: float) -> list[Effect]:

@@ -171,7 +171,7 @@ def test_a_run_that_does_not_end_after_a_failure_is_terminated_then_killed(
         Terminate(name="schedulerd"),
         Terminate(name="worker.0"),
     ]
-    assert machine.feed(Tick(), after_s=10.0) == [Kill(name="schedulerd"), Kill(name="worker.0")]
+    assert machine.feed(Tick(), after_s=30.0) == [Kill(name="schedulerd"), Kill(name="worker.0")]
     machine.exit("schedulerd", -9)
     assert machine.exit("worker.0", -9) == [Exit(code=2)]
 
@@ -251,3 +251,21 @@ def test_without_a_scheduler_to_tell_a_failure_ends_at_once() -> None:
     [failed] = machine.exit("schedulerd", 1)
     assert isinstance(failed, SendFailed)
     assert machine.feed(Tick()) == [Terminate(name="memoryd.a"), Terminate(name="worker.0")]
+
+
+def test_a_child_that_never_heard_of_the_end_is_terminated(machine: Machine) -> None:
+    machine.feed(ShutdownAsked(reason="done"))
+    machine.exit("memoryd.a", 0)
+    machine.exit("schedulerd", 0)
+    assert machine.feed(Tick(), after_s=5.0) == [Terminate(name="worker.0")]
+    assert machine.exit("worker.0", -15) == [Exit(code=0)]
+
+
+def test_a_node_without_the_scheduler_waits_a_minute_for_its_children() -> None:
+    machine = Machine(("memoryd.b", "worker.1"), Limits(max_restarts=3))
+    machine.feed(Tick(), Started(name="memoryd.b", pid=1), Started(name="worker.1", pid=2))
+    machine.feed(ShutdownAsked(reason="done"))
+    machine.exit("memoryd.b", 0)
+    assert machine.feed(Tick(), after_s=60.0) == [Terminate(name="worker.1")]
+    assert machine.feed(Tick(), after_s=30.0) == [Kill(name="worker.1")]
+    assert machine.exit("worker.1", -9) == [Exit(code=4)]
