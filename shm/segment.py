@@ -38,7 +38,7 @@ class Segment:
     def __init__(self, name: str, mapping: mmap.mmap, size: int) -> None:
         self.name = name
         self.size = size
-        self._mapping = mapping
+        self._mapping: mmap.mmap | None = mapping
         self.buffer = memoryview(mapping)
 
     @classmethod
@@ -102,12 +102,15 @@ class Segment:
 
     def close(self) -> None:
         """Unmap. NumPy views that are still alive keep the mapping until the last of them goes."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is None:
+            return
         try:
             self.buffer.release()
-            self._mapping.close()
+            mapping.close()
         except BufferError:
             # The memory stays valid for the views that are left, for example a worker's tensors;
-            # the mapping is freed with the last of them.
+            # the mapping, no longer referred to here, is freed with the last of them.
             return
 
     def unlink(self) -> None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.daemons.memory.tensorfile import (
+    CancelledError,
     TensorBytes,
     TensorPlace,
     WrittenFile,
@@ -34,6 +37,9 @@ from penstock.shm.table import BlockSpec, DType
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "manifest.json"
+MAX_THREADS = 4
+
+T = TypeVar("T")
 
 _FILE_DTYPES = MappingProxyType({DType.FP32: "F32", DType.BF16: "BF16", DType.FP16: "F16"})
 _NUMPY_DTYPES = MappingProxyType({"F32": np.float32, "BF16": np.uint16, "F16": np.float16})
@@ -82,7 +88,7 @@ def save(
 
     Raises:
         StateError: a block is not settled at ``version``, or ``version`` is not the committed one.
-        OSError: the files cannot be written.
+        OSError: the files cannot be written; none of them is left behind.
         CancelledError: on request.
     """
     control = memory.control
@@ -100,10 +106,17 @@ def save(
             )
     directory.mkdir(parents=True, exist_ok=True)
     specs = memory.spec.table.blocks
-    files = tuple(
-        write_tensors(directory / block_file(b), block_tensors(memory, specs[b]), cancelled)
-        for b in blocks
-    )
+
+    def write(block: int, stopped: Callable[[], bool]) -> WrittenFile:
+        tensors = block_tensors(memory, specs[block])
+        return write_tensors(directory / block_file(block), tensors, stopped)
+
+    try:
+        files = tuple(_in_parallel(blocks, write, cancelled))
+    except BaseException:
+        for block in blocks:
+            (directory / block_file(block)).unlink(missing_ok=True)
+        raise
     _sync_directory(directory)
     return files
 
@@ -158,8 +171,8 @@ def check(
             f"{directory / MANIFEST_NAME}: is of version {manifest.version}, expected {version}"
         )
     specs = memory.spec.table.blocks
-    found: dict[int, Mapping[str, TensorPlace]] = {}
-    for block in memory.owned_blocks():
+
+    def check_block(block: int, stopped: Callable[[], bool]) -> Mapping[str, TensorPlace]:
         path = directory / block_file(block)
         entry = manifest.files.get(path.name)
         if entry is None:
@@ -167,10 +180,12 @@ def check(
         _check_size(path, entry)
         places = read_header(path)
         _check_tensors(path, places, block_tensors(memory, specs[block]))
-        if sha256_of(path, cancelled) != entry.sha256:
+        if sha256_of(path, stopped) != entry.sha256:
             raise StateError(f"{path}: its checksum does not match the manifest: damaged")
-        found[block] = places
-    return found
+        return places
+
+    blocks = memory.owned_blocks()
+    return dict(zip(blocks, _in_parallel(blocks, check_block, cancelled), strict=True))
 
 
 def load_block(
@@ -224,6 +239,39 @@ def compare(left: Path, right: Path, blocks: Iterable[BlockSpec]) -> tuple[str, 
             if key not in one or key not in other or one[key].tobytes() != other[key].tobytes():
                 differing.append(f"{block.name}/{key}")
     return tuple(differing)
+
+
+def _in_parallel(
+    blocks: Sequence[int],
+    work: Callable[[int, Callable[[], bool]], T],
+    cancelled: Callable[[], bool],
+) -> list[T]:
+    """``work(block, stopped)`` for all blocks on a few threads, results in order.
+
+    Checksums limit both directions, at about 0.6 GB/s a core. The first error of a block (in
+    order) is raised after all threads have ended; the others stop as if cancelled.
+    """
+    failed = threading.Event()
+
+    def stopped() -> bool:
+        return cancelled() or failed.is_set()
+
+    def guarded(block: int) -> T:
+        if stopped():
+            raise CancelledError
+        try:
+            return work(block, stopped)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        futures = [pool.submit(guarded, block) for block in blocks]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    # A thread that stopped because another failed says CancelledError: that is not the reason.
+    for error in sorted(errors, key=lambda error: isinstance(error, CancelledError)):
+        raise error
+    return [future.result() for future in futures]
 
 
 def _cut(

@@ -62,25 +62,21 @@ def write_tensors(
     """Write a file and force it to disk.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
-        CancelledError: the same, on request.
+        OSError: it cannot be written.
+        CancelledError: on request.
     """
     digest = hashlib.sha256()
     num_bytes = 0
     pieces = [memoryview(_header(tensors)), *_pieces(tensor.data for tensor in tensors)]
-    try:
-        with path.open("wb") as file:
-            for piece in pieces:
-                if cancelled():
-                    raise CancelledError
-                file.write(piece)
-                digest.update(piece)
-                num_bytes += len(piece)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    with path.open("wb") as file:
+        for piece in pieces:
+            if cancelled():
+                raise CancelledError
+            file.write(piece)
+            digest.update(piece)
+            num_bytes += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
     return WrittenFile(name=path.name, num_bytes=num_bytes, sha256=digest.hexdigest())
 
 

@@ -215,7 +215,8 @@ class FakeScheduler(rpc.MembershipServicer):
         self.heartbeats = 0
         self._pool = ThreadPoolExecutor(8)
         self._server = grpc.server(self._pool)
-        rpc.add_MembershipServicer_to_server(self, self._server)
+        add = rpc.add_MembershipServicer_to_server
+        add(self, self._server)  # type: ignore[no-untyped-call]  # written by protoc
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from penstock.daemons.memory import snapshot
+from penstock.daemons.memory.tensorfile import WrittenFile
 from penstock.protocol.blocks import BlockClient, attach
 from penstock.protocol.frames import BlockRequest
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -139,9 +140,7 @@ def test_save_and_restore_from_it(
     saved = scheduler.wait_for(A, pb.Saved)
     assert (saved.version, saved.error) == (7, "")
     assert [file.name for file in saved.files] == [snapshot.block_file(b) for b in range(3)]
-    files = [
-        snapshot.WrittenFile(name=f.name, num_bytes=f.bytes, sha256=f.sha256) for f in saved.files
-    ]
+    files = [WrittenFile(name=f.name, num_bytes=f.bytes, sha256=f.sha256) for f in saved.files]
     helpers.manifest(memory, directory, 7, files)
     before = bytes(memory.raw((1, "exp_avg_sq", 0, 0)))
 
@@ -273,7 +272,7 @@ def test_killed_at_any_moment_of_its_start(
 ) -> None:
     """Wherever the kill lands, the next memoryd comes up with whole segments."""
     run = make_run(elements=1_000_000)
-    for delay_s in (0.2, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7):
+    for delay_s in (0.3, 0.45, 0.55, 0.65):
         process = start_memoryd(run)
         time.sleep(delay_s)
         process.kill()
@@ -286,6 +285,34 @@ def test_killed_at_any_moment_of_its_start(
     scheduler.send(A, shutdown=pb.Shutdown())
     assert end(last)[0] == 0
     assert segments_of(run) == []
+
+
+def test_killed_during_a_restore_leaves_no_model(
+    make_run: Any, scheduler: Any, start_memoryd: Any
+) -> None:
+    run = make_run(elements=1_000_000)
+    process = start_memoryd(run)
+    bring_up(scheduler, A)
+    memory = attach(run, 0, "test")
+    scheduler.send(A, drain=pb.Drain(epoch=2))
+    scheduler.wait_for(A, pb.Drained)
+    scheduler.send(A, restore=pb.Restore(epoch=2, incarnation=2, version=0))
+    while memory.control.incarnation == 1:
+        time.sleep(0.001)
+    process.kill()
+    end(process)
+    assert memory.control.incarnation in (0, 2)  # 2: the kill came when all was written
+    again = start_memoryd(run)
+    while scheduler.wait_for(A, pb.Hello).pid != again.pid:
+        pass
+    scheduler.send(A, drain=pb.Drain(epoch=3))
+    found = scheduler.wait_for(A, pb.Drained).memory
+    assert found.incarnation == memory.control.incarnation
+    scheduler.send(A, restore=pb.Restore(epoch=3, incarnation=3, version=0))
+    assert scheduler.wait_for(A, pb.Restored).incarnation == 3
+    scheduler.send(A, shutdown=pb.Shutdown())
+    assert end(again)[0] == 0
+    memory.close()
 
 
 def test_refused_by_the_scheduler(make_run: Any, scheduler: Any, start_memoryd: Any) -> None:

@@ -391,7 +391,11 @@ def test_leases(served: Served, context: zmq.Context[Any]) -> None:
 def test_refused_leases(
     served: Served, context: zmq.Context[Any], changes: dict[str, Any], message: str
 ) -> None:
-    fields = {"run_id": served.memory.spec.run_id, "member": "worker.0", "pid": os.getpid()}
+    fields: dict[str, Any] = {
+        "run_id": served.memory.spec.run_id,
+        "member": "w",
+        "pid": os.getpid(),
+    }
     with pytest.raises(StateError, match=message):
         request_lease(context, served.address, LeaseRequest(**(fields | changes)), timeout_s=5.0)
 

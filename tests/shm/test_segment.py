@@ -37,6 +37,10 @@ def name() -> Iterator[str]:
     segments.unlink(found)
 
 
+def is_mapped(name: str) -> bool:
+    return name in Path("/proc/self/maps").read_text()
+
+
 def resident_bytes(segment: Segment) -> int:
     """Of this process's mapping of the segment, from its page tables."""
     text = Path("/proc/self/smaps").read_text()
@@ -117,8 +121,12 @@ def test_views_outlive_close(name: str) -> None:
     segment = Segment.create(name, 4096)
     view = np.frombuffer(segment.buffer, np.uint8)
     segment.close()
+    segment.close()
     view[:] = 5
     assert int(view.sum()) == 5 * 4096
+    assert is_mapped(name)
+    del view
+    assert not is_mapped(name), "the mapping ends with its last view, whoever keeps the segment"
 
 
 def test_memory_views_are_the_arrays(spec: MemorySpec) -> None:
