@@ -240,6 +240,7 @@ class Machine:
         return self._ending(keep_memory=True, reason=reason, code=int(ExitCode.INTERRUPTED))
 
     def _ending(self, *, keep_memory: bool, reason: str, code: int = 0, error: str = "") -> Ending:
+        self.live = False
         self._message = error or reason
         return Ending(
             self.rules,
@@ -252,7 +253,6 @@ class Machine:
         )
 
     def _fail(self, error: str, code: int) -> list[Effect]:
-        self.live = False
         self.activity = self._ending(keep_memory=True, reason=error, code=code, error=error)
         return []
 
@@ -354,7 +354,6 @@ class Machine:
             self._stop("stopped by a signal", now_s)
             return []
         if not isinstance(self.activity, Ending):
-            self.live = False
             reason = "stopped by a second signal; the memory is kept for the next start"
             code = int(ExitCode.INTERRUPTED)
             self.activity = self._ending(keep_memory=True, reason=reason, code=code)

@@ -1,0 +1,315 @@
+"""Between attempts: saving, evaluating, pausing, stopping, failing, the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from penstock.daemons.scheduler.events import (
+    AppendMetrics,
+    Broken,
+    CompleteSave,
+    Reply,
+    Request,
+    SaveFinished,
+    SavePrepared,
+    StopSignalled,
+)
+from penstock.protocol.generated import scheduler_pb2 as pb
+from tests.scheduler.conftest import (
+    Driver,
+    facts_at,
+    make_config,
+    make_position,
+    make_rules,
+    saved_at,
+)
+
+SETTLE = "optimizerd.a <- settle e1 v{}"
+ALL = ["node.a", "memoryd.a", "optimizerd.a", "worker.0", "worker.1"]
+
+
+def shutdown(keep: bool = False) -> list[str]:
+    return [f"{name} <- shutdown{' keep memory' if keep else ''}" for name in ALL]
+
+
+def evaluated(driver: Driver, number: int) -> list[str]:
+    done = pb.EvaluationDone(epoch=driver.epoch, evaluation=number, loss_sum=10.0, loss_tokens=10)
+    return driver.each(driver.rules.workers, evaluation_done=done)
+
+
+def test_snapshot_settles_writes_and_goes_on(live: Driver) -> None:
+    assert live.ask(Request.SNAPSHOT, ticket=5) == []
+    assert live.run_attempt()[-2:] == ["metrics line", "optimizerd.a <- settle e1 v1"]
+    settled = pb.Settled(epoch=1, version=1)
+    assert live.say("optimizerd.a", settled=settled) == ["prepare /run/state/.tmp-step-00000001"]
+    assert live.feed(SavePrepared()) == ["memoryd.a <- save e1 v1"]
+    files = [pb.SavedFile(name="block-0000.safetensors", bytes=3, sha256="ab")]
+    saved = pb.Saved(epoch=1, version=1, files=files)
+    assert live.say("memoryd.a", saved=saved) == ["complete v1 with block-0000.safetensors"]
+    [complete] = [e for e in live.effects if isinstance(e, CompleteSave)]
+    assert (complete.position, complete.attempt) == (make_position(1), 1)
+    lines = live.feed(SaveFinished(version=1, directory="/run/state/step-00000001"))
+    assert lines[0] == "reply 5"
+    [reply] = [e for e in live.effects if isinstance(e, Reply)]
+    assert reply.reply == pb.SnapshotReply(directory="/run/state/step-00000001", version=1)
+    assert lines[1] == "optimizerd.a <- run_attempt e1 a2 v1 data 8"
+
+
+def test_a_snapshot_of_a_saved_version_is_answered_at_once(live: Driver) -> None:
+    live.ask(Request.PAUSE)
+    live.ask(Request.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    assert live.save() == ["reply 5"]
+    assert live.status.phase == "paused"
+    assert live.ask(Request.SNAPSHOT, ticket=6) == ["reply 6"]
+
+
+def test_a_failed_snapshot_says_so_and_training_goes_on(live: Driver) -> None:
+    live.ask(Request.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    lines = live.save(error="no space left")
+    assert lines == [
+        "error 5: saving step 1 failed: memoryd.a: no space left",
+        *[f"{name} <- run_attempt e1 a2 v1 data 8" for name in ALL[2:]],
+    ]
+    assert "no space left" in live.status.message
+
+
+def test_a_directory_that_cannot_be_made_fails_the_snapshot(live: Driver) -> None:
+    live.ask(Request.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    live.say("optimizerd.a", settled=pb.Settled(epoch=1, version=1))
+    lines = live.feed(SavePrepared(error="read-only file system"))
+    assert lines[0] == "error 5: saving step 1 failed: read-only file system"
+    assert lines[1] == "optimizerd.a <- run_attempt e1 a2 v1 data 8"
+
+
+def test_a_save_broken_by_a_loss_is_repeated_in_the_next_epoch(live: Driver) -> None:
+    live.ask(Request.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    pid = live.pids["memoryd.a"]
+    live.close("memoryd.a")
+    live.join("memoryd.a")
+    live.fenced("memoryd.a", pid)
+    live.drained(1)
+    assert live.ready() == ["optimizerd.a <- settle e2 v1"]
+    assert live.save()[0] == "reply 5"
+
+
+def test_save_every(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"save_every": 2})
+    assert driver.run_attempt()[-1].startswith("worker.1 <- run_attempt")
+    assert driver.run_attempt()[-1] == SETTLE.format(2)
+    assert driver.save()[-1] == "worker.1 <- run_attempt e1 a3 v2 data 16"
+    driver.run_attempt()
+    assert driver.run_attempt()[-1] == SETTLE.format(4)
+    lines = driver.save(error="disk full")
+    assert lines[-1] == "worker.1 <- run_attempt e1 a5 v4 data 32", "not tried again at once"
+
+
+def test_eval_every_and_its_line(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"eval_every": 1, "eval_batches": 3})
+    lines = driver.run_attempt()
+    assert lines[-2:] == ["worker.0 <- evaluate e1 v1", "worker.1 <- evaluate e1 v1"]
+    driver.now_s += 2.0
+    stale = pb.EvaluationDone(epoch=1, evaluation=0)
+    assert driver.each(driver.rules.workers, evaluation_done=stale) == []
+    lines = evaluated(driver, 1)
+    assert lines[:2] == ["journal evaluation of v1", "metrics line"]
+    assert lines[-1] == "worker.1 <- run_attempt e1 a2 v1 data 8"
+    [appended] = [e for e in driver.effects if isinstance(e, AppendMetrics)]
+    line = json.loads(appended.metrics_json)
+    assert (line["phase"], line["step"], line["loss"], line["tokens"]) == ("eval", 1, 1.0, 20)
+    assert line["perplexity"] == pytest.approx(2.718281828)
+    assert line["tokens_per_second"] == 10.0
+
+
+def test_an_evaluation_broken_by_a_loss_is_repeated(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"eval_every": 1})
+    driver.run_attempt()
+    pid = driver.pids["worker.0"]
+    driver.close("worker.0")
+    driver.join("worker.0")
+    driver.fenced("worker.0", pid)
+    driver.drained(1)
+    assert driver.ready() == ["worker.0 <- evaluate e2 v1", "worker.1 <- evaluate e2 v1"]
+    assert evaluated(driver, 1) == []
+    assert evaluated(driver, 2)[0] == "journal evaluation of v1"
+
+
+def test_pause_takes_effect_after_the_attempt_and_resume_goes_on(live: Driver) -> None:
+    assert live.ask(Request.PAUSE, 1) == ["reply 1"]
+    assert live.run_attempt()[-1] == "metrics line"
+    assert live.status.phase == "paused"
+    assert live.ask(Request.RESUME, 2)[:2] == [
+        "reply 2",
+        "optimizerd.a <- run_attempt e1 a2 v1 data 8",
+    ]
+
+
+def test_a_loss_while_paused_is_repaired_and_the_run_stays_paused(live: Driver) -> None:
+    live.ask(Request.PAUSE)
+    live.run_attempt()
+    pid = live.pids["worker.0"]
+    live.close("worker.0")
+    live.join("worker.0")
+    live.fenced("worker.0", pid)
+    live.drained(1)
+    assert live.ready() == []
+    assert live.status.phase == "paused"
+
+
+def test_the_last_step_is_evaluated_saved_and_everyone_goes(
+    live_with: Callable[..., Driver],
+) -> None:
+    driver = live_with(train={"steps": 1, "eval_every": 1, "save_every": 5})
+    assert driver.run_attempt()[-1] == "worker.1 <- evaluate e1 v1"
+    assert evaluated(driver, 1)[-1] == SETTLE.format(1)
+    assert driver.save() == shutdown()
+    assert driver.status.phase == "done"
+    assert driver.leave_all() == ["exit 0"]
+
+
+def test_a_final_save_that_fails_keeps_the_memory(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"steps": 1})
+    driver.run_attempt()
+    assert driver.save(error="disk full") == shutdown(keep=True)
+    assert driver.status.phase == "failed"
+    assert driver.leave_all() == ["exit 3"]
+
+
+def test_members_that_do_not_go_are_not_waited_for_for_ever(live: Driver) -> None:
+    live.ask(Request.STOP)
+    live.run_attempt()
+    assert live.save() == shutdown()
+    assert live.wait(14.5) == []
+    assert live.wait(1.0)[0] == "exit 0"
+
+
+def test_stop_finishes_the_attempt_saves_and_ends(live: Driver) -> None:
+    assert live.ask(Request.STOP, 3) == ["reply 3"]
+    assert live.feed(StopSignalled()) == [], "the node may signal as well"
+    assert live.run_attempt()[-1] == SETTLE.format(1)
+    assert live.save() == shutdown()
+    assert live.leave_all() == ["exit 0"]
+
+
+def test_stop_before_the_first_commit_has_nothing_to_save(live: Driver) -> None:
+    live.ask(Request.STOP)
+    live.run_attempt(float("nan"))
+    assert live.machine.phase.value == "done"
+    assert live.leave_all() == ["exit 0"]
+
+
+def test_stop_survives_a_loss_and_still_saves(live: Driver) -> None:
+    live.run_attempt()
+    live.ask(Request.STOP)
+    pid = live.pids["worker.0"]
+    assert live.close("worker.0") == [f"node.a <- fence worker.0 {pid}"]
+    live.join("worker.0")
+    live.fenced("worker.0", pid)
+    live.drained(1)
+    assert live.ready() == ["optimizerd.a <- settle e2 v1"]
+    assert live.save() == shutdown()
+
+
+def test_stop_while_gathering_with_nothing_to_lose() -> None:
+    driver = Driver()
+    driver.join("node.a")
+    driver.join("memoryd.a")
+    assert driver.ask(Request.STOP) == ["reply 1", *shutdown()[:2]]
+    assert driver.join("worker.0") == ["worker.0 <- shutdown"], "who comes too late goes too"
+    assert driver.leave_all() == ["exit 0"]
+
+
+@pytest.mark.parametrize("stage", ["draining", "restoring", "beginning"])
+def test_stop_in_a_barrier_with_nothing_to_lose(stage: str) -> None:
+    driver = Driver()
+    driver.join_all()
+    if stage != "draining":
+        driver.drained(None)
+    if stage == "beginning":
+        driver.restored()
+    assert driver.status.phase == stage
+    assert driver.ask(Request.STOP)[1:] == shutdown()
+
+
+def test_stop_while_lost_memory_is_being_restored() -> None:
+    driver = Driver(facts=facts_at(4), saved=saved_at(2))
+    driver.join_all()
+    driver.drained(None)
+    assert driver.ask(Request.STOP)[1:] == shutdown(), "version 4 is gone anyway"
+
+
+def test_stop_waits_for_a_barrier_that_has_something_to_save_but_not_for_ever() -> None:
+    driver = Driver(facts=facts_at(4))
+    for name in ALL[:-1]:
+        driver.join(name)
+    assert driver.ask(Request.STOP) == ["reply 1"]
+    assert driver.status.phase == "stopping"
+    assert driver.wait(59.5) == []
+    lines = driver.wait(0.5)
+    assert lines == shutdown(keep=True)[:-1]
+    assert "waited for worker.1" in driver.status.message
+    assert driver.leave_all() == ["exit 130"]
+
+
+def test_a_second_signal_ends_at_once_and_keeps_the_memory(live: Driver) -> None:
+    live.run_attempt()
+    live.ask(Request.SNAPSHOT, 9)
+    assert live.feed(StopSignalled()) == []
+    lines = live.feed(StopSignalled(again=True))
+    assert lines[0].startswith("error 9: ")
+    assert lines[1:] == [*shutdown(keep=True), "exit 130"]
+
+
+def test_a_failed_member_stops_the_run_with_its_message_and_code(live: Driver) -> None:
+    failed = pb.Failed(error="cannot pin memory", exit_code=3, epoch=1)
+    assert live.say("worker.0", failed=failed) == shutdown(keep=True)
+    assert live.status.message == "worker.0: cannot pin memory"
+    assert live.status.phase == "failed"
+    assert live.ask(Request.SNAPSHOT, 2)[0].startswith("error 2: the run ends")
+    assert live.close("worker.0") == [], "it goes as told: nobody is fenced"
+    assert live.leave_all() == ["exit 3"]
+
+
+def test_a_failure_before_the_epoch_begins_stops_the_run_too() -> None:
+    driver = Driver()
+    driver.join("node.a")
+    failed = pb.Failed(error="worker.0 died 21 times", exit_code=4)
+    assert driver.say("node.a", failed=failed) == ["node.a <- shutdown keep memory"]
+    assert driver.leave_all() == ["exit 4"]
+
+
+def test_files_that_cannot_be_written_stop_the_run(live: Driver) -> None:
+    assert live.feed(Broken(code=3, error="disk full")) == shutdown(keep=True)
+    assert live.leave_all() == ["exit 3"]
+
+
+def test_a_finished_run_that_is_started_again_says_so() -> None:
+    config = make_config(train={"steps": 4})
+    driver = Driver(make_rules(config), facts_at(4), saved_at(4))
+    driver.join_all()
+    assert driver.drained(None) == shutdown()
+    assert driver.status.message == "the run is already at step 4 of 4: nothing to do"
+    assert driver.leave_all() == ["exit 0"]
+
+
+def test_a_finished_run_whose_memory_still_lives_is_saved() -> None:
+    config = make_config(train={"steps": 4})
+    driver = Driver(make_rules(config), facts_at(4), saved_at(2))
+    driver.join_all()
+    driver.drained(4)
+    assert driver.ready() == ["optimizerd.a <- settle e4 v4"]
+    assert driver.save() == shutdown()
+
+
+def test_more_steps_than_before_continue_a_saved_run() -> None:
+    driver = Driver(facts=facts_at(4), saved=saved_at(4))
+    driver.join_all()
+    driver.drained(None)
+    driver.restored()
+    assert driver.ready()[0] == "optimizerd.a <- run_attempt e4 a6 v4 data 32"

@@ -1,0 +1,270 @@
+"""The step as a transaction: decisions, their order, and what a failure leaves of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+
+from penstock.daemons.scheduler.events import AppendMetrics, JournalDecision, Send
+from penstock.daemons.scheduler.learning_rate import learning_rate
+from penstock.daemons.scheduler.position import LossScaling, Position
+from penstock.daemons.scheduler.transaction import judge
+from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.control import Decision
+from tests.scheduler.conftest import Driver, facts_at, make_config, make_position, make_rules
+
+TOLD = ("optimizerd.a", "worker.0", "worker.1")
+
+
+def told(text: str) -> list[str]:
+    return [f"{name} <- {text}" for name in TOLD]
+
+
+def statuses(*sums: float, finite: bool = True) -> list[pb.BlockStatus]:
+    return [pb.BlockStatus(block=b, sum_squares=s, finite=finite) for b, s in enumerate(sums)]
+
+
+def test_commit_is_journaled_before_anyone_hears_of_it(live: Driver) -> None:
+    assert live.run_attempt() == [
+        "journal COMMIT v1 a1 c=1",
+        *told("commit e1 v1 c=1"),
+        "metrics line",
+        *told("run_attempt e1 a2 v1 data 8"),
+    ]
+    [journaled] = [e for e in live.effects if isinstance(e, JournalDecision)]
+    record = journaled.record
+    assert (record.learning_rate, record.inverse_loss_scale, record.bias_step) == (0.5, 1.0, 1)
+    assert journaled.position == make_position(1)
+
+
+def test_all_blocks_and_all_workers_are_waited_for_in_any_order(live: Driver) -> None:
+    assert live.block(1) == []
+    assert live.done("worker.1") == []
+    assert live.done("worker.1") == [], "twice is once"
+    assert live.block(0) == []
+    assert live.block(0) == []
+    assert live.block(2) == [], "has nothing to train"
+    assert live.status.phase == "running"
+    assert live.done("worker.0")[0] == "journal COMMIT v1 a1 c=1"
+
+
+def test_status_says_deciding_while_only_optimizerd_is_behind(live: Driver) -> None:
+    live.done("worker.0")
+    live.done("worker.1")
+    assert live.status.phase == "deciding"
+
+
+def test_reports_of_an_earlier_attempt_are_ignored(live: Driver) -> None:
+    live.run_attempt()
+    assert live.block(0, attempt=1) == []
+    done = pb.AttemptDone(epoch=1, attempt=1)
+    assert live.each(("worker.0", "worker.1"), attempt_done=done) == []
+    live.block(1)
+    live.done("worker.0")
+    assert live.done("worker.1") == [], "block 0 of this attempt is still missing"
+    assert live.block(0)[0] == "journal COMMIT v2 a2 c=1"
+
+
+def test_amend_previews_again_before_it_is_journaled(live: Driver) -> None:
+    coefficient = 1.0 / (math.sqrt(8.0) + 1e-6)
+    assert live.run_attempt(4.0) == [f"optimizerd.a <- amend e1 v1 c={coefficient:.4g}"]
+    assert live.status.phase == "amending"
+    assert live.amended() == [
+        f"journal AMEND v1 a1 c={coefficient:.4g}",
+        *told(f"commit e1 v1 c={coefficient:.4g}"),
+        "metrics line",
+        *told("run_attempt e1 a2 v1 data 8"),
+    ]
+
+
+def test_a_loss_between_amend_and_commit_repeats_the_attempt(live: Driver) -> None:
+    live.run_attempt(4.0)
+    pid = live.pids["worker.0"]
+    live.close("worker.0")
+    assert live.amended() == [], "it comes too late"
+    live.join("worker.0")
+    assert live.fenced("worker.0", pid)[0] == "journal epoch 2, attempts from 2"
+    live.drained(0)
+    assert live.ready() == told("run_attempt e2 a2 v0 data 0")
+
+
+def test_a_commit_that_was_journaled_and_not_announced_is_announced_by_begin(
+    live: Driver,
+) -> None:
+    live.run_attempt()
+    [journaled] = [e for e in live.effects if isinstance(e, JournalDecision)]
+    successor = Driver(
+        facts=facts_at(
+            1, epoch=1, next_attempt=3, record=journaled.record, position=journaled.position
+        )
+    )
+    for member in successor.rules.members:
+        successor.join(member.name, epoch=1)
+    assert successor.drained(0) == ["memoryd.a <- begin e2 v1", "optimizerd.a <- begin e2 v1"]
+    begin = next(e.message.begin for e in successor.effects if isinstance(e, Send))
+    assert begin.record.attempt == 1
+    assert successor.ready() == told("run_attempt e2 a3 v1 data 8")
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_skip_consumes_data_and_keeps_the_version(live: Driver, finite: bool) -> None:
+    assert live.run_attempt(1.0 if not finite else math.inf, finite=finite) == [
+        "journal SKIP v0 a1 c=0",
+        *told("skip e1 a1"),
+        "metrics line",
+        *told("run_attempt e1 a2 v0 data 8"),
+    ]
+    assert live.run_attempt()[0] == "journal COMMIT v1 a2 c=1"
+
+
+def test_too_many_skips_in_a_row_end_the_run(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"max_skips": 2})
+    driver.run_attempt(math.nan)
+    driver.run_attempt(math.nan)
+    driver.run_attempt()
+    driver.run_attempt(math.nan)
+    driver.run_attempt(math.nan)
+    shutdowns = [f"{m.name} <- shutdown keep memory" for m in driver.rules.members]
+    assert driver.run_attempt(math.nan)[-5:] == shutdowns
+    assert driver.status.phase == "failed"
+    assert "3 attempts in a row" in driver.status.message
+    assert "train.max_skips = 2" in driver.status.message
+    assert driver.leave_all() == ["exit 4"]
+
+
+def test_the_norm_is_summed_in_block_order_and_unscaled() -> None:
+    sums = (1e16, 1.0, 1.0)
+    verdict = judge(statuses(*sums), 2.0, None)
+    assert verdict.grad_norm == math.sqrt((1e16 + 1.0) + 1.0) / 2.0
+    assert (verdict.decision, verdict.coefficient) == (Decision.COMMIT, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("norm", "decision"),
+    [(0.5, Decision.COMMIT), (1.0 - 2e-6, Decision.COMMIT), (1.0, Decision.AMEND)],
+)
+def test_clipping_compares_as_torch_does(norm: float, decision: Decision) -> None:
+    verdict = judge(statuses(norm**2), 1.0, 1.0)
+    assert verdict.decision is decision
+    assert verdict.coefficient == min(1.0, 1.0 / (norm + 1e-6))
+
+
+@pytest.mark.parametrize("total", [math.nan, math.inf, -1.0])
+def test_an_impossible_sum_is_skipped(total: float) -> None:
+    assert judge(statuses(0.0, total), 1.0, 1.0).decision is Decision.SKIP
+
+
+def test_hold_begins_after_eleven_amends_of_twenty_and_ends_when_they_are_fewer() -> None:
+    driver = Driver(facts=facts_at(20, position=make_position(20, recent="a" * 10 + "c" * 10)))
+    driver.join_all()
+    driver.drained(20)
+    assert driver.ready() == told("run_attempt e4 a22 v20 data 160")
+    driver.run_attempt(4.0)
+    assert driver.amended()[-3:] == told("run_attempt e4 a23 v21 data 168"), "still 10 of 20"
+    position = make_position(20, recent="c" * 9 + "a" * 11)
+    driver = Driver(facts=facts_at(20, position=position))
+    driver.join_all()
+    driver.drained(20)
+    assert driver.ready() == told("run_attempt e4 a22 v20 data 160 hold")
+    lines = driver.run_attempt(4.0)
+    coefficient = f"{1.0 / (math.sqrt(8.0) + 1e-6):.4g}"
+    assert lines[:2] == [
+        f"journal AMEND v21 a22 c={coefficient}",
+        f"optimizerd.a <- commit e4 v21 c={coefficient}",
+    ], "no preview to amend: it is journaled at once"
+    holds = 0
+    while driver.machine.ledger.position is not None and driver.machine.ledger.position.hold:
+        assert driver.run_attempt()[0].startswith("journal COMMIT")
+        holds += 1
+    assert holds == 10, "8 clean ones leave the window first, then two amends"
+
+
+def test_fp16_loss_scale_halves_on_skip_and_grows_after_clean_commits(
+    live_with: Callable[..., Driver],
+) -> None:
+    optimizer = {"initial_loss_scale": 4.0, "loss_scale_growth_interval": 2}
+    driver = live_with(model={"dtype": "fp16"}, optimizer=optimizer)
+
+    def scales() -> list[float]:
+        runs = [e.message.run_attempt for e in driver.effects if isinstance(e, Send)]
+        return [r.loss_scale for r in runs if r.attempt]
+
+    assert scales() == [4.0] * 3
+    driver.run_attempt(math.inf)
+    assert scales() == [2.0] * 3
+    driver.run_attempt(4.0 * 0.125)
+    [journaled] = [e for e in driver.effects if isinstance(e, JournalDecision)]
+    assert journaled.record.inverse_loss_scale == 0.5
+    driver.run_attempt(4.0 * 0.125)
+    assert scales() == [4.0] * 3
+    for _ in range(4):
+        driver.run_attempt(math.nan)
+    assert scales() == [1.0] * 3, "not below 1"
+
+
+def test_other_dtypes_have_no_loss_scale() -> None:
+    scaling = LossScaling(dynamic=False, initial=65536.0, growth_interval=1)
+    position = Position(version=0, data_position=0, loss_scale=scaling.start)
+    for decision in (Decision.SKIP, Decision.COMMIT, Decision.AMEND):
+        position = position.after(decision, 8, scaling)
+    assert (position.loss_scale, position.data_position, position.version) == (1.0, 24, 2)
+
+
+def test_metrics_line(live: Driver) -> None:
+    live.now_s += 1.0
+    live.done("worker.0", busy_seconds=1.0, wall_seconds=2.0, loss_sum=0.0, loss_tokens=0)
+    live.done("worker.1", busy_seconds=0.5, wall_seconds=1.0, loss_sum=30.0, loss_tokens=10)
+    live.block(0)
+    live.now_s += 3.0
+    live.block(1)
+    [appended] = [e for e in live.effects if isinstance(e, AppendMetrics)]
+    assert json.loads(appended.metrics_json) == {
+        "step": 1,
+        "attempt": 1,
+        "phase": "train",
+        "loss": 3.0,
+        "grad_norm": 0.5,
+        "lr": 0.5,
+        "tokens": 10,
+        "seconds": 4.0,
+        "tokens_per_second": 2.5,
+        "decision": "commit",
+        "loss_scale": 1.0,
+        "epoch": 1,
+        "bubble_ratio": 1.0 - 1.5 / 4.0,
+        "optimizer_tail_seconds": 3.0,
+    }
+    assert live.status.eta_seconds == 99 * 4.0
+    live.run_attempt(math.nan)
+    [appended] = [e for e in live.effects if isinstance(e, AppendMetrics)]
+    line = json.loads(appended.metrics_json)
+    assert (line["step"], line["attempt"], line["decision"]) == (1, 2, "skip")
+    assert line["grad_norm"] is None
+
+
+def test_learning_rate_schedules() -> None:
+    cosine = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, schedule="cosine")
+    rates = [learning_rate(cosine, 12, version) for version in (1, 4, 8, 12, 20)]
+    assert rates == pytest.approx([0.25, 1.0, 0.55, 0.1, 0.1])
+    linear = OptimizerConfig(lr=1.0, min_lr=0.2, schedule="linear")
+    assert [learning_rate(linear, 4, v) for v in (1, 2, 4)] == pytest.approx([0.8, 0.6, 0.2])
+    constant = OptimizerConfig(lr=1.0, schedule="constant", warmup_steps=2)
+    assert [learning_rate(constant, 9, v) for v in (1, 2, 9)] == [0.5, 1.0, 1.0]
+    short = OptimizerConfig(lr=1.0, min_lr=0.5, warmup_steps=10)
+    assert learning_rate(short, 5, 5) == 0.5, "warmup longer than the run"
+
+
+def test_each_attempt_has_the_learning_rate_of_its_target() -> None:
+    config = make_config(optimizer={"lr": 1.0, "warmup_steps": 4, "schedule": "constant"})
+    driver = Driver(make_rules(config))
+    driver.begin()
+    rates = []
+    for _ in range(5):
+        runs = [e.message.run_attempt for e in driver.effects if isinstance(e, Send)]
+        rates.append(runs[-1].learning_rate)
+        driver.run_attempt()
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
