@@ -290,14 +290,16 @@ def test_killed_at_any_moment_of_its_start(
 def test_killed_during_a_restore_leaves_no_model(
     make_run: Any, scheduler: Any, start_memoryd: Any
 ) -> None:
-    run = make_run(elements=1_000_000)
+    run = make_run(elements=300_000)
     process = start_memoryd(run)
     bring_up(scheduler, A)
     memory = attach(run, 0, "test")
     scheduler.send(A, drain=pb.Drain(epoch=2))
     scheduler.wait_for(A, pb.Drained)
     scheduler.send(A, restore=pb.Restore(epoch=2, incarnation=2, version=0))
+    deadline = time.monotonic() + WAIT_S
     while memory.control.incarnation == 1:
+        assert time.monotonic() < deadline, f"the restore did not begin within {WAIT_S} s"
         time.sleep(0.001)
     process.kill()
     end(process)
