@@ -91,11 +91,11 @@ class Runner:
             "data": {"path": str(text), "tokenizer": "byte", "sequence_length": 32},
             "train": {"steps": 20, "global_batch": 8, "micro_batch": 2, "clip_grad_norm": 1.0},
             "optimizer": {
-                "lr": 3.0e-3,
+                "lr": 1.0e-3,
                 "weight_decay": 0.1,
                 "schedule": "cosine",
                 "warmup_steps": 4,
-                "min_lr": 3.0e-4,
+                "min_lr": 1.0e-4,
                 "threads": 2,
             },
             "schedule": {"scheme": "1f1b"},
@@ -180,15 +180,19 @@ def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 120.0) -> Non
     raise AssertionError(f"step {step} not reached in {timeout_s} s\n{tail_logs(run.run_dir)}")
 
 
+def segments_of(root: Path) -> list[str]:
+    """Segments in /dev/shm of the runs below a directory."""
+    ids = [json.loads(p.read_text())["run_id"] for p in root.glob("*/run.json")]
+    return [n for n in os.listdir("/dev/shm") if any(n.startswith(f"penstock-{i}-") for i in ids)]
+
+
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[Runner]:
     """Start runs; everything started is gone afterwards, and so are its segments."""
     instance = Runner(tmp_path)
-    before = set(os.listdir("/dev/shm"))
     yield instance
     instance.stop_all()
-    time.sleep(0.2)
-    leaked = [n for n in set(os.listdir("/dev/shm")) - before if n.startswith("penstock-")]
+    leaked = segments_of(tmp_path)
     for name in leaked:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
     expected_leak = any(p.returncode not in (0, 2, 3, 130) for p in instance.started)
