@@ -93,13 +93,13 @@ class Executor:
         self._service.beat()
 
     def _journal_epoch(self, effect: JournalEpoch) -> None:
-        self._journal.append_epoch(effect)
+        self._journal.begin_epoch(effect)
 
     def _journal_decision(self, effect: JournalDecision) -> None:
-        self._journal.append_decision(effect)
+        self._journal.decide(effect)
 
     def _journal_evaluation(self, effect: JournalEvaluation) -> None:
-        self._journal.append_evaluation(effect)
+        self._journal.evaluate(effect)
 
     def _append_metrics(self, effect: AppendMetrics) -> None:
         self._metrics_file.append(effect.metrics_json)

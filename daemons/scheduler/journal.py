@@ -88,7 +88,7 @@ class Journal:
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             raise StateError(f"{self.path}: damaged: {error!r}") from error
 
-    def append_epoch(self, effect: JournalEpoch) -> None:
+    def begin_epoch(self, effect: JournalEpoch) -> None:
         """Durable when it returns."""
         with self._transaction():
             self._connection.execute(
@@ -96,7 +96,7 @@ class Journal:
                 (effect.epoch, effect.next_attempt, json.dumps(effect.pids)),
             )
 
-    def append_decision(self, effect: JournalDecision) -> None:
+    def decide(self, effect: JournalDecision) -> None:
         """Durable when it returns; only then may anyone hear of the decision."""
         record = effect.record
         with self._transaction():
@@ -118,7 +118,7 @@ class Journal:
             )
             self._append_line(effect.metrics_json)
 
-    def append_evaluation(self, effect: JournalEvaluation) -> None:
+    def evaluate(self, effect: JournalEvaluation) -> None:
         """Durable when it returns."""
         with self._transaction():
             self._connection.execute(

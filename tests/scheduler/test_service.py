@@ -1,0 +1,302 @@
+"""schedulerd as a process, with fake members on real streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.protocol.errors import CapacityError
+from penstock.protocol.names import expected_members
+from penstock.protocol.rundir import RunDirectory
+from tests.scheduler.fakes import (
+    DEADLINE_S,
+    FakeCluster,
+    SchedulerProcess,
+    free_port,
+    make_run,
+    wait_for,
+)
+
+
+class Bench:
+    """A run, its fake members, and as many schedulers in a row as a test wants."""
+
+    def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
+        self.run: RunDirectory = make_run(path, **sections)
+        self.port = free_port()
+        self.cluster = FakeCluster(self.run, self.port)
+        self.schedulers: list[SchedulerProcess] = []
+
+    def schedule(self) -> SchedulerProcess:
+        self.schedulers.append(SchedulerProcess(self.run, self.port))
+        return self.schedulers[-1]
+
+    def lines(self) -> list[dict[str, Any]]:
+        text = (self.run.path / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def steps(self) -> list[str]:
+        return sorted(path.name for path in (self.run.path / "state").iterdir())
+
+    def check_history(self, batch: int = 8) -> int:
+        """Each version once, in order; data positions of committed attempts without a gap.
+
+        Returns the committed version.
+        """
+        applied = list(self.cluster.memory.applied)
+        steps = len(applied)
+        assert [record.version for record in applied] == list(range(1, steps + 1))
+        attempts = {attempt.attempt: attempt for attempt in self.cluster.attempts}
+        assert len(attempts) == len(self.cluster.attempts), "an attempt number came twice"
+        positions = [attempts[record.attempt].data_position for record in applied]
+        assert positions == [batch * i for i in range(steps)]
+        lines = [line for line in self.lines() if line["phase"] == "train"][:steps]
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
+        assert [line["attempt"] for line in lines] == [record.attempt for record in applied]
+        return steps
+
+    def close(self) -> None:
+        self.cluster.close()
+        for scheduler in self.schedulers:
+            if scheduler.process.poll() is None:
+                scheduler.kill()
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    benches = []
+
+    def make(**sections: dict[str, Any]) -> Bench:
+        benches.append(Bench(tmp_path / "run", **sections))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
+
+
+def test_a_whole_run(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 5, "save_every": 2, "eval_every": 5, "keep_snapshots": 1})
+    bench.cluster.start()
+    assert bench.schedule().wait() == (0, "")
+    assert bench.check_history() == 5
+    assert bench.steps() == ["step-00000005"]
+    manifest = json.loads((bench.run.path / "state/step-00000005/manifest.json").read_text())
+    assert manifest["version"] == 5 and manifest["table_digest"] == bench.run.table.digest
+    assert manifest["scheduler"]["data_position"] == 40
+    assert sorted(manifest["files"]) == [f"block-{b:04d}.safetensors" for b in range(3)]
+    evaluation = bench.lines()[-1]
+    assert (evaluation["phase"], evaluation["loss"], evaluation["step"]) == ("eval", 2.0, 5)
+    shutdowns = bench.cluster.shutdowns
+    assert set(shutdowns) == set(expected_members(bench.run.config))
+    assert not any(shutdown.keep_memory for shutdown in shutdowns.values())
+    assert [attempt.base_version for attempt in bench.cluster.attempts] == [0, 1, 2, 3, 4]
+
+
+def test_a_killed_scheduler_comes_back_and_goes_on(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 200})
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    for version in (20, 70):
+        bench.cluster.wait_for_version(version)
+        scheduler.kill()
+        scheduler = bench.schedule()
+    assert scheduler.wait() == (0, "")
+    assert bench.check_history() == 200
+    assert len(bench.cluster.memory.restores) == 1, "the memory lived on"
+    assert bench.cluster.fences == [] and bench.cluster.refused == []
+
+
+def test_a_run_is_resumed_from_its_saved_state(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 100000})
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    bench.cluster.wait_for_version(3)
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.wait() == (0, "")
+    version = bench.cluster.memory.committed
+    assert bench.steps() == [f"step-{version:08d}"]
+    bench.cluster.close()
+    attempts = bench.cluster.attempts
+    bench.cluster = FakeCluster(bench.run, bench.port)
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    bench.cluster.wait_for_version(version + 2)
+    [restore] = bench.cluster.memory.restores
+    assert (restore.version, Path(restore.source).name) == (version, bench.steps()[0])
+    resumed = bench.cluster.attempts[0]
+    assert resumed.base_version == version and resumed.data_position == 8 * version
+    assert resumed.attempt > attempts[-1].attempt
+    assert resumed.epoch > attempts[-1].epoch
+
+
+def test_dead_and_silent_members_are_replaced(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 100000})
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    for name in ("worker.1", "optimizerd.a", "memoryd.a"):
+        bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
+        bench.cluster.die(name)
+        wait_for(lambda n=name: n in bench.cluster.fences, "fence")  # type: ignore[misc]
+    bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
+    status = bench.cluster.status()
+    assert status is not None and status.phase in {"running", "deciding"}
+    assert {m.member: m.restarts for m in status.members if m.restarts} == dict.fromkeys(
+        ("worker.1", "optimizerd.a", "memoryd.a"), 1
+    )
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.wait() == (0, "")
+    bench.check_history()
+
+
+def test_a_stopped_scheduler_kills_nobody(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 100000})
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    bench.cluster.wait_for_version(5)
+    os.kill(scheduler.process.pid, signal.SIGSTOP)
+    time.sleep(1.5)  # past the members' patience: their streams are cut
+    os.kill(scheduler.process.pid, signal.SIGCONT)
+    before = bench.cluster.memory.committed
+    bench.cluster.wait_for_version(before + 20)
+    assert bench.cluster.fences == [] and bench.cluster.refused == []
+
+
+def test_control_calls(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 100000})
+    scheduler = bench.schedule()
+    bench.cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
+    wait_for(bench.cluster.status, "status")
+    with bench.cluster.control() as client:
+        assert client.status().message.endswith("waiting for worker.1")
+        client.pause()
+        bench.cluster.start("worker.1")
+        wait_for(lambda: client.status().phase == "paused", "pause")
+        assert client.status().version == 0
+        client.resume()
+        bench.cluster.wait_for_version(3)
+        snapshot = client.snapshot()
+        assert Path(snapshot.directory).name == f"step-{snapshot.version:08d}"
+        client.pause()
+        wait_for(lambda: client.status().phase == "paused", "pause")
+        status = client.status()
+        assert status.has_saved and status.saved_version == snapshot.version
+        assert json.loads(status.last_metrics_json)["step"] == status.version
+        bench.cluster.save_error = "no space left on device"
+        with pytest.raises(CapacityError, match="no space left on device"):
+            client.snapshot()
+        bench.cluster.save_error = ""
+        with grpc.insecure_channel(bench.cluster.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="penstock.v1.Control")
+            assert stub.Check(request, timeout=DEADLINE_S).status == 1
+        assert "stopping" in client.stop()
+    assert scheduler.wait() == (0, "")
+    assert bench.steps()[-1] == f"step-{bench.cluster.memory.committed:08d}"
+
+
+STOPPABLE = """
+import os, sys
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.member import MemberLink
+
+address, run_id, member = sys.argv[1:]
+hello = pb.Hello(run_id=run_id, member=member, pid=os.getpid())
+link = MemberLink(
+    address=address, hello=lambda: hello, heartbeat_interval_s=0.05, silence_timeout_s=1.0
+)
+link.start()
+while True:
+    message = link.receive(20.0)
+    assert message is not None
+    kind = message.WhichOneof("body")
+    body = getattr(message, kind)
+    if kind == "drain":
+        link.send(pb.MemberMessage(drained=pb.Drained(epoch=body.epoch)))
+    elif kind == "begin":
+        link.send(pb.MemberMessage(ready=pb.Ready(epoch=body.epoch)))
+    elif kind == "run_attempt":
+        done = pb.AttemptDone(epoch=body.epoch, attempt=body.attempt, loss_tokens=1)
+        link.send(pb.MemberMessage(attempt_done=done))
+    elif kind == "refused":
+        sys.stdout.write(body.reason)
+        link.close()
+        sys.exit(7)
+"""
+
+
+def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(train={"steps": 100000})
+    cluster = bench.cluster
+    bench.schedule()
+    cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
+    command = [sys.executable, "-c", STOPPABLE, cluster.address, bench.run.run_id, "worker.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        cluster.pids["worker.1"] = process.pid
+        cluster.wait_for_version(10)
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: "worker.1" in cluster.fences, "fence")
+        before = cluster.memory.committed
+        cluster.wait_for_version(before + 5)  # with the replacement that the fake node started
+        process.send_signal(signal.SIGCONT)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7
+    assert "was lost and has been replaced" in output
+
+
+def test_a_damaged_manifest_is_refused_and_members_are_told(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(train={"steps": 3})
+    bench.cluster.start()
+    assert bench.schedule().wait() == (0, "")
+    manifest = bench.run.path / "state/step-00000003/manifest.json"
+    manifest.write_text(manifest.read_text()[:50])
+    bench.cluster.close()
+    bench.cluster = FakeCluster(bench.run, bench.port)
+    bench.cluster.start()
+    code, errors = bench.schedule().wait()
+    assert code == 2 and str(manifest) in errors
+    assert bench.cluster.memory.restores == []
+    told = bench.cluster.shutdowns
+    wait_for(lambda: len(told) == 5, "shutdown of all members")
+    assert all(shutdown.keep_memory for shutdown in told.values())
+
+
+def test_a_port_in_use_is_named(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", bench.port))
+        taken.listen()
+        code, errors = bench.schedule().wait()
+    assert code == 2
+    assert f"cluster.scheduler_port = {bench.port}" in errors
+
+
+def test_a_second_signal_ends_at_once(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 100000})
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    bench.cluster.wait_for_version(3)
+    bench.cluster.silent.update(("worker.0", "worker.1"))
+    time.sleep(0.3)  # an attempt starts that nobody works on
+    scheduler.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert scheduler.process.poll() is None, "it waits for the attempt"
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.wait()[0] == 130
+    assert bench.cluster.shutdowns["memoryd.a"].keep_memory
