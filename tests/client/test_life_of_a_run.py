@@ -1,0 +1,192 @@
+"""A real run from its start to its end: refused twins, killed supervisors, both ways of Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.shm.inventory import inventory
+from penstock.shm.process import start_ticks
+from penstock.shm.segment import unlink
+
+START_TIMEOUT_S = 120.0
+
+CONFIG = {
+    "model": {
+        "hf": {
+            "model_type": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+        }
+    },
+    "data": {"sequence_length": 16},
+    "train": {"steps": 1_000_000, "global_batch": 2},
+    "schedule": {"scheme": "1f1b"},
+    "cluster": {"workers": 1, "threads_per_worker": 1},
+}
+
+
+class Run:
+    """One run directory and the trainings started in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory = root / "run"
+        text = root / "text.txt"
+        text.write_text("the quick brown fox jumps over the lazy dog. " * 500)
+        fields = {**CONFIG, "data": {"path": str(text), "sequence_length": 16}}
+        self.config = root / "config.yaml"
+        self.config.write_text(yaml.safe_dump(fields))
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start ``penstock train``."""
+        command = [sys.executable, "-m", "penstock.client.main", "train", str(self.config)]
+        process = subprocess.Popen(
+            [*command, "--run-dir", str(self.directory)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def call(self, *arguments: str) -> tuple[int, str]:
+        """Any other command on the run, to its end."""
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock.client.main", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def step(self) -> int:
+        """The last step in the metrics."""
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    def wait_past(self, step: int, process: subprocess.Popen[str]) -> None:
+        """Until a step beyond ``step`` is committed."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.step() <= step:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, f"no step after {step} in {START_TIMEOUT_S} s"
+            time.sleep(0.02)
+
+    def pids(self) -> dict[str, int]:
+        """Member -> pid, from the logs of the supervisor that runs now."""
+        endpoint = json.loads((self.directory / "endpoint.json").read_text())
+        found = {"node.a": int(endpoint["pid"])}
+        for line in (self.directory / "logs" / "node.a.jsonl").read_text().splitlines():
+            entry = json.loads(line)
+            if entry["message"].startswith("started "):
+                found[entry["message"].removeprefix("started ")] = entry["child_pid"]
+        return found
+
+    def segments(self) -> list[str]:
+        """Names of the run's segments."""
+        if not (self.directory / "run.json").exists():
+            return []
+        run_id = json.loads((self.directory / "run.json").read_text())["run_id"]
+        return [name for entry in inventory() if entry.run_id == run_id for name in entry.names]
+
+    def close(self) -> None:
+        """Nothing of it stays."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate(timeout=30)
+        deadline = time.monotonic() + 10.0
+        pids = self.pids().values() if (self.directory / "endpoint.json").exists() else ()
+        while any(start_ticks(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for name in self.segments():
+            unlink(name)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    instance = Run(tmp_path)
+    yield instance
+    instance.close()
+
+
+def wait_dead(pids: list[int]) -> None:
+    """Until none of the processes is alive."""
+    deadline = time.monotonic() + 10.0
+    while alive := [pid for pid in pids if start_ticks(pid) is not None]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(400)
+def test_life_of_a_run(run: Run) -> None:
+    training = run.start()
+    run.wait_past(2, training)
+
+    code, said = run.call("train", str(run.config), "--run-dir", str(run.directory))
+    assert code == 2 and f"in use by process {training.pid}" in said
+
+    before = run.pids()
+    os.kill(before["node.a"], signal.SIGKILL)
+    wait_dead(list(before.values()))
+    run.wait_past(run.step() + 2, training)
+    assert run.pids()["node.a"] != before["node.a"]
+
+    code, said = run.call("status", "--run-dir", str(run.directory), "--json")
+    status = json.loads(said)
+    assert (code, status["phase"] in ("running", "deciding", "amending")) == (0, True)
+    assert {m["member"] for m in status["members"]} >= {"node.a", "memoryd.a", "worker.0"}
+    code, said = run.call("doctor", "--run-dir", str(run.directory))
+    assert code == 0 and "may go" not in said.partition("segments: ")[2].partition("\n")[0]
+
+    # Twice Ctrl-C: killed, the memory stays, nothing is saved.
+    training.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    training.send_signal(signal.SIGINT)
+    output, _ = training.communicate(timeout=60)
+    assert training.returncode == 130, output
+    assert "the same command goes on from" in output
+
+    # killed again while it goes on from memory or disk: all processes die with it
+    reached = run.step()
+    training = run.start()
+    run.wait_past(reached, training)
+    pids = list(run.pids().values())
+    training.kill()
+    training.communicate(timeout=30)
+    wait_dead(pids)
+    assert run.segments()
+
+    # Stopped by command: saved, and nothing is left.
+    reached = run.step()
+    training = run.start()
+    run.wait_past(reached, training)
+    code, said = run.call("stop", "--run-dir", str(run.directory))
+    assert code == 0, said
+    output, _ = training.communicate(timeout=60)
+    assert training.returncode == 0, output
+    assert "stopped at step" in output
+    assert run.segments() == []
+    assert not (run.directory / "endpoint.json").exists()
+    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(set(steps)), "a step was counted twice"
+
+    last = f"train.steps={steps[-1]}"
+    code, said = run.call("train", str(run.config), "--run-dir", str(run.directory), "--set", last)
+    assert code == 0 and "are done and saved" in said
