@@ -7,7 +7,7 @@ import sys
 if "schedulerd" in sys.argv or "schedulerd" in getattr(sys, "orig_argv", ()):
     from penstock.daemons.scheduler import journal as _journal
 
-    _append = _journal.Journal.append_decision
+    _append = _journal.Journal.decide
 
     def _append_then_die(self, effect, *args, **kwargs):
         result = _append(self, effect, *args, **kwargs)
@@ -18,4 +18,4 @@ if "schedulerd" in sys.argv or "schedulerd" in getattr(sys, "orig_argv", ()):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    _journal.Journal.append_decision = _append_then_die
+    _journal.Journal.decide = _append_then_die
