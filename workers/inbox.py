@@ -145,11 +145,6 @@ class Inbox:
                 self._changed.wait(POLL_S)
             return self._tensors.pop(key)
 
-    def wake(self) -> None:
-        """Let waiters look at their abort flag now."""
-        with self._changed:
-            self._changed.notify_all()
-
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
         """What arrived for an attempt and was not taken."""
         with self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -58,8 +57,6 @@ heartbeats.
 """
 
 _SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
-
-_log = logging.getLogger(__name__)
 
 
 def make_device(config: Config, table: BlockTable, device_index: int) -> Device:
