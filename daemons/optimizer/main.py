@@ -24,6 +24,7 @@ from penstock.protocol.member import MemberLink
 from penstock.protocol.names import (
     ipc_address,
     memoryd_name,
+    metrics_port,
     node_index,
     optimizerd_name,
     ownership,
@@ -37,6 +38,7 @@ from penstock.protocol.process import (
 )
 from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS, RunDirectory
 from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import NodeMemory
 
 GRADIENT_SOCKET = "optimizer"
 STATUS_SOCKET = "optimizer-status"
@@ -85,64 +87,89 @@ def _build(
     stack: ExitStack, run: RunDirectory, node: str, scheduler: str, stop: StopSignal
 ) -> tuple[Service, MemberLink, tuple[GradientSocket | LinkReader, ...]]:
     """Make all parts; ``stack`` takes them apart again, in the opposite order."""
-    config, member = run.config, optimizerd_name(node)
+    config, member, inbox = run.config, optimizerd_name(node), Inbox()
     index = node_index(config, node)
     registry = CollectorRegistry()
     metrics = OptimizerMetrics(registry)
-    server = serve_metrics(registry, config.observability.metrics_port)
+    server = serve_metrics(registry, metrics_port(config, member))
     stack.callback(server.close)
-    inbox: Inbox = Inbox()
-    host = config.cluster.nodes[index].host if len(config.cluster.nodes) > 1 else None
+    several = len(config.cluster.nodes) > 1
     gradients = GradientSocket(
         local_address=ipc_address(run.run_id, node, GRADIENT_SOCKET),
-        host=host,
+        host=config.cluster.nodes[index].host if several else None,
         inbox=inbox,
         metrics=metrics,
     )
+    stack.callback(gradients.close)
     memory = attach(run, index, member, kinds=_MAPPED)
     stack.callback(memory.close)
     blocks = owned_blocks(memory)
     remote = RemoteGradients(memory, blocks)
-    pool = stack.enter_context(Pool(_cores(config.optimizer)))
-    kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
-    stack.callback(kernels.close)
-    passes = PassThread(kernels, inbox.put)
-    passes.start()
-    stack.callback(passes.close)
-    puller = None
-    if any(block.remote for block in blocks):
-        puller = Puller(
-            run_id=run.run_id,
-            remote=remote,
-            source=_sources(run, blocks),
-            report=lambda event, num_bytes: inbox.put(PullOutcome(event, num_bytes)),
-        )
-        puller.start()
-        stack.callback(puller.close)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stack.callback(context.destroy, linger=0)
-    status_socket = context.socket(zmq.PUB)
-    status_socket.bind(ipc_address(run.run_id, node, STATUS_SOCKET))
+    kernels, passes = _passes(stack, run.config.optimizer, memory, blocks, remote, inbox)
+    puller = _puller(stack, run, blocks, remote, inbox)
     link = MemberLink(
         address=scheduler,
         hello=lambda: service.hello(server.port, member, gradients.endpoint),
         heartbeat_interval_s=config.cluster.heartbeat_interval_s,
         silence_timeout_s=config.cluster.heartbeat_timeout_s,
     )
-    effects = Effects(control=memory.control, passes=passes, pulls=puller, send=link.send)
-    service = Service(
-        machine=OptimizerState(blocks),
-        inbox=inbox,
-        parts=Parts(
-            run_id=run.run_id,
-            blocks=blocks,
-            control=memory.control,
-            kernels=kernels,
-            effects=effects,
-            puller=puller,
-            status_socket=status_socket,
-            metrics=metrics,
-            stop=stop,
-        ),
+    parts = Parts(
+        run_id=run.run_id,
+        blocks=blocks,
+        control=memory.control,
+        kernels=kernels,
+        effects=Effects(control=memory.control, passes=passes, pulls=puller, send=link.send),
+        puller=puller,
+        status_socket=_status_socket(stack, ipc_address(run.run_id, node, STATUS_SOCKET)),
+        metrics=metrics,
+        stop=stop,
     )
+    service = Service(machine=OptimizerState(blocks), inbox=inbox, parts=parts)
     return service, link, (LinkReader(link, inbox), gradients)
+
+
+def _passes(
+    stack: ExitStack,
+    config: OptimizerConfig,
+    memory: NodeMemory,
+    blocks: tuple[OwnedBlock, ...],
+    remote: RemoteGradients,
+    inbox: Inbox,
+) -> tuple[Kernels, PassThread]:
+    pool = stack.enter_context(Pool(_cores(config)))
+    kernels = Kernels(pool, memory, config, blocks, remote)
+    stack.callback(kernels.close)
+    passes = PassThread(kernels, inbox.put)
+    passes.start()
+    stack.callback(passes.close)
+    return kernels, passes
+
+
+def _puller(
+    stack: ExitStack,
+    run: RunDirectory,
+    blocks: tuple[OwnedBlock, ...],
+    remote: RemoteGradients,
+    inbox: Inbox,
+) -> Puller | None:
+    """A puller if another node computes gradients of a block of this one."""
+    sources = _sources(run, blocks)
+    if not sources:
+        return None
+    puller = Puller(
+        run_id=run.run_id,
+        remote=remote,
+        source=sources,
+        report=lambda event, num_bytes: inbox.put(PullOutcome(event, num_bytes)),
+    )
+    puller.start()
+    stack.callback(puller.close)
+    return puller
+
+
+def _status_socket(stack: ExitStack, address: str) -> zmq.Socket[bytes]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    socket = context.socket(zmq.PUB)
+    socket.bind(address)
+    return socket
