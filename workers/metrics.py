@@ -73,7 +73,7 @@ class WorkerMetrics:
         self._busy_ratio.set(busy_s / wall_s if wall_s > 0 else 0.0)
 
     def add_waits(self, seconds: Mapping[str, float]) -> None:
-        """Seconds waited, by what for (``weights``, ``activation``, ``gradient``, ``checkpoint``)."""
+        """Seconds waited, by what for: weights, activation, gradient, checkpoint."""
         for awaited, value in seconds.items():
             self._wait_seconds.labels(awaited).inc(value)
 

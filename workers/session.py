@@ -53,7 +53,7 @@ class Workshop(Protocol):
 
 
 def fence_listener(fence: EpochFence) -> Callable[[pb.SchedulerMessage], None]:
-    """For :class:`~penstock.protocol.member.MemberLink`: stop work that a message makes worthless."""
+    """A listener for the member link: stops work that a message makes worthless."""
 
     def listen(message: pb.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")
