@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from penstock.workers.data import TokenDataset, micro_batches
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.protocol.config import Config
 from penstock.protocol.rundir import RunDirectory
+from penstock.workers.data import TokenDataset, micro_batches
 
 WARMUP_STEPS = 5
 

@@ -1,1 +1,1 @@
-"""What processes say to each other: configuration, instructions, messages, typed clients, errors."""
+"""What processes say to each other: configuration, instructions, messages, clients, errors."""

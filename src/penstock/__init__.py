@@ -1,8 +1,8 @@
 """Penstock trains language models that do not fit in the memory of the GPUs at hand.
 
-Model state lives in host memory owned by daemons; workers execute instruction lists; CPU cores run the
-optimizer at the same time; a scheduler commits or rolls back every step. Start with ``penstock --help``
-or :func:`penstock.train`.
+Model state lives in host memory owned by daemons; workers execute instruction lists; CPU cores run
+the optimizer at the same time; a scheduler commits or rolls back every step. Start with
+``penstock --help`` or :func:`penstock.train`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python entry point lazily, so that daemons start without the client's dependencies."""
+    """Import the Python entry point lazily: daemons start without the client's dependencies."""
     if name == "train":
         from penstock.client.api import train
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from penstock.daemons.scheduler.learning_rate import learning_rate
-from penstock.models.initial import initial_blocks
-from penstock.workers.data import TokenDataset, micro_batches
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.daemons.scheduler.learning_rate import learning_rate
+from penstock.models.initial import initial_blocks
 from penstock.protocol.rundir import RunDirectory
+from penstock.workers.data import TokenDataset, micro_batches
 
 
 @dataclass

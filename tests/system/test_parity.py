@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from penstock.daemons.memory.snapshot import read_block
 
+from penstock.daemons.memory.snapshot import read_block
 from penstock.protocol.rundir import RunDirectory
 
 HERE = Path(__file__).parent
