@@ -12,12 +12,11 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from penstock.client.display import Interactive, Plain, describe, duration, member_table
-from penstock.client.snapshots import View
+from penstock.client.snapshots import ENDED_PHASES, View
 from penstock.protocol.control import ControlClient
 from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 
-ENDED = frozenset(("done", "failed"))
 WATCH_INTERVAL_S = 0.5
 WATCH_PATIENCE_S = 30.0
 """A scheduler that is being replaced answers again within this time."""
@@ -85,8 +84,8 @@ def watch(client: ControlClient, console: Console) -> int:
             try:
                 status = client.status()
             except LostMemberError:
-                if phase in ENDED or phase == "stopping":
-                    return 0
+                if phase in ENDED_PHASES:
+                    return 4 if phase == "failed" else 0
                 if time.monotonic() - heard_s > WATCH_PATIENCE_S:
                     raise
                 time.sleep(WATCH_INTERVAL_S)
@@ -96,7 +95,7 @@ def watch(client: ControlClient, console: Console) -> int:
             last_json = status.last_metrics_json
             fresh = (json.loads(last_json),) if new else ()
             display.show(View(steps=status.steps, status=status, fresh=fresh))
-            if phase in ENDED:
+            if phase in ("done", "failed"):
                 return 4 if phase == "failed" else 0
             time.sleep(WATCH_INTERVAL_S)
     finally:

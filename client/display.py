@@ -18,8 +18,10 @@ from penstock.client.snapshots import Metrics, View
 PLAIN_INTERVAL_S = 5.0
 PLAIN_STEPS = 10
 
-QUIET_PHASES = frozenset(("running", "deciding", "amending", "starting", "draining", "beginning"))
-"""Phases that come and go with every step or epoch; plain output does not mention them."""
+QUIET_PHASES = frozenset(
+    "running deciding amending settling draining beginning saving done starting ending".split()
+)
+"""Phases that come and go with every step, save or epoch; plain output does not mention them."""
 
 _STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
 
@@ -72,9 +74,9 @@ class Plain:
         self._view = view
         if view.phase != self._phase:
             self._phase = view.phase
-            if view.phase not in QUIET_PHASES and view.status is not None:
-                message = f": {view.status.message}" if view.status.message else ""
-                self.say(f"[{view.phase}]{message}")
+            if view.phase not in QUIET_PHASES:
+                message = view.status.message if view.status is not None else ""
+                self.say(f"[{view.phase}]{': ' if message else ''}{message}")
         for entry in view.fresh:
             if entry["phase"] == "eval":
                 self.say(describe(entry, view))

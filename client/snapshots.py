@@ -15,6 +15,8 @@ Metrics = dict[str, Any]
 """One line of metrics.jsonl."""
 
 STATUS_TIMEOUT_S = 1.0
+ENDED_PHASES = frozenset(("stopping", "done", "failed"))
+"""After these the scheduler goes away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +28,12 @@ class View:
     steps: int
     status: pb.StatusReply | None
     fresh: tuple[Metrics, ...]
+    absent_phase: str = "starting"
 
     @property
     def phase(self) -> str:
-        """The scheduler's phase, or ``starting``."""
-        return self.status.phase if self.status is not None else "starting"
+        """The scheduler's phase, or ``absent_phase`` while it does not answer."""
+        return self.status.phase if self.status is not None else self.absent_phase
 
 
 @dataclass(slots=True)
@@ -66,11 +69,19 @@ class Observer:
         self._steps = steps
         self._tail = MetricsTail.at_end(run_dir / "metrics.jsonl")
         self._client: ControlClient | None = None
+        self._absent_phase = "starting"
 
     def look(self) -> View:
         """The run now; waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
         status = self._status()
-        return View(steps=self._steps, status=status, fresh=self._tail.read())
+        if status is not None:
+            self._absent_phase = "ending" if status.phase in ENDED_PHASES else "no answer"
+        return View(
+            steps=self._steps,
+            status=status,
+            fresh=self._tail.read(),
+            absent_phase=self._absent_phase,
+        )
 
     def close(self) -> None:
         """Close the connection."""

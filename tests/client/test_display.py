@@ -44,7 +44,7 @@ def test_plain_lines() -> None:
     plain.show(view(*(entry(step) for step in range(3, 13))))
     now[0] = 6.0
     plain.show(view(entry(13, decision="amend")))
-    plain.show(view(phase="saving", message="step 13"))
+    plain.show(view(phase="paused", message="by you"))
     plain.show(view(entry(14, phase="eval", loss=4.5)))
     plain.show(view(entry(15), entry(16)))
     plain.close()
@@ -54,7 +54,7 @@ def test_plain_lines() -> None:
         f"step 1/25  loss 4.9900  {figures}",
         f"step 10/25  loss 4.9000  {figures}",
         f"step 13/25  loss 4.8700  {figures}  amend",
-        "[saving]: step 13",
+        "[paused]: by you",
         "step 14  evaluation loss 4.5000",
         f"step 16/25  loss 4.8400  {figures}",
     ]
