@@ -70,8 +70,10 @@ def show_status(client: ControlClient, *, as_json: bool, console: Console) -> No
     console.print(member_table(status))
 
 
-def watch(client: ControlClient, console: Console) -> int:
+def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
     """Show the status again and again until the run ends; 0, or 4 when it failed.
+
+    With ``run_dir`` its endpoint file tells an end from a scheduler that is being replaced.
 
     Raises:
         LostMemberError: no answer for :data:`WATCH_PATIENCE_S`.
@@ -84,7 +86,8 @@ def watch(client: ControlClient, console: Console) -> int:
             try:
                 status = client.status()
             except LostMemberError:
-                if phase in ENDED_PHASES:
+                if phase in ENDED_PHASES or _has_ended(run_dir):
+                    display.say("the run has ended")
                     return 4 if phase == "failed" else 0
                 if time.monotonic() - heard_s > WATCH_PATIENCE_S:
                     raise
@@ -100,6 +103,10 @@ def watch(client: ControlClient, console: Console) -> int:
             time.sleep(WATCH_INTERVAL_S)
     finally:
         display.close()
+
+
+def _has_ended(run_dir: Path | None) -> bool:
+    return run_dir is not None and not (run_dir / "endpoint.json").exists()
 
 
 def snapshot(client: ControlClient) -> str:

@@ -265,7 +265,7 @@ def watch(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None
         from penstock.client.control import watch as follow
 
         with connect(run_dir, endpoint) as client:
-            code = follow(client, Console())
+            code = follow(client, Console(), run_dir)
     raise typer.Exit(code)
 
 

@@ -208,6 +208,8 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             context.abort(
                 grpc.StatusCode.DEADLINE_EXCEEDED, f"{request.value} took over {timeout_s:.1f} s"
             )
+        except _Ending as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except _CallFailed as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
@@ -231,6 +233,10 @@ def _forget(future: futures.Future[Any]) -> None:
 
 class _CallFailed(Exception):
     """The machine answered a call with an error."""
+
+
+class _Ending(_CallFailed):
+    """There is no machine any more to answer a call."""
 
 
 class Service:
@@ -307,7 +313,7 @@ class Service:
         """Write what is queued, for at most ``grace_s``; end all streams, calls and threads."""
         self._health.enter_graceful_shutdown()
         for ticket in list(self._servicer.calls):
-            self._servicer.answer(ticket, _CallFailed("the scheduler ends"))
+            self._servicer.answer(ticket, _Ending("the scheduler ends"))
         for stream in list(self._servicer.streams.values()):
             stream.finish()
         self._server.stop(grace_s).wait()
