@@ -27,7 +27,11 @@ class ReferenceResult:
 
 
 def reference_loop(run_dir: Path, steps: int) -> ReferenceResult:
-    """Train the run's model from its initial weights on its data in one process."""
+    """Train the run's model from its initial weights on its data in one process.
+
+    With 16-bit weights the loop keeps fp32 masters, computes in fp32 from their rounded copies and
+    rounds the summed gradients, as the run does.
+    """
     files = RunDirectory(run_dir)
     config, table = files.config, files.table
     hf_config = AutoConfig.from_pretrained(run_dir / "model")
@@ -38,10 +42,13 @@ def reference_loop(run_dir: Path, steps: int) -> ReferenceResult:
         for _, tensors in initial_blocks(config, hf_config, table, range(len(table.blocks))):
             for name, value in tensors.items():
                 parameters[name].copy_(value)
+    storage = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    weight_dtype, grad_dtype = storage[config.model.dtype], storage[config.optimizer.grad_dtype]
+    masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in parameters.items()}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in parameters.values() if p.ndim >= 2]},
-            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in masters.values() if p.ndim >= 2]},
+            {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=config.optimizer.lr,
         betas=config.optimizer.betas,
@@ -58,7 +65,10 @@ def reference_loop(run_dir: Path, steps: int) -> ReferenceResult:
         batches, counted = micro_batches(
             dataset, position, config.train.global_batch, config.train.micro_batch
         )
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(masters[name].to(weight_dtype))
         total = 0.0
         for batch in batches:
             inputs = torch.as_tensor(np.asarray(batch.input_ids), dtype=torch.long)
@@ -69,11 +79,14 @@ def reference_loop(run_dir: Path, steps: int) -> ReferenceResult:
             )
             (loss_sum / counted).backward()
             total += loss_sum.item()
+        for name, parameter in parameters.items():
+            assert parameter.grad is not None
+            masters[name].grad = parameter.grad.to(grad_dtype).float()
         clip = config.train.clip_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip)
+        norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), clip)
         optimizer.step()
         result.losses.append(total / counted)
         result.grad_norms.append(float(norm))
         result.summed_lr += rate
-    result.weights = {n: p.detach().numpy().copy() for n, p in parameters.items()}
+    result.weights = {n: p.detach().numpy().copy() for n, p in masters.items()}
     return result
