@@ -19,7 +19,8 @@ PLAIN_INTERVAL_S = 5.0
 PLAIN_STEPS = 10
 
 QUIET_PHASES = frozenset(
-    "running deciding amending settling draining beginning saving done starting ending".split()
+    "running deciding amending settling draining beginning saving done starting ending"
+    " no_answer".split()
 )
 """Phases that come and go with every step, save or epoch; plain output does not mention them."""
 

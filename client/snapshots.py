@@ -75,7 +75,7 @@ class Observer:
         """The run now; waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
         status = self._status()
         if status is not None:
-            self._absent_phase = "ending" if status.phase in ENDED_PHASES else "no answer"
+            self._absent_phase = "ending" if status.phase in ENDED_PHASES else "no_answer"
         return View(
             steps=self._steps,
             status=status,
