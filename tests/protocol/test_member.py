@@ -62,8 +62,8 @@ class ScriptedServer(rpc.MembershipServicer, rpc.ControlServicer):
         self.open: list[Connection] = []
         self.pool = futures.ThreadPoolExecutor(max_workers=8)
         self.server = grpc.server(self.pool, options=(("grpc.so_reuseport", 0),))
-        rpc.add_MembershipServicer_to_server(self, self.server)
-        rpc.add_ControlServicer_to_server(self, self.server)
+        rpc.add_MembershipServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
+        rpc.add_ControlServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
         self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
         self.server.start()
 
@@ -91,7 +91,7 @@ class ScriptedServer(rpc.MembershipServicer, rpc.ControlServicer):
         self.joined.put(connection)
         while (answer := connection.answers.get()) is not None:
             yield answer
-        context.cancel()
+        context.cancel()  # type: ignore[no-untyped-call]
         reader.join()
 
     def _answer(self, request: Any, context: grpc.ServicerContext) -> Any:

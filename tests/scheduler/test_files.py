@@ -1,0 +1,304 @@
+"""Journal, metrics file and saved states: what is on disk after kills, damage and repetition."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.daemons.scheduler.events import (
+    CompleteSave,
+    JournalDecision,
+    JournalEpoch,
+    JournalEvaluation,
+)
+from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.ledger import JournalFacts, SavedState
+from penstock.daemons.scheduler.metrics_file import MetricsFile
+from penstock.daemons.scheduler.position import Position
+from penstock.daemons.scheduler.saved import SavedStates
+from penstock.protocol.errors import StateError
+from penstock.shm.control import Decision
+from tests.scheduler.conftest import RUN_ID, make_position, make_record
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.scheduler.test_files import commit, Journal, RUN_ID
+journal = Journal(Path(sys.argv[1]), RUN_ID)
+for version in range(1, 10**6):
+    journal.decide(commit(version))
+    print(version, flush=True)
+"""
+
+
+def commit(version: int) -> JournalDecision:
+    """The decision of a clean attempt."""
+    return JournalDecision(
+        epoch=1,
+        record=make_record(version, version),
+        position=make_position(version),
+        metrics_json=json.dumps({"step": version}),
+    )
+
+
+def skip(attempt: int, version: int) -> JournalDecision:
+    """A skipped attempt."""
+    return JournalDecision(
+        epoch=1,
+        record=make_record(version, attempt, Decision.SKIP),
+        position=make_position(version, data_position=8 * attempt),
+        metrics_json=json.dumps({"step": version, "attempt": attempt}),
+    )
+
+
+# ---- journal ----
+
+
+def test_an_empty_journal_has_the_facts_of_a_new_run(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    assert journal.load() == JournalFacts()
+    journal.close()
+
+
+def test_facts_survive(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    journal.begin_epoch(JournalEpoch(epoch=4, next_attempt=1, pids=(("worker.0", 77),)))
+    journal.decide(commit(1))
+    journal.evaluate(JournalEvaluation(version=1, evaluation=3, metrics_json='{"eval": 1}'))
+    journal.decide(commit(2))
+    journal.decide(skip(3, 2))
+    journal.close()
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    assert journal.load() == JournalFacts(
+        epoch=4,
+        next_attempt=5,  # 4 may have been under way
+        record=make_record(2, 2),
+        position=make_position(2, data_position=24),
+        pids=(("worker.0", 77),),
+        evaluation=3,
+        evaluated=1,
+        last_metrics_json='{"step": 2, "attempt": 3}',
+    )
+    journal.close()
+
+
+def test_attempts_broken_in_earlier_epochs_are_not_numbered_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    journal.decide(commit(1))
+    journal.begin_epoch(JournalEpoch(epoch=5, next_attempt=9, pids=()))
+    assert journal.load().next_attempt == 10
+    journal.close()
+
+
+def test_a_restore_forgets_later_evaluations(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    for version in (1, 2, 3):
+        journal.decide(commit(version))
+    journal.evaluate(JournalEvaluation(version=3, evaluation=1, metrics_json="{}"))
+    restored = make_record(2, 3, Decision.RESTORE)
+    journal.decide(
+        JournalDecision(epoch=2, record=restored, position=make_position(2), metrics_json="")
+    )
+    facts = journal.load()
+    assert (facts.record, facts.evaluated) == (restored, 2)
+    journal.close()
+
+
+def test_a_writer_killed_in_the_middle_leaves_all_it_was_told_is_durable(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    root = Path(__file__).parents[2]
+    for lines in (1, 40):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+        ) as process:
+            assert process.stdout is not None
+            confirmed = [int(process.stdout.readline()) for _ in range(lines)]
+            process.kill()
+            confirmed += [int(line) for line in process.stdout.read().split()]
+        journal = Journal(path, RUN_ID)
+        facts = journal.load()
+        assert facts.record is not None and facts.position is not None
+        assert facts.record.version in (confirmed[-1], confirmed[-1] + 1)
+        assert facts.position == make_position(facts.record.version)
+        written = journal.lines_after("")
+        assert written is not None
+        assert json.loads(written[-1])["step"] == facts.record.version
+        journal.close()
+        path.unlink()
+
+
+def test_a_foreign_or_damaged_journal_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    Journal(path, RUN_ID).close()
+    with pytest.raises(StateError, match=r"j\.sqlite: run_id is '0123456789ab', expected 'other'"):
+        Journal(path, "other")
+    damaged = tmp_path / "damaged.sqlite"
+    damaged.write_bytes(b"this is no database" * 100)
+    before = damaged.read_bytes()
+    with pytest.raises(StateError, match=r"damaged\.sqlite"):
+        Journal(damaged, RUN_ID)
+    assert damaged.read_bytes() == before
+
+
+def test_a_journal_row_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path, RUN_ID)
+    journal.decide(commit(1))
+    journal.close()
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE decisions SET position = '{}'")
+    connection.commit()
+    connection.close()
+    journal = Journal(path, RUN_ID)
+    with pytest.raises(StateError, match="no scheduler position"):
+        journal.load()
+    journal.close()
+
+
+# ---- metrics.jsonl ----
+
+
+@pytest.mark.parametrize(
+    "found",
+    ["", '{"step": 1}\n', '{"step": 1}\n{"ste', '{"step": 1}\n{"step": 2}\n{"step": 3}\n'],
+)
+def test_metrics_file_is_repaired_from_the_journal(tmp_path: Path, found: str) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    for version in (1, 2, 3):
+        journal.decide(commit(version))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(found)
+    metrics = MetricsFile(path)
+    metrics.reconcile(journal)
+    metrics.append('{"step": 4}')
+    metrics.close()
+    journal.close()
+    lines = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert lines == [1, 2, 3, 4]
+
+
+def test_lines_the_journal_does_not_know_are_left_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    journal.decide(commit(1))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"of": "somebody else"}\n')
+    metrics = MetricsFile(path)
+    metrics.reconcile(journal)
+    metrics.close()
+    journal.close()
+    assert path.read_text() == '{"of": "somebody else"}\n'
+
+
+# ---- saved states ----
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> SavedStates:
+    return SavedStates(
+        tmp_path / "state", run_id=RUN_ID, table_digest="d" * 64, num_blocks=2, keep=2
+    )
+
+
+def save(states: SavedStates, tmp_path: Path, version: int, content: bytes = b"abc") -> Path:
+    """Save two small files as version ``version``."""
+    directory = tmp_path / "state" / f".tmp-step-{version:08d}"
+    states.prepare(directory)
+    names = [f"block-{block:04d}.safetensors" for block in range(2)]
+    for name in names:
+        (directory / name).write_bytes(content)
+    return states.complete(
+        CompleteSave(
+            version=version,
+            directory=str(directory),
+            files=tuple((name, 3, "ab") for name in names),
+            position=make_position(version),
+            attempt=version + 7,
+        )
+    )
+
+
+def test_the_newest_state_is_found_with_its_position(states: SavedStates, tmp_path: Path) -> None:
+    assert states.newest() is None
+    save(states, tmp_path, 9)
+    path = save(states, tmp_path, 10)
+    assert path == tmp_path / "state" / "step-00000010"
+    assert states.newest() == SavedState(
+        version=10, directory=str(path), position=make_position(10)
+    )
+    fields = json.loads((path / "manifest.json").read_text())
+    assert set(fields) == {"format", "run_id", "version", "table_digest", "files", "scheduler"}
+    assert fields["scheduler"] == {**make_position(10).to_fields(), "attempt": 17}
+    assert Position.from_fields(fields["scheduler"], "") == make_position(10)
+
+
+def test_older_states_and_leftovers_are_removed(states: SavedStates, tmp_path: Path) -> None:
+    (tmp_path / "state" / ".tmp-step-00000001").mkdir(parents=True)
+    for version in (1, 2, 3):
+        save(states, tmp_path, version)
+    found = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert found == ["step-00000002", "step-00000003"]
+
+
+def test_a_state_of_the_same_step_is_replaced(states: SavedStates, tmp_path: Path) -> None:
+    save(states, tmp_path, 3)
+    path = save(states, tmp_path, 3, b"xyz")
+    assert (path / "block-0000.safetensors").read_bytes() == b"xyz"
+    assert [p.name for p in (tmp_path / "state").iterdir()] == ["step-00000003"]
+
+
+def test_files_that_are_not_what_was_reported_are_no_state(
+    states: SavedStates, tmp_path: Path
+) -> None:
+    with pytest.raises(StateError, match="has 2 bytes, the manifest says 3"):
+        save(states, tmp_path, 3, b"xy")
+    assert states.newest() is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("cut the manifest", r"manifest\.json: the manifest is damaged"),
+        ("no manifest", r"manifest\.json: cannot read it"),
+        ("cut a file", r"block-0001\.safetensors: has 1 bytes, the manifest says 3"),
+        ("lose a file", r"block-0001\.safetensors: cannot read it"),
+        ("other model", "saved from another model"),
+        ("other step", "is of version 4"),
+        ("no position", r"manifest\.json: no scheduler position"),
+        ("list too short", r"lists no block-0000\.safetensors"),
+    ],
+)
+def test_a_damaged_state_is_an_error_that_names_it(
+    states: SavedStates, tmp_path: Path, damage: str, message: str
+) -> None:
+    directory = save(states, tmp_path, 3)
+    manifest = directory / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    match damage:
+        case "cut the manifest":
+            manifest.write_text(manifest.read_text()[:40])
+        case "no manifest":
+            manifest.unlink()
+        case "cut a file":
+            (directory / "block-0001.safetensors").write_bytes(b"a")
+        case "lose a file":
+            (directory / "block-0001.safetensors").unlink()
+        case "other model":
+            manifest.write_text(json.dumps({**fields, "table_digest": "e" * 64}))
+        case "other step":
+            manifest.write_text(json.dumps({**fields, "version": 4}))
+        case "no position":
+            manifest.write_text(json.dumps({**fields, "scheduler": {}}))
+        case "list too short":
+            manifest.write_text(json.dumps({**fields, "files": {}}))
+    before = sorted((p.name, p.stat().st_size) for p in directory.iterdir())
+    with pytest.raises(StateError, match=message):
+        states.newest()
+    assert sorted((p.name, p.stat().st_size) for p in directory.iterdir()) == before
