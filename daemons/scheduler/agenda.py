@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from penstock.daemons.scheduler.events import Effect, Reply, ReplyError
 from penstock.daemons.scheduler.ledger import Ledger
 from penstock.daemons.scheduler.rules import Rules
+from penstock.protocol.generated import scheduler_pb2 as pb
 
 
 class Next(Enum):
@@ -65,3 +67,13 @@ def _evaluation_is_due(rules: Rules, ledger: Ledger) -> bool:
     if not every or not version or version % every:
         return False
     return ledger.evaluated != version
+
+
+def answer_snapshots(ledger: Ledger, wishes: Wishes, error: str = "") -> list[Effect]:
+    """Answer all snapshot calls: with the newest saved state, or with an error."""
+    tickets, wishes.tickets = wishes.tickets, []
+    if error:
+        return [ReplyError(ticket=ticket, error=error) for ticket in tickets]
+    directory = "" if ledger.saved is None else ledger.saved.directory
+    reply = pb.SnapshotReply(directory=directory, version=ledger.saved_version)
+    return [Reply(ticket=ticket, reply=reply) for ticket in tickets]

@@ -22,7 +22,8 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.rules import Rules
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import Events, Service
-from penstock.daemons.scheduler.state import Machine, status_reply
+from penstock.daemons.scheduler.state import Machine
+from penstock.daemons.scheduler.status import status_reply
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.process import (

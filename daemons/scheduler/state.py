@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from penstock.daemons.scheduler.activity import Activity
-from penstock.daemons.scheduler.agenda import Next, Wishes, choose, is_last
+from penstock.daemons.scheduler.agenda import Next, Wishes, answer_snapshots, choose, is_last
 from penstock.daemons.scheduler.barrier import Barrier
 from penstock.daemons.scheduler.events import (
     Asked,
@@ -29,7 +29,6 @@ from penstock.daemons.scheduler.events import (
     Joined,
     Received,
     Reply,
-    ReplyError,
     Request,
     SaveFinished,
     SavePrepared,
@@ -42,6 +41,7 @@ from penstock.daemons.scheduler.interludes import Ending, Evaluation, Saving
 from penstock.daemons.scheduler.ledger import Ledger, SavedState
 from penstock.daemons.scheduler.membership import Membership
 from penstock.daemons.scheduler.rules import Phase, Role, Rules
+from penstock.daemons.scheduler.status import status_reply
 from penstock.daemons.scheduler.transaction import Transaction
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -62,11 +62,13 @@ class Machine:
         self.activity: Activity | None = None
         self.live = False
         """Whether the epoch has begun and is not broken."""
+        self.message = ""
+        """Why the last epoch or save broke, or how the run ends."""
+        self.attempt_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
+        """How long the last attempts took."""
         self._now_s = now_s
         self._beat_s = now_s
         self._wishes = Wishes()
-        self._message = ""
-        self._seconds: deque[float] = deque(maxlen=ETA_WINDOW)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """React to ``event`` at ``now_s`` (any monotonic clock)."""
@@ -178,7 +180,7 @@ class Machine:
             return
         self.live = False
         self.activity = None
-        self._message = reason
+        self.message = reason
         if self._wishes.stop_reason:
             self._wishes.stop_by_s = now_s + self.rules.deadlines.stop_s
 
@@ -229,19 +231,17 @@ class Machine:
                 self.activity = self._ending(keep_memory=False, reason=wishes.stop_reason)
                 return
         if wishes.stop_by_s is not None and now_s >= wishes.stop_by_s:
-            self.activity = self._end_keeping_memory()
-
-    def _end_keeping_memory(self) -> Ending:
-        missing = ", ".join((*self.members.fencing, *self.members.missing)) or "an answer"
-        reason = (
-            f"{self._wishes.stop_reason}; the state of step {self.ledger.version} could not be"
-            f" saved (waited for {missing}), it stays in memory for the next start"
-        )
-        return self._ending(keep_memory=True, reason=reason, code=int(ExitCode.INTERRUPTED))
+            missing = ", ".join((*self.members.fencing, *self.members.missing)) or "an answer"
+            reason = (
+                f"{wishes.stop_reason}; the state of step {self.ledger.version} could not be saved"
+                f" (waited for {missing}), it stays in memory for the next start"
+            )
+            code = int(ExitCode.INTERRUPTED)
+            self.activity = self._ending(keep_memory=True, reason=reason, code=code)
 
     def _ending(self, *, keep_memory: bool, reason: str, code: int = 0, error: str = "") -> Ending:
         self.live = False
-        self._message = error or reason
+        self.message = error or reason
         return Ending(
             self.rules,
             self.ledger,
@@ -266,11 +266,11 @@ class Machine:
             return []
         self.live = True
         self._wishes.stop_by_s = None
-        self._message = ""
+        self.message = ""
         return []
 
     def _transaction_done(self, transaction: Transaction) -> list[Effect]:
-        self._seconds.append(transaction.seconds)
+        self.attempt_seconds.append(transaction.seconds)
         if transaction.failure:
             return self._fail(transaction.failure, int(ExitCode.LOST_MEMBERS))
         return []
@@ -279,10 +279,10 @@ class Machine:
         if not saving.error:
             return []
         error = f"saving step {saving.version} failed: {saving.error}"
-        effects = self._answer_snapshots(error)
+        effects = answer_snapshots(self.ledger, self._wishes, error)
         if self._wishes.stop_reason or is_last(self.rules, self.ledger):
             return effects + self._fail(error, int(ExitCode.NO_MEMORY))
-        self._message, self._wishes.save_failed_at = error, saving.version
+        self.message, self._wishes.save_failed_at = error, saving.version
         return [*effects, Say(text=f"{error}; training goes on", warning=True)]
 
     def _evaluation_done(self, evaluation: Evaluation) -> list[Effect]:
@@ -308,19 +308,11 @@ class Machine:
         """Answer snapshot calls that need no save, or cannot have one any more."""
         saved = self.ledger.saved is not None and not self.ledger.unsaved
         if isinstance(self.activity, Ending):
-            return self._answer_snapshots("" if saved else f"the run ends: {self._message}")
+            error = "" if saved else f"the run ends: {self.message}"
+            return answer_snapshots(self.ledger, self._wishes, error)
         if self.live and self.activity is None and saved:
-            return self._answer_snapshots("")
+            return answer_snapshots(self.ledger, self._wishes)
         return []
-
-    def _answer_snapshots(self, error: str) -> list[Effect]:
-        tickets, self._wishes.tickets = self._wishes.tickets, []
-        if error:
-            return [ReplyError(ticket=ticket, error=error) for ticket in tickets]
-        saved = self.ledger.saved
-        directory = "" if saved is None else saved.directory
-        reply = pb.SnapshotReply(directory=directory, version=self.ledger.saved_version)
-        return [Reply(ticket=ticket, reply=reply) for ticket in tickets]
 
     # ---- control ----
 
@@ -381,23 +373,6 @@ class Machine:
             return Phase.STOPPING
         return Phase.FENCING if self.members.fencing else Phase.GATHERING
 
-    @property
-    def message(self) -> str:
-        """Why it waits, or how the last epoch or the run ended."""
-        if self.live or self.activity is not None:
-            return self._message
-        waits = [f"waiting until {name} is dead" for name in self.members.fencing]
-        waits += [f"waiting for {name}" for name in self.members.missing]
-        return "; ".join([self._message, *waits] if self._message else waits)
-
-    @property
-    def eta_s(self) -> float:
-        """Seconds to the last step at the pace of the last attempts; negative: unknown."""
-        if not self._seconds:
-            return -1.0
-        left = max(0, self.rules.config.train.steps - self.ledger.version)
-        return left * sum(self._seconds) / len(self._seconds)
-
     _HANDLERS: ClassVar[Mapping[type, _Handler]] = {
         Tick: _on_tick,
         Joined: _on_joined,
@@ -433,27 +408,6 @@ class Machine:
         Saving: _saving_done,
         Evaluation: _evaluation_done,
     }
-
-
-def status_reply(machine: Machine, now_s: float) -> pb.StatusReply:
-    """The answer to a Status call."""
-    rules, ledger = machine.rules, machine.ledger
-    return pb.StatusReply(
-        run_id=rules.run_id,
-        run_name=rules.config.run.name,
-        phase=machine.phase.value,
-        epoch=ledger.epoch,
-        version=ledger.version,
-        attempt=ledger.next_attempt - 1,
-        steps=rules.config.train.steps,
-        last_metrics_json=ledger.last_metrics_json,
-        members=machine.members.status(now_s, machine.live),
-        message=machine.message,
-        eta_seconds=machine.eta_s,
-        plan_scheme=rules.plan_scheme,
-        saved_version=ledger.saved_version,
-        has_saved=ledger.saved is not None,
-    )
 
 
 def _said(ticket: int, message: str) -> Reply:

@@ -38,7 +38,8 @@ from penstock.daemons.scheduler.ledger import JournalFacts, Ledger, SavedState
 from penstock.daemons.scheduler.membership import Membership
 from penstock.daemons.scheduler.position import Position
 from penstock.daemons.scheduler.rules import Rules, member_specs
-from penstock.daemons.scheduler.state import Machine, status_reply
+from penstock.daemons.scheduler.state import Machine
+from penstock.daemons.scheduler.status import status_reply
 from penstock.protocol.config import Config, parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
