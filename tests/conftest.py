@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from zmq.utils.garbage import gc as garbage_collector
 
 T = TypeVar("T")
 
@@ -74,6 +75,14 @@ def settle(probe: Callable[[], T]) -> T:
         time.sleep(0.02)
         found = probe()
     return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zero_copy_thread() -> Iterator[None]:
+    """pyzmq's thread that frees frames sent without a copy: one a process, for good."""
+    garbage_collector.start()
+    yield
+    garbage_collector.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from zmq.utils import garbage
 
 from penstock.protocol.config import parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -112,14 +111,6 @@ def make_plan(nodes: int) -> Plan:
         programs=((),) * nodes,
         evaluation=((),) * nodes,
     )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def zero_copy_thread() -> Iterator[None]:
-    """pyzmq's thread that frees frames sent without a copy: one a process, for good."""
-    garbage.gc.start()
-    yield
-    garbage.gc.stop()
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ import numpy as np
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
-from zmq.utils.garbage import gc as garbage_collector
 
 from penstock import _native
 from penstock.daemons.memory.metrics import MemoryMetrics
@@ -398,12 +397,9 @@ def new_rig(tmp_path: Path, tools: Any) -> Iterator[RigFactory]:
         rigs.append(Rig(tmp_path / "run", table, owners, tools))
         return rigs[-1]
 
-    # pyzmq keeps one thread for buffers sent without a copy, as the block server does.
-    garbage_collector.start()
     yield create
     for rig in rigs:
         rig.close()
-    garbage_collector.stop()
 
 
 def small_table(tools: Any) -> BlockTable:

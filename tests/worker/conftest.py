@@ -17,7 +17,6 @@ import torch
 import zmq
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from zmq.utils.garbage import gc as garbage_collector
 
 from penstock._native import undo_bytes
 from penstock.daemons.memory.metrics import MemoryMetrics
@@ -273,16 +272,6 @@ class Cluster:
 
 
 MakeCluster = Callable[..., Cluster]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def zero_copy_thread() -> Iterator[None]:
-    """pyzmq frees sent buffers on a thread that it starts at the first send and keeps; it is no
-    leak.
-    """
-    garbage_collector.start()
-    yield
-    garbage_collector.stop()
 
 
 @pytest.fixture(autouse=True)
