@@ -95,8 +95,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
     instance = Node(tmp_path / "run")
     yield instance
     instance.close()
-    alive = [pid for name in instance.stubs for pid in instance.pids(name) if start_ticks(pid)]
-    assert not alive, f"orphans: {alive}"
+    pids = [pid for name in instance.stubs for pid in instance.pids(name)]
+    wait_until(lambda: not any(start_ticks(pid) for pid in pids), f"none of {pids} is an orphan")
 
 
 class StubScheduler(rpc.MembershipServicer):
