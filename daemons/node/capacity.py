@@ -20,9 +20,9 @@ from penstock.shm.segment import free_bytes
 
 MIB = 2**20
 WORKER_BYTES = 450 * MIB
-"""Private memory of a worker beside its buffers: mostly torch. Measured 380-430 MiB on CPUs."""
+"""Private memory of a worker beside its buffers: mostly torch. An estimate."""
 DAEMON_BYTES = 60 * MIB
-"""Private memory of one daemon."""
+"""Private memory of one daemon. An estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,12 @@ FREE = ("data.eval_path",)
 """Exceptions to :data:`FIXED`."""
 
 
+SPLITTING = ("train.eval_every", "data.eval_path")
+"""Free as long as they hold out as much of the training text as before: the data order depends on
+how many sequences there are.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A key whose value differs. ``allowed``: the run can go on with the new value."""
@@ -43,8 +49,14 @@ class Change:
 def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
     """All keys with different values, in the order of the configuration."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    same_split = _held_out(old) == _held_out(new)
     return tuple(
-        Change(key=key, old=before.get(key), new=after.get(key), allowed=_allowed(key))
+        Change(
+            key=key,
+            old=before.get(key),
+            new=after.get(key),
+            allowed=_allowed(key) and (same_split or key not in SPLITTING),
+        )
         for key in dict.fromkeys((*before, *after))
         if before.get(key) != after.get(key)
     )
@@ -62,6 +74,11 @@ def check_resume(changes: tuple[Change, ...], run_dir: Path) -> None:
             f"{run_dir} holds a run that was started with other values of keys that cannot change:"
             f" {'; '.join(refused)}. Restore them, or start a new run in another run.dir"
         )
+
+
+def _held_out(config: Config) -> bool:
+    """Whether the last sequences of the training text are kept for evaluation."""
+    return config.train.eval_every > 0 and config.data.eval_path is None
 
 
 def _allowed(key: str) -> bool:

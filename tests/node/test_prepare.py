@@ -82,6 +82,14 @@ def test_changes_that_a_resume_refuses(override: str) -> None:
     assert list(changed(override).values()) == [False]
 
 
+def test_holding_out_text_changes_the_data_order() -> None:
+    """Without a file of its own, evaluation takes the last sequences away from training."""
+    assert changed("train.eval_every=3") == {"train.eval_every": False}
+    assert changed("data.eval_path=held.txt") == {"data.eval_path": True}
+    both = find_changes(config("train.eval_every=3"), config("train.eval_every=5"))
+    assert [change.allowed for change in both] == [True]
+
+
 def test_refusal_names_keys_and_both_values() -> None:
     changes = find_changes(config(), config("model.hf.hidden_size=32", "train.steps=9"))
     with pytest.raises(ConfigError, match=r"model\.hf\.hidden_size: 16 -> 32") as caught:
