@@ -67,6 +67,32 @@ def test_port_in_use(runner: Any) -> None:
     assert "Traceback" not in output
 
 
+def can_mount() -> bool:
+    """Whether this user may mount a small /dev/shm in a mount namespace of its own."""
+    probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    try:
+        return subprocess.run(probe, capture_output=True, timeout=10).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs the right to mount a small tmpfs")
+def test_shared_memory_too_small(runner: Any) -> None:
+    path = runner.configure("small", {"model": {"hf": {"hidden_size": 128}}, **SHORT})
+    command = [sys.executable, "-m", "penstock.client.main", "train", str(path)]
+    script = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 3, output
+    assert "/dev/shm" in output and "1.0 MiB" in output
+    assert "Traceback" not in output
+
+
 def break_truncate(state: Path) -> None:
     """Cut one block's file short."""
     victim = sorted(state.glob("block-*.safetensors"))[1]
