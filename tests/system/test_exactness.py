@@ -52,10 +52,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         runner.stop_all()
 
 
-def disturb(run: Any, target: str, kind: str, random_source: random.Random) -> None:
-    """Kill (or stop and later wake) one member at a random instant after a random step."""
-    H.wait_for_step(run, random_source.randrange(2, STEPS - 6))
-    time.sleep(random_source.random() * 0.15)
+def disturb(run: Any, target: str, kind: str, source: random.Random) -> None:
+    """Kill (or stop and later wake) one member at a random instant of the coming steps."""
+    time.sleep(source.random() * 0.15)
     pid = run.members().get(target)
     assert pid is not None, f"{target} is not running: {run.members()}"
     if kind == "kill":
@@ -69,14 +68,9 @@ def disturb(run: Any, target: str, kind: str, random_source: random.Random) -> N
         return
 
 
-def check_exact(
-    runner: Any, undisturbed: dict[str, bytes], target: str, kind: str, seed: int
-) -> None:
-    """One disturbed run; prints the seed that repeats it."""
-    print(f"target={target} kind={kind} seed={seed}")
-    run = runner.start(runner.configure("run", CHANGES))
-    disturb(run, target, kind, random.Random(seed))
-    code, output = run.wait(180)
+def finish_exact(run: Any, undisturbed: dict[str, bytes]) -> None:
+    """The run ends by itself, with each step exactly once and the undisturbed bytes."""
+    code, output = run.wait(240)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     lines = H.metrics(run.run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "each step exactly once"
@@ -95,22 +89,33 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("target", "kind"), CASES)
-def test_one_disturbance(
-    runner: Any, undisturbed: dict[str, bytes], target: str, kind: str
-) -> None:
-    check_exact(runner, undisturbed, target, kind, seed=random.SystemRandom().randrange(10**6))
+@pytest.mark.timeout(400)
+def test_every_process_is_disturbed_in_one_run(runner: Any, undisturbed: dict[str, bytes]) -> None:
+    """All cases one after the other, in random order, each when the run has recovered."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    source = random.Random(seed)
+    run = runner.start(runner.configure("run", CHANGES))
+    for step, (target, kind) in enumerate(source.sample(CASES, len(CASES))):
+        H.wait_for_step(run, 3 * step + source.randrange(3) + 1)
+        disturb(run, target, kind, source)
+    finish_exact(run, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("target", "kind"), CASES)
-def test_many_disturbances(
+def test_one_disturbance(
     runner: Any, undisturbed: dict[str, bytes], target: str, kind: str, seed: int
 ) -> None:
-    check_exact(runner, undisturbed, target, kind, seed)
+    """One disturbance at a random instant; the seed repeats it."""
+    print(f"target={target} kind={kind} seed={seed}")
+    source = random.Random(f"{target} {kind} {seed}")
+    run = runner.start(runner.configure("run", CHANGES))
+    H.wait_for_step(run, source.randrange(2, STEPS - 6))
+    disturb(run, target, kind, source)
+    finish_exact(run, undisturbed)
 
 
 @pytest.mark.timeout(300)
@@ -128,7 +133,5 @@ def test_scheduler_dies_between_journal_and_broadcast(
         "TEST_KILL_VERSION": "3",
     }
     run = runner.start(runner.configure("run", CHANGES), env=env)
-    code, output = run.wait(180)
-    assert code == 0, f"{output}\n{H.tail_logs(run.run_dir)}"
+    finish_exact(run, undisturbed)
     assert marker.exists(), "the scheduler was never killed between journal and broadcast"
-    assert H.state_bytes(run.run_dir) == undisturbed

@@ -32,9 +32,21 @@ def helpers() -> ModuleType:
 H = helpers()
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Final state of a run that nobody disturbs."""
+    runner = H.Runner(tmp_path_factory.mktemp("straight"))
+    try:
+        state: dict[str, bytes] = H.state_bytes(runner.train(runner.configure("run", {})))
+        return state
+    finally:
+        runner.stop_all()
+
+
 @pytest.mark.timeout(300)
-def test_interrupt_then_resume_gives_the_bytes_of_one_run(runner: Any) -> None:
-    straight = H.state_bytes(runner.train(runner.configure("straight", {})))
+def test_interrupt_then_resume_gives_the_bytes_of_one_run(
+    runner: Any, straight: dict[str, bytes]
+) -> None:
     path = runner.configure("parts", {})
     run = runner.start(path)
     H.wait_for_step(run, 5)
@@ -52,8 +64,7 @@ def test_interrupt_then_resume_gives_the_bytes_of_one_run(runner: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_killed_train_continues_from_memory(runner: Any) -> None:
-    straight = H.state_bytes(runner.train(runner.configure("straight", {})))
+def test_killed_train_continues_from_memory(runner: Any, straight: dict[str, bytes]) -> None:
     path = runner.configure("killed", {})
     run = runner.start(path)
     H.wait_for_step(run, 5)
@@ -94,15 +105,12 @@ def test_evaluation_snapshot_and_scheme_change_on_resume(runner: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_sixteen_bit_weights_learn(runner: Any, dtype: str) -> None:
-    changes = {
-        "model": {"dtype": dtype},
-        "optimizer": {"grad_dtype": "bf16" if dtype == "bf16" else "fp32"},
-        "train": {"steps": 20},
-    }
+def test_fp16_weights_learn(runner: Any) -> None:
+    """The loss scale starts too high and comes down by skips."""
+    changes = {"model": {"dtype": "fp16"}, "optimizer": {"initial_loss_scale": 2.0**136}}
     lines = H.metrics(runner.train(runner.configure("half", changes)))
     commits = [m for m in lines if m["decision"] != "skip"]
+    assert len(commits) < len(lines), "2^136 overflows"
     assert commits[-1]["loss"] < commits[0]["loss"] - 0.5
 
 
@@ -123,13 +131,17 @@ def test_export_loads_in_transformers(runner: Any, tmp_path: Path) -> None:
     assert done.stdout.strip() == "True", done.stderr
 
 
+KEPT = ("journal.sqlite", ".lock")
+"""The journal with its log; lock files: removing one would break the lock."""
+
+
 def dirty(run_dir: Path) -> list[str]:
     """Temporary files of a run that nobody would account for."""
-    allowed = {"run.json", "resolved.yaml", "table.json", "plan.json", "metrics.jsonl", ".lock"}
+    allowed = {"run.json", "resolved.yaml", "table.json", "plan.json", "metrics.jsonl"}
     return [
         p.name
         for p in run_dir.iterdir()
-        if p.is_file() and p.name not in allowed and not p.name.startswith("journal.sqlite")
+        if p.is_file() and p.name not in allowed and not p.name.startswith(KEPT)
     ]
 
 
@@ -158,7 +170,8 @@ def check_cleanliness(runner: Any, rounds: int, seed: int) -> None:
     subprocess.run([*doctor, "--clean"], check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert not H.segments_of(runner.root)
     report = subprocess.run([*doctor, "--json"], check=True, timeout=60, capture_output=True)
-    assert isinstance(json.loads(report.stdout)["segments"], list)
+    ours = [f for f in json.loads(report.stdout)["findings"] if str(runner.root) in json.dumps(f)]
+    assert not ours
 
 
 @pytest.mark.timeout(400)
