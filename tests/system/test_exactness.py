@@ -89,14 +89,43 @@ CASES = [
 ]
 
 
+TWO_NODES: dict[str, Any] = {
+    **CHANGES,
+    "cluster": {**CHANGES["cluster"], "workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]},
+}
+TWO_NODE_CASES = [
+    ("worker.1", "kill"),
+    ("optimizerd.a", "kill"),
+    ("optimizerd.b", "kill"),
+    ("memoryd.b", "kill"),
+    ("schedulerd", "kill"),
+    ("worker.0", "stop"),
+]
+
+
 @pytest.mark.timeout(400)
-def test_every_process_is_disturbed_in_one_run(runner: Any, undisturbed: dict[str, bytes]) -> None:
-    """All cases one after the other, in random order, each when the run has recovered."""
+@pytest.mark.parametrize(
+    ("changes", "cases"),
+    [
+        pytest.param(CHANGES, CASES, id="one-node"),
+        pytest.param(TWO_NODES, TWO_NODE_CASES, id="two-nodes", marks=pytest.mark.slow),
+    ],
+)
+def test_every_process_is_disturbed_in_one_run(
+    runner: Any,
+    undisturbed: dict[str, bytes],
+    changes: dict[str, Any],
+    cases: list[tuple[str, str]],
+) -> None:
+    """All cases one after the other, in random order, each when the run has recovered.
+
+    The two-node cluster has the same two devices, so it must end with the bytes of one node.
+    """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")
     source = random.Random(seed)
-    run = runner.start(runner.configure("run", CHANGES))
-    for step, (target, kind) in enumerate(source.sample(CASES, len(CASES))):
+    run = runner.start(runner.configure("run", changes))
+    for step, (target, kind) in enumerate(source.sample(cases, len(cases))):
         H.wait_for_step(run, 3 * step + source.randrange(3) + 1)
         disturb(run, target, kind, source)
     finish_exact(run, undisturbed)
