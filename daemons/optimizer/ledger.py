@@ -26,6 +26,7 @@ intent that names the same pass. A preview writes nothing but its slot, which is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.daemons.optimizer.events import (
@@ -111,6 +112,12 @@ class Ledger:
         """If the slot of ``version`` holds it, it does so no longer."""
         if self.holds(block, version):
             self._write_slot(block, version % 2, INVALID_VERSION)
+
+    def follow_commit(self, blocks: Iterable[int]) -> None:
+        """Bring along blocks without trainable elements, which are always complete."""
+        for block in blocks:
+            self.set_state(block, self.committed)
+            self.set_slot(block, self.committed)
 
     def open_pass(self, work: Pass) -> None:
         """Write the words that must stand before a pass starts."""

@@ -1,16 +1,22 @@
-"""What a ``Begin`` finds in memory: whether it can be true, and what an interrupted pass left.
+"""What a ``Begin`` finds in memory: can it be true, what did a cut pass leave, what is due.
 
-Pure functions over :class:`~penstock.daemons.optimizer.events.MemoryFacts`. The steps themselves
-are taken by the state machine; each may be cut short by a SIGKILL and is found again here.
+The questions are pure functions over :class:`~penstock.daemons.optimizer.events.MemoryFacts`;
+:func:`begin_recovery` then corrects the words. The passes that are due are run by
+:mod:`penstock.daemons.optimizer.epoch`; each step may be cut short by a SIGKILL and is found again
+here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from penstock.daemons.optimizer.events import BeginAsked, MemoryFacts, OwnedBlock
+from penstock.daemons.optimizer.contributions import Blocks, Pulls
+from penstock.daemons.optimizer.events import BeginAsked, EndPass, MemoryFacts, OwnedBlock
+from penstock.daemons.optimizer.ledger import Ledger
 from penstock.daemons.optimizer.passes import pass_tag
+from penstock.daemons.optimizer.work import Kind, Work
 from penstock.shm.control import Decision
 
 
@@ -98,3 +104,57 @@ def _check_intent(begin: BeginAsked) -> None:
             f"a pass led block {intent.block} to state version {intent.state_version}, but it is at"
             f" {found} and the scheduler at {begin.record.version}"
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """What is still missing before Ready.
+
+    ``awaited``: contributions (block, contribution) being pulled; nothing is written before they
+    are there. ``left``: the work to be done then, in order: the settle that was cut short, and the
+    blocks without their committed weights.
+    """
+
+    awaited: set[tuple[int, int]]
+    left: dict[Work, None]
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.awaited and not self.left
+
+
+def begin_recovery(begin: BeginAsked, ledger: Ledger, blocks: Blocks, pulls: Pulls) -> Recovery:
+    """Apply the commit of a ``Begin`` that has been checked, and find out what it still lacks."""
+    record = begin.record
+    work = _resolve_intent(begin.facts, ledger)
+    # A pass that was cut short leads to the committed version, so then this changes nothing
+    # that finishing it needs; it only makes sure of the record.
+    ledger.commit(record)
+    for block in blocks.active:
+        ledger.forget(block, record.version + 1)
+    ledger.follow_commit(blocks.empty)
+    version, attempt = record.version, record.attempt
+    # Later settles need them at hand; a new optimizerd has lost what it had pulled.
+    lagging = [block for block in blocks.active if ledger.pending(block) is not None]
+    awaited = [
+        pair for block in lagging for pair in pulls.missing(block, version=version, attempt=attempt)
+    ]
+    pulls.order(awaited, epoch=begin.epoch, since_epoch=0, attempt=attempt, version=version)
+    # To finish a settle writes no weights, so this list can be made before it.
+    incomplete = [block for block in blocks.active if not ledger.holds(block, version)]
+    work += [Work(kind=Kind.COMPLETE, block=block) for block in incomplete]
+    return Recovery(awaited=set(awaited), left=dict.fromkeys(work))
+
+
+def _resolve_intent(facts: MemoryFacts, ledger: Ledger) -> list[Work]:
+    """Clear the intent of a pass that needs no repair; else the work that repairs its block."""
+    intent, found = facts.interrupted, interrupted_pass(facts)
+    if intent is None:
+        return []
+    if found is Interrupted.CUT_SHORT:
+        return [Work(kind=Kind.FINISH, block=intent.block)]
+    if found is Interrupted.COMPLETE:
+        ledger.set_state(intent.block, intent.state_version)
+    ledger.effects.append(EndPass())
+    return []

@@ -57,7 +57,8 @@ class Attempt:
     """The attempt under way. ``previewed``: the step whose weights each block's slot holds.
 
     ``ready``: contributions that are complete, by block; ``reported``: blocks whose status was
-    sent; ``update``: the step it leads to if nothing is clipped, ``amended`` the clipped one.
+    sent; ``update``: the step it leads to if nothing is clipped, ``amended`` the clipped one;
+    ``amending``: blocks whose slot does not hold the clipped one yet.
     """
 
     number: int
@@ -67,6 +68,7 @@ class Attempt:
     reported: set[int] = field(default_factory=set)
     previewed: dict[int, Update] = field(default_factory=dict)
     amended: Update | None = None
+    amending: set[int] = field(default_factory=set)
 
 
 def choose_pass(work: Work, ledger: Ledger, attempt: Attempt | None) -> Pass | None:
