@@ -16,7 +16,6 @@ from penstock.models.initial import initial_blocks
 from penstock.protocol.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
 
-
 STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
