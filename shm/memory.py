@@ -137,7 +137,7 @@ class NodeMemory:
         """The bytes of an array."""
         place = self.spec.layout.arrays[key]
         if not place.num_bytes:
-            return memoryview(b"")
+            return memoryview(bytearray())  # as writable as the others
         buffer = self._segments[self.spec.name(place.segment)].buffer
         return buffer[place.offset : place.offset + place.num_bytes]
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 HERE = Path(__file__).parent
 
@@ -129,6 +131,24 @@ def test_export_loads_in_transformers(runner: Any, tmp_path: Path) -> None:
         [sys.executable, "-c", check, str(out)], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "True", done.stderr
+    check_training_from(runner, out)
+
+
+def check_training_from(runner: Any, source: Path) -> None:
+    """Train on from a Hugging Face directory with a block frozen: its bytes stay."""
+    changes = {
+        "model": {"hf": None, "path": str(source)},
+        "train": {"steps": 3, "freeze": ["embed_tokens"]},
+        "schedule": {"scheme": "mobius"},
+    }
+    run_dir = runner.train(runner.configure("again", changes))
+    saved = load_file(H.newest_state(run_dir) / "block-0000.safetensors")
+    given = load_file(next(source.glob("*.safetensors")))
+    assert set(saved) == {"frozen.model.embed_tokens.weight"}
+    np.testing.assert_array_equal(
+        saved["frozen.model.embed_tokens.weight"], given["model.embed_tokens.weight"]
+    )
+    assert H.metrics(run_dir)[-1]["loss"] < H.metrics(run_dir)[0]["loss"]
 
 
 KEPT = ("journal.sqlite", ".lock")
