@@ -161,21 +161,25 @@ def state_bytes(run_dir: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in newest_state(run_dir).glob("*.safetensors")}
 
 
+def newest_step(run_dir: Path) -> int:
+    """The committed step that metrics.jsonl shows last, 0 before the first."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    complete = [line for line in lines if line.endswith("}")]
+    return int(json.loads(complete[-1])["step"]) if complete else 0
+
+
 def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 120.0) -> None:
     """Wait until metrics.jsonl shows a committed ``step``."""
     deadline = time.monotonic() + timeout_s
-    path = run.run_dir / "metrics.jsonl"
     while time.monotonic() < deadline:
         if run.process.poll() is not None:
             output = run.process.stdout.read() if run.process.stdout else ""
             raise AssertionError(
                 f"run ended with {run.process.returncode} before step {step}: {output}"
             )
-        if path.exists():
-            lines = path.read_text().splitlines()
-            complete = [line for line in lines if line.endswith("}")]
-            if complete and json.loads(complete[-1])["step"] >= step:
-                return
+        if newest_step(run.run_dir) >= step:
+            return
         time.sleep(0.02)
     raise AssertionError(f"step {step} not reached in {timeout_s} s\n{tail_logs(run.run_dir)}")
 
