@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.protocol.config import Config, load_config
+from penstock.protocol.config import load_config
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -201,8 +201,3 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
     expected_leak = any(p.returncode not in (0, 2, 3, 130) for p in instance.started)
     assert expected_leak or not leaked, f"left behind in /dev/shm: {leaked}"
-
-
-def config_of(path: Path) -> Config:
-    """The configuration of a YAML file."""
-    return load_config(path)
