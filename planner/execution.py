@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.planner.layout import StageLayout
-from penstock.planner.passes.weights import NUM_WEIGHT_BUFFERS
+from penstock.planner.lowering.weights import NUM_WEIGHT_BUFFERS
 from penstock.planner.tensors import (
     Receive,
     Send,

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from penstock.planner.costs import CPU_COSTS, CostModel, Costs, block_costs
+from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
+from penstock.planner.costs import Costs
 from penstock.planner.layout import StageLayout
 from penstock.planner.memory import DevicePeak, device_peaks
+from penstock.planner.profile import CPU_COSTS, CostModel, block_costs, cluster_of
 from penstock.planner.tensors import Tensor, TensorKind, endpoints, transferred
 from penstock.protocol.config import Config
 from penstock.protocol.instructions import (
@@ -51,15 +53,6 @@ class Lane(StrEnum):
     OFFLOAD = "offload"
     LINK = "link"
     OPTIMIZER = "optimizer"
-
-
-class OptimizerStart(StrEnum):
-    """When optimizer work may begin."""
-
-    OFFLOAD = "offload"
-    """As soon as a block's gradients are in host memory: what this system does."""
-    FLUSH = "flush"
-    """When all gradients of all devices are: the synchronous optimizer of Mobius."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +142,7 @@ def simulate_config(
     return simulate(
         plan,
         block_costs(table, model, tokens=tokens),
-        devices_per_node=config.cluster.workers,
+        cluster_of(model, devices_per_node=config.cluster.workers),
         peaks=device_peaks(plan, table, tokens),
     )
 
@@ -157,17 +150,17 @@ def simulate_config(
 def simulate(
     plan: Plan,
     costs: Costs,
+    cluster: Cluster,
     *,
-    devices_per_node: int,
-    optimizer_start: OptimizerStart = OptimizerStart.OFFLOAD,
+    optimizer: OptimizerModel = ADVANCE,
     peaks: tuple[DevicePeak, ...] = (),
 ) -> Simulation:
-    """Run one attempt of a valid plan; ``devices_per_node`` devices share a node's optimizer."""
-    clockwork = _Clockwork(StageLayout.of(plan), plan.programs, costs)
+    """Run one attempt of a valid plan; the devices of a node share its optimizer."""
+    clockwork = _Clockwork(StageLayout.of(plan), plan.programs, costs, cluster)
     clockwork.run()
     pipeline_s = max((s.end_s for s in clockwork.spans if s.lane is Lane.COMPUTE), default=0.0)
     spans = clockwork.spans + _optimizer_spans(
-        plan, costs, clockwork.offloaded_s, devices_per_node, optimizer_start
+        plan, costs, cluster, clockwork.offloaded_s, optimizer
     )
     devices = []
     for device in range(plan.num_devices):
@@ -187,19 +180,21 @@ def simulate(
 def _optimizer_spans(
     plan: Plan,
     costs: Costs,
+    cluster: Cluster,
     offloaded_s: Mapping[int, float],
-    devices_per_node: int,
-    optimizer_start: OptimizerStart,
+    optimizer: OptimizerModel,
 ) -> list[Span]:
     """Each node's optimizer takes stages as their gradients arrive."""
     flush_s = max(offloaded_s.values(), default=0.0)
     free_s: dict[int, float] = defaultdict(float)
     spans: list[Span] = []
     for stage, arrived_s in sorted(offloaded_s.items(), key=lambda item: (item[1], -item[0])):
-        node = plan.backward_stages[stage].device // devices_per_node
-        ready_s = flush_s if optimizer_start is OptimizerStart.FLUSH else arrived_s
+        node = cluster.node_of(plan.backward_stages[stage].device)
+        ready_s = flush_s if optimizer.start is OptimizerStart.FLUSH else arrived_s
         start_s = max(ready_s, free_s[node])
-        duration_s = costs.of(plan.backward_stages[stage].blocks).optimizer_s
+        duration_s = (
+            costs.of(plan.backward_stages[stage].blocks).parameters / cluster.optimizer_rate
+        )
         free_s[node] = start_s + duration_s
         spans.append(
             Span(
@@ -236,10 +231,17 @@ class _Channel:
 class _Clockwork:
     """Advances every device as far as it can go, until all are done."""
 
-    def __init__(self, layout: StageLayout, programs: tuple[Program, ...], costs: Costs) -> None:
+    def __init__(
+        self,
+        layout: StageLayout,
+        programs: tuple[Program, ...],
+        costs: Costs,
+        cluster: Cluster,
+    ) -> None:
         self._layout = layout
         self._programs = programs
         self._costs = costs
+        self._cluster = cluster
         self._clocks = [_Clock() for _ in programs]
         self._channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self._posted_s: dict[Tensor, float] = {}
@@ -328,7 +330,7 @@ class _Clockwork:
                 return None
             start_s = max(sent_s, self._posted_s[moving], channel.free_s)
             channel.free_s = start_s + self._seconds_on_link(moving)
-            self._arrived_s[moving] = channel.free_s + self._costs.latency_s
+            self._arrived_s[moving] = channel.free_s + self._cluster.latency_s
             channel.delivered += 1
             label = f"{moving.kind} {moving.stage} {moving.micro_batch}"
             self._span(
@@ -341,7 +343,7 @@ class _Clockwork:
             last = self._layout.forward[tensor.stage].stop - 1
         else:
             last = self._layout.backward[tensor.stage].start - 1
-        return self._costs.blocks[last].output_s
+        return self._costs.blocks[last].output_bytes / self._cluster.peer_bandwidth
 
     def _send(self, device: int, send: SendActivation | SendGradient | SendCheckpoint) -> bool:
         sent = self._channels[device, send.peer].sent
@@ -357,7 +359,9 @@ class _Clockwork:
         stage = (self._layout.forward if forward else self._layout.backward)[fetch.stage]
         clock = self._clocks[device]
         start_s = max(clock.now_s, clock.fetch_free_s)
-        clock.fetch_free_s = start_s + self._costs.of(stage.blocks).fetch_s
+        clock.fetch_free_s = start_s + (
+            self._costs.of(stage.blocks).weight_bytes / self._cluster.fetch_bandwidth
+        )
         clock.weights_s[fetch.stage, fetch.phase] = clock.fetch_free_s
         label = f"{Opcode.FETCH_WEIGHTS.value} {fetch.stage} {fetch.phase}"
         self._span(Lane.FETCH, device, label, start_s, clock.fetch_free_s)
@@ -367,7 +371,9 @@ class _Clockwork:
         blocks = self._layout.backward[offload.stage].blocks
         clock = self._clocks[device]
         start_s = max(clock.now_s, clock.offload_free_s)
-        clock.offload_free_s = start_s + self._costs.of(blocks).offload_s
+        clock.offload_free_s = start_s + (
+            self._costs.of(blocks).gradient_bytes / self._cluster.offload_bandwidth
+        )
         self.offloaded_s[offload.stage] = clock.offload_free_s
         label = f"{Opcode.OFFLOAD_GRADIENTS.value} {offload.stage}"
         self._span(Lane.OFFLOAD, device, label, start_s, clock.offload_free_s)

@@ -59,6 +59,8 @@ class Keep(StrEnum):
 
     ALL = "all"
     """The autograd graph, for the BACKWARD of the same stage and micro-batch."""
+    SELECTIVE = "selective"
+    """The autograd graph without the outputs of some operators, which a RECOMPUTE makes again."""
     INPUT = "input"
     """No graph; the input checkpoint of every backward stage that starts inside the stage."""
     NONE = "none"
@@ -88,23 +90,26 @@ class Forward(Instruction):
 
     The input is the batch (stage 0), the output of the previous stage where that ran on this
     device, or what ``RecvActivation(stage - 1, micro_batch)`` brought; it waits for the latter.
-    ``keep`` says what stays. The last stage computes the loss, and counts it unless a Recompute
-    will (``keep=input``).
+    ``keep`` says what stays; with ``keep=selective``, ``drop`` names the operators whose outputs do
+    not (as in :class:`penstock.planner.costs.OperatorCost`). The last stage computes the loss, and
+    counts it unless a Recompute will (``keep=input``).
     """
 
     opcode: ClassVar[Opcode] = Opcode.FORWARD
     stage: int
     micro_batch: int
     keep: Keep
+    drop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute(Instruction):
     """Forward of *backward* stage ``stage`` again, with autograd, from its checkpoint.
 
-    Waits for ``RecvCheckpoint(stage, micro_batch)`` if the forward ran elsewhere. Backward stage 0
-    starts from the batch, which every device can read, so it needs no checkpoint. The last stage
-    counts the loss here.
+    After a Forward with ``keep=selective`` only the dropped operators of that Forward, from what it
+    kept; there is no checkpoint then. Otherwise it waits for ``RecvCheckpoint(stage, micro_batch)``
+    if the forward ran elsewhere. Backward stage 0 starts from the batch, which every device can
+    read, so it needs no checkpoint. The last stage counts the loss here.
     """
 
     opcode: ClassVar[Opcode] = Opcode.RECOMPUTE
@@ -129,7 +134,11 @@ class Backward(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardInput(Instruction):
-    """First half of a split backward: the gradient of the input only (p1 of 2BP)."""
+    """First half of a split backward: the gradient of the input only (p1 of 2BP).
+
+    Needs what :class:`Backward` needs, and produces the same input gradient. What the weight
+    gradients need stays on the device until a :class:`BackwardWeight` names the micro-batch.
+    """
 
     opcode: ClassVar[Opcode] = Opcode.BACKWARD_INPUT
     stage: int
@@ -138,7 +147,10 @@ class BackwardInput(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardWeight(Instruction):
-    """Second half of a split backward: weight gradients of several micro-batches (p2 of 2BP)."""
+    """Second half of a split backward: weight gradients of several micro-batches (p2 of 2BP).
+
+    Each must have had its :class:`BackwardInput`. One instruction may take them concatenated.
+    """
 
     opcode: ClassVar[Opcode] = Opcode.BACKWARD_WEIGHT
     stage: int
@@ -268,27 +280,39 @@ class OffloadGradients(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOut(Instruction):
-    """Move ``fraction`` of what a ``keep=all`` forward kept to host memory till :class:`SwapIn`."""
+    """Move ``fraction`` of what a forward kept elsewhere till the matching :class:`SwapIn`.
+
+    Elsewhere is host memory, or the memory of device ``peer`` (BPipe). Does not wait.
+    """
 
     opcode: ClassVar[Opcode] = Opcode.SWAP_OUT
     stage: int
     micro_batch: int
     fraction: float
+    peer: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapIn(Instruction):
-    """Bring back what the matching :class:`SwapOut` moved; the Backward waits for it."""
+    """Bring back what the matching :class:`SwapOut` (same fields) moved.
+
+    Does not wait; the Backward, or the Recompute of dropped operators, does.
+    """
 
     opcode: ClassVar[Opcode] = Opcode.SWAP_IN
     stage: int
     micro_batch: int
     fraction: float
+    peer: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Instruction):
-    """Optimizer update of block ``block`` on the device."""
+    """Optimizer pass over block ``block`` on this device instead of its node's CPU cores.
+
+    Comes after all gradients of the block are final. Reads its state from host memory, writes its
+    next weights there (Deep Optimizer States, section 4).
+    """
 
     opcode: ClassVar[Opcode] = Opcode.UPDATE
     block: int
@@ -331,6 +355,12 @@ _CLASS_OF_CODE = {cls.opcode.value: cls for cls in INSTRUCTIONS}
 _FIELDS_OF_CODE = {
     cls.opcode.value: tuple(f.name for f in dataclasses.fields(cls)) for cls in INSTRUCTIONS
 }
+_DEFAULTS_OF_CODE = {
+    cls.opcode.value: {
+        f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING
+    }
+    for cls in INSTRUCTIONS
+}
 _POSITIONAL = ("stage", "micro_batch", "micro_batches", "block")
 
 
@@ -352,8 +382,14 @@ def _parse_fraction(text: str) -> float:
 
 def _parse_keep(text: str) -> Keep:
     if text not in {keep.value for keep in Keep}:
-        raise ValueError("expected all, input or none")
+        raise ValueError("expected all, selective, input or none")
     return Keep(text)
+
+
+def _parse_operators(text: str) -> tuple[str, ...]:
+    if not re.fullmatch(r"[a-z0-9_]{1,32}(,[a-z0-9_]{1,32}){0,63}", text):
+        raise ValueError("expected names of operators (a-z, 0-9, _) separated by commas")
+    return tuple(text.split(","))
 
 
 def _parse_phase(text: str) -> Phase:
@@ -370,6 +406,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "peer": _parse_index,
     "fraction": _parse_fraction,
     "keep": _parse_keep,
+    "drop": _parse_operators,
     "phase": _parse_phase,
 }
 
@@ -383,11 +420,18 @@ def _format_value(value: Any) -> str:
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """The text form, such as ``F 3 0 keep=all``; :func:`parse_instruction` reads it back."""
-    words = [instruction.opcode.value]
-    for name in _FIELDS_OF_CODE[instruction.opcode.value]:
-        value = _format_value(getattr(instruction, name))
-        words.append(value if name in _POSITIONAL else f"{name}={value}")
+    """The text form, such as ``F 3 0 keep=all``; :func:`parse_instruction` reads it back.
+
+    Optional fields (``drop``, ``peer`` of swaps) are left out where they have their default.
+    """
+    code = instruction.opcode.value
+    defaults = _DEFAULTS_OF_CODE[code]
+    words = [code]
+    for name in _FIELDS_OF_CODE[code]:
+        value = getattr(instruction, name)
+        if name not in defaults or value != defaults[name]:
+            text = _format_value(value)
+            words.append(text if name in _POSITIONAL else f"{name}={text}")
     return " ".join(words)
 
 
@@ -403,12 +447,17 @@ def parse_instruction(text: str, *, line: int | None = None) -> Instruction:
     if cls is None:
         known = " ".join(_CLASS_OF_CODE)
         raise ProtocolError(f"{where}unknown instruction {_clip(code)}; known are {known}")
-    names = _FIELDS_OF_CODE[code]
-    if len(words) != len(names):
-        usage = " ".join([code, *(n if n in _POSITIONAL else f"{n}=…" for n in names)])
+    names, defaults = _FIELDS_OF_CODE[code], _DEFAULTS_OF_CODE[code]
+    required = len(names) - len(defaults)
+    if not required <= len(words) <= len(names):
+        usage = " ".join([code, *(_usage(name, name in defaults) for name in names)])
         raise ProtocolError(f"{where}{_clip(text.strip())}: expected {usage}")
     values: dict[str, Any] = {}
-    for name, word in zip(names, words, strict=True):
+    remaining = list(names)
+    for word in words:
+        name = remaining.pop(0)
+        while name in defaults and not word.startswith(f"{name}=") and remaining:
+            name = remaining.pop(0)
         value = word if name in _POSITIONAL else word.removeprefix(f"{name}=")
         if value is word and name not in _POSITIONAL:
             raise ProtocolError(f"{where}token {_clip(word)}: expected {name}=…")
@@ -426,6 +475,11 @@ def format_program(programs: Iterable[Sequence[Instruction]]) -> str:
         lines.append(f"device {device}:")
         lines.extend(f"  {format_instruction(instruction)}" for instruction in program)
     return "".join(line + "\n" for line in lines)
+
+
+def _usage(name: str, optional: bool) -> str:
+    field = name if name in _POSITIONAL else f"{name}=…"
+    return f"[{field}]" if optional else field
 
 
 def parse_program(text: str) -> tuple[Program, ...]:

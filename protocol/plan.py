@@ -24,6 +24,8 @@ from penstock.protocol.instructions import (
 PLAN_FORMAT = 1
 """Written to and required in plan JSON."""
 
+_FLAGS = ("rebinds_weights", "shards_weights")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRange:
@@ -43,9 +45,18 @@ class StageRange:
 class Plan:
     """One attempt, and one evaluation, of all devices.
 
-    ``forward_stages`` and ``backward_stages`` each cover all blocks, contiguously and in order.
-    ``programs[d]`` is what device ``d`` runs for one attempt, ``evaluation[d]`` for one forward-
-    only pass over as many micro-batches.
+    ``forward_stages`` and ``backward_stages`` are lists of **routes**, one after the other: a route
+    covers all blocks, contiguously and in order, so a stage that starts at block 0 begins the next
+    route. Most plans have one; Chimera's up and down pipelines are two, each with its own copy of
+    the weights, and so are data-parallel replicas. Micro-batch ``m`` takes route ``routes[m]``, or
+    route 0 where ``routes`` is empty. ``programs[d]`` is what device ``d`` runs for one attempt,
+    ``evaluation[d]`` for one forward-only pass over as many micro-batches.
+
+    ``weight_buffers``: stage-sized weight buffers of each device. ``rebinds_weights``: what a
+    forward keeps finds its weights again when they were released and fetched anew; without it, no
+    weights may be released between a forward that keeps its graph and its backward.
+    ``shards_weights``: every FETCH_WEIGHTS is an all-gather over all devices, every
+    REDUCE_GRADIENTS a reduce-scatter (ZeRO-3).
     """
 
     scheme: str
@@ -55,6 +66,15 @@ class Plan:
     backward_stages: tuple[StageRange, ...]
     programs: tuple[Program, ...]
     evaluation: tuple[Program, ...]
+    routes: tuple[int, ...] = ()
+    weight_buffers: int = 2
+    rebinds_weights: bool = False
+    shards_weights: bool = False
+
+    @property
+    def num_routes(self) -> int:
+        """Routes that micro-batches can take."""
+        return sum(stage.start == 0 for stage in self.forward_stages)
 
     @property
     def num_blocks(self) -> int:
@@ -62,11 +82,11 @@ class Plan:
         return self.forward_stages[-1].stop
 
     def forward_stage_of(self, block: int) -> int:
-        """Index of the forward stage that contains ``block``."""
+        """Index of the first route's forward stage that contains ``block``."""
         return _stage_of(self.forward_stages, block)
 
     def backward_stage_of(self, block: int) -> int:
-        """Index of the backward stage that contains ``block``."""
+        """Index of the first route's backward stage that contains ``block``."""
         return _stage_of(self.backward_stages, block)
 
     def owner_device(self, block: int) -> int:
@@ -75,7 +95,7 @@ class Plan:
 
     def checkpoints_of(self, forward_stage: int) -> tuple[int, ...]:
         """Backward stages that start inside a forward stage: those whose input its forward passes
-        through.
+        through. Only for plans with one route.
 
         Backward stage 0 is among those of forward stage 0; its input is the batch, so it is never
         sent.
@@ -102,17 +122,38 @@ class Plan:
                 f"plan: forward stages end at block {self.forward_stages[-1].stop}, backward stages"
                 f" at {self.backward_stages[-1].stop}; both must cover all blocks"
             )
+        self._check_routes()
+        if not 1 <= self.weight_buffers <= MAX_INDEX:
+            raise ConfigError(f"plan: weight_buffers is {self.weight_buffers}, expected 1 or more")
         for name, programs in (("programs", self.programs), ("evaluation", self.evaluation)):
             if len(programs) != self.num_devices:
                 raise ConfigError(
                     f"plan: {name} has {len(programs)} programs for {self.num_devices} devices"
                 )
 
+    def _check_routes(self) -> None:
+        backward_routes = sum(stage.start == 0 for stage in self.backward_stages)
+        if backward_routes != self.num_routes:
+            raise ConfigError(
+                f"plan: forward stages have {self.num_routes} routes, backward stages"
+                f" {backward_routes}; both need the same number"
+            )
+        if self.routes and len(self.routes) != self.num_microbatches:
+            raise ConfigError(
+                f"plan: routes has {len(self.routes)} entries for {self.num_microbatches}"
+                " micro-batches"
+            )
+        for micro_batch, route in enumerate(self.routes):
+            if not 0 <= route < self.num_routes:
+                raise ConfigError(
+                    f"plan: routes[{micro_batch}] is {route}; there are {self.num_routes} routes"
+                )
+
     def to_json(self) -> str:
         """Serialize; :meth:`from_json` reads it back to an equal plan. Instructions are in their
         text form.
         """
-        data = {
+        data: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "scheme": self.scheme,
             "num_devices": self.num_devices,
@@ -122,6 +163,10 @@ class Plan:
             "programs": [[format_instruction(i) for i in program] for program in self.programs],
             "evaluation": [[format_instruction(i) for i in program] for program in self.evaluation],
         }
+        defaults = (("routes", ()), ("weight_buffers", 2), *((name, False) for name in _FLAGS))
+        for name, default in defaults:
+            if getattr(self, name) != default:
+                data[name] = getattr(self, name)
         return json.dumps(data, sort_keys=True, indent=1)
 
     @classmethod
@@ -150,6 +195,9 @@ class Plan:
             backward_stages=_stages(data, "backward_stages"),
             programs=_programs(data, "programs"),
             evaluation=_programs(data, "evaluation"),
+            routes=tuple(_index(r, "routes") for r in _list(data.get("routes", []), "routes")),
+            weight_buffers=_index(data.get("weight_buffers", 2), "weight_buffers"),
+            **{name: _flag(data, name) for name in _FLAGS},
         )
         plan.validate_shape()
         return plan
@@ -170,6 +218,7 @@ def _stage_of(stages: tuple[StageRange, ...], block: int) -> int:
 def _check_ranges(name: str, stages: tuple[StageRange, ...], num_devices: int) -> None:
     if not stages:
         raise ConfigError(f"plan: {name} stages: there are none")
+    num_blocks = stages[-1].stop
     expected = 0
     for index, stage in enumerate(stages):
         if stage.start != expected or stage.stop <= stage.start:
@@ -182,13 +231,20 @@ def _check_ranges(name: str, stages: tuple[StageRange, ...], num_devices: int) -
                 f"plan: {name} stage {index} is on device {stage.device};"
                 f" there are {num_devices} devices"
             )
-        expected = stage.stop
+        expected = 0 if stage.stop == num_blocks else stage.stop
 
 
 def _string(data: dict[str, Any], key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str):
         raise ProtocolError(f"plan: {key} is {_clip(value)}, expected a string")
+    return value
+
+
+def _flag(data: dict[str, Any], key: str) -> bool:
+    value = data.get(key, False)
+    if not isinstance(value, bool):
+        raise ProtocolError(f"plan: {key} is {_clip(value)}, expected true or false")
     return value
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
-from penstock.protocol.instructions import Instruction, Opcode, Program
+from penstock.protocol.instructions import Forward, Instruction, Keep, Opcode, Program
+from penstock.protocol.plan import Plan
 from penstock.workers.attempt import Attempt, Bench, Job, Tally
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.waiting import Interrupted
@@ -34,6 +35,24 @@ class JobResult:
     weights_wait_s: float
 
 
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan whose weights or routes workers cannot hold.
+
+    Raises:
+        ConfigError: naming what the plan has and what workers do.
+    """
+    for what, there, supported in (
+        ("routes", plan.num_routes, 1),
+        ("weight buffers a device", plan.weight_buffers, 2),
+        ("weights bound anew after a release", plan.rebinds_weights, False),
+        ("weights sharded over devices", plan.shards_weights, False),
+    ):
+        if there != supported:
+            raise ConfigError(
+                f"plan: {plan.scheme} has {what}: {there}; workers support {supported}"
+            )
+
+
 def check_program(program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS) -> None:
     """Refuse a program with instructions that workers do not execute.
 
@@ -46,6 +65,11 @@ def check_program(program: Program, handlers: Mapping[Opcode, Handler] = HANDLER
             raise ConfigError(
                 f"plan: instruction {position} is {str(instruction)!r}, and workers do not execute"
                 f" {instruction.opcode.name}; they execute {known}"
+            )
+        if isinstance(instruction, Forward) and instruction.keep is Keep.SELECTIVE:
+            raise ConfigError(
+                f"plan: instruction {position} is {str(instruction)!r}, and workers do not keep"
+                " activations selectively; they support keep=all, input and none"
             )
 
 

@@ -40,7 +40,7 @@ from penstock.workers.devices.base import Device
 from penstock.workers.devices.cpu import CpuDevice
 from penstock.workers.devices.cuda import ALIGNMENT_BYTES, CudaDevice
 from penstock.workers.inbox import Expected, Inbox
-from penstock.workers.interpreter import check_program
+from penstock.workers.interpreter import check_plan, check_program
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.session import Batches
 from penstock.workers.trace import TraceRing
@@ -214,6 +214,7 @@ class EpochWorkshop:
                     f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
                     " stop the run and start it again"
                 )
+        check_plan(plan)
         for program in self._programs(plan):
             check_program(program)
         return plan

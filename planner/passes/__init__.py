@@ -1,24 +1,18 @@
-"""From compute orders to full programs: a chain of small pure passes.
+"""Optimising passes by name; each module of this folder holds those of one paper.
 
-Tied tensors need nothing here: the runtime fetches borrowed tensors with the stage that borrows
-them.
+A pass works on a :class:`~penstock.planner.schedule.Schedule`, before lowering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from penstock.planner.layout import Order, StageLayout
-from penstock.planner.passes.gradients import insert_gradient_offload
-from penstock.planner.passes.transfers import insert_transfers
-from penstock.planner.passes.weights import insert_weights
-from penstock.protocol.instructions import Program
+from penstock.planner.passes.base import Pass, PassContext
 
+_ALL: tuple[Pass, ...] = ()
 
-def complete(layout: StageLayout, orders: Sequence[Order]) -> tuple[Program, ...]:
-    """Insert transfers, gradient offloads and weights into the orders of a scheme, or of an
-    evaluation.
-    """
-    programs = insert_transfers(layout, orders)
-    programs = insert_gradient_offload(programs)
-    return insert_weights(layout, programs)
+PASSES: Mapping[str, Pass] = MappingProxyType({one.name: one for one in _ALL})
+"""Every pass that ``--passes`` can name."""
+
+__all__ = ["PASSES", "Pass", "PassContext"]

@@ -1,7 +1,7 @@
 """What a scheme is: where stages go, and in which order each device computes.
 
-Orders contain FORWARD, RECOMPUTE and BACKWARD only; transfers, weights and gradients are inserted
-by :mod:`penstock.planner.passes`. In every scheme a stage takes its micro-batches in ascending
+Orders contain compute and swap instructions only; transfers, weights and gradients are inserted by
+:mod:`penstock.planner.lowering`. In every scheme a stage takes its micro-batches in ascending
 order, so that gradients accumulate in one order and schemes agree to the last bit where the cut is
 the same.
 """
@@ -12,18 +12,53 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.planner.layout import ComputeInstruction, Order, StageLayout
+from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
 from penstock.protocol.instructions import Backward, Forward, Keep, Recompute
 
-RecomputeMode = Literal["none", "full"]
+RecomputeMode = Literal["none", "full", "selective"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """What forwards keep, and what backwards make again: operators ``drop`` if selective."""
+
+    mode: RecomputeMode
+    drop: tuple[str, ...] = ()
+
+    def forward(self, stage: int, micro_batch: int) -> Forward:
+        """FORWARD that keeps what the mode says."""
+        keep = {"none": Keep.ALL, "full": Keep.INPUT, "selective": Keep.SELECTIVE}[self.mode]
+        return Forward(stage=stage, micro_batch=micro_batch, keep=keep, drop=self.drop)
+
+    def backward(self, stage: int, micro_batch: int) -> Iterable[ComputeInstruction]:
+        """BACKWARD of one micro-batch, after its RECOMPUTE unless everything was kept."""
+        if self.mode != "none":
+            yield Recompute(stage=stage, micro_batch=micro_batch)
+        yield Backward(stage=stage, micro_batch=micro_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Device of every forward stage and of every backward stage."""
+    """Device of every forward stage and of every backward stage, one route after the other."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+
+
+Complaint = tuple[str, str]
+"""A key of the configuration's ``schedule`` or ``train`` section, and what is accepted there."""
+
+
+def any_number(num_microbatches: int, num_devices: int) -> Complaint | None:
+    """No complaint: the scheme works with any number of micro-batches."""
+    del num_microbatches, num_devices
+    return None
+
+
+def one_route(num_microbatches: int) -> tuple[int, ...]:
+    """Every micro-batch takes route 0."""
+    del num_microbatches
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,43 +66,34 @@ class Scheme:
     """A named schedule.
 
     ``default_stages(num_devices, num_blocks, num_forward or None)`` gives the numbers of forward
-    and backward stages. ``check_stages(num_forward, num_backward, num_devices)`` returns ``(key,
-    what is accepted)`` when the scheme cannot work with them. ``recompute_modes`` lists what it
-    supports, the default first.
+    and backward stages *of one route*. ``check_stages(num_forward, num_backward, num_devices)`` and
+    ``check_microbatches(num_microbatches, num_devices)`` return a complaint when the scheme cannot
+    work with them. ``place(num_forward, num_backward, num_devices)`` places the stages of all
+    ``num_routes(num_devices)`` routes; ``routes(num_microbatches)`` distributes micro-batches over
+    them. ``recompute_modes`` lists what it supports, the default first. ``order`` may rely on
+    everything that was checked.
     """
 
     name: str
     recompute_modes: tuple[RecomputeMode, ...]
     default_stages: Callable[[int, int, int | None], tuple[int, int]]
-    check_stages: Callable[[int, int, int], tuple[str, str] | None]
+    check_stages: Callable[[int, int, int], Complaint | None]
     place: Callable[[int, int, int], Placement]
-    order: Callable[[StageLayout, RecomputeMode], tuple[Order, ...]]
+    order: Callable[[StageLayout, Recomputation], tuple[Order, ...]]
+    residency: Residency = Residency.RESIDENT
+    check_microbatches: Callable[[int, int], Complaint | None] = any_number
+    routes: Callable[[int], tuple[int, ...]] = one_route
 
 
-def backward_of(
-    stage: int, micro_batch: int, recompute: RecomputeMode
-) -> Iterable[ComputeInstruction]:
-    """BACKWARD of one micro-batch, after its RECOMPUTE where the scheme recomputes."""
-    if recompute == "full":
-        yield Recompute(stage=stage, micro_batch=micro_batch)
-    yield Backward(stage=stage, micro_batch=micro_batch)
-
-
-def kept_by_forward(recompute: RecomputeMode) -> Keep:
-    """What FORWARD keeps under a recompute mode."""
-    return Keep.INPUT if recompute == "full" else Keep.ALL
-
-
-def all_forward_all_backward(layout: StageLayout, recompute: RecomputeMode) -> tuple[Order, ...]:
+def all_forward_all_backward(layout: StageLayout, recompute: Recomputation) -> tuple[Order, ...]:
     """All forwards of a device, stage by stage, then all its backwards, last stage first (AFAB)."""
     return tuple(_afab(layout, device, recompute) for device in range(layout.num_devices))
 
 
-def _afab(layout: StageLayout, device: int, recompute: RecomputeMode) -> Order:
+def _afab(layout: StageLayout, device: int, recompute: Recomputation) -> Order:
     micro_batches = range(layout.num_microbatches)
-    keep = kept_by_forward(recompute)
     forwards: list[ComputeInstruction] = [
-        Forward(stage=stage, micro_batch=m, keep=keep)
+        recompute.forward(stage, m)
         for stage in layout.forward_stages_on(device)
         for m in micro_batches
     ]
@@ -75,21 +101,9 @@ def _afab(layout: StageLayout, device: int, recompute: RecomputeMode) -> Order:
         instruction
         for stage in layout.backward_stages_on(device)
         for m in micro_batches
-        for instruction in backward_of(stage, m, recompute)
+        for instruction in recompute.backward(stage, m)
     ]
     return tuple(forwards + backwards)
-
-
-def forward_only(layout: StageLayout) -> tuple[Order, ...]:
-    """The evaluation order: every forward stage for all micro-batches, nothing kept."""
-    return tuple(
-        tuple(
-            Forward(stage=stage, micro_batch=m, keep=Keep.NONE)
-            for stage in layout.forward_stages_on(device)
-            for m in range(layout.num_microbatches)
-        )
-        for device in range(layout.num_devices)
-    )
 
 
 def one_stage_per_device(
@@ -103,7 +117,7 @@ def one_stage_per_device(
 
 def require_one_per_device(
     num_forward: int, num_backward: int, num_devices: int
-) -> tuple[str, str] | None:
+) -> Complaint | None:
     """Complaint unless there is one forward and one backward stage per device."""
     if num_forward != num_devices:
         return "forward_stages", f"{num_devices} (one per worker)"

@@ -19,7 +19,7 @@ from penstock.planner.schemes.base import (
 
 SCHEME = Scheme(
     name="gpipe",
-    recompute_modes=("none", "full"),
+    recompute_modes=("none", "full", "selective"),
     default_stages=one_stage_per_device,
     check_stages=require_one_per_device,
     place=round_robin,

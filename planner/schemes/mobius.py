@@ -13,7 +13,8 @@ With m >= p, forward time 1 and backward time b per stage and micro-batch, the p
 
 from __future__ import annotations
 
-from penstock.planner.schemes.base import Scheme, all_forward_all_backward, round_robin
+from penstock.planner.layout import Residency
+from penstock.planner.schemes.base import Complaint, Scheme, all_forward_all_backward, round_robin
 
 
 def _default_stages(num_devices: int, num_blocks: int, num_forward: int | None) -> tuple[int, int]:
@@ -23,7 +24,7 @@ def _default_stages(num_devices: int, num_blocks: int, num_forward: int | None) 
     return num_stages, num_stages
 
 
-def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> tuple[str, str] | None:
+def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> Complaint | None:
     if num_forward % num_devices:
         return "forward_stages", f"a multiple of {num_devices} (the same number on each worker)"
     if num_backward != num_forward:
@@ -38,4 +39,5 @@ SCHEME = Scheme(
     check_stages=_check_stages,
     place=round_robin,
     order=all_forward_all_backward,
+    residency=Residency.STREAMED,
 )

@@ -10,38 +10,34 @@ from __future__ import annotations
 
 from penstock.planner.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.schemes.base import (
-    RecomputeMode,
+    Recomputation,
     Scheme,
-    backward_of,
-    kept_by_forward,
     one_stage_per_device,
     require_one_per_device,
     round_robin,
 )
-from penstock.protocol.instructions import Forward
 
 
-def one_forward_one_backward(layout: StageLayout, recompute: RecomputeMode) -> tuple[Order, ...]:
+def one_forward_one_backward(layout: StageLayout, recompute: Recomputation) -> tuple[Order, ...]:
     """Warm-up forwards, then pairs, then the remaining backwards."""
     return tuple(_device_order(layout, stage, recompute) for stage in range(layout.num_devices))
 
 
-def _device_order(layout: StageLayout, stage: int, recompute: RecomputeMode) -> Order:
+def _device_order(layout: StageLayout, stage: int, recompute: Recomputation) -> Order:
     count = layout.num_microbatches
     warmup = min(layout.num_devices - 1 - stage, count)
     order: list[ComputeInstruction] = []
     for step in range(count + warmup):
         if step < count:
-            keep = kept_by_forward(recompute)
-            order.append(Forward(stage=stage, micro_batch=step, keep=keep))
+            order.append(recompute.forward(stage, step))
         if step >= warmup:
-            order.extend(backward_of(stage, step - warmup, recompute))
+            order.extend(recompute.backward(stage, step - warmup))
     return tuple(order)
 
 
 SCHEME = Scheme(
     name="1f1b",
-    recompute_modes=("none", "full"),
+    recompute_modes=("none", "full", "selective"),
     default_stages=one_stage_per_device,
     check_stages=require_one_per_device,
     place=round_robin,

@@ -18,7 +18,8 @@ figure 8 (whose 25 % counts weight transfers and the optimizer's tail too).
 
 from __future__ import annotations
 
-from penstock.planner.schemes.base import Placement, Scheme, all_forward_all_backward
+from penstock.planner.layout import Residency
+from penstock.planner.schemes.base import Complaint, Placement, Scheme, all_forward_all_backward
 
 _STAGES_PER_DEVICE = 2
 _BACKWARD_PER_FORWARD = 3
@@ -32,7 +33,7 @@ def _default_stages(num_devices: int, num_blocks: int, num_forward: int | None) 
     return num_forward, finer * num_forward
 
 
-def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> tuple[str, str] | None:
+def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> Complaint | None:
     del num_devices
     if num_backward < num_forward:
         return "backward_stages", f"{num_forward} (forward_stages) or more"
@@ -58,4 +59,5 @@ SCHEME = Scheme(
     check_stages=_check_stages,
     place=_place,
     order=all_forward_all_backward,
+    residency=Residency.STREAMED,
 )

@@ -105,7 +105,8 @@ def _mutate(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _retarget(instruction: Instruction, rng: random.Random) -> Instruction:
-    name = rng.choice([field.name for field in dataclasses.fields(instruction)])
+    fields = [f.name for f in dataclasses.fields(instruction) if f.name != "drop"]
+    name = rng.choice(fields)
     value = getattr(instruction, name)
     if isinstance(value, int):
         return dataclasses.replace(instruction, **{name: max(value + rng.choice([-1, 1]), 0)})

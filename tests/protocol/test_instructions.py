@@ -37,6 +37,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "peer": INDEX,
     "fraction": st.floats(min_value=1e-6, max_value=1.0),
     "keep": st.sampled_from(Keep),
+    "drop": st.lists(st.sampled_from(["norm", "silu", "mul_2"]), max_size=3).map(tuple),
     "phase": st.sampled_from(Phase),
 }
 
@@ -63,6 +64,11 @@ def test_one_class_per_opcode() -> None:
         (FetchWeights(stage=1, phase=Phase.BACKWARD), "FW 1 phase=backward"),
         (BackwardWeight(stage=1, micro_batches=(0, 1)), "BW 1 0,1"),
         (SwapOut(stage=1, micro_batch=0, fraction=0.25), "SO 1 0 fraction=0.25"),
+        (SwapOut(stage=1, micro_batch=0, fraction=1.0, peer=3), "SO 1 0 fraction=1.0 peer=3"),
+        (
+            Forward(stage=3, micro_batch=0, keep=Keep.SELECTIVE, drop=("norm", "silu")),
+            "F 3 0 keep=selective drop=norm,silu",
+        ),
     ],
 )
 def test_text_form(instruction: Instruction, text: str) -> None:
@@ -96,7 +102,7 @@ def test_people_may_use_comments_and_semicolons() -> None:
     [
         ("device 0:\n X 1 2", "line 2: unknown instruction 'X'"),
         ("device 0:\n F 0 zero keep=all", "line 2: token 'zero': micro_batch: expected a number"),
-        ("device 0:\n F 0 0 keep=some", "line 2: token 'keep=some': keep: expected all, input"),
+        ("device 0:\n F 0 0 keep=some", "line 2: token 'keep=some': keep: expected all, selective"),
         ("device 0:\n F 0 0 all", "line 2: token 'all': expected keep=…"),
         ("device 0:\n F 0", "line 2: 'F 0': expected F stage micro_batch keep=…"),
         ("device 0:\n F 0 -1 keep=all", "line 2: token '-1': micro_batch"),

@@ -12,9 +12,16 @@ import torch
 
 from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.instructions import Opcode, Update, parse_instruction
+from penstock.protocol.plan import Plan, StageRange
 from penstock.workers.attempt import UnusedWorkError
 from penstock.workers.handlers import HANDLERS
-from penstock.workers.interpreter import InstructionError, JobResult, check_program, run_job
+from penstock.workers.interpreter import (
+    InstructionError,
+    JobResult,
+    check_plan,
+    check_program,
+    run_job,
+)
 from penstock.workers.waiting import Interrupted
 
 TOLERANCE = 1e-6
@@ -280,6 +287,33 @@ def test_unsupported_opcodes_are_refused_before_the_run() -> None:
         ConfigError, match=r"instruction 1 is 'U 3', and workers do not execute UPDATE"
     ):
         check_program(program)
+    with pytest.raises(ConfigError, match="workers do not keep activations selectively"):
+        check_program((parse_instruction("F 0 0 keep=selective drop=norm"),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_buffers": 3}, "weight buffers a device: 3; workers support 2"),
+        ({"rebinds_weights": True}, "bound anew after a release: True"),
+        ({"shards_weights": True}, "sharded over devices: True"),
+        ({"forward_stages": (StageRange(start=0, stop=1, device=0),) * 2}, "routes: 2"),
+    ],
+)
+def test_plans_that_workers_cannot_hold_are_refused(changes: dict[str, Any], message: str) -> None:
+    stages = (StageRange(start=0, stop=1, device=0),)
+    plan = Plan(
+        scheme="gpipe",
+        num_devices=1,
+        num_microbatches=1,
+        forward_stages=stages,
+        backward_stages=stages,
+        programs=((),),
+        evaluation=((),),
+    )
+    check_plan(plan)
+    with pytest.raises(ConfigError, match=message):
+        check_plan(replace(plan, **changes))
 
 
 @pytest.mark.parametrize(

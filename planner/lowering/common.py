@@ -5,12 +5,13 @@ from __future__ import annotations
 from penstock.protocol.instructions import (
     OffloadGradients,
     Program,
+    ReduceGradients,
     SendActivation,
     SendCheckpoint,
     SendGradient,
 )
 
-_FOLLOWERS = SendActivation | SendGradient | SendCheckpoint | OffloadGradients
+_FOLLOWERS = SendActivation | SendGradient | SendCheckpoint | ReduceGradients | OffloadGradients
 
 
 def after_sends(program: Program, position: int) -> int:

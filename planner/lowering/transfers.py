@@ -18,14 +18,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.planner.layout import ComputeInstruction, Order, StageLayout
-from penstock.planner.passes.timing import UnitTimes, unit_times
+from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.timing import OrderTimes, makes, order_times, unit_costs
 from penstock.protocol.instructions import (
     Backward,
+    BackwardInput,
     Forward,
     Instruction,
     Keep,
-    Opcode,
     Program,
     RecvActivation,
     RecvCheckpoint,
@@ -48,23 +48,25 @@ class _Message:
     receive: Instruction
 
 
-_Places = Mapping[tuple[Opcode, int, int], int]
+_Places = Mapping[tuple[str, int, int], int]
 
 
 def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Program, ...]:
     """Compute-only orders -> the same with transfers."""
     places = {
-        (instruction.opcode, instruction.stage, instruction.micro_batch): position
+        key: position
         for order in orders
         for position, instruction in enumerate(order)
+        for key in makes(instruction)
     }
+    times = order_times(layout, orders, unit_costs(layout))
     messages = [
         message
         for device, order in enumerate(orders)
         for position, instruction in enumerate(order)
         for message in _messages(layout, places, device, position, instruction)
     ]
-    posts = _post_positions(messages, unit_times(layout, orders))
+    posts = _post_positions(messages, times)
     return _merge(orders, messages, posts)
 
 
@@ -73,29 +75,36 @@ def _messages(
     places: _Places,
     source: int,
     position: int,
-    instruction: ComputeInstruction,
+    instruction: OrderedInstruction,
 ) -> Iterator[_Message]:
     """What leaves ``source`` after ``instruction``, in sending order."""
     match instruction:
         case Forward(stage=s, micro_batch=m):
-            if s + 1 < len(layout.forward) and (target := layout.forward[s + 1].device) != source:
+            if layout.is_last_forward(s):
+                target = source
+            else:
+                target = layout.forward[s + 1].device
+            if target != source:
                 yield _Message(
                     source=source,
                     target=target,
                     produced=position,
-                    used=places[Opcode.FORWARD, s + 1, m],
+                    used=places["F", s + 1, m],
                     send=SendActivation(stage=s, micro_batch=m, peer=target),
                     receive=RecvActivation(stage=s, micro_batch=m, peer=source),
                 )
             if instruction.keep is Keep.INPUT:
                 yield from _checkpoints(layout, places, source, position, instruction)
-        case Backward(stage=b, micro_batch=m):
-            if b > 0 and (target := layout.backward[b - 1].device) != source:
+        case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
+            if layout.is_first_backward(b):
+                return
+            target = layout.backward[b - 1].device
+            if target != source:
                 yield _Message(
                     source=source,
                     target=target,
                     produced=position,
-                    used=places[Opcode.BACKWARD, b - 1, m],
+                    used=places["B", b - 1, m],
                     send=SendGradient(stage=b, micro_batch=m, peer=target),
                     receive=RecvGradient(stage=b, micro_batch=m, peer=source),
                 )
@@ -105,20 +114,20 @@ def _checkpoints(
     layout: StageLayout, places: _Places, source: int, position: int, forward: Forward
 ) -> Iterator[_Message]:
     m = forward.micro_batch
-    for b in range(len(layout.backward) - 1, 0, -1):
+    for b in reversed(layout.checkpoints_of(forward.stage)):
         target = layout.backward[b].device
-        if target != source and layout.checkpoint_source(b) == forward.stage:
+        if target != source and not layout.is_first_backward(b):
             yield _Message(
                 source=source,
                 target=target,
                 produced=position,
-                used=places[Opcode.RECOMPUTE, b, m],
+                used=places["R", b, m],
                 send=SendCheckpoint(stage=b, micro_batch=m, peer=target),
                 receive=RecvCheckpoint(stage=b, micro_batch=m, peer=source),
             )
 
 
-def _post_positions(messages: Sequence[_Message], times: UnitTimes) -> list[int]:
+def _post_positions(messages: Sequence[_Message], times: OrderTimes) -> list[int]:
     """For each message the compute instruction of its target before which its receive is posted."""
     channels: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, message in enumerate(messages):

@@ -1,0 +1,93 @@
+"""The machines a plan runs on: what moves bytes, how fast, who shares it, and how the CPU optimizer
+works there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Nodes of equal devices. Bandwidths in bytes/s, ``inf`` where something is no limit.
+
+    ``fetch_bandwidth`` and ``offload_bandwidth``: host to device and back, of one device's copy
+    engines. ``devices_per_switch`` devices share a PCIe switch of ``switch_bandwidth`` each way
+    towards the host. ``peer_bandwidth``: between two devices of a node, each way;
+    ``peer_through_host``: such transfers cross the switches and DRAM (no NVLink).
+    ``nic_bandwidth``: of a node, each way, for all transfers to other nodes. ``dram_bandwidth``: of
+    a node, shared by copies, transfers through the host, and the optimizer's threads.
+    ``latency_s`` of a message.
+
+    ``optimizer_rate``: parameters/s that all optimizer cores of a node can process if DRAM is no
+    limit. ``device_optimizer_rate``: parameters/s
+    of an UPDATE on a device, without its copies; ``update_fetch_bytes`` and
+    ``update_offload_bytes``: what it copies per parameter.
+
+    ``device_memory_bytes``, ``host_memory_bytes``: of one device, of one node.
+    """
+
+    devices_per_node: int
+    fetch_bandwidth: float = inf
+    offload_bandwidth: float = inf
+    devices_per_switch: int = 1
+    switch_bandwidth: float = inf
+    peer_bandwidth: float = inf
+    peer_through_host: bool = False
+    nic_bandwidth: float = inf
+    dram_bandwidth: float = inf
+    latency_s: float = 0.0
+    optimizer_rate: float = inf
+    device_optimizer_rate: float = inf
+    update_fetch_bytes: float = 12.0
+    update_offload_bytes: float = 2.0
+    device_memory_bytes: float = inf
+    host_memory_bytes: float = inf
+
+    def node_of(self, device: int) -> int:
+        """The node that a device is in."""
+        return device // self.devices_per_node
+
+    def switch_of(self, device: int) -> int:
+        """The PCIe switch that a device is on, numbered over all nodes."""
+        per_node = -(-self.devices_per_node // self.devices_per_switch)
+        inside = device % self.devices_per_node // self.devices_per_switch
+        return self.node_of(device) * per_node + inside
+
+
+class OptimizerStart(StrEnum):
+    """When optimizer work may begin."""
+
+    OFFLOAD = "offload"
+    """As soon as a stage's gradients are in host memory: what this system and SPipe do."""
+    FLUSH = "flush"
+    """When all gradients of all devices are: the synchronous optimizer of Mobius and Megatron."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerModel:
+    """The optimizer pass of a node's CPU cores.
+
+    ``tail_bytes``: DRAM traffic per parameter of the pass that must end before the step can commit;
+    ``settle_bytes``: of a second pass that runs during the next attempt's forward (0: none). A pass
+    runs at ``Cluster.optimizer_rate``, or slower where its share of DRAM bandwidth is less.
+    """
+
+    start: OptimizerStart = OptimizerStart.OFFLOAD
+    tail_bytes: float = 30.0
+    settle_bytes: float = 0.0
+
+
+ADVANCE = OptimizerModel()
+"""Settle and preview in one pass, per backward stage: what this system normally does."""
+
+PREVIEW_SETTLE = OptimizerModel(tail_bytes=16.0, settle_bytes=26.0)
+"""Preview in the tail, settle during the next forward."""
+
+IN_PLACE = OptimizerModel(tail_bytes=28.0)
+"""SPipe's asynchronous in-place step."""
+
+SYNCHRONOUS = OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=28.0)
+"""The step of Mobius and Megatron-offload: in place, after the last gradient."""

@@ -1,0 +1,44 @@
+"""Insert OFFLOAD_GRADIENTS: a backward stage's gradients leave right after they are final.
+
+That is after its last BACKWARD or BACKWARD_WEIGHT, so that the optimizer starts on a stage while
+the device computes the next one. Data-parallel gradients are reduced first. Optimizer updates on
+the device wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.planner.lowering.common import after_sends
+from penstock.protocol.instructions import (
+    Backward,
+    BackwardWeight,
+    Instruction,
+    OffloadGradients,
+    Program,
+    ReduceGradients,
+)
+
+
+def insert_gradient_offload(
+    programs: Sequence[Program], *, reduces_gradients: bool
+) -> tuple[Program, ...]:
+    """Programs with transfers -> the same with one offload per backward stage."""
+    return tuple(_insert(program, reduces_gradients) for program in programs)
+
+
+def _insert(program: Program, reduces_gradients: bool) -> Program:
+    last = {
+        instruction.stage: position
+        for position, instruction in enumerate(program)
+        if isinstance(instruction, Backward | BackwardWeight)
+    }
+    stages = {after_sends(program, position): stage for stage, position in last.items()}
+    result: list[Instruction] = []
+    for position in range(len(program) + 1):
+        if position in stages:
+            if reduces_gradients:
+                result.append(ReduceGradients(stage=stages[position]))
+            result.append(OffloadGradients(stage=stages[position]))
+        result += program[position : position + 1]
+    return tuple(result)

@@ -1,0 +1,40 @@
+"""What an optimising pass is: a pure function from a schedule to a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.planner.cluster import Cluster
+from penstock.planner.costs import Costs
+from penstock.planner.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassContext:
+    """What passes decide by. ``memory_limit_bytes``: of one device; ``None`` where it is no limit.
+
+    ``hop_s``: what a tensor takes from one device to the next, for decisions by
+    :func:`penstock.planner.timing.order_times`.
+    """
+
+    costs: Costs
+    cluster: Cluster
+    memory_limit_bytes: float | None = None
+    hop_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A named pass. ``summary``: one line for ``--help``, with the paper's section.
+
+    ``run`` returns a schedule that :func:`penstock.planner.validate.validate` accepts once lowered,
+    or the same schedule where there is nothing to do.
+
+    Raises (``run``):
+        ConfigError: the schedule has a shape that the pass cannot work on; says which.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[Schedule, PassContext], Schedule]
