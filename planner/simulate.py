@@ -19,13 +19,16 @@ from typing import Any
 
 from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
 from penstock.planner.costs import Costs
-from penstock.planner.layout import StageLayout
+from penstock.planner.layout import ComputeInstruction, StageLayout
 from penstock.planner.memory import DevicePeak, device_peaks
 from penstock.planner.profile import CPU_COSTS, CostModel, block_costs, cluster_of
 from penstock.planner.tensors import Tensor, TensorKind, endpoints, transferred
+from penstock.planner.timing import seconds_of
 from penstock.protocol.config import Config
 from penstock.protocol.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     FetchWeights,
     Forward,
     Instruction,
@@ -241,6 +244,7 @@ class _Clockwork:
         self._layout = layout
         self._programs = programs
         self._costs = costs
+        self._seconds = seconds_of(layout, costs)
         self._cluster = cluster
         self._clocks = [_Clock() for _ in programs]
         self._channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
@@ -252,6 +256,8 @@ class _Clockwork:
             Forward: self._forward,
             Recompute: self._recompute,
             Backward: self._backward,
+            BackwardInput: self._backward,
+            BackwardWeight: self._backward_weight,
             SendActivation: self._send,
             SendGradient: self._send,
             SendCheckpoint: self._send,
@@ -280,35 +286,42 @@ class _Clockwork:
             raise ValueError(f"devices {stuck} cannot finish; validate the plan first")
 
     def _forward(self, device: int, work: Forward) -> bool:
-        source = Tensor(
-            kind=TensorKind.ACTIVATION, stage=work.stage - 1, micro_batch=work.micro_batch
-        )
-        seconds = self._costs.of(self._layout.forward[work.stage].blocks).forward_s
-        return self._compute(device, work, source, Phase.FORWARD, seconds)
+        source = None
+        if not self._layout.is_first_forward(work.stage):
+            source = Tensor(
+                kind=TensorKind.ACTIVATION, stage=work.stage - 1, micro_batch=work.micro_batch
+            )
+        return self._compute(device, work, source, Phase.FORWARD)
 
     def _recompute(self, device: int, work: Recompute) -> bool:
-        source = Tensor(kind=TensorKind.CHECKPOINT, stage=work.stage, micro_batch=work.micro_batch)
-        seconds = self._costs.of(self._layout.backward[work.stage].blocks).recompute_s
-        return self._compute(device, work, source, Phase.BACKWARD, seconds)
+        source = None
+        if not self._layout.is_first_backward(work.stage):
+            source = Tensor(
+                kind=TensorKind.CHECKPOINT, stage=work.stage, micro_batch=work.micro_batch
+            )
+        return self._compute(device, work, source, Phase.BACKWARD)
 
-    def _backward(self, device: int, work: Backward) -> bool:
-        source = Tensor(
-            kind=TensorKind.GRADIENT, stage=work.stage + 1, micro_batch=work.micro_batch
-        )
-        seconds = self._costs.of(self._layout.backward[work.stage].blocks).backward_s
-        return self._compute(device, work, source, Phase.BACKWARD, seconds)
+    def _backward(self, device: int, work: Backward | BackwardInput) -> bool:
+        source = None
+        if not self._layout.is_last_backward(work.stage):
+            source = Tensor(
+                kind=TensorKind.GRADIENT, stage=work.stage + 1, micro_batch=work.micro_batch
+            )
+        return self._compute(device, work, source, Phase.BACKWARD)
+
+    def _backward_weight(self, device: int, work: BackwardWeight) -> bool:
+        return self._compute(device, work, None, Phase.BACKWARD)
 
     def _compute(
         self,
         device: int,
-        work: Forward | Recompute | Backward,
-        source: Tensor,
+        work: ComputeInstruction,
+        source: Tensor | None,
         phase: Phase,
-        seconds: float,
     ) -> bool:
-        places = endpoints(self._layout, source.kind, source.stage)
+        places = endpoints(self._layout, source.kind, source.stage) if source else None
         input_s: float | None = 0.0
-        if places is not None and places[0] != places[1]:
+        if source is not None and places is not None and places[0] != places[1]:
             input_s = self._arrival(places, source)
         if input_s is None:
             return False
@@ -316,8 +329,8 @@ class _Clockwork:
         weights = clock.weights_s
         fetched_s = weights.get((work.stage, phase), weights.get((work.stage, Phase.FORWARD), 0.0))
         start_s = max(clock.now_s, input_s, fetched_s)
-        clock.now_s = start_s + seconds + self._costs.instruction_s
-        label = f"{work.opcode.value} {work.stage} {work.micro_batch}"
+        clock.now_s = start_s + self._seconds(work)
+        label = str(work).partition(" keep")[0]
         self._span(Lane.COMPUTE, device, label, start_s, clock.now_s)
         return True
 
