@@ -19,6 +19,7 @@ from penstock.protocol.instructions import (
     Forward,
     Keep,
     Recompute,
+    RecomputeAfter,
 )
 
 _UNIT_BLOCK = BlockCost(forward_s=1.0, recompute_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
@@ -139,9 +140,11 @@ def needs(layout: StageLayout, instruction: OrderedInstruction) -> Iterator[_Key
         case Forward(stage=s, micro_batch=m):
             if not layout.is_first_forward(s):
                 yield "F", s - 1, m
-        case Recompute(stage=b, micro_batch=m):
+        case Recompute(stage=b, micro_batch=m, after=after):
             if not layout.is_first_backward(b):
                 yield "F", layout.checkpoint_source(b), m
+            if after is RecomputeAfter.GRADIENT and not layout.is_last_backward(b):
+                yield "B", b + 1, m
         case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
             if not layout.is_last_backward(b):
                 yield "B", b + 1, m

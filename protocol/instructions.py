@@ -67,6 +67,15 @@ class Keep(StrEnum):
     """Nothing; evaluation programs only."""
 
 
+class RecomputeAfter(StrEnum):
+    """What a recomputation waits for."""
+
+    CHECKPOINT = "checkpoint"
+    """Its input only: it can run while the gradient of its output is still on its way."""
+    GRADIENT = "gradient"
+    """The gradient of its output as well: frameworks that recompute inside their backward."""
+
+
 class Phase(StrEnum):
     """Which list of stages a weight buffer belongs to; both lists number their stages from 0."""
 
@@ -109,12 +118,14 @@ class Recompute(Instruction):
     After a Forward with ``keep=selective`` only the dropped operators of that Forward, from what it
     kept; there is no checkpoint then. Otherwise it waits for ``RecvCheckpoint(stage, micro_batch)``
     if the forward ran elsewhere. Backward stage 0 starts from the batch, which every device can
-    read, so it needs no checkpoint. The last stage counts the loss here.
+    read, so it needs no checkpoint. The last stage counts the loss here. With ``after=gradient`` it
+    waits for the gradient that its backward needs, too (no difference to the last stage).
     """
 
     opcode: ClassVar[Opcode] = Opcode.RECOMPUTE
     stage: int
     micro_batch: int
+    after: RecomputeAfter = RecomputeAfter.CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,6 +409,12 @@ def _parse_phase(text: str) -> Phase:
     return Phase(text)
 
 
+def _parse_after(text: str) -> RecomputeAfter:
+    if text not in {after.value for after in RecomputeAfter}:
+        raise ValueError("expected checkpoint or gradient")
+    return RecomputeAfter(text)
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "stage": _parse_index,
     "micro_batch": _parse_index,
@@ -408,6 +425,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep": _parse_keep,
     "drop": _parse_operators,
     "phase": _parse_phase,
+    "after": _parse_after,
 }
 
 
@@ -422,7 +440,7 @@ def _format_value(value: Any) -> str:
 def format_instruction(instruction: Instruction) -> str:
     """The text form, such as ``F 3 0 keep=all``; :func:`parse_instruction` reads it back.
 
-    Optional fields (``drop``, ``peer`` of swaps) are left out where they have their default.
+    Optional fields (``drop``, ``after``, ``peer`` of swaps) are left out where they have their default.
     """
     code = instruction.opcode.value
     defaults = _DEFAULTS_OF_CODE[code]

@@ -20,6 +20,8 @@ from penstock.protocol.instructions import (
     Keep,
     Opcode,
     Phase,
+    Recompute,
+    RecomputeAfter,
     SendActivation,
     SwapOut,
     format_instruction,
@@ -39,6 +41,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "keep": st.sampled_from(Keep),
     "drop": st.lists(st.sampled_from(["norm", "silu", "mul_2"]), max_size=3).map(tuple),
     "phase": st.sampled_from(Phase),
+    "after": st.sampled_from(RecomputeAfter),
 }
 
 
@@ -63,6 +66,8 @@ def test_one_class_per_opcode() -> None:
         (SendActivation(stage=3, micro_batch=1, peer=2), "SA 3 1 peer=2"),
         (FetchWeights(stage=1, phase=Phase.BACKWARD), "FW 1 phase=backward"),
         (BackwardWeight(stage=1, micro_batches=(0, 1)), "BW 1 0,1"),
+        (Recompute(stage=1, micro_batch=0), "R 1 0"),
+        (Recompute(stage=1, micro_batch=0, after=RecomputeAfter.GRADIENT), "R 1 0 after=gradient"),
         (SwapOut(stage=1, micro_batch=0, fraction=0.25), "SO 1 0 fraction=0.25"),
         (SwapOut(stage=1, micro_batch=0, fraction=1.0, peer=3), "SO 1 0 fraction=1.0 peer=3"),
         (
