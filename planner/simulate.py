@@ -37,6 +37,7 @@ from penstock.protocol.instructions import (
     Phase,
     Program,
     Recompute,
+    RecomputeAfter,
     RecvActivation,
     RecvCheckpoint,
     RecvGradient,
@@ -299,7 +300,26 @@ class _Clockwork:
             source = Tensor(
                 kind=TensorKind.CHECKPOINT, stage=work.stage, micro_batch=work.micro_batch
             )
+        if work.after is RecomputeAfter.GRADIENT and not self._await_gradient(device, work):
+            return False
         return self._compute(device, work, source, Phase.BACKWARD)
+
+    def _await_gradient(self, device: int, work: Recompute) -> bool:
+        """Let the device's clock pass the arrival of the gradient that the backward will need."""
+        if self._layout.is_last_backward(work.stage):
+            return True
+        tensor = Tensor(
+            kind=TensorKind.GRADIENT, stage=work.stage + 1, micro_batch=work.micro_batch
+        )
+        places = endpoints(self._layout, tensor.kind, tensor.stage)
+        if places is None or places[0] == places[1]:
+            return True
+        arrived_s = self._arrival(places, tensor)
+        if arrived_s is None:
+            return False
+        clock = self._clocks[device]
+        clock.now_s = max(clock.now_s, arrived_s)
+        return True
 
     def _backward(self, device: int, work: Backward | BackwardInput) -> bool:
         source = None

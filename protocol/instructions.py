@@ -440,7 +440,8 @@ def _format_value(value: Any) -> str:
 def format_instruction(instruction: Instruction) -> str:
     """The text form, such as ``F 3 0 keep=all``; :func:`parse_instruction` reads it back.
 
-    Optional fields (``drop``, ``after``, ``peer`` of swaps) are left out where they have their default.
+    Optional fields (``drop``, ``after``, ``peer`` of swaps) are left out where they have their
+    default.
     """
     code = instruction.opcode.value
     defaults = _DEFAULTS_OF_CODE[code]
