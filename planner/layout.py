@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -11,6 +12,7 @@ from penstock.protocol.instructions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Instruction,
     Recompute,
     SwapIn,
     SwapOut,
@@ -118,9 +120,20 @@ class StageLayout:
             and self.forward[stage] == self.backward[stage]
         )
 
-    def checkpoint_source(self, backward_stage: int) -> int:
-        """Forward stage whose forwards leave the input checkpoint of a backward stage."""
-        return self._checkpoint_sources[backward_stage]
+    def checkpoint_source(self, backward_stage: int, *, skipped: bool = False) -> int:
+        """Forward stage whose forwards leave the input checkpoint of a backward stage.
+
+        That is the stage that contains the backward stage's first block. ``skipped``: its FORWARD
+        is among the :func:`skipped_forwards`; then it is the stage before, if the two boundaries
+        coincide (otherwise that FORWARD is missed, and the answer stays the same).
+        """
+        source = self._checkpoint_sources[backward_stage]
+        begins = self.forward[source].start == self.backward[backward_stage].start
+        return source - 1 if skipped and begins and not self.is_first_forward(source) else source
+
+    def checkpoint_after(self, forward_stage: int) -> int | None:
+        """Backward stage (of the same route) whose input is a forward stage's output, if any."""
+        return self._checkpoints_after[forward_stage]
 
     def checkpoints_of(self, forward_stage: int) -> tuple[int, ...]:
         """Backward stages whose input a forward stage passes through (its route's first, too)."""
@@ -145,6 +158,19 @@ class StageLayout:
             found[source].append(stage)
         return tuple(map(tuple, found))
 
+    @cached_property
+    def _checkpoints_after(self) -> tuple[int | None, ...]:
+        starts = {
+            (route, stage.start): index
+            for index, (route, stage) in enumerate(
+                zip(self.backward_routes, self.backward, strict=True)
+            )
+        }
+        return tuple(
+            starts.get((route, stage.stop))
+            for route, stage in zip(self.forward_routes, self.forward, strict=True)
+        )
+
     def forward_stages_on(self, device: int) -> tuple[int, ...]:
         """Forward stages of a device, in the order of the model."""
         return tuple(i for i, stage in enumerate(self.forward) if stage.device == device)
@@ -153,6 +179,33 @@ class StageLayout:
         """Backward stages of a device, last first: the order in which backward passes can run."""
         found = (i for i, stage in enumerate(self.backward) if stage.device == device)
         return tuple(sorted(found, reverse=True))
+
+
+def skipped_forwards(
+    layout: StageLayout, programs: Iterable[Iterable[Instruction]]
+) -> frozenset[tuple[int, int]]:
+    """FORWARDs (stage, micro-batch) that programs, or orders, leave out.
+
+    Only what somebody needs has to run. A FORWARD whose output is needed as nothing but the
+    checkpoint of the backward stage that recomputes it need not: such a backward stage starts at
+    the same block and takes the output of the forward stage *before* as its checkpoint.
+    """
+    present = {
+        (instruction.stage, instruction.micro_batch)
+        for program in programs
+        for instruction in program
+        if type(instruction) is Forward
+    }
+    if len(present) == sum(
+        len(layout.microbatches_of_route[route]) for route in layout.forward_routes
+    ):
+        return frozenset()
+    return frozenset(
+        (stage, micro_batch)
+        for stage, route in enumerate(layout.forward_routes)
+        for micro_batch in layout.microbatches_of_route[route]
+        if (stage, micro_batch) not in present
+    )
 
 
 def _routes(stages: tuple[StageRange, ...]) -> tuple[int, ...]:

@@ -62,13 +62,22 @@ def transferred(instruction: Send | Receive) -> Tensor:
     )
 
 
-def endpoints(layout: StageLayout, kind: TensorKind, stage: int) -> tuple[int, int] | None:
-    """Devices that produce and consume a tensor; ``None`` when the stage has no such tensor."""
+def endpoints(
+    layout: StageLayout, kind: TensorKind, stage: int, *, skipped: bool = False
+) -> tuple[int, int] | None:
+    """Devices that produce and consume a tensor; ``None`` when the stage has no such tensor.
+
+    ``skipped``: of a checkpoint, that the FORWARD of the stage that contains its block is left out
+    for its micro-batch (:func:`penstock.planner.layout.skipped_forwards`).
+    """
     forward, backward = layout.forward, layout.backward
-    if kind is TensorKind.ACTIVATION and 0 <= stage < len(forward) - 1:
+    if kind is TensorKind.ACTIVATION and 0 <= stage < len(forward):
+        if layout.is_last_forward(stage):
+            return None
         return forward[stage].device, forward[stage + 1].device
-    if kind is TensorKind.GRADIENT and 0 < stage < len(backward):
+    if not 0 <= stage < len(backward) or layout.is_first_backward(stage):
+        return None
+    if kind is TensorKind.GRADIENT:
         return backward[stage].device, backward[stage - 1].device
-    if kind is TensorKind.CHECKPOINT and 0 < stage < len(backward):
-        return forward[layout.checkpoint_source(stage)].device, backward[stage].device
-    return None
+    source = layout.checkpoint_source(stage, skipped=skipped)
+    return forward[source].device, backward[stage].device

@@ -7,11 +7,18 @@ compute times and one latency per hop; links, copies, memory and the optimizer a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.layout import ComputeInstruction, Order, OrderedInstruction, StageLayout
+from penstock.planner.layout import (
+    ComputeInstruction,
+    Order,
+    OrderedInstruction,
+    StageLayout,
+    skipped_forwards,
+)
 from penstock.protocol.instructions import (
     Backward,
     BackwardInput,
@@ -57,34 +64,118 @@ def order_times(
         ValueError: the orders cannot finish: an instruction waits for one that never runs before
             it.
     """
+    numbers = _Numbers(layout, skipped_forwards(layout, orders))
     seconds = seconds_of(layout, costs)
-    ended: dict[_Key, tuple[float, int]] = {}
-    starts: list[list[float]] = [[] for _ in orders]
-    ends: list[list[float]] = [[] for _ in orders]
-    moved = True
-    while moved:
-        moved = False
-        for device, order in enumerate(orders):
-            clock = ends[device][-1] if ends[device] else 0.0
-            for instruction in order[len(ends[device]) :]:
-                start: float | None = clock
-                for key in needs(layout, instruction):
-                    made = ended.get(key)
-                    if made is None:
-                        start = None
-                        break
-                    start = max(start or 0.0, made[0] + (hop_s if made[1] != device else 0.0))
-                if start is None:
-                    break
-                clock = start + seconds(instruction)
-                starts[device].append(start)
-                ends[device].append(clock)
-                for key in makes(instruction):
-                    ended[key] = (clock, device)
-                moved = True
-    if any(len(done) < len(order) for done, order in zip(ends, orders, strict=True)):
+    clocks = [
+        _Clock(
+            seconds=[seconds(instruction) for instruction in order],
+            needs=[numbers.needs(instruction) for instruction in order],
+            makes=[numbers.makes(instruction) for instruction in order],
+        )
+        for order in orders
+    ]
+    made: dict[int, tuple[float, int]] = {}
+    waiting: dict[int, list[int]] = defaultdict(list)
+    ready = list(range(len(orders)))
+    while ready:
+        device = ready.pop()
+        awaited = _advance(clocks[device], device, made, hop_s, waiting, ready)
+        if awaited is not None:
+            waiting[awaited].append(device)
+    if any(len(clock.ends) < len(clock.seconds) for clock in clocks):
         raise ValueError("compute orders wait for each other in a circle, or for work nobody does")
-    return OrderTimes(starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
+    return OrderTimes(
+        starts=tuple(tuple(clock.starts) for clock in clocks),
+        ends=tuple(tuple(clock.ends) for clock in clocks),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Clock:
+    """One device: per instruction its seconds and the numbers of what it needs and makes; times so
+    far.
+    """
+
+    seconds: list[float]
+    needs: list[tuple[int, ...]]
+    makes: list[int]
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    now_s: float = 0.0
+
+
+def _advance(
+    clock: _Clock,
+    device: int,
+    made: dict[int, tuple[float, int]],
+    hop_s: float,
+    waiting: dict[int, list[int]],
+    ready: list[int],
+) -> int | None:
+    """Run a device as far as it goes; returns the number of what it waits for then.
+
+    This is the inner loop of every pass: hence the bare numbers.
+    """
+    now_s = clock.now_s
+    for position in range(len(clock.ends), len(clock.seconds)):
+        start_s = now_s
+        for key in clock.needs[position]:
+            if key not in made:
+                clock.now_s = now_s
+                return key
+            there_s, maker = made[key]
+            if maker != device:
+                there_s += hop_s
+            if there_s > start_s:
+                start_s = there_s
+        now_s = start_s + clock.seconds[position]
+        clock.starts.append(start_s)
+        clock.ends.append(now_s)
+        key = clock.makes[position]
+        if key >= 0:
+            made[key] = (now_s, device)
+            if key in waiting:
+                ready += waiting.pop(key)
+    clock.now_s = now_s
+    return None
+
+
+class _Numbers:
+    """:func:`makes` and :func:`needs` with numbers instead of tuples: -1 for nothing."""
+
+    def __init__(self, layout: StageLayout, skipped: frozenset[tuple[int, int]]) -> None:
+        self._count = count = layout.num_microbatches
+        self._backward = len(layout.forward) * count
+        self._layout = layout
+        self._skipped = skipped
+        self._before = [
+            -1 if stage.start == 0 else (index - 1) * count
+            for index, stage in enumerate(layout.forward)
+        ]
+        self._after = [
+            -1 if layout.is_last_backward(index) else self._backward + (index + 1) * count
+            for index in range(len(layout.backward))
+        ]
+
+    def makes(self, instruction: OrderedInstruction) -> int:
+        if type(instruction) is Forward:
+            return instruction.stage * self._count + instruction.micro_batch
+        if type(instruction) is Backward or type(instruction) is BackwardInput:
+            return self._backward + instruction.stage * self._count + instruction.micro_batch
+        return -1
+
+    def needs(self, instruction: OrderedInstruction) -> tuple[int, ...]:
+        if type(instruction) is Forward:
+            before = self._before[instruction.stage]
+            return (before + instruction.micro_batch,) if before >= 0 else ()
+        if type(instruction) is Backward or type(instruction) is BackwardInput:
+            after = self._after[instruction.stage]
+            return (after + instruction.micro_batch,) if after >= 0 else ()
+        return tuple(map(self._number, needs(self._layout, instruction, self._skipped)))
+
+    def _number(self, key: _Key) -> int:
+        code, stage, micro_batch = key
+        return (0 if code == "F" else self._backward) + stage * self._count + micro_batch
 
 
 def seconds_of(layout: StageLayout, costs: Costs) -> Callable[[OrderedInstruction], float]:
@@ -134,15 +225,23 @@ def makes(instruction: OrderedInstruction) -> Iterator[_Key]:
             yield "B", b, m
 
 
-def needs(layout: StageLayout, instruction: OrderedInstruction) -> Iterator[_Key]:
-    """What an instruction waits for that another device may make."""
+def needs(
+    layout: StageLayout,
+    instruction: OrderedInstruction,
+    skipped: Collection[tuple[int, int]] = (),
+) -> Iterator[_Key]:
+    """What an instruction waits for that another device may make.
+
+    ``skipped``: FORWARDs that the orders leave out.
+    """
     match instruction:
         case Forward(stage=s, micro_batch=m):
             if not layout.is_first_forward(s):
                 yield "F", s - 1, m
         case Recompute(stage=b, micro_batch=m, after=after):
             if not layout.is_first_backward(b):
-                yield "F", layout.checkpoint_source(b), m
+                left_out = (layout.checkpoint_source(b), m) in skipped
+                yield "F", layout.checkpoint_source(b, skipped=left_out), m
             if after is RecomputeAfter.GRADIENT and not layout.is_last_backward(b):
                 yield "B", b + 1, m
         case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):

@@ -4,22 +4,26 @@ Sends follow the instruction that produced the tensor: the activation or gradien
 be waiting for it), then the checkpoints, the one needed first in front. Receives only post a
 buffer; where they are posted decides memory and deadlocks:
 
-- An activation or gradient is posted one compute instruction ahead of its consumer: two buffers. -
-  A checkpoint is posted when its sender sends it (at matching steps, by :mod:`.timing`), at the
-  latest one compute instruction ahead of its RECOMPUTE. - Between two devices, receives are posted
-  in the order of the sends, and everything sent before a tensor is posted before the tensor's
-  consumer. So an ordered channel whose sends wait for their receives cannot block.
+- An activation or gradient is posted one compute instruction ahead of its consumer: two buffers.
+
+- A checkpoint is posted when its sender sends it (at matching steps, by
+  :mod:`penstock.planner.timing`), at the latest one compute instruction ahead of its RECOMPUTE.
+
+- Between two devices, receives are posted in the order of the sends, and everything sent before a
+  tensor is posted before the tensor's consumer. So an ordered channel whose sends wait for their
+  receives cannot block.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
-from penstock.planner.timing import OrderTimes, makes, order_times, unit_costs
+from penstock.planner.tensors import Receive, Send, TensorKind
+from penstock.planner.timing import OrderTimes, order_times, unit_costs
 from penstock.protocol.instructions import (
     Backward,
     BackwardInput,
@@ -27,6 +31,8 @@ from penstock.protocol.instructions import (
     Instruction,
     Keep,
     Program,
+    Recompute,
+    RecomputeAfter,
     RecvActivation,
     RecvCheckpoint,
     RecvGradient,
@@ -34,6 +40,12 @@ from penstock.protocol.instructions import (
     SendCheckpoint,
     SendGradient,
 )
+
+_TRANSFERS: Mapping[TensorKind, tuple[Callable[..., Send], Callable[..., Receive]]] = {
+    TensorKind.ACTIVATION: (SendActivation, RecvActivation),
+    TensorKind.GRADIENT: (SendGradient, RecvGradient),
+    TensorKind.CHECKPOINT: (SendCheckpoint, RecvCheckpoint),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,23 +60,45 @@ class _Message:
     receive: Instruction
 
 
-_Places = Mapping[tuple[str, int, int], int]
+class _Uses:
+    """Where tensors are used: the first position of the instruction that waits for each."""
+
+    def __init__(self, layout: StageLayout, orders: Sequence[Order]) -> None:
+        self._first: dict[tuple[TensorKind, int, int], int] = {}
+        for order in orders:
+            for position, instruction in enumerate(order):
+                self._note(layout, position, instruction)
+
+    def _note(self, layout: StageLayout, position: int, instruction: OrderedInstruction) -> None:
+        first = self._first
+        match instruction:
+            case Forward(stage=s, micro_batch=m):
+                first.setdefault((TensorKind.ACTIVATION, s - 1, m), position)
+            case Recompute(stage=b, micro_batch=m, after=after):
+                first.setdefault((TensorKind.CHECKPOINT, b, m), position)
+                if after is RecomputeAfter.GRADIENT:
+                    first.setdefault((TensorKind.GRADIENT, b + 1, m), position)
+            case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
+                first.setdefault((TensorKind.GRADIENT, b + 1, m), position)
+
+    def of(self, kind: TensorKind, stage: int, micro_batch: int) -> int | None:
+        """``None`` for what nobody uses."""
+        return self._first.get((kind, stage, micro_batch))
 
 
 def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Program, ...]:
-    """Compute-only orders -> the same with transfers."""
-    places = {
-        key: position
-        for order in orders
-        for position, instruction in enumerate(order)
-        for key in makes(instruction)
-    }
+    """Compute-only orders -> the same with transfers.
+
+    Raises:
+        ValueError: the orders cannot finish.
+    """
+    uses = _Uses(layout, orders)
     times = order_times(layout, orders, unit_costs(layout))
     messages = [
         message
         for device, order in enumerate(orders)
         for position, instruction in enumerate(order)
-        for message in _messages(layout, places, device, position, instruction)
+        for message in _messages(layout, uses, device, position, instruction)
     ]
     posts = _post_positions(messages, times)
     return _merge(orders, messages, posts)
@@ -72,59 +106,50 @@ def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Prog
 
 def _messages(
     layout: StageLayout,
-    places: _Places,
+    uses: _Uses,
     source: int,
     position: int,
     instruction: OrderedInstruction,
 ) -> Iterator[_Message]:
     """What leaves ``source`` after ``instruction``, in sending order."""
-    match instruction:
-        case Forward(stage=s, micro_batch=m):
-            if layout.is_last_forward(s):
-                target = source
-            else:
-                target = layout.forward[s + 1].device
-            if target != source:
-                yield _Message(
-                    source=source,
-                    target=target,
-                    produced=position,
-                    used=places["F", s + 1, m],
-                    send=SendActivation(stage=s, micro_batch=m, peer=target),
-                    receive=RecvActivation(stage=s, micro_batch=m, peer=source),
-                )
-            if instruction.keep is Keep.INPUT:
-                yield from _checkpoints(layout, places, source, position, instruction)
-        case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
-            if layout.is_first_backward(b):
-                return
-            target = layout.backward[b - 1].device
-            if target != source:
-                yield _Message(
-                    source=source,
-                    target=target,
-                    produced=position,
-                    used=places["B", b - 1, m],
-                    send=SendGradient(stage=b, micro_batch=m, peer=target),
-                    receive=RecvGradient(stage=b, micro_batch=m, peer=source),
-                )
-
-
-def _checkpoints(
-    layout: StageLayout, places: _Places, source: int, position: int, forward: Forward
-) -> Iterator[_Message]:
-    m = forward.micro_batch
-    for b in reversed(layout.checkpoints_of(forward.stage)):
-        target = layout.backward[b].device
-        if target != source and not layout.is_first_backward(b):
+    for kind, stage, target in _left_by(layout, uses, instruction):
+        assert isinstance(instruction, Forward | Backward | BackwardInput)
+        used = uses.of(kind, stage, instruction.micro_batch)
+        if used is not None and target != source:
+            send, receive = _TRANSFERS[kind]
             yield _Message(
                 source=source,
                 target=target,
                 produced=position,
-                used=places["R", b, m],
-                send=SendCheckpoint(stage=b, micro_batch=m, peer=target),
-                receive=RecvCheckpoint(stage=b, micro_batch=m, peer=source),
+                used=used,
+                send=send(stage=stage, micro_batch=instruction.micro_batch, peer=target),
+                receive=receive(stage=stage, micro_batch=instruction.micro_batch, peer=source),
             )
+
+
+def _left_by(
+    layout: StageLayout, uses: _Uses, instruction: OrderedInstruction
+) -> Iterator[tuple[TensorKind, int, int]]:
+    """Tensors that an instruction makes: kind, stage, and the device that uses it.
+
+    The output of a forward is the next forward's input or, where that is left out, the checkpoint
+    of the backward stage that starts there.
+    """
+    match instruction:
+        case Forward(stage=s, micro_batch=m, keep=keep):
+            if not layout.is_last_forward(s):
+                following = layout.checkpoint_after(s)
+                if uses.of(TensorKind.ACTIVATION, s, m) is not None:
+                    yield TensorKind.ACTIVATION, s, layout.forward[s + 1].device
+                elif following is not None:
+                    yield TensorKind.CHECKPOINT, following, layout.backward[following].device
+            if keep is Keep.INPUT:
+                for b in reversed(layout.checkpoints_of(s)):
+                    if not layout.is_first_backward(b):
+                        yield TensorKind.CHECKPOINT, b, layout.backward[b].device
+        case Backward(stage=b) | BackwardInput(stage=b):
+            if not layout.is_first_backward(b):
+                yield TensorKind.GRADIENT, b, layout.backward[b - 1].device
 
 
 def _post_positions(messages: Sequence[_Message], times: OrderTimes) -> list[int]:
