@@ -1,0 +1,106 @@
+"""A time line for terminals: one row of characters a device, one an optimizer that works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.planner.render.lanes import numbers_of, rows_of
+from penstock.planner.simulate import Lane, Simulation, Span
+
+_MAX_PER_UNIT = 8
+_READABLE = 0.7
+"""A way of naming work is used if at least this share of the pieces has room for it."""
+
+
+def timeline(simulation: Simulation, *, width: int = 100, abstract: bool = False) -> str:
+    """Compute streams of the devices, and the optimizers of the nodes where they take time.
+
+    At most ``width`` characters are the makespan; with ``abstract`` times a whole number of
+    characters is one unit, if there is room. The last line explains the names of the pieces.
+    """
+    rows = [row for row in rows_of(simulation) if row.lane in (Lane.COMPUTE, Lane.OPTIMIZER)]
+    scale = _scale(simulation.makespan_s, width, abstract)
+    spans = [span for row in rows for track in row.tracks for span in track]
+    naming = _choose_naming(spans, scale)
+    lines = []
+    for row in rows:
+        cells = ["."] * max(1, round(simulation.makespan_s * scale))
+        for track in row.tracks:
+            for span in track:
+                _draw(cells, span, scale, naming)
+        name = "optimizer" if row.lane is Lane.OPTIMIZER else "device"
+        lines.append(f"{f'{name} {row.place}':<12}|{''.join(cells)}|")
+    return "\n".join([*lines, _EXPLANATIONS[naming]]) + "\n"
+
+
+def _scale(makespan_s: float, width: int, abstract: bool) -> float:
+    """Characters per second (or unit)."""
+    if makespan_s <= 0.0:
+        return 0.0
+    scale = width / makespan_s
+    if abstract and scale >= 1.0:
+        return float(min(int(scale), _MAX_PER_UNIT))
+    return scale
+
+
+_STAGE_AND_BATCH, _BATCH, _STAGE, _KIND = range(4)
+
+_EXPLANATIONS = {
+    _STAGE_AND_BATCH: "F2:0 is the forward of stage 2 on micro-batch 0; R recompute, B backward"
+    " (BI input, BW weights), U optimizer; '.' idle",
+    _BATCH: "F0 is the forward of micro-batch 0; R recompute, B backward (BI input, BW weights),"
+    " U optimizer of a stage; '.' idle",
+    _STAGE: "F2 is a forward of stage 2; R recompute, B backward (BI input, BW weights),"
+    " U optimizer; '.' idle",
+    _KIND: "F forward, R recompute, B backward (BI input, BW weights), U optimizer; '.' idle",
+}
+
+
+def _choose_naming(spans: Sequence[Span], scale: float) -> int:
+    """The most telling way that most pieces have room for; stages only where devices have some."""
+    compute = [span for span in spans if span.lane is Lane.COMPUTE]
+    pairs = {(span.place, span.label.split()[0], numbers_of(span)[0]) for span in compute}
+    several = len(pairs) > len({(place, code) for place, code, _ in pairs})
+    for naming in (_STAGE_AND_BATCH, _STAGE) if several else (_BATCH,):
+        fitting = sum(len(_name(span, naming)) <= _room(span, scale) for span in compute)
+        if fitting >= _READABLE * len(compute):
+            return naming
+    return _KIND
+
+
+def _name(span: Span, naming: int) -> str:
+    code = span.label.split()[0]
+    stage, batches = numbers_of(span)
+    if span.lane is Lane.OPTIMIZER or (stage is not None and not batches):
+        return f"{code}{stage}"
+    first, _, rest = batches.partition(",")
+    shown = f"{first}+" if rest else first
+    return {
+        _STAGE_AND_BATCH: f"{code}{stage}:{shown}",
+        _BATCH: f"{code}{shown}",
+        _STAGE: f"{code}{stage}",
+        _KIND: code,
+    }[naming]
+
+
+def _room(span: Span, scale: float) -> int:
+    return _edge(span.end_s, scale) - _edge(span.start_s, scale)
+
+
+def _edge(time_s: float, scale: float) -> int:
+    return int(time_s * scale + 0.5)
+
+
+def _draw(cells: list[str], span: Span, scale: float, naming: int) -> None:
+    width = len(cells)
+    first = min(_edge(span.start_s, scale), width - 1)
+    last = max(first + 1, min(_edge(span.end_s, scale), width))
+    code = span.label.split()[0]
+    room = last - first
+    shown = next((n for n in _names(span, naming) if len(n) <= room), code[:room])
+    cells[first:last] = list(shown.ljust(room, code[0].lower()))
+
+
+def _names(span: Span, naming: int) -> Iterable[str]:
+    yield _name(span, naming)
+    yield span.label.split()[0]

@@ -1,0 +1,91 @@
+"""The spans of a simulation, sorted into the rows of a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.planner.simulate import Lane, Simulation, Span
+
+MAX_TRACKS = 3
+"""Spans of one row that overlap are drawn below each other, in at most so many tracks."""
+
+_FAMILY = {"F": "forward", "R": "backward", "B": "backward", "BI": "backward", "BW": "backward"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One resource: a stream of a device, what a device sends, or the optimizer of a node.
+
+    ``tracks``: spans by start, none overlapping another of its track (but in the last).
+    """
+
+    lane: Lane
+    place: int
+    tracks: tuple[tuple[Span, ...], ...]
+
+
+def rows_of(simulation: Simulation) -> tuple[Row, ...]:
+    """Devices first, the compute stream of each above its copies and links, then the nodes.
+
+    Rows with nothing to see (no span takes time) are left out, but for compute streams.
+    """
+    found: dict[tuple[Lane, int], list[Span]] = defaultdict(list)
+    for device in range(len(simulation.devices)):
+        found[Lane.COMPUTE, device] = []
+    for span in simulation.spans:
+        if span.end_s > span.start_s:
+            found[span.lane, span.place].append(span)
+    lanes = list(Lane)
+
+    def position(key: tuple[Lane, int]) -> tuple[bool, int, bool, int]:
+        lane, place = key
+        return lane is Lane.OPTIMIZER, place, lane is not Lane.COMPUTE, lanes.index(lane)
+
+    return tuple(
+        Row(lane=lane, place=place, tracks=_tracks(found[lane, place]))
+        for lane, place in sorted(found, key=position)
+    )
+
+
+def _tracks(spans: Iterable[Span]) -> tuple[tuple[Span, ...], ...]:
+    tracks: list[list[Span]] = [[]]
+    for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
+        slack = 1e-9 * (span.end_s - span.start_s)
+        free = (t for t in tracks if not t or t[-1].end_s <= span.start_s + slack)
+        track = next(free, None)
+        if track is None:
+            track = tracks[-1]
+            if len(tracks) < MAX_TRACKS:
+                tracks.append(track := [])
+        track.append(span)
+    return tuple(map(tuple, tracks))
+
+
+def numbers_of(span: Span) -> tuple[int | None, str]:
+    """Stage (or block) and micro-batches of a span's label: ``F 3 0`` is stage 3, ``"0"``."""
+    words = span.label.split()[1:]
+    stage = int(words[0]) if words and words[0].isdigit() else None
+    batches = words[1] if len(words) > 1 and words[1][:1].isdigit() else ""
+    return stage, batches
+
+
+def shades_of(spans: Sequence[Span]) -> dict[tuple[str, int], tuple[int, int]]:
+    """``(code, stage)`` of one device's work: which of its stages that is, and of how many.
+
+    Forward and backward stages are counted apart: a device's second forward stage has the same
+    shade whether it is stage 4 of 8, or the first of Chimera's other direction.
+    """
+    stages: dict[str, set[int]] = defaultdict(set)
+    codes: set[tuple[str, int]] = set()
+    for span in spans:
+        code, stage = span.label.split(" ", 1)[0], numbers_of(span)[0]
+        if stage is not None and code in _FAMILY:
+            stages[_FAMILY[code]].add(stage)
+            codes.add((code, stage))
+    order = {family: sorted(found) for family, found in stages.items()}
+    return {
+        (code, stage): (order[_FAMILY[code]].index(stage), len(order[_FAMILY[code]]))
+        for code, stage in codes
+    }
