@@ -85,7 +85,8 @@ def _load(path: Path, config: Config) -> Plan:
 class ScheduleRequest:
     """What someone wants scheduled; numbers of stages (of one route) default to the scheme's.
 
-    ``drop`` names the operators that ``recompute="selective"`` makes again.
+    ``stages_per_device``: forward stages of a route on each of its devices, instead of
+    ``forward_stages``. ``drop`` names the operators that ``recompute="selective"`` makes again.
     """
 
     scheme: str
@@ -93,6 +94,7 @@ class ScheduleRequest:
     num_microbatches: int
     forward_stages: int | None = None
     backward_stages: int | None = None
+    stages_per_device: int | None = None
     recompute: RecomputeMode | None = None
     drop: tuple[str, ...] = ()
 
@@ -107,12 +109,13 @@ def build_schedule(request: ScheduleRequest, block_work: Sequence[float]) -> Sch
     """
     scheme = SCHEMES[request.scheme]
     recompute = _recompute(request, scheme)
+    _check_devices(request, scheme, len(block_work))
     num_forward, num_backward = _numbers_of_stages(request, scheme, len(block_work))
-    complaint = scheme.check_microbatches(request.num_microbatches, request.num_devices)
-    if complaint is not None:
+    accepted = scheme.check_microbatches(request.num_microbatches, request.num_devices, num_forward)
+    if accepted is not None:
         raise ConfigError(
-            f"{complaint[0]}: {request.num_microbatches} micro-batches; {scheme.name} with"
-            f" {request.num_devices} workers accepts {complaint[1]}"
+            f"train.global_batch / train.micro_batch = {request.num_microbatches} micro-batches:"
+            f" {scheme.name} with {request.num_devices} workers accepts {accepted}"
         )
     placement = scheme.place(num_forward, num_backward, request.num_devices)
     layout = StageLayout(
@@ -120,13 +123,16 @@ def build_schedule(request: ScheduleRequest, block_work: Sequence[float]) -> Sch
         num_microbatches=request.num_microbatches,
         forward=_cut(block_work, num_forward, placement.forward),
         backward=_cut(block_work, num_backward, placement.backward),
-        routes=scheme.routes(request.num_microbatches),
+        routes=scheme.routes(request.num_microbatches, request.num_devices),
     )
     return Schedule(
         scheme=scheme.name,
         layout=layout,
         orders=scheme.order(layout, recompute),
         residency=scheme.residency,
+        rebinds_weights=scheme.residency is Residency.STREAMED and recompute.mode != "full",
+        shards_weights=scheme.shards_weights,
+        reduces_gradients=scheme.reduces_gradients,
     )
 
 
@@ -134,7 +140,7 @@ def _recompute(request: ScheduleRequest, scheme: Scheme) -> Recomputation:
     mode = request.recompute or scheme.recompute_modes[0]
     if mode not in scheme.recompute_modes:
         why = (
-            "releases weights between forward and backward, so it cannot keep activations"
+            "runs forward and backward of a block on different devices, so it keeps no activations"
             if scheme.residency is Residency.STREAMED
             else "does not recompute this way"
         )
@@ -147,31 +153,56 @@ def _recompute(request: ScheduleRequest, scheme: Scheme) -> Recomputation:
     return Recomputation(mode=mode, drop=request.drop)
 
 
-def _numbers_of_stages(
-    request: ScheduleRequest, scheme: Scheme, num_blocks: int
-) -> tuple[int, int]:
+def _check_devices(request: ScheduleRequest, scheme: Scheme, num_blocks: int) -> None:
     num_devices = request.num_devices
-    if num_devices > num_blocks:
+    if num_devices > num_blocks and not scheme.whole_model_per_device:
         raise ConfigError(
             f"cluster.workers: {num_devices} workers in all for {num_blocks} blocks; at most"
             f" {num_blocks} workers can be used"
         )
-    if request.forward_stages is not None:
-        _check_maximum("forward_stages", request.forward_stages, num_blocks)
+    accepted = scheme.check_devices(num_devices)
+    if accepted is not None:
+        raise ConfigError(
+            f"cluster.workers: {num_devices} workers in all; {scheme.name} accepts {accepted}"
+        )
+
+
+def _numbers_of_stages(
+    request: ScheduleRequest, scheme: Scheme, num_blocks: int
+) -> tuple[int, int]:
+    forward_stages = _forward_stages(request, scheme)
+    if forward_stages is not None:
+        _check_maximum("forward_stages", forward_stages, num_blocks)
     num_forward, num_backward = scheme.default_stages(
-        num_devices, num_blocks, request.forward_stages
+        request.num_devices, num_blocks, forward_stages
     )
     if request.backward_stages is not None:
         _check_maximum("backward_stages", request.backward_stages, num_blocks)
         num_backward = request.backward_stages
-    complaint = scheme.check_stages(num_forward, num_backward, num_devices)
+    complaint = scheme.check_stages(num_forward, num_backward, request.num_devices)
     if complaint is not None:
         key, accepted = complaint
         value = num_forward if key == "forward_stages" else num_backward
         raise ConfigError(
-            f"schedule.{key} = {value}: {scheme.name} with {num_devices} workers accepts {accepted}"
+            f"schedule.{key} = {value}: {scheme.name} with {request.num_devices} workers accepts"
+            f" {accepted}"
         )
+    _check_maximum("forward_stages", num_forward, num_blocks)
     return num_forward, num_backward
+
+
+def _forward_stages(request: ScheduleRequest, scheme: Scheme) -> int | None:
+    """The number of forward stages that was asked for, in one of two ways."""
+    if request.stages_per_device is None:
+        return request.forward_stages
+    devices_of_a_route = 1 if scheme.whole_model_per_device else request.num_devices
+    forward_stages = request.stages_per_device * devices_of_a_route
+    if request.forward_stages not in (None, forward_stages):
+        raise ConfigError(
+            f"stages_per_device = {request.stages_per_device}: gives {forward_stages} forward"
+            f" stages, but schedule.forward_stages = {request.forward_stages}; give one of them"
+        )
+    return forward_stages
 
 
 def _check_maximum(key: str, value: int, num_blocks: int) -> None:

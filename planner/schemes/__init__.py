@@ -5,12 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.planner.schemes import gpipe, mobius, one_f_one_b, spipe
+from penstock.planner.schemes import (
+    chimera,
+    gpipe,
+    hanayo,
+    interleaved,
+    mobius,
+    naive,
+    one_f_one_b,
+    spipe,
+    zb_h1,
+)
 from penstock.planner.schemes.base import Placement, Recomputation, RecomputeMode, Scheme
 
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
-    {s.name: s for s in (gpipe.SCHEME, one_f_one_b.SCHEME, mobius.SCHEME, spipe.SCHEME)}
+_ALL = (
+    naive.SCHEME,
+    gpipe.SCHEME,
+    one_f_one_b.SCHEME,
+    one_f_one_b.SCHEME_2,
+    interleaved.SCHEME,
+    chimera.SCHEME,
+    hanayo.SCHEME,
+    zb_h1.SCHEME,
+    mobius.SCHEME,
+    spipe.SCHEME,
 )
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _ALL})
 """Every scheme that ``schedule.scheme`` can name."""
 
 __all__ = ["SCHEMES", "Placement", "Recomputation", "RecomputeMode", "Scheme"]

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
-from penstock.protocol.instructions import Backward, Forward, Keep, Recompute
+from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Keep,
+    Recompute,
+)
 
 RecomputeMode = Literal["none", "full", "selective"]
 
@@ -36,6 +43,17 @@ class Recomputation:
             yield Recompute(stage=stage, micro_batch=micro_batch)
         yield Backward(stage=stage, micro_batch=micro_batch)
 
+    def backward_input(self, stage: int, micro_batch: int) -> Iterable[ComputeInstruction]:
+        """BACKWARD_INPUT of one micro-batch, after its RECOMPUTE unless everything was kept."""
+        if self.mode != "none":
+            yield Recompute(stage=stage, micro_batch=micro_batch)
+        yield BackwardInput(stage=stage, micro_batch=micro_batch)
+
+
+def backward_weight(stage: int, micro_batch: int) -> BackwardWeight:
+    """BACKWARD_WEIGHT of one micro-batch."""
+    return BackwardWeight(stage=stage, micro_batches=(micro_batch,))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -49,15 +67,21 @@ Complaint = tuple[str, str]
 """A key of the configuration's ``schedule`` or ``train`` section, and what is accepted there."""
 
 
-def any_number(num_microbatches: int, num_devices: int) -> Complaint | None:
-    """No complaint: the scheme works with any number of micro-batches."""
-    del num_microbatches, num_devices
+def any_devices(num_devices: int) -> str | None:
+    """No complaint: the scheme works on any number of devices."""
+    del num_devices
     return None
 
 
-def one_route(num_microbatches: int) -> tuple[int, ...]:
+def any_microbatches(num_microbatches: int, num_devices: int, num_forward: int) -> str | None:
+    """No complaint: the scheme works with any number of micro-batches."""
+    del num_microbatches, num_devices, num_forward
+    return None
+
+
+def one_route(num_microbatches: int, num_devices: int) -> tuple[int, ...]:
     """Every micro-batch takes route 0."""
-    del num_microbatches
+    del num_microbatches, num_devices
     return ()
 
 
@@ -65,13 +89,19 @@ def one_route(num_microbatches: int) -> tuple[int, ...]:
 class Scheme:
     """A named schedule.
 
-    ``default_stages(num_devices, num_blocks, num_forward or None)`` gives the numbers of forward
-    and backward stages *of one route*. ``check_stages(num_forward, num_backward, num_devices)`` and
-    ``check_microbatches(num_microbatches, num_devices)`` return a complaint when the scheme cannot
-    work with them. ``place(num_forward, num_backward, num_devices)`` places the stages of all
-    ``num_routes(num_devices)`` routes; ``routes(num_microbatches)`` distributes micro-batches over
-    them. ``recompute_modes`` lists what it supports, the default first. ``order`` may rely on
-    everything that was checked.
+    Numbers of stages are those *of one route* everywhere. ``default_stages(num_devices, num_blocks,
+    num_forward or None)`` gives the numbers of forward and backward stages.
+    ``check_stages(num_forward, num_backward, num_devices)`` returns a complaint when the scheme
+    cannot work with them. ``check_devices(num_devices)`` and ``check_microbatches(num_microbatches,
+    num_devices, num_forward)`` return what the scheme accepts instead, or ``None``.
+    ``place(num_forward, num_backward, num_devices)`` places the stages of all routes;
+    ``routes(num_microbatches, num_devices)`` distributes micro-batches over them.
+    ``recompute_modes`` lists what it supports, the default first. ``order`` may rely on everything
+    that was checked.
+
+    ``whole_model_per_device``: a route has all its stages on one device (data parallelism); else
+    every device has a share of every route. ``shards_weights`` and ``reduces_gradients`` as in
+    :class:`~penstock.planner.schedule.Schedule`.
     """
 
     name: str
@@ -81,8 +111,12 @@ class Scheme:
     place: Callable[[int, int, int], Placement]
     order: Callable[[StageLayout, Recomputation], tuple[Order, ...]]
     residency: Residency = Residency.RESIDENT
-    check_microbatches: Callable[[int, int], Complaint | None] = any_number
-    routes: Callable[[int], tuple[int, ...]] = one_route
+    check_devices: Callable[[int], str | None] = any_devices
+    check_microbatches: Callable[[int, int, int], str | None] = any_microbatches
+    routes: Callable[[int, int], tuple[int, ...]] = one_route
+    whole_model_per_device: bool = False
+    shards_weights: bool = False
+    reduces_gradients: bool = False
 
 
 def all_forward_all_backward(layout: StageLayout, recompute: Recomputation) -> tuple[Order, ...]:
@@ -109,9 +143,18 @@ def _afab(layout: StageLayout, device: int, recompute: Recomputation) -> Order:
 def one_stage_per_device(
     num_devices: int, num_blocks: int, num_forward: int | None
 ) -> tuple[int, int]:
-    """Default numbers of stages of the schemes that keep a stage's weights on its device."""
+    """Default numbers of stages: one per device."""
     del num_blocks
     num_stages = num_devices if num_forward is None else num_forward
+    return num_stages, num_stages
+
+
+def two_stages_per_device(
+    num_devices: int, num_blocks: int, num_forward: int | None
+) -> tuple[int, int]:
+    """Default numbers of stages: two per device, one where blocks are too few."""
+    per_device = 2 if 2 * num_devices <= num_blocks else 1
+    num_stages = per_device * num_devices if num_forward is None else num_forward
     return num_stages, num_stages
 
 
@@ -121,6 +164,29 @@ def require_one_per_device(
     """Complaint unless there is one forward and one backward stage per device."""
     if num_forward != num_devices:
         return "forward_stages", f"{num_devices} (one per worker)"
+    return require_as_many_backward(num_forward, num_backward)
+
+
+def require_two_per_device(
+    num_forward: int, num_backward: int, num_devices: int
+) -> Complaint | None:
+    """Complaint unless there are two forward and two backward stages per device."""
+    if num_forward != 2 * num_devices:
+        return "forward_stages", f"{2 * num_devices} (two per worker)"
+    return require_as_many_backward(num_forward, num_backward)
+
+
+def require_same_on_each_device(
+    num_forward: int, num_backward: int, num_devices: int
+) -> Complaint | None:
+    """Complaint unless each device can have the same number of stages, the same both ways."""
+    if num_forward % num_devices:
+        return "forward_stages", f"a multiple of {num_devices} (the same number on each worker)"
+    return require_as_many_backward(num_forward, num_backward)
+
+
+def require_as_many_backward(num_forward: int, num_backward: int) -> Complaint | None:
+    """Complaint unless forward and backward stages are as many."""
     if num_backward != num_forward:
         return "backward_stages", f"{num_forward} (the same as forward_stages)"
     return None
@@ -131,4 +197,13 @@ def round_robin(num_forward: int, num_backward: int, num_devices: int) -> Placem
     return Placement(
         forward=tuple(i % num_devices for i in range(num_forward)),
         backward=tuple(i % num_devices for i in range(num_backward)),
+    )
+
+
+def wave(num_forward: int, num_backward: int, num_devices: int) -> Placement:
+    """Stages go down the devices and up again: 0, 1, … N - 1, N - 1, … 1, 0, 0, 1, …"""
+    turn = (*range(num_devices), *reversed(range(num_devices)))
+    return Placement(
+        forward=tuple(turn[i % len(turn)] for i in range(num_forward)),
+        backward=tuple(turn[i % len(turn)] for i in range(num_backward)),
     )

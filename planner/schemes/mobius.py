@@ -5,7 +5,8 @@ described in section 2.2 of the SPipe paper. Stage i is on device i mod p. A dev
 forwards of its first stage, of its second stage, …, then the backwards of its last stage, … with
 recomputation. Weights of the next stage arrive while the current one computes: two stage-sized
 buffers. Each device keeps the input checkpoints of its k stages for all m micro-batches, and the
-activations of one.
+activations of one. Without full recomputation (figure 17 of the SPipe paper) it keeps the
+activations of all k m instead, and their weights are bound anew for the backward.
 
 With m >= p, forward time 1 and backward time b per stage and micro-batch, the pipeline takes k m (1
 + b) + (p - 1) (1 + b), so the bubble is (p - 1) / (k m + p - 1): with (p, k, m) = (4, 2, 4) 27 %.
@@ -14,29 +15,19 @@ With m >= p, forward time 1 and backward time b per stage and micro-batch, the p
 from __future__ import annotations
 
 from penstock.planner.layout import Residency
-from penstock.planner.schemes.base import Complaint, Scheme, all_forward_all_backward, round_robin
-
-
-def _default_stages(num_devices: int, num_blocks: int, num_forward: int | None) -> tuple[int, int]:
-    """Two stages per device, one where blocks are too few."""
-    per_device = 2 if 2 * num_devices <= num_blocks else 1
-    num_stages = per_device * num_devices if num_forward is None else num_forward
-    return num_stages, num_stages
-
-
-def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> Complaint | None:
-    if num_forward % num_devices:
-        return "forward_stages", f"a multiple of {num_devices} (the same number on each worker)"
-    if num_backward != num_forward:
-        return "backward_stages", f"{num_forward} (the same as forward_stages)"
-    return None
-
+from penstock.planner.schemes.base import (
+    Scheme,
+    all_forward_all_backward,
+    require_same_on_each_device,
+    round_robin,
+    two_stages_per_device,
+)
 
 SCHEME = Scheme(
     name="mobius",
-    recompute_modes=("full",),
-    default_stages=_default_stages,
-    check_stages=_check_stages,
+    recompute_modes=("full", "none", "selective"),
+    default_stages=two_stages_per_device,
+    check_stages=require_same_on_each_device,
     place=round_robin,
     order=all_forward_all_backward,
     residency=Residency.STREAMED,

@@ -4,36 +4,22 @@ Source: Fan et al., "DAPPLE", 2021; Narayanan et al., "Memory-Efficient Pipeline
 Training", 2021. Device d of p starts with min(p - 1 - d, m) forwards. The bubble is that of GPipe,
 (p - 1) / (m + p - 1), but device d keeps at most min(p - d, m) micro-batches. Its weights stay on
 the device (one buffer).
+
+``1f1b-2`` is the same with 2 p micro-batches and nothing else (2BP paper, section 3: "1F1B-2"; its
+"1F1B-1" is 1F1B with p); its bubble is (p - 1) / (3 p - 1).
 """
 
 from __future__ import annotations
 
-from penstock.planner.layout import ComputeInstruction, Order, StageLayout
+from dataclasses import replace
+
+from penstock.planner.schemes.alternating import alternating_orders
 from penstock.planner.schemes.base import (
-    Recomputation,
     Scheme,
     one_stage_per_device,
     require_one_per_device,
     round_robin,
 )
-
-
-def one_forward_one_backward(layout: StageLayout, recompute: Recomputation) -> tuple[Order, ...]:
-    """Warm-up forwards, then pairs, then the remaining backwards."""
-    return tuple(_device_order(layout, stage, recompute) for stage in range(layout.num_devices))
-
-
-def _device_order(layout: StageLayout, stage: int, recompute: Recomputation) -> Order:
-    count = layout.num_microbatches
-    warmup = min(layout.num_devices - 1 - stage, count)
-    order: list[ComputeInstruction] = []
-    for step in range(count + warmup):
-        if step < count:
-            order.append(recompute.forward(stage, step))
-        if step >= warmup:
-            order.extend(recompute.backward(stage, step - warmup))
-    return tuple(order)
-
 
 SCHEME = Scheme(
     name="1f1b",
@@ -41,5 +27,15 @@ SCHEME = Scheme(
     default_stages=one_stage_per_device,
     check_stages=require_one_per_device,
     place=round_robin,
-    order=one_forward_one_backward,
+    order=alternating_orders,
 )
+
+
+def _twice_as_many(num_microbatches: int, num_devices: int, num_forward: int) -> str | None:
+    del num_forward
+    if num_microbatches != 2 * num_devices:
+        return f"{2 * num_devices} (two per worker); 1f1b accepts any number"
+    return None
+
+
+SCHEME_2 = replace(SCHEME, name="1f1b-2", check_microbatches=_twice_as_many)

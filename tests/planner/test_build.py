@@ -86,10 +86,6 @@ def test_stages_are_balanced_by_forward_work(make_table: Tables, make_config: Co
             r"schedule\.backward_stages = 8: mobius .* accepts 4 \(the same as forward_stages\)",
         ),
         (
-            {"scheme": "mobius", "recompute": "none"},
-            r"schedule\.recompute = 'none': mobius .* accepted: full",
-        ),
-        (
             {"scheme": "spipe", "recompute": "none"},
             r"schedule\.recompute = 'none': spipe .* accepted: full",
         ),

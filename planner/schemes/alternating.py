@@ -1,0 +1,92 @@
+"""What all 1F1B orders share: warm-up forwards, pairs of forward and backward, what is left.
+
+A device has V chunks, chunk c being stage ``c p + d`` of the model. Micro-batches go through a
+device's chunks in rounds of ``g``: g micro-batches through chunk 0, the same g through chunk 1, …,
+then the next g; backwards the same from the last chunk. With one chunk this is plain 1F1B.
+Split backward: BACKWARD_WEIGHT of device d lags d backwards behind (ZB-H1), so that all devices
+keep about as much; the rest fills the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.planner.layout import ComputeInstruction, Order, StageLayout
+from penstock.planner.schemes.base import Recomputation, backward_weight
+
+
+def round_size(num_microbatches: int, num_devices: int) -> int | None:
+    """Micro-batches of a round: as many as devices, or more if that makes all rounds equal.
+
+    ``None`` where they cannot be equal. Megatron admits multiples of the number of devices only;
+    torch.distributed.pipelining admits whatever fits into rounds of one size, and so do we.
+    """
+    rounds = max(1, num_microbatches // num_devices)
+    return None if num_microbatches % rounds else num_microbatches // rounds
+
+
+def equal_rounds(num_microbatches: int, num_devices: int, num_forward: int) -> str | None:
+    """Complaint unless several chunks per device can take micro-batches in equal rounds."""
+    if num_forward == num_devices or round_size(num_microbatches, num_devices) is not None:
+        return None
+    below = num_microbatches // num_devices * num_devices
+    return (
+        f"rounds of equal size, one for each {num_devices} micro-batches; next to this"
+        f" {below} or {below + num_devices}"
+    )
+
+
+def alternating_orders(
+    layout: StageLayout, recompute: Recomputation, *, lead: int = 1, split: bool = False
+) -> tuple[Order, ...]:
+    """Orders of all devices.
+
+    A device starts ``lead`` forwards more than the next device; the last one with a round of each
+    chunk but one.
+    """
+    return tuple(
+        _device_order(layout, device, recompute, lead, split)
+        for device in range(layout.num_devices)
+    )
+
+
+def _device_order(
+    layout: StageLayout, device: int, recompute: Recomputation, lead: int, split: bool
+) -> Order:
+    forwards = list(_rounds(layout, device))
+    backwards = list(_rounds(layout, device, last_first=True))
+    further_chunks = len(layout.forward) // layout.num_devices - 1
+    warmup = further_chunks * _round(layout) + lead * (layout.num_devices - 1 - device)
+    warmup = min(warmup, len(forwards))
+    order: list[ComputeInstruction] = []
+    for step in range(len(forwards) + warmup):
+        if step < len(forwards):
+            order.append(recompute.forward(*forwards[step]))
+        done = step - warmup
+        if done >= 0 and not split:
+            order.extend(recompute.backward(*backwards[done]))
+        elif done >= 0:
+            order.extend(recompute.backward_input(*backwards[done]))
+            if done >= device:
+                order.append(backward_weight(*backwards[done - device]))
+    if split:
+        rest = max(len(backwards) - device, 0)
+        order.extend(backward_weight(*which) for which in backwards[rest:])
+    return tuple(order)
+
+
+def _round(layout: StageLayout) -> int:
+    """Micro-batches of a round; with one chunk its size changes nothing."""
+    return round_size(layout.num_microbatches, layout.num_devices) or layout.num_microbatches
+
+
+def _rounds(
+    layout: StageLayout, device: int, *, last_first: bool = False
+) -> Iterator[tuple[int, int]]:
+    """(stage, micro-batch) in the order in which a device takes them."""
+    stages = range(device, len(layout.forward), layout.num_devices)
+    size = _round(layout)
+    for first in range(0, layout.num_microbatches, size):
+        for stage in reversed(stages) if last_first else stages:
+            for micro_batch in range(first, first + size):
+                yield stage, micro_batch
