@@ -1,0 +1,271 @@
+"""Costs from data sheets: counted by hand where that is possible, else the published sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.planner.analytic import ADAM_STATE_BYTES, analytic_costs
+from penstock.planner.catalogue import GPUS, MODELS, LanguageModel
+from penstock.planner.cluster import Cluster
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.sources import AnalyticSource, UnitCosts, parse_costs
+from penstock.protocol.errors import ConfigError
+
+
+def _billions(name: str) -> float:
+    return round(MODELS[name].num_parameters / 1e9, 2)
+
+
+def test_models_have_the_published_numbers_of_parameters() -> None:
+    published = {
+        "llama2-7b": 6.74,
+        "llama2-13b": 13.02,
+        "llama2-70b": 68.98,
+        "llama3-8b": 8.03,
+        "llama3-70b": 70.55,
+        "llama3-405b": 405.85,
+        "llama3-1b": 1.24,
+        "gpt3-1.3b": 1.32,
+        "gpt3-175b": 174.6,
+    }
+    assert {name: _billions(name) for name in published} == published
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{family}-{size}b" for family in ("llama2", "gpt3") for size in (13, 18, 23, 28)),
+        *(f"spipe-{size}b" for size in (10, 19, 30, 40, 52, 69, 88, 110)),
+        "megatron-8.3b",
+        "gpt-10b",
+    ],
+)
+def test_models_of_the_papers_have_the_size_in_their_name(name: str) -> None:
+    size = float(name.rpartition("-")[2].removesuffix("b"))
+    assert _billions(name) == pytest.approx(size, rel=0.03)
+
+
+def test_gpus() -> None:
+    assert {gpu.name: (gpu.peak_flops / 1e12, gpu.memory_bytes / 1e9) for gpu in GPUS.values()} == {
+        "V100-16": (125, 16),
+        "V100-32": (125, 32),
+        "V100-PCIE-32": (112, 32),
+        "A100-40": (312, 40),
+        "A100-80": (312, 80),
+        "A800-PCIE-80": (312, 80),
+        "RTX3090": (71, 24),
+        "RTX4090": (165, 24),
+        "H100": (989, 80),
+        "H200": (989, 141),
+    }
+
+
+def _layer(model: str, *, gpu: str = "A100-80", sequence: int = 1024, **options: bool) -> BlockCost:
+    found = analytic_costs(gpu, model, sequence_length=sequence, micro_batch=2, **options)
+    return found.costs.blocks[1]
+
+
+def test_activations_of_gpt_are_those_of_korthikanti() -> None:
+    """34 s b h + 5 a s² b without flash attention (their equation 1)."""
+    h, a, s, b = 4096, 32, 1024, 2
+    layer = _layer("gpt3-6.7b", flash=False)
+    assert layer.activation_bytes == 34 * s * b * h + 5 * a * s * s * b
+
+
+def test_activations_of_llama() -> None:
+    """16 h + 8 f a token with flash attention, and its fp32 number per head."""
+    h, f, a, tokens = 4096, 11008, 32, 2048
+    layer = _layer("llama2-7b")
+    assert layer.activation_bytes == (16 * h + 8 * f + 4 * a) * tokens
+    assert layer.deferred_bytes == (16 * h + 6 * f) * tokens
+
+
+def test_operators_make_up_a_block() -> None:
+    layer = _layer("llama2-7b")
+    assert [op.name for op in layer.operators] == [
+        *("norm", "qkv", "attention_core", "attention_output"),
+        *("norm", "gate", "up", "silu", "mul", "down"),
+    ]
+    kept = sum(op.activation_bytes for op in layer.operators)
+    assert kept + layer.output_bytes == layer.activation_bytes
+    assert sum(op.forward_s for op in layer.operators) == pytest.approx(layer.forward_s)
+    assert layer.recompute_s == layer.forward_s
+
+
+def test_cost_effective_operators_are_cheap_and_large() -> None:
+    """Obscura, section 8: about 40 % of the footprint for 2-3 % more time (unfused kernels)."""
+    found = analytic_costs("A100-80", "llama2-13b", sequence_length=4096, micro_batch=1)
+    cmb = found.operators("cmb")
+    layer = found.costs.blocks[1]
+    assert cmb == ("mul", "norm", "silu")
+    assert layer.drop_bytes(cmb) / layer.activation_bytes == pytest.approx(0.393, abs=0.001)
+    assert 0.005 < layer.drop_seconds(cmb) / (layer.forward_s + layer.backward_s) < 0.03
+
+
+def test_operator_sets() -> None:
+    gpt = analytic_costs("H100", "gpt3-13b", sequence_length=64, micro_batch=1)
+    assert gpt.operators("cmb") == ("gelu", "norm")
+    assert gpt.operators("mlp") == ("down", "dropout", "gelu", "up")
+    with pytest.raises(ConfigError, match="'all' is unknown; accepted: cmb, mlp, attention, core"):
+        gpt.operators("all")
+
+
+def test_time_is_the_roofline() -> None:
+    """Wide layers are limited by products, and those by the peak; 6 operations a weight."""
+    found = analytic_costs(
+        "H200", "llama3-405b", sequence_length=8192, micro_batch=1, efficiency=0.5
+    )
+    layer = found.costs.blocks[1]
+    model = MODELS["llama3-405b"]
+    weights = model.attention_parameters + model.mlp_parameters
+    products_s = 6.0 * weights * 8192 / (989e12 * 0.5)
+    assert layer.forward_s + layer.backward_s == pytest.approx(products_s, rel=0.1)
+    assert layer.forward_s + layer.backward_s > products_s
+
+
+def test_the_ratio_of_backward_to_forward_follows_from_the_operators() -> None:
+    """Attention multiplies it by 2.5, products by 2, element-wise kernels by less."""
+    short, long = (
+        _layer("llama2-7b", sequence=256),
+        _layer("llama2-7b", sequence=32768),
+    )
+    assert short.backward_s / short.forward_s == pytest.approx(1.96, abs=0.02)
+    assert long.backward_s / long.forward_s == pytest.approx(2.15, abs=0.02)
+    assert long.backward_input_s > long.forward_s > long.backward_weight_s
+
+
+def test_half_layers_make_up_layers() -> None:
+    whole = analytic_costs("A100-40", "llama2-7b", sequence_length=512, micro_batch=1)
+    halves = analytic_costs(
+        "A100-40", "llama2-7b", sequence_length=512, micro_batch=1, half_layers=True
+    )
+    assert (len(whole.costs.blocks), len(halves.costs.blocks)) == (34, 66)
+    assert halves.block_names[:3] == ("embedding", "layer 0 attention", "layer 0 mlp")
+    layer, both = whole.costs.blocks[1], halves.costs.of(range(1, 3))
+    assert both.forward_s == pytest.approx(layer.forward_s)
+    assert both.activation_bytes == layer.activation_bytes
+    assert both.parameters == layer.parameters
+
+
+def test_state_on_the_device() -> None:
+    """16 bytes a parameter as in DeepSpeed; with offload 2 of weights and 4 of gradients."""
+    resident = _layer("llama2-7b", offloaded=False)
+    away = _layer("llama2-7b")
+    assert resident.static_bytes == resident.parameters * ADAM_STATE_BYTES
+    total = resident.static_bytes + resident.weight_bytes + resident.device_gradient_bytes
+    assert total == 16 * resident.parameters
+    assert (away.static_bytes, away.device_gradient_bytes) == (0.0, 4 * away.parameters)
+
+
+def test_parameters_of_blocks_make_up_the_model() -> None:
+    for name in ("llama2-7b", "gpt3-1.3b"):
+        found = analytic_costs("V100-32", name, sequence_length=64, micro_batch=1)
+        total = sum(block.parameters for block in found.costs.blocks)
+        assert total == MODELS[name].num_parameters
+
+
+def test_cluster() -> None:
+    with_nvlink = analytic_costs(
+        "A100-80", "gpt3-125m", sequence_length=64, micro_batch=1, devices_per_node=4
+    ).cluster
+    without = analytic_costs("RTX3090", "gpt3-125m", sequence_length=64, micro_batch=1).cluster
+    assert (with_nvlink.devices_per_node, with_nvlink.peer_bandwidth) == (4, 300e9)
+    assert not with_nvlink.peer_through_host
+    assert (without.fetch_bandwidth, without.peer_through_host) == (25e9, True)
+    assert without.device_memory_bytes == 24e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("A1000", "llama2-7b", 8, 1), "GPU 'A1000' is not in the catalogue; known: V100-16,"),
+        (("H100", "llama", 8, 1), "model 'llama' is not in the catalogue; known: llama2-7b,"),
+        (("H100", "llama2-7b", 0, 1), "sequence_length = 0: expected 1 or more"),
+        (("H100", "llama2-7b", 8, 0), "micro_batch = 0: expected 1 or more"),
+    ],
+)
+def test_bad_requests(arguments: tuple[str, str, int, int], message: str) -> None:
+    gpu, model, sequence_length, micro_batch = arguments
+    with pytest.raises(ConfigError) as caught:
+        analytic_costs(gpu, model, sequence_length=sequence_length, micro_batch=micro_batch)
+    assert str(caught.value).startswith(message)
+
+
+def test_every_model_can_be_priced() -> None:
+    for model in MODELS.values():
+        assert isinstance(model, LanguageModel)
+        found = analytic_costs("H200", model.name, sequence_length=512, micro_batch=1)
+        assert len(found.costs.blocks) == model.num_layers + 2
+        assert all(block.forward_s > 0.0 < block.activation_bytes for block in found.costs.blocks)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("unit", UnitCosts()),
+        ("unit:f=2", UnitCosts(forward=2.0, recompute=2.0)),
+        (
+            "unit:f=1,b=1,r=1",
+            UnitCosts(backward_input=0.5, backward_weight=0.5),
+        ),
+        ("unit:p1=1,p2=3", UnitCosts(backward_input=1.0, backward_weight=3.0)),
+        ("unit:b=3,p2=1", UnitCosts(backward_input=2.0, backward_weight=1.0)),
+        ("unit:o=0.5,r=0", UnitCosts(recompute=0.0, optimizer=0.5)),
+        ("analytic:H100:llama2-7b", AnalyticSource(gpu="H100", model="llama2-7b")),
+        (
+            "analytic:V100-32:gpt3-1.3b:micro_batch=4,sequence_length=512,flash=no,efficiency=0.4",
+            AnalyticSource(
+                gpu="V100-32",
+                model="gpt3-1.3b",
+                micro_batch=4,
+                sequence_length=512,
+                flash=False,
+                efficiency=0.4,
+            ),
+        ),
+    ],
+)
+def test_costs_on_the_command_line(text: str, expected: UnitCosts | AnalyticSource) -> None:
+    assert parse_costs(text) == expected
+
+
+def test_units_are_those_of_a_forward_stage() -> None:
+    """Eight forward and sixteen backward stages: sixteen blocks of half a unit each."""
+    prices = parse_costs("unit:f=1,b=1,r=1,o=2").price(
+        forward_stages=8, backward_stages=16, num_devices=4
+    )
+    block = BlockCost(
+        forward_s=0.5,
+        recompute_s=0.5,
+        backward_input_s=0.25,
+        backward_weight_s=0.25,
+        activation_bytes=0.5,
+        deferred_bytes=0.5,
+        parameters=1.0,
+    )
+    assert prices.costs == Costs(blocks=(block,) * 16)
+    assert prices.cluster == Cluster(
+        devices_per_node=4, optimizer_rate=1.0, device_optimizer_rate=1.0
+    )
+    assert prices.block_work == (0.5,) * 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("unit:g=1", "token 'g=1': 'g' is unknown; accepted: f=…, b=…, p1=…, p2=…, r=…, o=…"),
+        ("unit:f=1,f=2", "token 'f=2': 'f' is given twice"),
+        ("unit:f=-1", "token 'f=-1': expected a number of 0 or more"),
+        ("unit:f=nan", "token 'f=nan': expected a number of 0 or more"),
+        ("unit:b=2,p1=1,p2=2", "b = 2 is not p1 + p2; leave one of them out"),
+        ("unit:b=1,p1=2", "b = 1 is not p1 + p2; leave one of them out"),
+        ("analytic:H100", "expected analytic:GPU:MODEL"),
+        ("analytic:H100:llama2-7b:micro_batch=0", "expected a whole number of 1 or more"),
+        ("analytic:H100:llama2-7b:flash=1", "token 'flash=1': expected yes or no"),
+        ("analytic:TPU:llama2-7b", "GPU 'TPU' is not in the catalogue"),
+    ],
+)
+def test_bad_costs_on_the_command_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_costs(text)
+    assert message in str(caught.value)
