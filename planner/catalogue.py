@@ -10,12 +10,12 @@ rate usually advertised).
 
 ``efficiency`` is the share of the peak that large matrix products reach, in steady state and
 without what :mod:`~penstock.planner.analytic` counts apart (element-wise kernels, bubbles,
-transfers). It is chosen per generation from published model FLOP utilisation (MFU), which it must exceed: A100
-0.51-0.56 for 175B-1T including pipeline bubbles and tensor-parallel communication (Korthikanti et
-al. 2022, table 5), hence 0.65; H100 0.38-0.43 for 405B (Llama Team 2024, table 4) and about 0.5
-where one node suffices, hence 0.6 (the products outgrow the power limit); V100 0.5 with full
-recomputation counted as work (Narayanan et al. 2021 and SPipe's measured TFLOP/s), hence 0.6;
-GeForce cards with halved accumulation rate are easy to keep busy, hence 0.75.
+transfers). It is chosen per generation from published model FLOP utilisation (MFU), which it must
+exceed: A100 0.51-0.56 for 175B-1T including pipeline bubbles and tensor-parallel communication
+(Korthikanti et al. 2022, table 5), hence 0.65; H100 0.38-0.43 for 405B (Llama Team 2024, table 4)
+and about 0.5 where one node suffices, hence 0.6 (large products meet the power limit); V100: the
+TFLOP/s that SPipe's artifact prints are 0.41 of the peak without recomputation, 0.55 with it, hence
+0.6; GeForce cards with halved accumulation rate are easy to keep busy, hence 0.75.
 """
 
 from __future__ import annotations
