@@ -1,6 +1,7 @@
 // The Python module penstock._native. Its types and docstrings are in src/penstock/_native.pyi.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -10,11 +11,13 @@
 #include <cstdio>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "arguments.h"
 #include "atomics.h"
 #include "passes.h"
+#include "simulate.h"
 
 namespace penstock {
 namespace nb = nanobind;
@@ -128,6 +131,50 @@ std::string status_repr(const Status& status) {
   std::snprintf(text, sizeof(text), "Status(finite=%s, sum_squares=%.17g)",
                 status.finite ? "True" : "False", status.sum_squares);
   return text;
+}
+
+template <typename T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Times = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
+
+template <typename T>
+Slice<T> slice(const Vector<T>& vector) {
+  return {vector.data(), vector.shape(0)};
+}
+
+Times new_times(std::size_t count) {
+  auto* const times = new double[count];
+  const nb::capsule owner(times, [](void* data) noexcept { delete[] static_cast<double*>(data); });
+  return Times(times, {count}, owner);
+}
+
+std::tuple<Times, Times, std::vector<std::tuple<double, std::int32_t, double>>>
+bound_simulate_tasks(const Vector<double>& seconds, const Vector<double>& amounts,
+                     const Vector<double>& delays, const Vector<std::int32_t>& routes,
+                     const Vector<std::uint8_t>& unordered, const Vector<std::int32_t>& edge_tasks,
+                     const Vector<std::int32_t>& edge_needs,
+                     const Vector<std::int64_t>& queue_offsets,
+                     const Vector<std::int32_t>& queue_tasks, const Vector<double>& route_limits,
+                     const Vector<std::int64_t>& route_offsets,
+                     const Vector<std::int32_t>& route_resources, const Vector<double>& capacities,
+                     bool record_rates) {
+  const TaskGraph graph{slice(seconds),      slice(amounts),       slice(delays),
+                        slice(routes),       slice(unordered),     slice(edge_tasks),
+                        slice(edge_needs),   slice(queue_offsets), slice(queue_tasks),
+                        slice(route_limits), slice(route_offsets), slice(route_resources),
+                        slice(capacities)};
+  Times starts = new_times(graph.num_tasks());
+  Times ends = new_times(graph.num_tasks());
+  std::vector<RateChange> changes;
+  {
+    const nb::gil_scoped_release unlocked;
+    check_graph(graph);
+    run_tasks(graph, starts.data(), ends.data(), record_rates ? &changes : nullptr);
+  }
+  std::vector<std::tuple<double, std::int32_t, double>> rates;
+  rates.reserve(changes.size());
+  for (const RateChange& c : changes) rates.emplace_back(c.time, c.task, c.rate);
+  return {starts, ends, rates};
 }
 
 void bind_atomics(nb::module_& module) {
@@ -258,6 +305,16 @@ void bind_undo(nb::module_& module) {
              "exp_avg_sq"_a);
 }
 
+void bind_simulate(nb::module_& module) {
+  using nb::literals::operator""_a;
+  module.def("simulate_tasks", &bound_simulate_tasks, nb::kw_only(), "seconds"_a.noconvert(),
+             "amounts"_a.noconvert(), "delays"_a.noconvert(), "routes"_a.noconvert(),
+             "unordered"_a.noconvert(), "edge_tasks"_a.noconvert(), "edge_needs"_a.noconvert(),
+             "queue_offsets"_a.noconvert(), "queue_tasks"_a.noconvert(),
+             "route_limits"_a.noconvert(), "route_offsets"_a.noconvert(),
+             "route_resources"_a.noconvert(), "capacities"_a.noconvert(), "record_rates"_a = false);
+}
+
 }  // namespace
 }  // namespace penstock
 
@@ -267,4 +324,5 @@ NB_MODULE(_native, module) {
   penstock::bind_pool(module);
   penstock::bind_passes(module);
   penstock::bind_undo(module);
+  penstock::bind_simulate(module);
 }

@@ -1,10 +1,11 @@
-"""C++ part of Penstock: optimizer passes over shared memory, their threads, and atomic words.
+"""C++ part of Penstock: optimizer passes over shared memory, their threads, and atomic words; the
+simulator's event core.
 
-Arrays are one-dimensional, contiguous numpy arrays of n elements, n a positive multiple of 16,
-that start at a multiple of 64 bytes; nothing is copied. ``uint16`` arrays hold bf16 (gradients;
-weights with ``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns. Wrong arguments raise
-ValueError or TypeError (BufferError for buffers) before anything is written. Every pass releases
-the GIL; passes on one pool take turns.
+Arrays of the passes are one-dimensional, contiguous numpy arrays of n elements, n a positive
+multiple of 16, that start at a multiple of 64 bytes; nothing is copied. ``uint16`` arrays hold bf16
+(gradients; weights with ``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns. Wrong
+arguments raise ValueError or TypeError (BufferError for buffers) before anything is written. Every
+pass releases the GIL; passes on one pool take turns.
 
 All passes give the same bits on every vector path and with any number of threads, and ``advance``
 the same as ``settle`` followed by ``preview``, as long as the summed gradients are finite.
@@ -239,4 +240,28 @@ def repair(
     of an undisturbed pass. The area stays armed until then, so that repair, and that settle, may
     be killed and repeated. Returns [] for an idle area. No process may run a pass on the area
     meanwhile.
+    """
+
+def simulate_tasks(
+    *,
+    seconds: NDArray[np.float64],
+    amounts: NDArray[np.float64],
+    delays: NDArray[np.float64],
+    routes: NDArray[np.int32],
+    unordered: NDArray[np.uint8],
+    edge_tasks: NDArray[np.int32],
+    edge_needs: NDArray[np.int32],
+    queue_offsets: NDArray[np.int64],
+    queue_tasks: NDArray[np.int32],
+    route_limits: NDArray[np.float64],
+    route_offsets: NDArray[np.int64],
+    route_resources: NDArray[np.int32],
+    capacities: NDArray[np.float64],
+    record_rates: bool = False,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], list[tuple[float, int, float]]]:
+    """When each task starts and ends; NaN for those that wait for each other in a circle.
+
+    One-dimensional contiguous arrays; ``native/simulate.h`` says what they mean. The list holds
+    (time, task, rate) whenever the rate of a flow changes, and is empty without ``record_rates``.
+    Equal arguments give equal bits. ValueError names an array and an element that make no sense.
     """
