@@ -1,0 +1,26 @@
+"""Megatron-offload: interleaved 1F1B with weights in host memory.
+
+Source: the offloading-extended Megatron of the SPipe paper, section 4.1. The order is that of
+:mod:`.interleaved`, with V stages per device (the paper runs two) and recomputation; weights of the
+next stage arrive while the current one computes: two stage-sized buffers. As forwards and
+backwards alternate, so do the stages that a device needs, and one that was displaced is fetched
+again: more copies than Mobius, which takes up each stage once per direction.
+
+Bubble and buffer bound in stage activations are those of :mod:`.interleaved`; with full
+recomputation they are input checkpoints, and the activations of one stage. Without it weights are
+bound anew for the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.planner.layout import Residency
+from penstock.planner.schemes import interleaved
+
+SCHEME = replace(
+    interleaved.SCHEME,
+    name="megatron-offload",
+    recompute_modes=("full", "none", "selective"),
+    residency=Residency.STREAMED,
+)
