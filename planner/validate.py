@@ -1,15 +1,15 @@
 """Does a plan make sense? Rejects what would hang, compute garbage or do work twice.
 
-The rules are those of :class:`penstock.planner.execution.Machine`; on top: the plan fits its block
+The rules are those of :class:`penstock.planner.rules.Machine`; on top: the plan fits its block
 table, and its peak device memory a limit. An error shows the whole grid with the bad step marked.
 """
 
 from __future__ import annotations
 
-from penstock.planner.execution import Machine, RuleError
 from penstock.planner.grid import program_grid
 from penstock.planner.layout import StageLayout
 from penstock.planner.memory import device_peaks
+from penstock.planner.rules import Machine, RuleError, Rules
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
@@ -50,9 +50,10 @@ def validate(
             " for another model"
         )
     layout = StageLayout.of(plan)
+    _check_routes(layout)
     for name, programs in (("plan", plan.programs), ("evaluation", plan.evaluation)):
         try:
-            Machine(layout, programs, evaluation=name == "evaluation").run()
+            Machine(layout, programs, Rules.of(plan, evaluation=name == "evaluation")).run()
         except RuleError as error:
             place = (error.device, error.position)
             program = programs[error.device]
@@ -66,6 +67,15 @@ def validate(
             ) from error
     if table is not None and memory_limit is not None:
         _check_memory(plan, table, memory_limit, tokens)
+
+
+def _check_routes(layout: StageLayout) -> None:
+    for route, micro_batches in enumerate(layout.microbatches_of_route):
+        if not micro_batches:
+            raise ConfigError(
+                f"plan: no micro-batch takes route {route}; {layout.num_microbatches} micro-batches"
+                f" for {layout.num_routes} routes, each needs one or more"
+            )
 
 
 def _check_memory(plan: Plan, table: BlockTable, memory_limit: int, tokens: int) -> None:

@@ -102,6 +102,11 @@ class Forward(Instruction):
     ``keep`` says what stays; with ``keep=selective``, ``drop`` names the operators whose outputs do
     not (as in :class:`penstock.planner.costs.OperatorCost`). The last stage computes the loss, and
     counts it unless a Recompute will (``keep=input``).
+
+    A plan may leave out a Forward that nobody needs: the next one is left out too, and no backward
+    stage starts strictly inside the stage. A backward stage that starts where the stage does then
+    takes the output of the stage before as its checkpoint; that stage leaves it whatever its
+    ``keep``.
     """
 
     opcode: ClassVar[Opcode] = Opcode.FORWARD
@@ -160,7 +165,8 @@ class BackwardInput(Instruction):
 class BackwardWeight(Instruction):
     """Second half of a split backward: weight gradients of several micro-batches (p2 of 2BP).
 
-    Each must have had its :class:`BackwardInput`. One instruction may take them concatenated.
+    Each must have had its :class:`BackwardInput`. One instruction may take them concatenated. Reads
+    no weights, so they may have been released.
     """
 
     opcode: ClassVar[Opcode] = Opcode.BACKWARD_WEIGHT
@@ -228,8 +234,10 @@ class RecvGradient(Instruction):
 class SendCheckpoint(Instruction):
     """Send the input checkpoint of backward stage ``stage`` to ``peer``.
 
-    Pair: ``RecvCheckpoint(stage, micro_batch)`` on ``peer``; consumed there by ``Recompute(stage,
-    micro_batch)``. Does not wait; the checkpoint is forgotten here once it is sent.
+    It is sent from where a Forward passed its block, or, where that Forward is left out, ended
+    before it. Pair: ``RecvCheckpoint(stage, micro_batch)`` on ``peer``; consumed there by
+    ``Recompute(stage, micro_batch)``. Does not wait; the checkpoint is forgotten here once it is
+    sent.
     """
 
     opcode: ClassVar[Opcode] = Opcode.SEND_CHECKPOINT
@@ -321,8 +329,9 @@ class SwapIn(Instruction):
 class Update(Instruction):
     """Optimizer pass over block ``block`` on this device instead of its node's CPU cores.
 
-    Comes after all gradients of the block are final. Reads its state from host memory, writes its
-    next weights there (Deep Optimizer States, section 4).
+    Waits for the OffloadGradients of every backward stage that contains the block (one of each
+    route). Reads its state from host memory, writes its next weights there (Deep Optimizer States,
+    section 4).
     """
 
     opcode: ClassVar[Opcode] = Opcode.UPDATE

@@ -175,8 +175,8 @@ def test_a_missing_instruction_is_found_where_it_is_missed(
         (0, "OG 3", "B 3 1", "the gradients are not final: BACKWARD of micro-batch 1"),
         (0, "OG 3", "R 1 0", "these gradients were offloaded before"),
         (0, "OG 2", "R 1 0", "this device has no such backward stage"),
-        (0, "RD 3", "R 1 0", "REDUCE_GRADIENTS is not supported"),
-        (0, "SO 3 0 fraction=0.5", "R 1 0", "SWAP_OUT is not supported"),
+        (0, "RD 3", "R 1 0", "no REDUCE_GRADIENTS of these ran before it"),
+        (0, "SO 3 0 fraction=0.5", "R 1 0", "no activations: no FORWARD with keep=all"),
     ],
 )
 def test_a_surplus_instruction_is_found(
