@@ -5,9 +5,9 @@ use.
 
 *Streamed*: two stage-sized buffers, the next stage fetched one ahead. A device works through a
 sequence of stages, each for some run of compute instructions. The first two stages are fetched at
-the start; when a stage has done its last compute instruction its buffer is released and takes the
-stage after the next. A backward pass that directly follows the forward passes of the same blocks
-goes on with their buffer.
+the start; when a run has done its last compute instruction its buffer is released and takes the
+stage of the run after the next. If that is the stage it holds, it stays: two stages in turns are
+fetched once. Forward and backward of the same blocks under the same stage number share a buffer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from penstock.planner.layout import ComputeInstruction, StageLayout
 from penstock.planner.lowering.common import after_sends
 from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
     FetchWeights,
     Forward,
     Instruction,
     Phase,
     Program,
+    Recompute,
     ReleaseWeights,
 )
 
@@ -33,12 +36,37 @@ NUM_WEIGHT_BUFFERS = 2
 _Buffer = tuple[int, Phase]
 
 
+_UsesWeights = Forward | Recompute | Backward | BackwardInput
+"""A BACKWARD_WEIGHT reads none."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """Consecutive compute instructions that use one buffer; ``end`` is where it may be released."""
+    """Consecutive compute instructions with the same weights.
 
-    buffer: _Buffer
+    ``side``: forward stage or not; ``None`` where forward and backward stage are the same.
+    ``forward``: one of the instructions is a FORWARD. ``end``: where the run has ended.
+    """
+
+    stage: int
+    side: bool | None
+    forward: bool = False
+    end: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stay:
+    """Weights in a buffer, from the position of their fetch to that of their release."""
+
+    stage: int
+    begin: int
     end: int
+    forward: bool
+
+    @property
+    def buffer(self) -> _Buffer:
+        """A FORWARD needs the forward stage's weights, which serve a backward as well."""
+        return self.stage, Phase.FORWARD if self.forward else Phase.BACKWARD
 
 
 def insert_resident_weights(
@@ -81,24 +109,23 @@ def _insert_resident(program: Program, released: Mapping[_Buffer, int]) -> Progr
 def insert_streamed_weights(
     layout: StageLayout, programs: Sequence[Program]
 ) -> tuple[tuple[Program, ...], int]:
-    """Programs with transfers and offloads -> the same with weights; the buffers they take.
-
-    A stage that is taken up again after two others is fetched again.
-    """
+    """Programs with transfers and offloads -> the same with weights; the buffers they take."""
     return tuple(_insert_streamed(layout, program) for program in programs), NUM_WEIGHT_BUFFERS
 
 
 def _insert_streamed(layout: StageLayout, program: Program) -> Program:
-    runs = _runs(layout, program)
-    insertions: dict[int, list[Instruction]] = defaultdict(list)
-    for index, run in enumerate(runs):
-        fetch_at = runs[index - NUM_WEIGHT_BUFFERS].end if index >= NUM_WEIGHT_BUFFERS else 0
-        insertions[fetch_at].append(FetchWeights(stage=run.buffer[0], phase=run.buffer[1]))
-        # A release precedes the fetch at the same place: it is inserted there by an earlier run.
-        insertions[run.end].append(ReleaseWeights(stage=run.buffer[0], phase=run.buffer[1]))
+    fetches: dict[int, list[Instruction]] = defaultdict(list)
+    releases: dict[int, list[Instruction]] = defaultdict(list)
+    for stay in _stays(_runs(layout, program)):
+        stage, phase = stay.buffer
+        fetches[stay.begin].append(FetchWeights(stage=stage, phase=phase))
+        releases[stay.end].append(ReleaseWeights(stage=stage, phase=phase))
     result: list[Instruction] = []
     for position in range(len(program) + 1):
-        result += insertions[position]
+        if position in releases:
+            result += releases[position]
+        if position in fetches:
+            result += fetches[position]
         result += program[position : position + 1]
     return tuple(result)
 
@@ -106,20 +133,37 @@ def _insert_streamed(layout: StageLayout, program: Program) -> Program:
 def _runs(layout: StageLayout, program: Program) -> list[_Run]:
     runs: list[_Run] = []
     for position, instruction in enumerate(program):
-        if isinstance(instruction, ComputeInstruction):
-            previous = runs[-1].buffer if runs else None
-            buffer = _buffer_of(layout, instruction, previous)
-            if buffer != previous:
-                runs.append(_Run(buffer=buffer, end=0))
+        if isinstance(instruction, _UsesWeights):
+            stage = instruction.stage
+            forward = isinstance(instruction, Forward)
+            side = None if layout.is_coupled(stage) else forward
+            if not runs or (runs[-1].stage, runs[-1].side) != (stage, side):
+                runs.append(_Run(stage=stage, side=side))
             runs[-1].end = after_sends(program, position)
+            runs[-1].forward = runs[-1].forward or forward
     return runs
 
 
-def _buffer_of(
-    layout: StageLayout, instruction: ComputeInstruction, previous: _Buffer | None
-) -> _Buffer:
-    stage = instruction.stage
-    shared = (stage, Phase.FORWARD)
-    if isinstance(instruction, Forward) or (layout.is_coupled(stage) and previous == shared):
-        return shared
-    return stage, Phase.BACKWARD
+def _stays(runs: Sequence[_Run]) -> list[_Stay]:
+    """When each buffer is taken and given back, in the order of first use.
+
+    While a run computes, the weights of the next one arrive: so the other buffer takes those of the
+    run after the next, unless they are what it holds.
+    """
+    stays: list[_Stay] = []
+    current: list[_Stay] = []
+    for index, run in enumerate(runs):
+        if index >= NUM_WEIGHT_BUFFERS:
+            before = runs[index - NUM_WEIGHT_BUFFERS]
+            stay = current[index - NUM_WEIGHT_BUFFERS]
+            if (before.stage, before.side) == (run.stage, run.side):
+                stay.end, stay.forward = run.end, stay.forward or run.forward
+                current.append(stay)
+                continue
+            begin = before.end
+        else:
+            begin = 0
+        stay = _Stay(stage=run.stage, begin=begin, end=run.end, forward=run.forward)
+        stays.append(stay)
+        current.append(stay)
+    return stays
