@@ -1,110 +1,270 @@
-"""Where costs come from: the rates of a machine and a block table."""
+"""Where the costs of a configured model come from: measured (:class:`Profile`) or guessed
+(:class:`Guess`).
+
+Both turn a block table into :class:`~penstock.planner.costs.Costs` and rates into a
+:class:`~penstock.planner.cluster.Cluster`. A profile is made by ``penstock profile``
+(:mod:`penstock.models.profile`); its file form is :mod:`penstock.planner.profile_json`. Costs of
+named GPUs and models without a configuration: :mod:`penstock.planner.analytic`.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.costs import BlockCost, Costs, OperatorCost
 from penstock.protocol.errors import ConfigError
-from penstock.shm.table import BlockTable
+from penstock.shm.table import BlockSpec, BlockTable
 
 _GRADIENT_ITEMSIZE = 4
 """Gradients accumulate in fp32 on the device, whatever they are published in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
-    """Rates of a machine. Defaults: a mid-range GPU on PCIe 4.0 x16 and a 32-core host.
+class LinearFit:
+    """``slope`` x tokens + ``intercept``: what Mario fits (its section 5.2: y = a n + b)."""
 
-    ``device_flops`` per second in FORWARD; ``backward_ratio``: BACKWARD relative to FORWARD
-    (without recomputation); ``fetch_bandwidth``, ``offload_bandwidth``, ``transfer_bandwidth`` in
-    bytes/s (host to device, device to host, device to device); ``transfer_latency_s`` per message;
-    ``optimizer_rate`` in parameters/s of all cores of a node together; ``instruction_s`` overhead
-    of each compute instruction.
-    """
+    slope: float
+    intercept: float = 0.0
 
-    device_flops: float = 6.0e13
-    backward_ratio: float = 2.0
-    fetch_bandwidth: float = 2.0e10
-    offload_bandwidth: float = 2.0e10
-    transfer_bandwidth: float = 1.0e10
-    transfer_latency_s: float = 2.0e-5
-    optimizer_rate: float = 1.5e9
-    instruction_s: float = 2.0e-5
-
-    def to_json(self) -> str:
-        """Serialize; :meth:`from_json` reads it back."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, indent=1)
+    def at(self, tokens: float) -> float:
+        """The value for so many tokens, not below 0."""
+        return max(0.0, self.slope * tokens + self.intercept)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> CostModel:
-        """Parse a profile; rates it lacks keep their defaults.
+    def through(cls, points: Sequence[tuple[float, float]]) -> LinearFit:
+        """Least squares over (tokens, value); one point gives a line through the origin."""
+        if len({x for x, _ in points}) < 2:
+            return cls(slope=sum(y for _, y in points) / sum(x for x, _ in points))
+        mean_x = sum(x for x, _ in points) / len(points)
+        mean_y = sum(y for _, y in points) / len(points)
+        covariance = sum((x - mean_x) * (y - mean_y) for x, y in points)
+        slope = covariance / sum((x - mean_x) ** 2 for x, _ in points)
+        return cls(slope=slope, intercept=mean_y - slope * mean_x)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorProfile:
+    """One operator of a kind of block: its forward, and what it leaves for the backward."""
+
+    name: str
+    forward_s: LinearFit
+    activation_bytes: LinearFit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindProfile:
+    """One kind of block, per micro-batch as functions of its tokens.
+
+    Fields as in :class:`~penstock.planner.costs.BlockCost`. ``operators``: those that were told
+    apart, in the order in which they run; they need not make up the whole block.
+    """
+
+    forward_s: LinearFit
+    recompute_s: LinearFit
+    backward_input_s: LinearFit
+    backward_weight_s: LinearFit
+    activation_bytes: LinearFit
+    output_bytes: LinearFit
+    operators: tuple[OperatorProfile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Rates of one machine: bytes/s, seconds, parameters/s of all optimizer cores of a node.
+
+    ``instruction_s``: overhead of each compute instruction. Bandwidths are ``inf`` where nothing
+    has to move. The four rates are those of the optimizer's passes (``native/passes.h``).
+    """
+
+    instruction_s: float
+    fetch_bandwidth: float
+    offload_bandwidth: float
+    peer_bandwidth: float
+    latency_s: float
+    advance_rate: float
+    preview_rate: float
+    settle_rate: float
+    in_place_rate: float
+    device_memory_bytes: float = inf
+    host_memory_bytes: float = inf
+
+    def cluster(self, *, devices_per_node: int) -> Cluster:
+        """Nodes like this machine. The optimizer advances: its rate includes DRAM's limit."""
+        return Cluster(
+            devices_per_node=devices_per_node,
+            fetch_bandwidth=self.fetch_bandwidth,
+            offload_bandwidth=self.offload_bandwidth,
+            peer_bandwidth=self.peer_bandwidth,
+            nic_bandwidth=self.peer_bandwidth,
+            latency_s=self.latency_s,
+            optimizer_rate=self.advance_rate,
+            device_memory_bytes=self.device_memory_bytes,
+            host_memory_bytes=self.host_memory_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What was measured: a machine, and the kinds of blocks of the model of ``table`` on it.
+
+    ``device`` says in words what computed; ``sequence_length``: of the micro-batches that were
+    measured (attention is quadratic in it, so another length needs another profile);
+    ``micro_batch``: the configured one.
+    """
+
+    device: str
+    sequence_length: int
+    micro_batch: int
+    machine: Machine
+    kinds: Mapping[str, KindProfile] = field(hash=False)
+    table: BlockTable
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a configured micro-batch."""
+        return self.sequence_length * self.micro_batch
+
+    def costs(self, table: BlockTable, *, tokens: int) -> Costs:
+        """Costs of a table's blocks for micro-batches of ``tokens`` tokens.
 
         Raises:
-            ConfigError: not a profile, unknown key, or a rate that is not positive.
+            ConfigError: a kind of block was not measured.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"profile: not valid JSON: {error}") from error
-        known = [f.name for f in dataclasses.fields(cls)]
-        if not isinstance(data, dict) or not set(data) <= set(known):
-            raise ConfigError(f"profile: expected an object with keys among {', '.join(known)}")
-        for key, value in data.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0.0 < float(value) < float("inf"):
-                raise ConfigError(f"profile: {key} is {value!r}, expected a positive number")
-        return cls(**data)
+        for block in table.blocks:
+            if block.kind not in self.kinds:
+                raise ConfigError(
+                    f"profile: block {block.name!r} is of kind {block.kind!r}, measured were"
+                    f" {', '.join(self.kinds)}; run penstock profile with this configuration"
+                )
+        blocks = tuple(_measured(b, table, self.kinds[b.kind], tokens) for b in table.blocks)
+        return Costs(blocks=blocks, instruction_s=self.machine.instruction_s)
+
+    def cluster(self, *, devices_per_node: int) -> Cluster:
+        """Nodes like the machine that was measured."""
+        return self.machine.cluster(devices_per_node=devices_per_node)
 
 
-CPU_COSTS = CostModel(
-    device_flops=3.0e10,
-    fetch_bandwidth=8.0e9,
-    offload_bandwidth=8.0e9,
-    transfer_bandwidth=2.0e9,
-    transfer_latency_s=2.0e-4,
-    optimizer_rate=4.0e8,
-    instruction_s=2.0e-4,
+_GPU_MACHINE = Machine(
+    instruction_s=2.0e-5,
+    fetch_bandwidth=2.0e10,
+    offload_bandwidth=2.0e10,
+    peer_bandwidth=1.0e10,
+    latency_s=2.0e-5,
+    advance_rate=1.5e9,
+    preview_rate=1.8e9,
+    settle_rate=1.9e9,
+    in_place_rate=1.7e9,
 )
-"""One CPU core per worker: what ``cluster.device: cpu`` assumes until a profile says better."""
 
 
-def block_costs(table: BlockTable, model: CostModel, *, tokens: int) -> Costs:
-    """Costs of a table's blocks for micro-batches of ``tokens`` tokens."""
-    weight, grad = table.weight_dtype.itemsize, table.grad_dtype.itemsize
-    blocks = []
-    for block in table.blocks:
-        forward_s = block.forward_flops * tokens / model.device_flops
-        half_backward_s = forward_s * model.backward_ratio / 2
-        blocks.append(
-            BlockCost(
-                forward_s=forward_s,
-                recompute_s=forward_s,
-                backward_input_s=half_backward_s,
-                backward_weight_s=half_backward_s,
-                output_bytes=block.output_bytes * tokens,
-                activation_bytes=block.activation_bytes * tokens,
-                deferred_bytes=block.activation_bytes * tokens,
-                parameters=block.trainable_elements,
-                weight_bytes=(block.trainable_elements + block.frozen_elements) * weight,
-                device_gradient_bytes=block.trainable_elements * _GRADIENT_ITEMSIZE,
-                gradient_bytes=block.trainable_elements * grad,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """Rates of a machine nobody measured, and the block table's own estimates.
+
+    ``device_flops`` per second in FORWARD; ``backward_ratio``: BACKWARD relative to FORWARD, half
+    of it p1.
+    """
+
+    machine: Machine = _GPU_MACHINE
+    device_flops: float = 6.0e13
+    backward_ratio: float = 2.0
+
+    def costs(self, table: BlockTable, *, tokens: int) -> Costs:
+        """Costs of a table's blocks for micro-batches of ``tokens`` tokens."""
+        blocks = []
+        for block in table.blocks:
+            forward_s = block.forward_flops * tokens / self.device_flops
+            half_backward_s = forward_s * self.backward_ratio / 2
+            blocks.append(
+                replace(
+                    _state(block, table),
+                    forward_s=forward_s,
+                    recompute_s=forward_s,
+                    backward_input_s=half_backward_s,
+                    backward_weight_s=half_backward_s,
+                    output_bytes=block.output_bytes * tokens,
+                    activation_bytes=block.activation_bytes * tokens,
+                    deferred_bytes=block.activation_bytes * tokens,
+                )
             )
-        )
-    return Costs(blocks=tuple(blocks), instruction_s=model.instruction_s)
+        return Costs(blocks=tuple(blocks), instruction_s=self.machine.instruction_s)
+
+    def cluster(self, *, devices_per_node: int) -> Cluster:
+        """Nodes like this machine."""
+        return self.machine.cluster(devices_per_node=devices_per_node)
 
 
-def cluster_of(model: CostModel, *, devices_per_node: int) -> Cluster:
-    """The cluster that a model's rates describe."""
-    return Cluster(
-        devices_per_node=devices_per_node,
-        fetch_bandwidth=model.fetch_bandwidth,
-        offload_bandwidth=model.offload_bandwidth,
-        peer_bandwidth=model.transfer_bandwidth,
-        nic_bandwidth=model.transfer_bandwidth,
-        latency_s=model.transfer_latency_s,
-        optimizer_rate=model.optimizer_rate,
+GPU_GUESS = Guess()
+"""A mid-range GPU on PCIe 4.0 x16 and a 32-core host."""
+
+CPU_GUESS = Guess(
+    device_flops=3.0e10,
+    machine=Machine(
+        instruction_s=2.0e-4,
+        fetch_bandwidth=8.0e9,
+        offload_bandwidth=8.0e9,
+        peer_bandwidth=2.0e9,
+        latency_s=2.0e-4,
+        advance_rate=4.0e8,
+        preview_rate=5.0e8,
+        settle_rate=5.0e8,
+        in_place_rate=4.5e8,
+    ),
+)
+"""One CPU core per worker."""
+
+
+def guess_of(device: str) -> Guess:
+    """What to assume of ``cluster.device`` until a profile says better."""
+    return CPU_GUESS if device == "cpu" else GPU_GUESS
+
+
+def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: int) -> BlockCost:
+    """Between BACKWARD_INPUT and BACKWARD_WEIGHT everything stays: autograd's graph does."""
+    activation_bytes = kind.activation_bytes.at(tokens)
+    return replace(
+        _state(block, table),
+        forward_s=kind.forward_s.at(tokens),
+        recompute_s=kind.recompute_s.at(tokens),
+        backward_input_s=kind.backward_input_s.at(tokens),
+        backward_weight_s=kind.backward_weight_s.at(tokens),
+        output_bytes=kind.output_bytes.at(tokens),
+        activation_bytes=activation_bytes,
+        deferred_bytes=activation_bytes,
+        operators=tuple(
+            OperatorCost(
+                name=operator.name,
+                forward_s=operator.forward_s.at(tokens),
+                activation_bytes=operator.activation_bytes.at(tokens),
+            )
+            for operator in kind.operators
+        ),
     )
+
+
+def _state(block: BlockSpec, table: BlockTable) -> BlockCost:
+    """What follows from the table alone."""
+    weight, gradient = table.weight_dtype.itemsize, table.grad_dtype.itemsize
+    return BlockCost(
+        parameters=block.trainable_elements,
+        weight_bytes=(block.trainable_elements + block.frozen_elements) * weight,
+        device_gradient_bytes=block.trainable_elements * _GRADIENT_ITEMSIZE,
+        gradient_bytes=block.trainable_elements * gradient,
+    )
+
+
+CostModel = Guess
+CPU_COSTS = CPU_GUESS
+
+
+def block_costs(table: BlockTable, model: Guess | Profile, *, tokens: int) -> Costs:
+    """Costs of a table's blocks for micro-batches of ``tokens`` tokens."""
+    return model.costs(table, tokens=tokens)
+
+
+def cluster_of(model: Guess | Profile, *, devices_per_node: int) -> Cluster:
+    """The cluster that a model's rates describe."""
+    return model.cluster(devices_per_node=devices_per_node)

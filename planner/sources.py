@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite, lcm
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from penstock.planner.analytic import analytic_costs
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.profile import Profile
+from penstock.planner.profile_json import load_profile
 from penstock.protocol.errors import ConfigError
 
 COSTS_SYNTAX = (
@@ -106,7 +109,23 @@ class AnalyticSource:
         return Prices(costs=found.costs, cluster=found.cluster)
 
 
-CostSource = UnitCosts | AnalyticSource
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSource:
+    """The model and machine of a profile."""
+
+    profile: Profile
+
+    def price(self, *, forward_stages: int, backward_stages: int, num_devices: int) -> Prices:
+        """Costs of the model that was measured, however it is cut; all devices in one node."""
+        del forward_stages, backward_stages
+        profile = self.profile
+        return Prices(
+            costs=profile.costs(profile.table, tokens=profile.tokens),
+            cluster=profile.cluster(devices_per_node=num_devices),
+        )
+
+
+CostSource = UnitCosts | AnalyticSource | ProfileSource
 
 
 def parse_costs(text: str) -> CostSource:
@@ -123,6 +142,8 @@ def parse_costs(text: str) -> CostSource:
         return _unit(rest, text)
     if kind == "analytic":
         return _analytic(rest, text)
+    if text.endswith(".json"):
+        return ProfileSource(profile=load_profile(Path(text)))
     raise ConfigError(f"--costs {text!r}: {kind!r} is no kind of costs; accepted: {COSTS_SYNTAX}")
 
 
