@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.passes.base import PassContext
@@ -62,7 +63,11 @@ def is_less(left_s: float, right_s: float) -> bool:
 
 
 def fill_waits(
-    schedule: Schedule, context: PassContext, movable: tuple[type[OrderedInstruction], ...]
+    schedule: Schedule,
+    context: PassContext,
+    movable: tuple[type[OrderedInstruction], ...],
+    *,
+    eager: bool = False,
 ) -> Schedule:
     """The shortest of the schedules that each :class:`Filling` makes, repeated while it helps.
 
@@ -70,6 +75,7 @@ def fill_waits(
     the context's limit (and than this one). ``movable``: FORWARD (those that keep no graph, so that
     preposing them costs a checkpoint only), RECOMPUTE (ahead of forwards, never of another backward
     or recomputation, so that one micro-batch's activations exist at a time), or BACKWARD_WEIGHT.
+    ``eager``: fill waits where that is only as short, too.
     """
     best_s = makespan_s(schedule, context)
     while True:
@@ -83,9 +89,10 @@ def fill_waits(
             if _has_room(candidate, schedule, context)
         }
         fastest = min(times, key=times.__getitem__, default=0)
-        if not is_less(times.get(fastest, best_s), best_s):
-            return schedule
-        schedule, best_s = found[fastest], times[fastest]
+        found_s = times.get(fastest, inf)
+        if not is_less(found_s, best_s):
+            return found[fastest] if eager and not is_less(best_s, found_s) else schedule
+        schedule, best_s = found[fastest], found_s
 
 
 def _has_room(candidate: Schedule, schedule: Schedule, context: PassContext) -> bool:

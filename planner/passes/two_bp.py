@@ -1,0 +1,288 @@
+"""2BP: split the backward in two, and put the weight gradients where devices would wait.
+
+Source: Rae, Lee, Richings, "2BP: 2-Stage Backpropagation", 2024, sections 3 and 4.2. Passes:
+``split-backward`` (B becomes BI and BW), ``fill-bubbles`` (BW into idle time between BI calls, the
+rest to the end), ``concatenate`` (what is left of a stage as one BW), ``2bp`` (the three, if
+shorter), and two that take memory back, since between BI and BW a micro-batch's intermediate
+derivatives stay: ``flush-half`` (figure 5) and ``limit-deferred``.
+
+A BW can move back to the end of its device's work. It cannot leave the stretch in which the weights
+of its stage are there if weights are streamed (:class:`~penstock.planner.layout.Residency`), nor
+pass an UPDATE on the device, which needs final gradients. The weight gradients of a stage are taken
+in the order of its backwards, so they add up to the same bits as unsplit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from penstock.planner.layout import (
+    ComputeInstruction,
+    Order,
+    OrderedInstruction,
+    Residency,
+)
+from penstock.planner.passes.base import Pass, PassContext
+from penstock.planner.passes.dispatch import fill_waits, is_less, makespan_s
+from penstock.planner.passes.footprint import Footprint
+from penstock.planner.schedule import Schedule
+from penstock.protocol.instructions import Backward, BackwardInput, BackwardWeight, Update
+
+_Work = tuple[int, int]
+
+
+def split_backward(schedule: Schedule, context: PassContext) -> Schedule:
+    """Every BACKWARD becomes BACKWARD_INPUT, directly followed by its BACKWARD_WEIGHT.
+
+    Never slower: the gradient of the input leaves earlier. (Each instruction's fixed overhead,
+    where costs have one, is paid twice.)
+    """
+    del context
+    if not any(isinstance(i, Backward) for order in schedule.orders for i in order):
+        return schedule
+    return replace(schedule, orders=tuple(tuple(_split(order)) for order in schedule.orders))
+
+
+def _split(order: Order) -> Iterator[OrderedInstruction]:
+    for instruction in order:
+        if isinstance(instruction, Backward):
+            s, m = instruction.stage, instruction.micro_batch
+            yield BackwardInput(stage=s, micro_batch=m)
+            yield BackwardWeight(stage=s, micro_batches=(m,))
+        else:
+            yield instruction
+
+
+def fill_bubbles(schedule: Schedule, context: PassContext) -> Schedule:
+    """Weight gradients wait until their device would be idle; those that never fit come last.
+
+    Tried are the ways of :class:`~penstock.planner.passes.dispatch.Filling`; one of them delays no
+    forward and no BACKWARD_INPUT at all. The shortest wins, the given schedule included.
+    """
+    late = fill_waits(_deferred(schedule), context, (BackwardWeight,), eager=True)
+    shorter = is_less(makespan_s(late, context), makespan_s(schedule, context))
+    return late if shorter else schedule
+
+
+def _deferred(schedule: Schedule) -> Schedule:
+    """All weight gradients as late as they can be, one instruction each."""
+    orders: list[Order] = []
+    for order in schedule.orders:
+        single = tuple(_one_each(order))
+        orders.append(_move_back(single, _latest_places(single, schedule)))
+    return replace(schedule, orders=tuple(orders))
+
+
+def _one_each(order: Order) -> Iterator[OrderedInstruction]:
+    for instruction in order:
+        if isinstance(instruction, BackwardWeight):
+            for m in instruction.micro_batches:
+                yield BackwardWeight(stage=instruction.stage, micro_batches=(m,))
+        else:
+            yield instruction
+
+
+def _latest_places(order: Order, schedule: Schedule) -> dict[int, int]:
+    """For each BACKWARD_WEIGHT, the position before which it must have run."""
+    streamed = schedule.residency is Residency.STREAMED
+    places: dict[int, int] = {}
+    updates: dict[int, int] = {}
+    run_end, run_stage = len(order), -1
+    for position in range(len(order) - 1, -1, -1):
+        instruction = order[position]
+        if isinstance(instruction, Update):
+            updates[instruction.block] = position
+        if streamed and isinstance(instruction, ComputeInstruction):
+            if instruction.stage != run_stage:
+                run_end, run_stage = position + 1, instruction.stage
+        if isinstance(instruction, BackwardWeight):
+            blocks = schedule.layout.backward[instruction.stage].blocks
+            places[position] = min([run_end, *(updates[b] for b in blocks if b in updates)])
+    return places
+
+
+def _move_back(order: Order, places: Mapping[int, int]) -> Order:
+    moved: dict[int, list[OrderedInstruction]] = defaultdict(list)
+    result: list[OrderedInstruction] = []
+    for position, instruction in enumerate(order):
+        result += moved[position]
+        if position in places:
+            moved[places[position]].append(instruction)
+        else:
+            result.append(instruction)
+    return (*result, *moved[len(order)])
+
+
+def concatenate(schedule: Schedule, context: PassContext) -> Schedule:
+    """What is left of a stage's weight gradients after its last BACKWARD_INPUT becomes one call.
+
+    Stages follow each other as they did, the one that started first in front: its gradients are
+    final first.
+    """
+    del context
+    orders = tuple(_concatenated(order) for order in schedule.orders)
+    return replace(schedule, orders=orders) if orders != schedule.orders else schedule
+
+
+def _concatenated(order: Order) -> Order:
+    last_input = {i.stage: p for p, i in enumerate(order) if isinstance(i, BackwardInput)}
+    result: list[OrderedInstruction] = []
+    block: dict[int, tuple[int, ...]] = {}
+    for position, instruction in enumerate(order):
+        if isinstance(instruction, BackwardWeight) and position > last_input[instruction.stage]:
+            block[instruction.stage] = block.get(instruction.stage, ()) + instruction.micro_batches
+        else:
+            result += _calls(block)
+            block = {}
+            result.append(instruction)
+    return (*result, *_calls(block))
+
+
+def _calls(batches_of_stage: dict[int, tuple[int, ...]]) -> list[BackwardWeight]:
+    return [
+        BackwardWeight(stage=stage, micro_batches=batches)
+        for stage, batches in batches_of_stage.items()
+    ]
+
+
+def two_bp(schedule: Schedule, context: PassContext) -> Schedule:
+    """Split, fill, concatenate; the given schedule where that is not shorter."""
+    result = schedule
+    for one in (split_backward, fill_bubbles, concatenate):
+        result = one(result, context)
+    shorter = is_less(makespan_s(result, context), makespan_s(schedule, context))
+    return result if shorter else schedule
+
+
+def flush_half(schedule: Schedule, context: PassContext) -> Schedule:
+    """Half-way through the backwards of a device, catch up with the weight gradients left so far.
+
+    The paper's figure 5, for 1F1B-2: a device then keeps the intermediate derivatives of half of
+    its micro-batches at most, for a longer makespan where the devices before it wait.
+    """
+    del context
+    return replace(schedule, orders=tuple(tuple(_flushed(order)) for order in schedule.orders))
+
+
+def _flushed(order: Order) -> Iterator[OrderedInstruction]:
+    half = sum(isinstance(i, BackwardInput) for i in order) // 2
+    seen = 0
+    pending: dict[_Work, None] = {}
+    for instruction in order:
+        if isinstance(instruction, BackwardInput):
+            if seen == half:
+                yield from _catch_up(pending, len(pending))
+            seen += 1
+        yield from _what_is_left(instruction, pending)
+
+
+def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
+    """Catch up with weight gradients, oldest first, before a device would exceed its memory.
+
+    The limit is the context's ``memory_limit_bytes``, for what
+    :mod:`penstock.planner.passes.footprint` counts. What exceeds it with nothing deferred stays so:
+    this pass gives back what 2BP took. Where taking every weight gradient at once is shorter, that
+    is the result.
+    """
+    limit_bytes = context.memory_limit_bytes
+    if limit_bytes is None:
+        return schedule
+    layout, residency = schedule.layout, schedule.residency
+    orders: list[Order] = []
+    for device, order in enumerate(schedule.orders):
+        footprint = Footprint.of(layout, residency, context.costs, device)
+        orders.append(tuple(_limited(order, footprint, limit_bytes)))
+    limited = replace(schedule, orders=tuple(orders))
+    if limited.orders == schedule.orders:
+        return schedule
+    at_once = replace(schedule, orders=tuple(tuple(_at_once(order)) for order in schedule.orders))
+    shorter = is_less(makespan_s(at_once, context), makespan_s(limited, context))
+    return at_once if shorter else limited
+
+
+def _limited(
+    order: Order, footprint: Footprint, limit_bytes: float
+) -> Iterator[OrderedInstruction]:
+    pending: dict[_Work, None] = {}
+    for instruction in order:
+        while (
+            pending
+            and not isinstance(instruction, BackwardWeight)
+            and footprint.needed_bytes(instruction) > limit_bytes
+        ):
+            for call in _catch_up(pending, 1):
+                footprint.apply(call)
+                yield call
+        for left in _what_is_left(instruction, pending):
+            footprint.apply(left)
+            yield left
+
+
+def _at_once(order: Order) -> Iterator[OrderedInstruction]:
+    """Every BACKWARD_WEIGHT directly after its BACKWARD_INPUT."""
+    pending: dict[_Work, None] = {}
+    for instruction in order:
+        yield from _what_is_left(instruction, pending)
+        yield from _catch_up(pending, len(pending))
+
+
+def _catch_up(pending: dict[_Work, None], count: int) -> list[BackwardWeight]:
+    """The weight gradients of the oldest ``count`` pending, one call per stage; not pending now."""
+    batches: dict[int, tuple[int, ...]] = {}
+    for stage, micro_batch in list(pending)[:count]:
+        batches[stage] = (*batches.get(stage, ()), micro_batch)
+        del pending[stage, micro_batch]
+    return _calls(batches)
+
+
+def _what_is_left(
+    instruction: OrderedInstruction, pending: dict[_Work, None]
+) -> Iterator[OrderedInstruction]:
+    """The instruction without weight gradients that were caught up with; keeps the books."""
+    if isinstance(instruction, BackwardInput):
+        pending[instruction.stage, instruction.micro_batch] = None
+    if not isinstance(instruction, BackwardWeight):
+        yield instruction
+        return
+    s = instruction.stage
+    left = tuple(m for m in instruction.micro_batches if (s, m) in pending)
+    for m in left:
+        del pending[s, m]
+    if left:
+        yield BackwardWeight(stage=s, micro_batches=left)
+
+
+PASSES = (
+    Pass(
+        name="split-backward",
+        summary="gradients of inputs first, of weights right after (2BP, section 3)",
+        run=split_backward,
+    ),
+    Pass(
+        name="fill-bubbles",
+        summary="gradients of weights while devices wait, the rest last (2BP, section 3.2)",
+        run=fill_bubbles,
+    ),
+    Pass(
+        name="concatenate",
+        summary="one call for what is left of a stage's weight gradients (2BP, figure 2)",
+        run=concatenate,
+    ),
+    Pass(
+        name="2bp",
+        summary="split-backward, fill-bubbles and concatenate, if that is shorter",
+        run=two_bp,
+    ),
+    Pass(
+        name="flush-half",
+        summary="catch up with weight gradients half-way, for memory (2BP, figure 5)",
+        run=flush_half,
+    ),
+    Pass(
+        name="limit-deferred",
+        summary="catch up with weight gradients when --memory is short (2BP, section 4.2)",
+        run=limit_deferred,
+    ),
+)
