@@ -16,9 +16,10 @@ from typing import Any
 from penstock.planner.analytic import analytic_costs
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.profile import Profile
-from penstock.planner.profile_json import load_profile
+from penstock.planner.profile import block_costs, cluster_of
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.profile import Profile
+from penstock.protocol.profile_json import load_profile
 
 COSTS_SYNTAX = (
     "unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] | analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…]"
@@ -120,8 +121,8 @@ class ProfileSource:
         del forward_stages, backward_stages
         profile = self.profile
         return Prices(
-            costs=profile.costs(profile.table, tokens=profile.tokens),
-            cluster=profile.cluster(devices_per_node=num_devices),
+            costs=block_costs(profile.table, profile, tokens=profile.tokens),
+            cluster=cluster_of(profile, devices_per_node=num_devices),
         )
 
 

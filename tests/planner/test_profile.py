@@ -17,16 +17,14 @@ from penstock.planner.profile import (
     CPU_GUESS,
     GPU_GUESS,
     Guess,
-    KindProfile,
-    LinearFit,
-    Machine,
-    OperatorProfile,
-    Profile,
+    block_costs,
+    cluster_of,
     guess_of,
 )
-from penstock.planner.profile_json import from_json, to_json
 from penstock.planner.sources import ProfileSource, parse_costs
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
+from penstock.protocol.profile_json import from_json, to_json
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]
@@ -96,11 +94,13 @@ def test_costs_of_a_table(profile: Profile) -> None:
         gradient_bytes=4096,
         operators=(OperatorCost(name="norm", forward_s=5.0, activation_bytes=15.0),),
     )
-    assert profile.costs(profile.table, tokens=10) == Costs(blocks=(block,) * 2, instruction_s=0.5)
+    assert block_costs(profile.table, profile, tokens=10) == Costs(
+        blocks=(block,) * 2, instruction_s=0.5
+    )
 
 
 def test_the_cluster_of_a_profile(profile: Profile) -> None:
-    assert profile.cluster(devices_per_node=4) == Cluster(
+    assert cluster_of(profile, devices_per_node=4) == Cluster(
         devices_per_node=4,
         offload_bandwidth=20.0,
         peer_bandwidth=30.0,
@@ -116,7 +116,7 @@ def test_a_kind_that_was_not_measured(profile: Profile) -> None:
     table = replace(profile.table, blocks=(profile.table.blocks[0], block))
     message = "block 'block1' is of kind 'expert', measured were layer; run penstock profile"
     with pytest.raises(ConfigError, match=message):
-        profile.costs(table, tokens=10)
+        block_costs(table, profile, tokens=10)
 
 
 def test_the_file_reads_back(profile: Profile, tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_the_file_reads_back(profile: Profile, tmp_path: Path) -> None:
     source = parse_costs(str(path))
     assert source == ProfileSource(profile=profile)
     prices = source.price(forward_stages=1, backward_stages=1, num_devices=3)
-    assert prices.costs == profile.costs(profile.table, tokens=16)
-    assert prices.cluster == profile.cluster(devices_per_node=3)
+    assert prices.costs == block_costs(profile.table, profile, tokens=16)
+    assert prices.cluster == cluster_of(profile, devices_per_node=3)
 
 
 def _changed(data: dict[str, Any], path: str, value: Any) -> str:
@@ -210,6 +210,6 @@ def test_guesses_follow_the_table(make_table: Tables) -> None:
         device_gradient_bytes=4096,
         gradient_bytes=4096,
     )
-    assert guess.costs(make_table(1), tokens=10) == Costs(blocks=(block,), instruction_s=0.5)
-    assert guess.cluster(devices_per_node=2).optimizer_rate == 4.0
+    assert block_costs(make_table(1), guess, tokens=10) == Costs(blocks=(block,), instruction_s=0.5)
+    assert cluster_of(guess, devices_per_node=2).optimizer_rate == 4.0
     assert (guess_of("cpu"), guess_of("cuda")) == (CPU_GUESS, GPU_GUESS)

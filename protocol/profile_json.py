@@ -1,4 +1,4 @@
-"""The file form of a :class:`~penstock.planner.profile.Profile`: JSON, versioned, bounded.
+"""The file form of a :class:`~penstock.protocol.profile.Profile`: JSON, versioned, bounded.
 
     {"format": 1, "device": "…", "sequence_length": 256, "micro_batch": 1,
      "machine": {"instruction_s": 0.0001, "fetch_bandwidth": null, …},
@@ -20,8 +20,8 @@ from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
 from penstock.shm.table import BlockTable
 
 PROFILE_FORMAT = 1
