@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+from penstock.client import plan_commands
+from penstock.client.cli import ConfigArgument, JsonOption, SetOption, errors_explained, load
+from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.protocol.config import Config
@@ -40,13 +39,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration; see the README.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key: --set train.steps=100."),
-]
 RunDirOption = Annotated[
     Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")
 ]
@@ -54,7 +46,6 @@ EndpointOption = Annotated[
     str | None,
     typer.Option("--endpoint", metavar="HOST:PORT", help="Scheduler, instead of --run-dir."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ProcessConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="RUN_DIR/resolved.yaml of a prepared run.")
 ]
@@ -63,40 +54,6 @@ SchedulerOption = Annotated[str, typer.Option("--scheduler", metavar="HOST:PORT"
 ParentOption = Annotated[
     int | None, typer.Option("--parent-pid", hidden=True, help="Die with this process.")
 ]
-
-
-@contextmanager
-def errors_explained(log_dir: Path | None = None) -> Iterator[None]:
-    """Turn errors into one line and an exit code; what we did not foresee goes to a file."""
-    try:
-        yield
-    except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
-        raise typer.Exit(int(error.exit_code)) from error
-    except KeyboardInterrupt as error:
-        sys.stderr.write("penstock: interrupted\n")
-        raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        path = _write_trace(log_dir)
-        sys.stderr.write(f"penstock: internal error: {error!r}; details are in {path}\n")
-        raise typer.Exit(int(ExitCode.LOST_MEMBERS)) from error
-
-
-def _write_trace(log_dir: Path | None) -> Path:
-    directory = log_dir if log_dir is not None and log_dir.is_dir() else None
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="penstock-error-", suffix=".txt", dir=directory, delete=False
-    ) as file:
-        traceback.print_exc(file=file)
-    return Path(file.name)
-
-
-def _load(config: Path, settings: list[str] | None) -> Config:
-    from penstock.protocol.config import load_config
-
-    return load_config(config, tuple(settings or ()))
 
 
 @app.command(
@@ -114,40 +71,14 @@ def train(
         from penstock.client.display import choose_display
         from penstock.client.train import run_training
 
-        resolved = _load(config, settings)
+        resolved = load(config, settings)
         result = run_training(resolved, run_dir or resolved.run_dir, choose_display())
         if result.error:
             sys.stderr.write(f"penstock: {result.error}\n")
     raise typer.Exit(result.exit_code)
 
 
-@app.command(
-    epilog="Starts nothing and keeps nothing. Example:"
-    " penstock plan examples/tiny.yaml --set schedule.scheme=1f1b --svg plan.svg"
-)
-def plan(
-    config: ConfigArgument,
-    settings: SetOption = None,
-    out: Annotated[Path | None, typer.Option(metavar="plan.json", help="Write the plan.")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the schedule, its simulated time and bubbles, and the memory needed and there."""
-    with errors_explained():
-        from penstock.client.planning import make_report, write_outputs
-
-        report = make_report(_load(config, settings))
-        write_outputs(report, out, svg)
-        if as_json:
-            typer.echo(json.dumps(report.to_dict(), indent=1))
-        else:
-            typer.echo(report.to_text(_terminal_width()))
-
-
-def _terminal_width() -> int:
-    import shutil
-
-    return min(160, shutil.get_terminal_size((100, 24)).columns)
+plan_commands.register(app)
 
 
 @app.command(
@@ -164,7 +95,7 @@ def node(
 ) -> None:
     """Supervise one node's processes (systemd, Slurm); the first node runs the scheduler."""
     with errors_explained():
-        loaded = _load(config, None)
+        loaded = load(config, None)
         chosen = name or loaded.cluster.nodes[0].name
         if config.name != "resolved.yaml":
             config = _prepare(loaded, chosen)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from penstock.client.reports import figures, heading, stages_text
 from penstock.daemons.node.capacity import human_bytes, render_needs
 from penstock.daemons.node.prepare import Prospect, look_ahead, table_of
+from penstock.planner.bound import lower_bound_s
+from penstock.planner.grid import program_grid
 from penstock.planner.memory import MemoryRow
-from penstock.planner.render import svg, timeline
+from penstock.planner.profile import CPU_COSTS, CostModel, block_costs
+from penstock.planner.render import Caption, timeline
+from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate import Simulation, simulate_config
+from penstock.planner.trial import Trial
 from penstock.protocol.config import Config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan import Plan, StageRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +25,23 @@ class PlanReport:
     """The plan of a configuration, how long an attempt takes, and what memory it needs."""
 
     prospect: Prospect
-    simulation: Simulation
+    trial: Trial
+
+    @property
+    def simulation(self) -> Simulation:
+        """Of one attempt."""
+        return self.trial.simulation
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         plan = self.prospect.plan
         return {
-            "scheme": plan.scheme,
-            "devices": plan.num_devices,
-            "micro_batches": plan.num_microbatches,
             "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "parameters": self.prospect.table.num_parameters,
             **self.simulation.summary(),
+            **figures(self.trial),
+            "instructions": [[str(i) for i in program] for program in plan.programs],
             "memory": [
                 {
                     "place": row.place,
@@ -56,25 +63,32 @@ class PlanReport:
             ],
         }
 
-    def to_text(self, width: int) -> str:
+    @property
+    def caption(self) -> Caption:
+        """For pictures."""
+        return Caption(heading=heading(self.prospect.plan))
+
+    def to_text(self, width: int, *, instructions: bool) -> str:
         """For people: stages, schedule picture, times, memory."""
         plan, simulation = self.prospect.plan, self.simulation
         return "\n".join(
             (
                 f"{plan.scheme}: {plan.num_devices} devices, {plan.num_microbatches} micro-batches,"
                 f" {self.prospect.table.num_parameters:,} parameters in {plan.num_blocks} blocks",
-                f"forward stages   {_stages(plan.forward_stages)}",
-                f"backward stages  {_stages(plan.backward_stages)}",
+                f"forward stages   {stages_text(plan.forward_stages)}",
+                f"backward stages  {stages_text(plan.backward_stages)}",
                 "",
                 timeline(simulation, width=max(20, width - 16)).rstrip(),
                 "",
                 f"simulated (default rates, not measured on this machine): one step takes"
                 f" {simulation.makespan_s:.3f} s; bubbles {simulation.bubble_ratio:.1%};"
-                f" optimizer tail {simulation.optimizer_tail_s:.3f} s",
+                f" optimizer tail {simulation.optimizer_tail_s:.3f} s; no order of this work"
+                f" computes in less than {self.trial.lower_bound_s:.3f} s",
                 "",
                 _rows(self.prospect.rows),
                 "",
                 render_needs(self.prospect.needs),
+                *(("", program_grid(plan.programs).rstrip()) if instructions else ()),
             )
         )
 
@@ -86,32 +100,15 @@ def make_report(config: Config) -> PlanReport:
         ConfigError: the configuration has no plan.
     """
     prospect = look_ahead(config, table_of(config), run_id=None)
-    simulation = simulate_config(config, prospect.table, prospect.plan)
-    return PlanReport(prospect=prospect, simulation=simulation)
-
-
-def write_outputs(report: PlanReport, plan_path: Path | None, svg_path: Path | None) -> None:
-    """Write the files that were asked for.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
-    outputs = ((plan_path, _plan_text(report.prospect.plan)), (svg_path, svg(report.simulation)))
-    for path, text in outputs:
-        if path is None:
-            continue
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot write it: {error}") from error
-
-
-def _plan_text(plan: Plan) -> str:
-    return plan.to_json() + "\n"
-
-
-def _stages(stages: Sequence[StageRange]) -> str:
-    return "  ".join(f"{s.start}-{s.stop - 1}@{s.device}" for s in stages) + "   (blocks@device)"
+    model = CPU_COSTS if config.cluster.device == "cpu" else CostModel()
+    simulation = simulate_config(config, prospect.table, prospect.plan, model)
+    tokens = config.train.micro_batch * config.data.sequence_length
+    schedule = schedule_of(prospect.plan)
+    bound_s = lower_bound_s(
+        schedule.layout, schedule.orders, block_costs(prospect.table, model, tokens=tokens)
+    )
+    trial = Trial(plan=prospect.plan, simulation=simulation, lower_bound_s=bound_s)
+    return PlanReport(prospect=prospect, trial=trial)
 
 
 def _rows(rows: Sequence[MemoryRow]) -> str:

@@ -1,0 +1,315 @@
+"""``penstock plan`` and ``penstock simulate`` without a configuration: schemes, passes and costs by
+name, figures and pictures out. What a configuration leads to is
+:mod:`penstock.client.planning`'s matter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from penstock.client.reports import figures, heading, idle_shares, stages_text
+from penstock.planner import schemes
+from penstock.planner.build import ScheduleRequest
+from penstock.planner.cluster import ADVANCE, IN_PLACE, PREVIEW_SETTLE, SYNCHRONOUS
+from penstock.planner.grid import program_grid
+from penstock.planner.passes import PASSES
+from penstock.planner.render import ABSTRACT, SECONDS, Caption, timeline
+from penstock.planner.schemes import RecomputeMode
+from penstock.planner.sources import CostSource, Prices, UnitCosts, parse_costs
+from penstock.planner.trial import (
+    Recipe,
+    Terms,
+    Trial,
+    operators_named,
+    price,
+    settle_stages,
+    try_out,
+    try_plan,
+)
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan import Plan
+
+OPTIMIZERS = {
+    "advance": ADVANCE,
+    "preview-settle": PREVIEW_SETTLE,
+    "in-place": IN_PLACE,
+    "synchronous": SYNCHRONOUS,
+}
+"""What ``--optimizer`` accepts."""
+
+_OPTION_OF_KEY = (
+    ("train.global_batch / train.micro_batch", "--micro-batches"),
+    ("schedule.scheme", "--scheme"),
+    ("schedule.forward_stages", "--forward-stages"),
+    ("schedule.backward_stages", "--backward-stages"),
+    ("schedule.recompute", "--recompute"),
+    ("schedule.passes", "--passes"),
+    ("cluster.workers", "--devices"),
+    ("memory.device_limit", "--memory"),
+    ("backward_stages,", "--backward-stages,"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The options of ``penstock plan`` and ``penstock simulate``; ``None`` where not given."""
+
+    scheme: str | None = None
+    num_devices: int | None = None
+    num_microbatches: int | None = None
+    stages_per_device: int | None = None
+    forward_stages: int | None = None
+    backward_stages: int | None = None
+    recompute: RecomputeMode | None = None
+    drop: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    costs: str | None = None
+    optimizer: str = "advance"
+    memory_limit_bytes: float | None = None
+
+    def require_nothing(self) -> None:
+        """With a configuration, its keys say all this.
+
+        Raises:
+            ConfigError: an option was given; says which, and what to write instead.
+        """
+        for field, key in _KEY_OF_FIELD.items():
+            if getattr(self, field) not in (None, ()):
+                raise ConfigError(
+                    f"--{field.replace('num_', '').replace('_', '-')}: with a configuration write"
+                    f" --set {key}=…"
+                )
+
+    def request(self) -> ScheduleRequest:
+        """What to schedule, with 4 devices and 2 micro-batches per device unless given.
+
+        Raises:
+            ConfigError: no scheme.
+        """
+        if self.scheme is None:
+            raise ConfigError(
+                "give a configuration (penstock plan examples/tiny.yaml) or a scheme (penstock plan"
+                f" --scheme 1f1b); schemes: {', '.join(schemes.SCHEMES)}"
+            )
+        num_devices = self.num_devices or 4
+        return ScheduleRequest(
+            scheme=self.scheme,
+            num_devices=num_devices,
+            num_microbatches=self.num_microbatches or 2 * num_devices,
+            stages_per_device=self.stages_per_device,
+            forward_stages=self.forward_stages,
+            backward_stages=self.backward_stages,
+            recompute=self.recompute,
+            drop=self.drop,
+        )
+
+    @property
+    def costs_text(self) -> str:
+        """Where costs come from."""
+        return self.costs or "unit"
+
+
+_KEY_OF_FIELD = {
+    "scheme": "schedule.scheme",
+    "num_devices": "cluster.workers",
+    "num_microbatches": "train.micro_batch",
+    "stages_per_device": "schedule.forward_stages",
+    "forward_stages": "schedule.forward_stages",
+    "backward_stages": "schedule.backward_stages",
+    "recompute": "schedule.recompute",
+    "drop": "schedule.recompute",
+    "passes": "schedule.passes",
+    "memory_limit_bytes": "memory.device_limit",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabReport:
+    """A trial, and how to speak about it."""
+
+    trial: Trial
+    passes: tuple[str, ...]
+    costs: str
+    abstract: bool
+    memory_limit_bytes: float | None
+
+    @property
+    def caption(self) -> Caption:
+        """For pictures."""
+        return Caption(
+            heading=heading(self.trial.plan, self.passes),
+            unit=ABSTRACT if self.abstract else SECONDS,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        plan = self.trial.plan
+        return {
+            **self.trial.simulation.summary(),
+            "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
+            "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
+            "passes": list(self.passes),
+            "costs": self.costs,
+            **figures(self.trial),
+            "instructions": [[str(i) for i in program] for program in plan.programs],
+        }
+
+    def to_text(self, width: int, *, instructions: bool) -> str:
+        """For people."""
+        plan, trial = self.trial.plan, self.trial
+        unit = self.caption.unit
+        simulation = trial.simulation
+        parts = [
+            f"{heading(plan, self.passes)}; costs: {self.costs}",
+            f"forward stages   {stages_text(plan.forward_stages)}",
+            f"backward stages  {stages_text(plan.backward_stages)}",
+            "",
+            timeline(simulation, width=max(20, width - 14), abstract=self.abstract).rstrip(),
+            "",
+            f"makespan {unit.format(simulation.makespan_s)}: computing"
+            f" {unit.format(simulation.pipeline_s)},"
+            f" optimizer tail {unit.format(simulation.optimizer_tail_s)};"
+            f" bubbles {simulation.bubble_ratio:.1%}",
+            self._distance(),
+            "",
+            *self._devices(),
+        ]
+        if instructions:
+            parts += ["", program_grid(plan.programs).rstrip()]
+        return "\n".join(parts)
+
+    def _distance(self) -> str:
+        unit, bound = self.caption.unit, self.trial.lower_bound_s
+        computing = self.trial.simulation.pipeline_s
+        over = computing / bound - 1.0 if bound > 0.0 else 0.0
+        if over < 1e-9:
+            return f"lower bound {unit.format(bound)}: no order of this work is faster"
+        return f"lower bound {unit.format(bound)}: at most {over:.1%} could be gained by reordering"
+
+    def _devices(self) -> Iterator[str]:
+        unit = self.caption.unit
+        limit = self.memory_limit_bytes
+        memory = "kept" if self.abstract else "peak memory"
+        yield f"{'device':<8} {'busy':>11} {'idle':>11} {'bubbles':>8} {memory:>12}"
+        peaks = self.trial.peak_bytes or (None,) * self.trial.plan.num_devices
+        shares = idle_shares(self.trial)
+        for device, times in enumerate(self.trial.simulation.devices):
+            peak = peaks[device]
+            text = "-" if peak is None else _bytes(peak, self.abstract)
+            of = "" if limit is None else f"  of {_bytes(limit, self.abstract)}"
+            yield (
+                f"{device:<8} {unit.format(times.busy_s):>11} {unit.format(times.idle_s):>11}"
+                f" {shares[device]:>8.1%} {text:>12}{of}"
+            )
+        if self.abstract:
+            yield "(kept: activations, those of one forward stage and micro-batch are 1)"
+
+
+def make_lab_report(wish: Wish) -> LabReport:
+    """Schedule, transform and simulate what was asked for.
+
+    Raises:
+        ConfigError: impossible combination; names the option, its value, and what would do.
+    """
+    with options_named():
+        source = parse_costs(wish.costs_text)
+        request = _with_operators(settle_stages(wish.request()), source)
+        terms = _terms(price(source, request), wish)
+        trial = try_out(Recipe(request=request, passes=wish.passes), terms)
+    return _report(trial, wish)
+
+
+def make_simulation_report(plan: Plan, wish: Wish) -> LabReport:
+    """Simulate a plan that is there; of the wish only costs, optimizer and memory count.
+
+    Raises:
+        ConfigError: the plan makes no sense, or does not go with the costs.
+    """
+    with options_named():
+        source = parse_costs(wish.costs_text)
+        prices = source.price(
+            forward_stages=len(plan.forward_stages) // plan.num_routes,
+            backward_stages=len(plan.backward_stages) // plan.num_routes,
+            num_devices=plan.num_devices,
+        )
+        trial = try_plan(plan, _terms(prices, wish))
+    return _report(trial, wish)
+
+
+def _report(trial: Trial, wish: Wish) -> LabReport:
+    return LabReport(
+        trial=trial,
+        passes=wish.passes,
+        costs=wish.costs_text,
+        abstract=wish.costs_text.split(":")[0] == "unit",
+        memory_limit_bytes=wish.memory_limit_bytes,
+    )
+
+
+def _with_operators(request: ScheduleRequest, source: CostSource) -> ScheduleRequest:
+    """Names of operator sets replaced by their operators; ``--drop`` implies selective."""
+    if request.drop and request.recompute is None:
+        request = replace(request, recompute="selective")
+    if request.recompute != "selective":
+        return request
+    if isinstance(source, UnitCosts):
+        raise ConfigError(
+            "schedule.recompute = 'selective': unit costs know no operators; accepted: none, full,"
+            " or --costs analytic:GPU:MODEL"
+        )
+    prices = price(source, request)
+    return replace(request, drop=operators_named(request.drop, prices.costs))
+
+
+def _terms(prices: Prices, wish: Wish) -> Terms:
+    if wish.optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"--optimizer {wish.optimizer!r}: unknown; accepted: {', '.join(OPTIMIZERS)}"
+        )
+    return Terms(
+        prices=prices,
+        optimizer=OPTIMIZERS[wish.optimizer],
+        memory_limit_bytes=wish.memory_limit_bytes,
+    )
+
+
+@contextmanager
+def options_named() -> Iterator[None]:
+    """Errors about keys of a configuration speak of the command's options instead."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for key, option in _OPTION_OF_KEY:
+            text = text.replace(key, option)
+        raise ConfigError(text) from error
+
+
+def names_known() -> str:
+    """``--list``: every scheme and pass with a line about it."""
+    width = max(map(len, (*schemes.SCHEMES, *PASSES)))
+    lines = ["schemes:"]
+    lines += [f"  {name:<{width}}  {_summary(scheme)}" for name, scheme in schemes.SCHEMES.items()]
+    lines.append("passes (applied in the order of --passes):")
+    lines += [f"  {name:<{width}}  {one.summary}" for name, one in PASSES.items()]
+    return "\n".join(lines)
+
+
+def _summary(scheme: schemes.Scheme) -> str:
+    """The first line of the text of the module that makes a scheme."""
+    for module in vars(schemes).values():
+        if isinstance(module, ModuleType) and any(v is scheme for v in vars(module).values()):
+            text = (inspect.getdoc(module) or "").split("\n\n")[0]
+            return " ".join(text.split()).partition(": ")[2] or text
+    return ""
+
+
+def _bytes(value: float, abstract: bool) -> str:
+    from penstock.daemons.node.capacity import human_bytes
+
+    return f"{value:.4g}" if abstract else human_bytes(value)

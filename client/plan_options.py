@@ -1,0 +1,158 @@
+"""Options of the planning commands: what they are called, and what their values mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, cast, get_args
+
+import typer
+
+from penstock.protocol.errors import ConfigError
+
+RecomputeMode = Literal["none", "full", "selective"]
+
+OptionalConfig = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration; without one give --scheme."),
+]
+PlanArgument = Annotated[
+    Path, typer.Argument(metavar="PLAN.json", help="What plan --out has written.")
+]
+SchemeOption = Annotated[
+    str | None, typer.Option("--scheme", metavar="NAME", help="Scheme; --list shows them.")
+]
+DevicesOption = Annotated[
+    int | None, typer.Option("--devices", metavar="P", min=1, help="Devices (default 4).")
+]
+MicroBatchesOption = Annotated[
+    int | None,
+    typer.Option("--micro-batches", metavar="M", min=1, help="Micro-batches (default 2 P)."),
+]
+StagesPerDeviceOption = Annotated[
+    int | None,
+    typer.Option(
+        "--stages-per-device", metavar="V", min=1, help="Forward stages of a route on each device."
+    ),
+]
+ForwardStagesOption = Annotated[
+    int | None,
+    typer.Option("--forward-stages", metavar="F", min=1, help="Forward stages of a route, in all."),
+]
+BackwardStagesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--backward-stages", metavar="B", min=1, help="Backward stages of a route, in all."
+    ),
+]
+RecomputeOption = Annotated[
+    str | None, typer.Option("--recompute", metavar="MODE", help="none, full or selective.")
+]
+DropOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drop",
+        metavar="OPS",
+        help="What selective recomputation makes again: operators, or sets of them (cmb, mlp,"
+        " attention, core), separated by commas.",
+    ),
+]
+PassesOption = Annotated[
+    str | None,
+    typer.Option("--passes", metavar="A,B,…", help="Passes to apply, in order; --list shows them."),
+]
+CostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="COSTS",
+        help="unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] of a forward stage (b is p1+p2; the default), or"
+        " analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…], or a profile.json.",
+    ),
+]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="p.json", help="Measured costs; the same as --costs p.json."),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Memory limit of one device, such as 40G."),
+]
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="KIND",
+        help="CPU optimizer: advance, preview-settle, in-place or synchronous.",
+    ),
+]
+ShowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--show", metavar="instructions", help="Print the instructions of all devices, too."
+    ),
+]
+SvgOption = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture as SVG.")
+]
+PngOption = Annotated[
+    Path | None, typer.Option("--png", metavar="FILE", help="Write a picture as PNG.")
+]
+PlanFileOption = Annotated[
+    Path | None, typer.Option("--out", metavar="plan.json", help="Write the plan.")
+]
+ListOption = Annotated[bool, typer.Option("--list", help="List schemes and passes, and stop.")]
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """``a,b,c``; empty where nothing was given."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def recompute_mode(text: str | None) -> RecomputeMode | None:
+    """The value of ``--recompute``.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+    accepted = get_args(RecomputeMode)
+    if text is not None and text not in accepted:
+        raise ConfigError(f"--recompute {text!r}: accepted: {', '.join(accepted)}")
+    return cast(RecomputeMode | None, text)
+
+
+def size(option: str, text: str | None) -> int | None:
+    """Bytes from ``40G``.
+
+    Raises:
+        ConfigError: no size.
+    """
+    from penstock.protocol.config import parse_size
+
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from error
+
+
+def shows_instructions(show: str | None) -> bool:
+    """Whether ``--show`` asks for them.
+
+    Raises:
+        ConfigError: it asks for something else.
+    """
+    if show not in (None, "instructions"):
+        raise ConfigError(f"--show {show!r}: accepted is instructions")
+    return show is not None
+
+
+def costs_text(costs: str | None, profile: Path | None) -> str:
+    """The value of ``--costs`` or ``--profile``, of which one may be given.
+
+    Raises:
+        ConfigError: both are.
+    """
+    if costs is not None and profile is not None:
+        raise ConfigError("--profile and --costs: give one of them")
+    return str(profile) if profile is not None else costs or "unit"

@@ -1,0 +1,222 @@
+"""From a wish to figures: schedule, passes, plan, memory, simulation, for one set of prices.
+
+What ``penstock plan`` shows for one recipe and ``penstock tune`` compares for many. Pure; where
+prices come from is :mod:`penstock.planner.sources`'s matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.planner.bound import lower_bound_s
+from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.planner.cluster import ADVANCE, OptimizerModel
+from penstock.planner.costs import Costs
+from penstock.planner.operators import OPERATOR_SETS
+from penstock.planner.passes import PASSES, PassContext
+from penstock.planner.schedule import Schedule, lower, schedule_of
+from penstock.planner.schemes import SCHEMES
+from penstock.planner.simulate import Simulation, simulate
+from penstock.planner.sources import CostSource, Prices
+from penstock.planner.validate import validate
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan import Plan
+
+_BLOCKS_PER_DEVICE = 6
+"""A model this long lets every scheme choose its own numbers of stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What to schedule, and the names of the passes to apply, in order."""
+
+    request: ScheduleRequest
+    passes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a recipe is tried with. ``memory_limit_bytes``: of one device."""
+
+    prices: Prices
+    optimizer: OptimizerModel = ADVANCE
+    memory_limit_bytes: float | None = None
+
+    @property
+    def context(self) -> PassContext:
+        """What passes decide by; a hop carries the largest output between blocks."""
+        costs, cluster = self.prices.costs, self.prices.cluster
+        largest = max(block.output_bytes for block in costs.blocks)
+        return PassContext(
+            costs=costs,
+            cluster=cluster,
+            memory_limit_bytes=self.memory_limit_bytes,
+            hop_s=largest / cluster.peer_bandwidth + cluster.latency_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What came out. ``lower_bound_s``: see :mod:`penstock.planner.bound`."""
+
+    plan: Plan
+    simulation: Simulation
+    lower_bound_s: float
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most that each device holds at a time."""
+        return tuple(float(peak.total_bytes) for peak in self.simulation.peaks)
+
+
+def settle_stages(request: ScheduleRequest) -> ScheduleRequest:
+    """The request with numbers of stages filled in as its scheme does for a long model.
+
+    Raises:
+        ConfigError: unknown scheme; names the known ones.
+    """
+    scheme = SCHEMES.get(request.scheme)
+    if scheme is None:
+        raise ConfigError(
+            f"schedule.scheme = {request.scheme!r}: unknown scheme; accepted: {', '.join(SCHEMES)}"
+        )
+    forward = request.forward_stages
+    if request.stages_per_device is not None:
+        devices = 1 if scheme.whole_model_per_device else request.num_devices
+        forward = request.stages_per_device * devices
+        if request.forward_stages not in (None, forward):
+            raise ConfigError(
+                f"schedule.forward_stages = {request.forward_stages}: does not go with"
+                f" {request.stages_per_device} stages per device, which are {forward}; give one"
+            )
+    num_forward, num_backward = scheme.default_stages(
+        request.num_devices, _BLOCKS_PER_DEVICE * request.num_devices, forward
+    )
+    return replace(
+        request,
+        forward_stages=num_forward,
+        backward_stages=request.backward_stages or num_backward,
+        stages_per_device=None,
+    )
+
+
+def price(source: CostSource, request: ScheduleRequest) -> Prices:
+    """What a source says about the model that a request cuts.
+
+    Raises:
+        ConfigError: as :func:`settle_stages`, or what the source complains about.
+    """
+    settled = settle_stages(request)
+    assert settled.forward_stages is not None and settled.backward_stages is not None
+    return source.price(
+        forward_stages=settled.forward_stages,
+        backward_stages=settled.backward_stages,
+        num_devices=request.num_devices,
+    )
+
+
+def make_schedule(recipe: Recipe, terms: Terms) -> Schedule:
+    """Build a recipe's schedule and apply its passes, validating after each.
+
+    Raises:
+        ConfigError: impossible combination, or unknown pass; says what would be accepted.
+    """
+    unknown = [name for name in recipe.passes if name not in PASSES]
+    if unknown:
+        raise ConfigError(
+            f"schedule.passes: unknown pass {unknown[0]!r}; accepted:"
+            f" {', '.join(PASSES) or 'none in this version'}"
+        )
+    schedule = build_schedule(recipe.request, terms.prices.block_work)
+    context = terms.context
+    for name in recipe.passes:
+        changed = PASSES[name].run(schedule, context)
+        if changed is not schedule:
+            _lowered(changed, f"after pass {name}")
+        schedule = changed
+    return schedule
+
+
+def try_out(recipe: Recipe, terms: Terms) -> Trial:
+    """Schedule, lower, validate and simulate a recipe.
+
+    Raises:
+        ConfigError: as :func:`make_schedule`, or a device needs more than the limit: which one, how
+            much, and what would help.
+    """
+    schedule = make_schedule(recipe, terms)
+    return _tried(schedule, _lowered(schedule, recipe.request.scheme), terms)
+
+
+def try_plan(plan: Plan, terms: Terms) -> Trial:
+    """Validate and simulate a plan that is there already.
+
+    Raises:
+        ConfigError: it makes no sense, was made for another model, or needs too much memory.
+    """
+    priced = len(terms.prices.costs.blocks)
+    if plan.num_blocks != priced:
+        raise ConfigError(
+            f"the plan is for {plan.num_blocks} blocks, the costs are of {priced}; use costs of the"
+            " model that the plan was made for"
+        )
+    validate(plan)
+    return _tried(schedule_of(plan), plan, terms)
+
+
+def _lowered(schedule: Schedule, what: str) -> Plan:
+    try:
+        plan = lower(schedule)
+        validate(plan)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    return plan
+
+
+def _tried(schedule: Schedule, plan: Plan, terms: Terms) -> Trial:
+    costs = terms.prices.costs
+    simulation = simulate(plan, costs, terms.prices.cluster, optimizer=terms.optimizer)
+    trial = Trial(
+        plan=plan,
+        simulation=simulation,
+        lower_bound_s=lower_bound_s(schedule.layout, schedule.orders, costs),
+    )
+    if terms.memory_limit_bytes is not None:
+        _check_memory(trial.peak_bytes, terms.memory_limit_bytes)
+    return trial
+
+
+def _check_memory(peaks: Sequence[float], limit: float) -> None:
+    worst = max(range(len(peaks)), key=peaks.__getitem__, default=None)
+    if worst is not None and peaks[worst] > limit:
+        raise ConfigError(
+            f"memory.device_limit = {limit:.0f}: device {worst} needs {peaks[worst]:.0f} bytes"
+            f" ({peaks[worst] - limit:.0f} too many); use more stages or devices, smaller"
+            " micro-batches, fewer of them in flight (another scheme), or schedule.recompute: full"
+        )
+
+
+def operators_named(words: Sequence[str], costs: Costs) -> tuple[str, ...]:
+    """The operators that names of operators and of operator sets stand for, in a model.
+
+    Raises:
+        ConfigError: nothing named, or a name that the model does not have; lists those it has.
+    """
+    known = tuple(dict.fromkeys(op.name for block in costs.blocks for op in block.operators))
+    found: dict[str, None] = {}
+    for word in words:
+        members = OPERATOR_SETS.get(word, (word,))
+        present = [operator for operator in members if operator in known]
+        if not present:
+            words = ()
+            break
+        found |= dict.fromkeys(present)
+    if not words:
+        raise ConfigError(
+            f"operators to drop: expected names among {', '.join(known) or 'none'}, or of the sets"
+            f" {', '.join(OPERATOR_SETS)}"
+        )
+    return tuple(found)
