@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 
-from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.layout import Order, OrderedInstruction, StageLayout, skipped_forwards
 from penstock.planner.passes.base import PassContext
-from penstock.planner.passes.footprint import Footprint, peak_bytes
+from penstock.planner.passes.order_memory import OrderMemory, peak_bytes
 from penstock.planner.schedule import Schedule
 from penstock.planner.timing import makes, needs, order_times, seconds_of
 from penstock.protocol.instructions import (
@@ -149,14 +149,14 @@ class _Device:
 class _Room:
     """The memory of a device. ``reserve_bytes``: what a recomputation will need on top."""
 
-    footprint: Footprint
+    memory: OrderMemory
     limit_bytes: float
     reserve_bytes: float
 
     def admits(self, filler: OrderedInstruction) -> bool:
         """A forward ahead of its turn leaves room for the next recomputation."""
         reserve_bytes = self.reserve_bytes if isinstance(filler, Forward) else 0.0
-        return self.footprint.needed_bytes(filler) + reserve_bytes <= self.limit_bytes
+        return self.memory.needed_bytes(filler) + reserve_bytes <= self.limit_bytes
 
 
 def _rooms(schedule: Schedule, context: PassContext) -> list[_Room]:
@@ -167,10 +167,10 @@ def _rooms(schedule: Schedule, context: PassContext) -> list[_Room]:
     for device in range(schedule.layout.num_devices):
         stages = [schedule.layout.backward[b] for b in schedule.layout.backward_stages_on(device)]
         graphs = (context.costs.of(stage.blocks).activation_bytes for stage in stages)
-        footprint = Footprint.of(schedule.layout, schedule.residency, context.costs, device)
+        memory = OrderMemory.of(schedule.layout, schedule.residency, context.costs, device)
         rooms.append(
             _Room(
-                footprint=footprint,
+                memory=memory,
                 limit_bytes=context.memory_limit_bytes,
                 reserve_bytes=max(graphs, default=0.0),
             )
@@ -193,13 +193,14 @@ class _Dispatcher:
         self._rooms = _rooms(schedule, context)
         self._hop_s = context.hop_s
         self._ended: dict[_Key, tuple[float, int]] = {}
+        skipped = skipped_forwards(layout, orders)
         times = order_times(layout, orders, context.costs, hop_s=context.hop_s)
         seconds = seconds_of(layout, context.costs)
         self._devices = [
             _Device(
                 order=order,
                 seconds=tuple(map(seconds, order)),
-                inputs=tuple(tuple(_inputs(layout, i)) for i in order),
+                inputs=tuple(tuple(_inputs(layout, i, skipped)) for i in order),
                 latest_s=latest_s,
                 may_move=_may_move(order, movable),
                 lanes=_lanes(order),
@@ -261,7 +262,7 @@ class _Dispatcher:
         device.free_s = now_s + device.seconds[position]
         device.chosen.append(device.order[position])
         if self._rooms:
-            self._rooms[number].footprint.apply(device.order[position])
+            self._rooms[number].memory.apply(device.order[position])
         yield device.free_s, number
         for key in makes(device.order[position]):
             self._ended[key] = (device.free_s, number)
@@ -283,11 +284,15 @@ class _Dispatcher:
 _BACKWARDS = (Recompute, Backward, BackwardInput)
 
 
-def _inputs(layout: StageLayout, instruction: OrderedInstruction) -> Iterator[_Key]:
+def _inputs(
+    layout: StageLayout, instruction: OrderedInstruction, skipped: frozenset[tuple[int, int]]
+) -> Iterator[_Key]:
     """What must be made first: more than the data, for what leaves its place in an order."""
-    yield from needs(layout, instruction)
+    yield from needs(layout, instruction, skipped)
     if isinstance(instruction, Recompute) and layout.is_coupled(instruction.stage):
-        yield "F", instruction.stage, instruction.micro_batch
+        work = (instruction.stage, instruction.micro_batch)
+        if work not in skipped:
+            yield "F", *work
 
 
 def _may_move(order: Order, movable: tuple[type[OrderedInstruction], ...]) -> tuple[bool, ...]:

@@ -6,10 +6,11 @@ rest to the end), ``concatenate`` (what is left of a stage as one BW), ``2bp`` (
 shorter), and two that take memory back, since between BI and BW a micro-batch's intermediate
 derivatives stay: ``flush-half`` (figure 5) and ``limit-deferred``.
 
-A BW can move back to the end of its device's work. It cannot leave the stretch in which the weights
-of its stage are there if weights are streamed (:class:`~penstock.planner.layout.Residency`), nor
-pass an UPDATE on the device, which needs final gradients. The weight gradients of a stage are taken
-in the order of its backwards, so they add up to the same bits as unsplit.
+A BW can move back to the end of its device's work, since it reads no weights: streamed ones may be
+gone by then. It cannot pass an UPDATE on the device, which needs final gradients. The weight
+gradients of a stage are taken in the order of its backwards, so they add up to the same bits as
+unsplit. What passes look at is compute: gradients that are final later also reach the optimizer
+later, which only a simulation shows.
 """
 
 from __future__ import annotations
@@ -18,15 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from penstock.planner.layout import (
-    ComputeInstruction,
-    Order,
-    OrderedInstruction,
-    Residency,
-)
+from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.dispatch import fill_waits, is_less, makespan_s
-from penstock.planner.passes.footprint import Footprint
+from penstock.planner.passes.order_memory import OrderMemory
 from penstock.planner.schedule import Schedule
 from penstock.protocol.instructions import Backward, BackwardInput, BackwardWeight, Update
 
@@ -71,7 +67,7 @@ def _deferred(schedule: Schedule) -> Schedule:
     orders: list[Order] = []
     for order in schedule.orders:
         single = tuple(_one_each(order))
-        orders.append(_move_back(single, _latest_places(single, schedule)))
+        orders.append(_move_back(single, _latest_places(single, schedule.layout)))
     return replace(schedule, orders=tuple(orders))
 
 
@@ -84,22 +80,14 @@ def _one_each(order: Order) -> Iterator[OrderedInstruction]:
             yield instruction
 
 
-def _latest_places(order: Order, schedule: Schedule) -> dict[int, int]:
+def _latest_places(order: Order, layout: StageLayout) -> dict[int, int]:
     """For each BACKWARD_WEIGHT, the position before which it must have run."""
-    streamed = schedule.residency is Residency.STREAMED
     places: dict[int, int] = {}
-    updates: dict[int, int] = {}
-    run_end, run_stage = len(order), -1
-    for position in range(len(order) - 1, -1, -1):
-        instruction = order[position]
-        if isinstance(instruction, Update):
-            updates[instruction.block] = position
-        if streamed and isinstance(instruction, ComputeInstruction):
-            if instruction.stage != run_stage:
-                run_end, run_stage = position + 1, instruction.stage
+    updates = {i.block: p for p, i in enumerate(order) if isinstance(i, Update)}
+    for position, instruction in enumerate(order):
         if isinstance(instruction, BackwardWeight):
-            blocks = schedule.layout.backward[instruction.stage].blocks
-            places[position] = min([run_end, *(updates[b] for b in blocks if b in updates)])
+            blocks = layout.backward[instruction.stage].blocks
+            places[position] = min((updates[b] for b in blocks if b in updates), default=len(order))
     return places
 
 
@@ -148,9 +136,12 @@ def _calls(batches_of_stage: dict[int, tuple[int, ...]]) -> list[BackwardWeight]
 
 
 def two_bp(schedule: Schedule, context: PassContext) -> Schedule:
-    """Split, fill, concatenate; the given schedule where that is not shorter."""
+    """Split, fill, concatenate; the given schedule where that is not shorter.
+
+    With a memory limit ``limit-deferred`` comes last.
+    """
     result = schedule
-    for one in (split_backward, fill_bubbles, concatenate):
+    for one in (split_backward, fill_bubbles, concatenate, limit_deferred):
         result = one(result, context)
     shorter = is_less(makespan_s(result, context), makespan_s(schedule, context))
     return result if shorter else schedule
@@ -182,9 +173,9 @@ def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
     """Catch up with weight gradients, oldest first, before a device would exceed its memory.
 
     The limit is the context's ``memory_limit_bytes``, for what
-    :mod:`penstock.planner.passes.footprint` counts. What exceeds it with nothing deferred stays so:
-    this pass gives back what 2BP took. Where taking every weight gradient at once is shorter, that
-    is the result.
+    :mod:`penstock.planner.passes.order_memory` counts. What exceeds it with nothing deferred stays
+    so: this pass gives back what 2BP took. Where taking every weight gradient at once is shorter,
+    that is the result.
     """
     limit_bytes = context.memory_limit_bytes
     if limit_bytes is None:
@@ -192,8 +183,8 @@ def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
     layout, residency = schedule.layout, schedule.residency
     orders: list[Order] = []
     for device, order in enumerate(schedule.orders):
-        footprint = Footprint.of(layout, residency, context.costs, device)
-        orders.append(tuple(_limited(order, footprint, limit_bytes)))
+        memory = OrderMemory.of(layout, residency, context.costs, device)
+        orders.append(tuple(_limited(order, memory, limit_bytes)))
     limited = replace(schedule, orders=tuple(orders))
     if limited.orders == schedule.orders:
         return schedule
@@ -202,21 +193,19 @@ def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
     return at_once if shorter else limited
 
 
-def _limited(
-    order: Order, footprint: Footprint, limit_bytes: float
-) -> Iterator[OrderedInstruction]:
+def _limited(order: Order, memory: OrderMemory, limit_bytes: float) -> Iterator[OrderedInstruction]:
     pending: dict[_Work, None] = {}
     for instruction in order:
         while (
             pending
             and not isinstance(instruction, BackwardWeight)
-            and footprint.needed_bytes(instruction) > limit_bytes
+            and memory.needed_bytes(instruction) > limit_bytes
         ):
             for call in _catch_up(pending, 1):
-                footprint.apply(call)
+                memory.apply(call)
                 yield call
         for left in _what_is_left(instruction, pending):
-            footprint.apply(left)
+            memory.apply(left)
             yield left
 
 

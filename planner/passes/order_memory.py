@@ -2,7 +2,7 @@
 
 Weights, accumulated gradients and static bytes of all its stages (two stages where weights are
 streamed), and of each micro-batch what forwards, recomputations and split backwards leave behind.
-Transfers, posted receives and host memory are :mod:`penstock.planner.memory`'s matter.
+Transfers, posted receives and the memory of plans are :mod:`penstock.planner.footprint`'s matter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Work = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class Footprint:
+class OrderMemory:
     """Bytes of one device, instruction by instruction.
 
     ``fixed_bytes``: what does not depend on the order. ``work_bytes``: what is held for a (stage,
@@ -46,7 +46,9 @@ class Footprint:
     held_bytes: float = 0.0
 
     @classmethod
-    def of(cls, layout: StageLayout, residency: Residency, costs: Costs, device: int) -> Footprint:
+    def of(
+        cls, layout: StageLayout, residency: Residency, costs: Costs, device: int
+    ) -> OrderMemory:
         """An empty device."""
         stages = {layout.backward[b].blocks: b for b in layout.backward_stages_on(device)}
         stages |= {layout.forward[f].blocks: f for f in layout.forward_stages_on(device)}
@@ -126,10 +128,10 @@ def peak_bytes(
     """The most that each device holds."""
     peaks: list[float] = []
     for device, order in enumerate(orders):
-        footprint = Footprint.of(layout, residency, costs, device)
-        peak = footprint.total_bytes
+        memory = OrderMemory.of(layout, residency, costs, device)
+        peak = memory.total_bytes
         for instruction in order:
-            peak = max(peak, footprint.needed_bytes(instruction))
-            footprint.apply(instruction)
+            peak = max(peak, memory.needed_bytes(instruction))
+            memory.apply(instruction)
         peaks.append(peak)
     return tuple(peaks)
