@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.planner.layout import Residency, StageLayout
+from penstock.planner.memory import table_costs
 from penstock.planner.partition import partition
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
 from penstock.planner.validate import validate
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, ProtocolError
+from penstock.protocol.instructions import RecomputeAfter
 from penstock.protocol.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
 
@@ -49,8 +51,9 @@ def build_plan(config: Config, table: BlockTable) -> Plan:
     validate(
         plan,
         table,
+        costs=table_costs(table, tokens=config.train.micro_batch * config.data.sequence_length),
         memory_limit=config.memory.device_limit,
-        tokens=config.train.micro_batch * config.data.sequence_length,
+        devices_per_node=config.cluster.workers,
     )
     return plan
 
@@ -86,7 +89,8 @@ class ScheduleRequest:
     """What someone wants scheduled; numbers of stages (of one route) default to the scheme's.
 
     ``stages_per_device``: forward stages of a route on each of its devices, instead of
-    ``forward_stages``. ``drop`` names the operators that ``recompute="selective"`` makes again.
+    ``forward_stages``. ``drop`` names the operators that ``recompute="selective"`` makes again,
+    ``recompute_after`` what recomputations wait for.
     """
 
     scheme: str
@@ -97,6 +101,7 @@ class ScheduleRequest:
     stages_per_device: int | None = None
     recompute: RecomputeMode | None = None
     drop: tuple[str, ...] = ()
+    recompute_after: RecomputeAfter = RecomputeAfter.CHECKPOINT
 
 
 def build_schedule(request: ScheduleRequest, block_work: Sequence[float]) -> Schedule:
@@ -150,7 +155,7 @@ def _recompute(request: ScheduleRequest, scheme: Scheme) -> Recomputation:
         )
     if (mode == "selective") != bool(request.drop):
         raise ConfigError("schedule.recompute = 'selective' and operators to drop belong together")
-    return Recomputation(mode=mode, drop=request.drop)
+    return Recomputation(mode=mode, drop=request.drop, after=request.recompute_after)
 
 
 def _check_devices(request: ScheduleRequest, scheme: Scheme, num_blocks: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from penstock.planner.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.schemes.base import Recomputation, backward_weight
+from penstock.protocol.instructions import MAX_INDEX
 
 
 def round_size(num_microbatches: int, num_devices: int) -> int | None:
@@ -29,10 +30,13 @@ def equal_rounds(num_microbatches: int, num_devices: int, num_forward: int) -> s
     """Complaint unless several chunks per device can take micro-batches in equal rounds."""
     if num_forward == num_devices or round_size(num_microbatches, num_devices) is not None:
         return None
-    below = num_microbatches // num_devices * num_devices
+    nearest = [
+        next(m for m in candidates if round_size(m, num_devices) is not None)
+        for candidates in (range(num_microbatches, 0, -1), range(num_microbatches, MAX_INDEX))
+    ]
     return (
-        f"rounds of equal size, one for each {num_devices} micro-batches; next to this"
-        f" {below} or {below + num_devices}"
+        f"equal rounds of {num_devices} micro-batches or a few more; the nearest are"
+        f" {nearest[0]} and {nearest[1]} (any multiple of {num_devices} will do)"
     )
 
 

@@ -20,6 +20,7 @@ from penstock.protocol.instructions import (
     Forward,
     Keep,
     Recompute,
+    RecomputeAfter,
 )
 
 RecomputeMode = Literal["none", "full", "selective"]
@@ -27,10 +28,14 @@ RecomputeMode = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What forwards keep, and what backwards make again: operators ``drop`` if selective."""
+    """What forwards keep, and what backwards make again: operators ``drop`` if selective.
+
+    ``after``: what a RECOMPUTE waits for.
+    """
 
     mode: RecomputeMode
     drop: tuple[str, ...] = ()
+    after: RecomputeAfter = RecomputeAfter.CHECKPOINT
 
     def forward(self, stage: int, micro_batch: int) -> Forward:
         """FORWARD that keeps what the mode says."""
@@ -39,15 +44,17 @@ class Recomputation:
 
     def backward(self, stage: int, micro_batch: int) -> Iterable[ComputeInstruction]:
         """BACKWARD of one micro-batch, after its RECOMPUTE unless everything was kept."""
-        if self.mode != "none":
-            yield Recompute(stage=stage, micro_batch=micro_batch)
+        yield from self._again(stage, micro_batch)
         yield Backward(stage=stage, micro_batch=micro_batch)
 
     def backward_input(self, stage: int, micro_batch: int) -> Iterable[ComputeInstruction]:
         """BACKWARD_INPUT of one micro-batch, after its RECOMPUTE unless everything was kept."""
-        if self.mode != "none":
-            yield Recompute(stage=stage, micro_batch=micro_batch)
+        yield from self._again(stage, micro_batch)
         yield BackwardInput(stage=stage, micro_batch=micro_batch)
+
+    def _again(self, stage: int, micro_batch: int) -> Iterable[ComputeInstruction]:
+        if self.mode != "none":
+            yield Recompute(stage=stage, micro_batch=micro_batch, after=self.after)
 
 
 def backward_weight(stage: int, micro_batch: int) -> BackwardWeight:

@@ -8,9 +8,10 @@ the orders are the paper's merge of two 1F1B schedules; more are scheduled in un
 concatenation (section 3.5).
 
 With equal forward and backward times 1, m a multiple of p: makespan 2 m + p - 2, a bubble ratio of
-(p - 2) / (2 m + p - 2) (table 2 of the paper). With b = 2 f, m = p, one unit takes p f + (2 p - 2)
-b (C_f and C_b of section 3.4). Each device keeps between p / 2 + 1 and p micro-batches of
-activations in a unit. Weights stay on their devices (two buffers).
+(p - 2) / (2 m + p - 2) (table 2 of the paper). With b > f there is a gap in each of the K = m / p
+units: the bubble takes (p - 2) (f + K (b - f)), and one unit p f + (2 p - 2) b (C_f and C_b of
+section 3.4). Device d keeps at most p / 2 + 1 + min(d, p - 1 - d) micro-batches of activations,
+from p / 2 + 1 to p as in table 1 of the Mario paper. Weights stay on their devices (two buffers).
 """
 
 from __future__ import annotations

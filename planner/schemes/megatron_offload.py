@@ -2,9 +2,10 @@
 
 Source: the offloading-extended Megatron of the SPipe paper, section 4.1. The order is that of
 :mod:`.interleaved`, with V stages per device (the paper runs two) and recomputation; weights of the
-next stage arrive while the current one computes: two stage-sized buffers. As forwards and
-backwards alternate, so do the stages that a device needs, and one that was displaced is fetched
-again: more copies than Mobius, which takes up each stage once per direction.
+next stage arrive while the current one computes: two stage-sized buffers. With V = 2 both
+stages of a device stay in them and are fetched once. With more, forwards and backwards alternate
+between stages, and one that was displaced is fetched again: more copies than Mobius, which takes up
+each stage once per direction.
 
 Bubble and buffer bound in stage activations are those of :mod:`.interleaved`; with full
 recomputation they are input checkpoints, and the activations of one stage. Without it weights are

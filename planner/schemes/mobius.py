@@ -8,8 +8,11 @@ buffers. Each device keeps the input checkpoints of its k stages for all m micro
 activations of one. Without full recomputation (figure 17 of the SPipe paper) it keeps the
 activations of all k m instead, and their weights are bound anew for the backward.
 
-With m >= p, forward time 1 and backward time b per stage and micro-batch, the pipeline takes k m (1
-+ b) + (p - 1) (1 + b), so the bubble is (p - 1) / (k m + p - 1): with (p, k, m) = (4, 2, 4) 27 %.
+With m >= p and f, r, b per stage and micro-batch (forward, recomputation, backward without it) the
+pipeline takes k m (f + r + b) + (p - 1) (f + b): a recomputation does not wait for the gradient.
+Where it does (``after=gradient``, the usual checkpointing, and what the SPipe paper compares with)
+the end is longer by (p - 1) r, and the bubble is (p - 1) / (k m + p - 1): with (p, k, m) = (4, 2,
+4) 27 %.
 """
 
 from __future__ import annotations

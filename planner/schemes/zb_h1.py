@@ -11,7 +11,8 @@ their devices (one buffer).
 
 With several stages per device it is the interleaved form, which torch.distributed.pipelining calls
 "interleaved zero bubble" (ZB1P): the rounds of :mod:`.interleaved`, with a lead of one forward per
-device instead of two.
+device instead of two. With V stages per device the bubble is 1/V of the above, and each device
+keeps at most V p stage activations.
 """
 
 from __future__ import annotations
