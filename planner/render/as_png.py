@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.planner.render.chart import Caption, chart
 from penstock.planner.render.drawing import Anchor, Drawing, Line, Rectangle, Text
-from penstock.planner.simulate import Simulation
+from penstock.planner.render.lanes import Picturable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ _POINTS_PER_PIXEL = 72.0 / _PIXELS_PER_INCH
 _ALIGNMENT = {Anchor.START: "left", Anchor.MIDDLE: "center", Anchor.END: "right"}
 
 
-def png(simulation: Simulation, caption: Caption | None = None) -> bytes:
+def png(simulation: Picturable, caption: Caption | None = None) -> bytes:
     """The chart of a simulation (:func:`penstock.planner.render.chart.chart`) as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from html import escape
 
 from penstock.planner.render.chart import Caption, chart
 from penstock.planner.render.drawing import Line, Rectangle, Text
-from penstock.planner.simulate import Simulation
+from penstock.planner.render.lanes import Picturable
 
 _HATCH = (
     '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse"'
@@ -16,7 +16,7 @@ _HATCH = (
 )
 
 
-def svg(simulation: Simulation, caption: Caption | None = None) -> str:
+def svg(simulation: Picturable, caption: Caption | None = None) -> str:
     """The chart of a simulation (:func:`penstock.planner.render.chart.chart`) as SVG."""
     drawing = chart(simulation, caption)
     width, height = _number(drawing.width), _number(drawing.height)

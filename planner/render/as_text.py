@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.planner.render.lanes import numbers_of, rows_of
-from penstock.planner.simulate import Lane, Simulation, Span
+from penstock.planner.render.lanes import Picturable, numbers_of, rows_of
+from penstock.planner.simulate import Lane, Span
 
 _MAX_PER_UNIT = 8
 _READABLE = 0.7
 """A way of naming work is used if at least this share of the pieces has room for it."""
 
 
-def timeline(simulation: Simulation, *, width: int = 100, abstract: bool = False) -> str:
+def timeline(simulation: Picturable, *, width: int = 100, abstract: bool = False) -> str:
     """Compute streams of the devices, and the optimizers of the nodes where they take time.
 
     At most ``width`` characters are the makespan; with ``abstract`` times a whole number of

@@ -22,9 +22,9 @@ from penstock.planner.render.colours import (
     shade,
 )
 from penstock.planner.render.drawing import Anchor, Drawing, Line, Rectangle, Text
-from penstock.planner.render.lanes import Row, numbers_of, rows_of, shades_of
+from penstock.planner.render.lanes import Picturable, Row, numbers_of, rows_of, shades_of
 from penstock.planner.render.units import SECONDS, TimeUnit
-from penstock.planner.simulate import Lane, Simulation, Span
+from penstock.planner.simulate import Lane, Span
 
 _LABEL_WIDTH = 104.0
 _CHART_WIDTH = 1260.0
@@ -66,13 +66,13 @@ class _Heights:
         return cls(compute=5.0 if num_devices <= 256 else 2.0, thin=1.0, gap=1.0)
 
 
-def chart(simulation: Simulation, caption: Caption | None = None) -> Drawing:
+def chart(simulation: Picturable, caption: Caption | None = None) -> Drawing:
     """The whole picture; its width is fixed, its height follows from the rows."""
     return _Chart(simulation, caption or Caption()).draw()
 
 
 class _Chart:
-    def __init__(self, simulation: Simulation, caption: Caption) -> None:
+    def __init__(self, simulation: Picturable, caption: Caption) -> None:
         self._simulation = simulation
         self._caption = caption
         self._rows = rows_of(simulation)
@@ -157,7 +157,7 @@ class _Chart:
                 yield Text(
                     x=_LABEL_WIDTH - 6.0,
                     y=y + height / 2,
-                    text=_LANE_NAMES.get(row.lane, str(row.lane)),
+                    text=_LANE_NAMES.get(row.lane.value, row.lane.value),
                     size=8.5,
                     anchor=Anchor.END,
                     colour=FAINT_INK,
@@ -272,7 +272,8 @@ class _Chart:
 
 def _largest_number(rows: Iterable[Row]) -> int:
     """The largest micro-batch: where it has no room, no other is shown either."""
-    texts = (_box_text(s) for r in rows if r.lane is Lane.COMPUTE for t in r.tracks for s in t)
+    spans = (s for row in rows for track in row.tracks for s in track)
+    texts = (_box_text(span) for span in spans if span.lane is Lane.COMPUTE)
     return max((int(text.rstrip("+")) for text in texts if text), default=0)
 
 
@@ -285,11 +286,7 @@ def _box_text(span: Span) -> str:
     return "" if stage is None or span.lane is Lane.LINK else str(stage)
 
 
-_LANE_NAMES = {
-    Lane.FETCH: "fetch",
-    Lane.OFFLOAD: "offload",
-    Lane.LINK: "send",
-}
+_LANE_NAMES = {"link": "send", "reduce": "collective"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

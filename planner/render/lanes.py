@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from penstock.planner.simulate import Lane, Simulation, Span
+from penstock.planner.simulate import DeviceTimes, Lane, Span
 
 MAX_TRACKS = 3
 """Spans of one row that overlap are drawn below each other, in at most so many tracks."""
@@ -14,9 +15,39 @@ MAX_TRACKS = 3
 _FAMILY = {"F": "forward", "R": "backward", "B": "backward", "BI": "backward", "BW": "backward"}
 
 
+class Picturable(Protocol):
+    """What a picture needs of a :class:`~penstock.planner.simulate.Simulation`."""
+
+    @property
+    def makespan_s(self) -> float:
+        """End of everything."""
+
+    @property
+    def pipeline_s(self) -> float:
+        """End of the last compute instruction."""
+
+    @property
+    def optimizer_tail_s(self) -> float:
+        """What comes after it."""
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the pipeline's time in which devices do not compute."""
+
+    @property
+    def devices(self) -> tuple[DeviceTimes, ...]:
+        """How long each device computes, and does not."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Everything that occupies something."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One resource: a stream of a device, what a device sends, or the optimizer of a node.
+
+    What a device updates itself is in its compute row: it occupies that stream.
 
     ``tracks``: spans by start, none overlapping another of its track (but in the last).
     """
@@ -26,7 +57,7 @@ class Row:
     tracks: tuple[tuple[Span, ...], ...]
 
 
-def rows_of(simulation: Simulation) -> tuple[Row, ...]:
+def rows_of(simulation: Picturable) -> tuple[Row, ...]:
     """Devices first, the compute stream of each above its copies and links, then the nodes.
 
     Rows with nothing to see (no span takes time) are left out, but for compute streams.
@@ -36,7 +67,8 @@ def rows_of(simulation: Simulation) -> tuple[Row, ...]:
         found[Lane.COMPUTE, device] = []
     for span in simulation.spans:
         if span.end_s > span.start_s:
-            found[span.lane, span.place].append(span)
+            lane = Lane.COMPUTE if span.lane == "update" else span.lane
+            found[lane, span.place].append(span)
     lanes = list(Lane)
 
     def position(key: tuple[Lane, int]) -> tuple[bool, int, bool, int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, chart, png, svg, timeline
 from penstock.planner.render.colours import ink_on, shade
 from penstock.planner.render.drawing import Line, Rectangle, Text
-from penstock.planner.simulate import DeviceTimes, Lane, Simulation, Span
+from penstock.planner.simulate import DeviceTimes, Lane, Span
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -21,7 +22,26 @@ def span(
     return Span(lane=lane, place=place, label=label, start_s=start, end_s=end, peer=peer)
 
 
-def simulation(spans: Sequence[Span], num_devices: int) -> Simulation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picturable:
+    """What a picture needs of a simulation."""
+
+    makespan_s: float
+    pipeline_s: float
+    devices: tuple[DeviceTimes, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def optimizer_tail_s(self) -> float:
+        return self.makespan_s - self.pipeline_s
+
+    @property
+    def bubble_ratio(self) -> float:
+        idle_s = sum(device.idle_s for device in self.devices)
+        return idle_s / self.pipeline_s / len(self.devices)
+
+
+def simulation(spans: Sequence[Span], num_devices: int) -> Picturable:
     """As the simulator would sum it up."""
     compute = [s for s in spans if s.lane is Lane.COMPUTE]
     pipeline_s = max(s.end_s for s in compute)
@@ -29,7 +49,7 @@ def simulation(spans: Sequence[Span], num_devices: int) -> Simulation:
         sum(s.end_s - s.start_s for s in compute if s.place == device)
         for device in range(num_devices)
     ]
-    return Simulation(
+    return Picturable(
         makespan_s=max(s.end_s for s in spans),
         pipeline_s=pipeline_s,
         devices=tuple(DeviceTimes(busy_s=b, idle_s=pipeline_s - b) for b in busy),
@@ -79,7 +99,7 @@ def test_timeline_names_stages_where_a_device_has_several() -> None:
 
 
 def test_timeline_of_nothing() -> None:
-    nothing = Simulation(
+    nothing = Picturable(
         makespan_s=0.0, pipeline_s=0.0, devices=(DeviceTimes(busy_s=0.0, idle_s=0.0),), spans=()
     )
     assert timeline(nothing, width=10).splitlines()[0] == "device 0    |.|"
