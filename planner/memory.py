@@ -1,35 +1,34 @@
 """What a plan needs: shared memory of each node by array, memory of each device by use.
 
 Only needs are computed here; what is there, and whether it suffices, is the client's business.
+Devices' memory by instruction: :mod:`penstock.planner.footprint`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import ceil
 
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.footprint import DevicePeak, Footprint, device_peaks, footprints
+from penstock.planner.profile import Guess, block_costs
 from penstock.protocol.config import Config
-from penstock.protocol.instructions import (
-    Backward,
-    FetchWeights,
-    Forward,
-    Instruction,
-    Keep,
-    OffloadGradients,
-    Phase,
-    Recompute,
-    RecvActivation,
-    RecvCheckpoint,
-    RecvGradient,
-    ReleaseWeights,
-    SendActivation,
-    SendCheckpoint,
-    SendGradient,
-)
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan import Plan
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.table import BlockTable
+
+__all__ = [
+    "DevicePeak",
+    "MemoryRow",
+    "Resource",
+    "TableCosts",
+    "device_peaks",
+    "memory_table",
+    "ownership_of",
+    "table_costs",
+]
 
 _GRADIENT_ITEMSIZE = 4
 """Gradients accumulate in fp32 on the device, whatever they are published in."""
@@ -41,7 +40,7 @@ class Resource(StrEnum):
     SHM = "shm"
     """/dev/shm of a node (part of its RAM; locked when devices are GPUs)."""
     HOST = "host"
-    """Private RAM of a CPU worker."""
+    """Private RAM of a CPU worker; of any worker, what it swaps out."""
     DEVICE = "device"
     """Memory of a GPU."""
 
@@ -56,20 +55,6 @@ class MemoryRow:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePeak:
-    """What a device holds at the instruction where it holds most."""
-
-    weight_bytes: int = 0
-    gradient_bytes: int = 0
-    activation_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.weight_bytes + self.gradient_bytes + self.activation_bytes
-
-
 def memory_table(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
     """Rows of all nodes, then of all devices."""
     ownership = ownership_of(config, table, plan)
@@ -77,19 +62,72 @@ def memory_table(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryR
     for node, node_config in enumerate(config.cluster.nodes):
         layout = NodeLayout.compute(table, ownership, node)
         rows += _node_rows(f"node {node_config.name}", layout)
-    tokens = config.train.micro_batch * config.data.sequence_length
+    costs = table_costs(table, tokens=config.train.micro_batch * config.data.sequence_length)
+    all_footprints = footprints(plan, costs)
+    rows += _swap_rows(config, all_footprints)
     resource = Resource.HOST if config.cluster.device == "cpu" else Resource.DEVICE
-    for device, peak in enumerate(device_peaks(plan, table, tokens)):
-        uses = {
-            "weight buffers": peak.weight_bytes,
-            "gradients": peak.gradient_bytes,
-            "activations": peak.activation_bytes,
-        }
-        rows += [
-            MemoryRow(place=f"device {device}", resource=resource, use=use, num_bytes=num_bytes)
-            for use, num_bytes in uses.items()
-        ]
+    for device, footprint in enumerate(all_footprints):
+        rows += _device_rows(f"device {device}", resource, footprint.peak)
     return tuple(rows)
+
+
+def _swap_rows(config: Config, all_footprints: Sequence[Footprint]) -> Iterable[MemoryRow]:
+    """Host memory for swapped activations: what the devices of a node need at most, together."""
+    workers = config.cluster.workers
+    for node, node_config in enumerate(config.cluster.nodes):
+        swapped = sum(
+            max(footprint.host_bytes, default=0.0)
+            for footprint in all_footprints[node * workers : (node + 1) * workers]
+        )
+        if swapped:
+            yield MemoryRow(
+                place=f"node {node_config.name}",
+                resource=Resource.HOST,
+                use="swapped activations",
+                num_bytes=ceil(swapped),
+            )
+
+
+def _device_rows(place: str, resource: Resource, peak: DevicePeak) -> Iterable[MemoryRow]:
+    uses = {
+        "weight buffers": peak.weight_bytes,
+        "gradients": peak.gradient_bytes,
+        "activations": peak.activation_bytes,
+    }
+    for use, num_bytes in uses.items():
+        yield MemoryRow(place=place, resource=resource, use=use, num_bytes=ceil(num_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCosts(Costs):
+    """A table's costs; a stage that borrows a tensor of another holds it and its gradient, too."""
+
+    table: BlockTable
+
+    def of(self, blocks: range) -> BlockCost:
+        """A stage of consecutive blocks."""
+        cost, borrowed = super().of(blocks), self._borrowed(blocks)
+        return replace(
+            cost,
+            weight_bytes=cost.weight_bytes + borrowed * self.table.weight_dtype.itemsize,
+            device_gradient_bytes=cost.device_gradient_bytes + borrowed * _GRADIENT_ITEMSIZE,
+            gradient_bytes=cost.gradient_bytes + borrowed * self.table.grad_dtype.itemsize,
+        )
+
+    def _borrowed(self, blocks: range) -> int:
+        return sum(
+            tensor.num_elements
+            for index in blocks
+            for borrowed in self.table.blocks[index].borrows
+            if borrowed.owner not in blocks
+            for tensor in self.table.blocks[borrowed.owner].tensors
+            if tensor.name == borrowed.name
+        )
+
+
+def table_costs(table: BlockTable, *, tokens: int) -> TableCosts:
+    """Bytes of a table's blocks for micro-batches of ``tokens`` tokens (seconds are guessed)."""
+    return TableCosts(blocks=block_costs(table, Guess(), tokens=tokens).blocks, table=table)
 
 
 def ownership_of(config: Config, table: BlockTable, plan: Plan) -> Ownership:
@@ -107,126 +145,3 @@ def _node_rows(place: str, layout: NodeLayout) -> Iterable[MemoryRow]:
         uses["page padding"] = padding
     for use, num_bytes in uses.items():
         yield MemoryRow(place=place, resource=Resource.SHM, use=use, num_bytes=num_bytes)
-
-
-def device_peaks(plan: Plan, table: BlockTable, tokens: int) -> tuple[DevicePeak, ...]:
-    """Peak of every device, from the order of its program alone (receives count from their
-    posting).
-
-    ``tokens``: tokens of a micro-batch. Counted are weight buffers, fp32 gradients, kept
-    activations, checkpoints, and tensors that arrive or wait to be sent; not: workspace of kernels.
-    """
-    return tuple(
-        _Ledger(plan=plan, table=table, tokens=tokens, device=device).run()
-        for device in range(plan.num_devices)
-    )
-
-
-_Entry = tuple[str, int, int]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Ledger:
-    """Bytes by what holds them, updated instruction by instruction."""
-
-    plan: Plan
-    table: BlockTable
-    tokens: int
-    device: int
-    weights: dict[_Entry, int] = field(default_factory=dict)
-    gradients: dict[_Entry, int] = field(default_factory=dict)
-    activations: dict[_Entry, int] = field(default_factory=dict)
-
-    def run(self) -> DevicePeak:
-        peak = DevicePeak()
-        for instruction in self.plan.programs[self.device]:
-            freed = self._apply(instruction)
-            now = DevicePeak(
-                weight_bytes=sum(self.weights.values()),
-                gradient_bytes=sum(self.gradients.values()),
-                activation_bytes=sum(self.activations.values()),
-            )
-            peak = max(peak, now, key=lambda p: p.total_bytes)
-            for entry in freed:
-                self.activations.pop(entry, None)
-        return peak
-
-    def _apply(self, instruction: Instruction) -> Sequence[_Entry]:
-        """Book what the instruction takes; returns the entries that end with it."""
-        match instruction:
-            case FetchWeights(stage=s, phase=phase):
-                stages = (
-                    self.plan.forward_stages
-                    if phase is Phase.FORWARD
-                    else self.plan.backward_stages
-                )
-                elements = self._trainable(stages[s]) + sum(
-                    self.table.blocks[i].frozen_elements for i in stages[s].blocks
-                )
-                self.weights[phase, s, 0] = elements * self.table.weight_dtype.itemsize
-            case ReleaseWeights(stage=s, phase=phase):
-                self.weights.pop((phase, s, 0), None)
-            case Forward():
-                return self._forward(instruction)
-            case Recompute(stage=b, micro_batch=m):
-                self.activations["graph", b, m] = self._kept(self.plan.backward_stages[b])
-            case Backward(stage=b, micro_batch=m):
-                stage = self.plan.backward_stages[b]
-                self.gradients["gradients", b, 0] = self._trainable(stage) * _GRADIENT_ITEMSIZE
-                if b > 0:
-                    self.activations["gradient", b, m] = self._output(stage.start - 1)
-                return ("graph", b, m), ("checkpoint", b, m), ("gradient", b + 1, m)
-            case OffloadGradients(stage=b):
-                self.gradients.pop(("gradients", b, 0), None)
-            case RecvActivation(stage=s, micro_batch=m):
-                output = self._output(self.plan.forward_stages[s].stop - 1)
-                self.activations["activation", s, m] = output
-            case RecvGradient(stage=b, micro_batch=m):
-                output = self._output(self.plan.backward_stages[b].start - 1)
-                self.activations["gradient", b, m] = output
-            case RecvCheckpoint(stage=b, micro_batch=m):
-                self._book_checkpoint(b, m)
-            case SendActivation(stage=s, micro_batch=m):
-                return (("activation", s, m),)
-            case SendGradient(stage=b, micro_batch=m):
-                return (("gradient", b, m),)
-            case SendCheckpoint(stage=b, micro_batch=m):
-                return (("checkpoint", b, m),)
-        return ()
-
-    def _forward(self, forward: Forward) -> Sequence[_Entry]:
-        s, m = forward.stage, forward.micro_batch
-        stage = self.plan.forward_stages[s]
-        if s < len(self.plan.forward_stages) - 1:
-            self.activations["activation", s, m] = self._output(stage.stop - 1)
-        if forward.keep is Keep.ALL:
-            self.activations["graph", s, m] = self._kept(stage)
-        if forward.keep is Keep.INPUT:
-            for b in self.plan.checkpoints_of(s):
-                self._book_checkpoint(b, m)
-        return (("activation", s - 1, m),)
-
-    def _book_checkpoint(self, backward_stage: int, micro_batch: int) -> None:
-        start = self.plan.backward_stages[backward_stage].start
-        if start > 0:
-            entry = ("checkpoint", backward_stage, micro_batch)
-            self.activations[entry] = self._output(start - 1)
-
-    def _trainable(self, stage: StageRange) -> int:
-        """Trainable elements of a stage; a borrowed tensor counts where it is used, too."""
-        total = 0
-        for index in stage.blocks:
-            block = self.table.blocks[index]
-            total += block.trainable_elements
-            for borrowed in block.borrows:
-                if borrowed.owner not in stage.blocks:
-                    owner = self.table.blocks[borrowed.owner]
-                    total += sum(t.num_elements for t in owner.tensors if t.name == borrowed.name)
-        return total
-
-    def _kept(self, stage: StageRange) -> int:
-        per_token = sum(self.table.blocks[i].activation_bytes for i in stage.blocks)
-        return round(per_token * self.tokens)
-
-    def _output(self, block: int) -> int:
-        return round(self.table.blocks[block].output_bytes * self.tokens)

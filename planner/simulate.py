@@ -20,7 +20,7 @@ from typing import Any
 from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
 from penstock.planner.costs import Costs
 from penstock.planner.layout import ComputeInstruction, StageLayout
-from penstock.planner.memory import DevicePeak, device_peaks
+from penstock.planner.memory import DevicePeak, device_peaks, table_costs
 from penstock.planner.profile import CPU_COSTS, CostModel, block_costs, cluster_of
 from penstock.planner.tensors import Tensor, TensorKind, endpoints, transferred
 from penstock.planner.timing import seconds_of
@@ -147,7 +147,7 @@ def simulate_config(
         plan,
         block_costs(table, model, tokens=tokens),
         cluster_of(model, devices_per_node=config.cluster.workers),
-        peaks=device_peaks(plan, table, tokens),
+        peaks=device_peaks(plan, table_costs(table, tokens=tokens)),
     )
 
 

@@ -1,16 +1,22 @@
 """Does a plan make sense? Rejects what would hang, compute garbage or do work twice.
 
 The rules are those of :class:`penstock.planner.rules.Machine`; on top: the plan fits its block
-table, and its peak device memory a limit. An error shows the whole grid with the bad step marked.
+table, its peak device memory a limit, and its updates the nodes of a cluster. An error shows the
+whole grid with the bad step marked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
+
+from penstock.planner.costs import Costs
+from penstock.planner.footprint import device_peaks
 from penstock.planner.grid import program_grid
 from penstock.planner.layout import StageLayout
-from penstock.planner.memory import device_peaks
 from penstock.planner.rules import Machine, RuleError, Rules
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import Program, Update
 from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
 
@@ -31,13 +37,15 @@ def validate(
     plan: Plan,
     table: BlockTable | None = None,
     *,
-    memory_limit: int | None = None,
-    tokens: int = 0,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    devices_per_node: int | None = None,
 ) -> None:
     """Check a plan.
 
-    With ``table`` the plan must cover its blocks; with ``memory_limit`` (bytes) as well, no device
-    may need more when a micro-batch has ``tokens`` tokens.
+    With ``table`` the plan must cover its blocks; with ``costs`` and ``memory_limit`` (bytes) no
+    device may need more; with ``devices_per_node`` updates must run on the node that owns the
+    block.
 
     Raises:
         PlanError: a program breaks a rule.
@@ -51,22 +59,29 @@ def validate(
         )
     layout = StageLayout.of(plan)
     _check_routes(layout)
-    for name, programs in (("plan", plan.programs), ("evaluation", plan.evaluation)):
+    for evaluation in (False, True):
+        programs = plan.evaluation if evaluation else plan.programs
         try:
-            Machine(layout, programs, Rules.of(plan, evaluation=name == "evaluation")).run()
+            Machine(layout, programs, Rules.of(plan, evaluation=evaluation)).run()
         except RuleError as error:
-            place = (error.device, error.position)
-            program = programs[error.device]
-            step = f" ({program[error.position]})" if error.position < len(program) else ""
-            raise PlanError(
-                f"{name}: device {error.device}, instruction {error.position}{step}:"
-                f" {error.reason}\n{program_grid(programs, mark=place)}",
-                reason=error.reason,
-                device=error.device,
-                position=error.position,
-            ) from error
-    if table is not None and memory_limit is not None:
-        _check_memory(plan, table, memory_limit, tokens)
+            raise _plan_error(error, programs, "evaluation" if evaluation else "plan") from error
+    if devices_per_node is not None:
+        _check_updates(plan, devices_per_node)
+    if costs is not None and memory_limit is not None:
+        _check_memory(plan, costs, memory_limit)
+
+
+def _plan_error(error: RuleError, programs: Sequence[Program], name: str) -> PlanError:
+    place = (error.device, error.position)
+    program = programs[error.device]
+    step = f" ({program[error.position]})" if error.position < len(program) else ""
+    return PlanError(
+        f"{name}: device {error.device}, instruction {error.position}{step}:"
+        f" {error.reason}\n{program_grid(programs, mark=place)}",
+        reason=error.reason,
+        device=error.device,
+        position=error.position,
+    )
 
 
 def _check_routes(layout: StageLayout) -> None:
@@ -78,12 +93,30 @@ def _check_routes(layout: StageLayout) -> None:
             )
 
 
-def _check_memory(plan: Plan, table: BlockTable, memory_limit: int, tokens: int) -> None:
-    for device, peak in enumerate(device_peaks(plan, table, tokens)):
+def _check_updates(plan: Plan, devices_per_node: int) -> None:
+    for device, program in enumerate(plan.programs):
+        for position, instruction in enumerate(program):
+            if isinstance(instruction, Update):
+                node = plan.owner_device(instruction.block) // devices_per_node
+                if device // devices_per_node != node:
+                    reason = f"block {instruction.block} is owned by node {node}, not by this one"
+                    error = RuleError(device, position, reason)
+                    raise _plan_error(error, plan.programs, "plan")
+
+
+def _check_memory(plan: Plan, costs: Costs, memory_limit: float) -> None:
+    for device, peak in enumerate(device_peaks(plan, costs)):
         if peak.total_bytes > memory_limit:
+            parts = {
+                "weights": peak.weight_bytes,
+                "gradients": peak.gradient_bytes,
+                "activations": peak.activation_bytes,
+                "workspace": peak.workspace_bytes,
+                "optimizer state": peak.static_bytes,
+            }
+            listed = ", ".join(f"{ceil(value)} {name}" for name, value in parts.items() if value)
             raise ConfigError(
-                f"memory.device_limit = {memory_limit}: device {device} needs {peak.total_bytes}"
-                f" bytes ({peak.weight_bytes} weights, {peak.gradient_bytes} gradients,"
-                f" {peak.activation_bytes} activations); use more stages, smaller micro-batches"
-                " or schedule.recompute: full"
+                f"memory.device_limit = {memory_limit:.0f}: device {device} needs"
+                f" {ceil(peak.total_bytes)} bytes ({listed}); use more stages, smaller"
+                " micro-batches or schedule.recompute: full"
             )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from penstock.planner.build import build_plan
-from penstock.planner.memory import DevicePeak, Resource, device_peaks, memory_table
+from penstock.planner.memory import DevicePeak, Resource, device_peaks, memory_table, table_costs
 from penstock.protocol.config import Config
 from penstock.shm.table import BlockTable, BorrowedTensor
 
@@ -80,7 +80,9 @@ def test_a_tied_gradient_is_stored_where_it_is_computed(
         (True, "node n1"): 3 * block,
     }
     # The borrowing device holds the borrowed weights and their gradient, too.
-    untied_peak, tied_peak = (device_peaks(plan, t, 8)[1] for t in (table, tied))
+    untied_peak, tied_peak = (
+        device_peaks(plan, table_costs(t, tokens=8))[1] for t in (table, tied)
+    )
     assert tied_peak.weight_bytes - untied_peak.weight_bytes == 1024 * 4
     assert tied_peak.gradient_bytes - untied_peak.gradient_bytes == 1024 * 4
 
@@ -93,7 +95,7 @@ def test_peaks_of_gpipe(make_table: Tables, make_config: Configs) -> None:
     bytes a token).
     """
     plan = build_plan(make_config("gpipe", workers=2, micro_batches=4), make_table(4))
-    assert device_peaks(plan, make_table(4), 8)[1] == DevicePeak(
+    assert device_peaks(plan, table_costs(make_table(4), tokens=8))[1] == DevicePeak(
         weight_bytes=2 * 1024 * 4,
         gradient_bytes=2 * 1024 * 4,
         activation_bytes=4 * 8 * 256 * 2 + 8 * 64,
@@ -101,10 +103,10 @@ def test_peaks_of_gpipe(make_table: Tables, make_config: Configs) -> None:
 
 
 def test_recomputation_lowers_the_peak(make_table: Tables, make_config: Configs) -> None:
-    def peak(recompute: str) -> int:
+    def peak(recompute: str) -> float:
         config = make_config("gpipe", workers=2, micro_batches=8, recompute=recompute)
-        return device_peaks(build_plan(config, make_table(8)), make_table(8), 64)[
-            0
-        ].activation_bytes
+        table = make_table(8)
+        plan = build_plan(config, table)
+        return device_peaks(plan, table_costs(table, tokens=64))[0].activation_bytes
 
     assert peak("full") < peak("none") / 3

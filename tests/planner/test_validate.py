@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.planner.build import build_plan
+from penstock.planner.memory import table_costs
 from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
@@ -254,6 +255,7 @@ def test_a_plan_for_another_model_is_refused(small: Plan, make_table: Tables) ->
 
 
 def test_device_memory_over_the_limit(small: Plan, make_table: Tables) -> None:
-    validate(small, make_table(8), memory_limit=10**6, tokens=8)
+    costs = table_costs(make_table(8), tokens=8)
+    validate(small, costs=costs, memory_limit=10**6)
     with pytest.raises(ConfigError, match=r"memory.device_limit = 1000: device 0 needs \d+ bytes"):
-        validate(small, make_table(8), memory_limit=1000, tokens=8)
+        validate(small, costs=costs, memory_limit=1000)

@@ -1,0 +1,264 @@
+"""Books what the instructions of a program take from a device's memory and give back.
+
+Running totals, one step per instruction. What is counted is said in
+:mod:`penstock.planner.footprint`, which puts devices together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.layout import StageLayout, skipped_forwards
+from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    FetchWeights,
+    Forward,
+    Instruction,
+    Keep,
+    OffloadGradients,
+    Phase,
+    Program,
+    Recompute,
+    RecvActivation,
+    RecvCheckpoint,
+    RecvGradient,
+    ReleaseWeights,
+    SendActivation,
+    SendCheckpoint,
+    SendGradient,
+    SwapIn,
+    SwapOut,
+    Update,
+)
+from penstock.protocol.plan import Plan
+
+_UPDATE_BYTES = 14.0
+"""Per parameter, while an UPDATE runs: fp32 master weight and two moments, and the new weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    """Bytes that are with ``peer`` (or the host) from one position of a program to another."""
+
+    peer: int | None
+    num_bytes: float
+    out_at: int
+    in_at: int
+
+
+class Sizes:
+    """Bytes of stages, looked up once."""
+
+    def __init__(self, plan: Plan, layout: StageLayout, costs: Costs) -> None:
+        self.layout = layout
+        self.forward = [costs.of(stage.blocks) for stage in layout.forward]
+        self.backward = [costs.of(stage.blocks) for stage in layout.backward]
+        self.inputs = [
+            0.0 if stage.start == 0 else costs.blocks[stage.start - 1].output_bytes
+            for stage in layout.backward
+        ]
+        self.blocks = costs.blocks
+        self.skipped = skipped_forwards(layout, plan.programs)
+        self._copies = layout.num_routes if plan.shards_weights else 1
+        self._dropped: dict[tuple[int, tuple[str, ...]], float] = {}
+
+    def stage(self, index: int, phase: Phase) -> BlockCost:
+        """Costs of a forward or backward stage."""
+        return (self.forward if phase is Phase.FORWARD else self.backward)[index]
+
+    def dropped(self, stage: int, drop: tuple[str, ...]) -> float:
+        """What a selective forward does not keep."""
+        key = (stage, drop)
+        if key not in self._dropped:
+            self._dropped[key] = self.forward[stage].drop_bytes(drop)
+        return self._dropped[key]
+
+    def static_bytes(self, device: int) -> float:
+        """What a device keeps for its backward stages all the time; its shard if all share."""
+        stages = self.layout.backward_stages_on(device)
+        return sum(self.backward[b].static_bytes for b in stages) / self._copies
+
+
+_Key = tuple[str, int, int]
+"""A graph, checkpoint, activation or gradient: what, stage, micro-batch."""
+
+
+class Ledger:
+    """The books of one device, written when it is made.
+
+    ``weights``, ``gradients``, ``activations``, ``workspace``, ``host``: bytes while each
+    instruction runs. ``swaps``: what was swapped out, and when.
+    """
+
+    def __init__(self, sizes: Sizes, program: Program) -> None:
+        self.weights: list[float] = []
+        self.gradients: list[float] = []
+        self.activations: list[float] = []
+        self.workspace: list[float] = []
+        self.host: list[float] = []
+        self.swaps: list[Swapped] = []
+        self._sizes = sizes
+        self._weights = self._activations = self._gradients = self._workspace = self._host = 0.0
+        self._entries: dict[_Key, float] = {}
+        self._afterwards: list[tuple[_Key, float]] = []
+        self._accumulating: set[int] = set()
+        self._out: dict[tuple[int, int], tuple[int, float]] = {}
+        for instruction in program:
+            self._book(instruction)
+
+    def _book(self, instruction: Instruction) -> None:
+        rule = _RULES.get(type(instruction))
+        self._workspace = 0.0
+        if rule is not None:
+            rule(self, instruction)
+        self.weights.append(self._weights)
+        self.gradients.append(self._gradients)
+        self.activations.append(self._activations)
+        self.workspace.append(self._workspace)
+        self.host.append(self._host)
+        for key, num_bytes in self._afterwards:
+            self._hold(key, num_bytes)
+        self._afterwards.clear()
+
+    def _hold(self, key: _Key, num_bytes: float) -> None:
+        """From now on so many bytes are held for something."""
+        self._activations += num_bytes - self._entries.pop(key, 0.0)
+        if num_bytes:
+            self._entries[key] = num_bytes
+
+    def _later(self, key: _Key, num_bytes: float = 0.0) -> None:
+        """The same, when the instruction has run."""
+        self._afterwards.append((key, num_bytes))
+
+    def _fetch(self, fetch: FetchWeights) -> None:
+        self._weights += self._sizes.stage(fetch.stage, fetch.phase).weight_bytes
+
+    def _release(self, release: ReleaseWeights) -> None:
+        self._weights -= self._sizes.stage(release.stage, release.phase).weight_bytes
+
+    def _forward(self, work: Forward) -> None:
+        s, m, layout, sizes = work.stage, work.micro_batch, self._sizes.layout, self._sizes
+        cost = sizes.forward[s]
+        self._workspace = cost.workspace_bytes
+        self._later(("activation", s - 1, m))
+        if work.keep is Keep.ALL or work.keep is Keep.SELECTIVE:
+            dropped = sizes.dropped(s, work.drop) if work.drop else 0.0
+            self._hold(("graph", s, m), cost.activation_bytes - dropped)
+        elif work.keep is Keep.INPUT:
+            start = layout.forward[s].start
+            for b in layout.checkpoints_of(s):
+                # At the start of the stage it is the activation that came, under another name.
+                keep = self._later if layout.backward[b].start == start else self._hold
+                keep(("checkpoint", b, m), sizes.inputs[b])
+        if layout.is_last_forward(s):
+            return
+        following = layout.checkpoint_after(s)
+        if (s + 1, m) not in sizes.skipped:
+            self._hold(("activation", s, m), cost.output_bytes)
+        elif following is not None:
+            self._hold(("checkpoint", following, m), cost.output_bytes)
+
+    def _recompute(self, work: Recompute) -> None:
+        b, m = work.stage, work.micro_batch
+        cost = self._sizes.backward[b]
+        self._workspace = cost.workspace_bytes
+        self._hold(("graph", b, m), cost.activation_bytes)
+
+    def _backward(self, work: Backward | BackwardInput) -> None:
+        b, m = work.stage, work.micro_batch
+        cost = self._sizes.backward[b]
+        self._workspace = cost.workspace_bytes
+        if type(work) is Backward:
+            self._accumulate(b)
+        self._hold(("gradient", b, m), self._sizes.inputs[b])
+        if not self._sizes.layout.is_last_backward(b):
+            self._later(("gradient", b + 1, m))
+        self._later(("graph", b, m), 0.0 if type(work) is Backward else cost.deferred_bytes)
+        self._later(("checkpoint", b, m))
+
+    def _backward_weight(self, work: BackwardWeight) -> None:
+        self._workspace = self._sizes.backward[work.stage].workspace_bytes
+        self._accumulate(work.stage)
+        for m in work.micro_batches:
+            self._later(("graph", work.stage, m))
+
+    def _accumulate(self, stage: int) -> None:
+        if stage not in self._accumulating:
+            self._accumulating.add(stage)
+            self._gradients += self._sizes.backward[stage].device_gradient_bytes
+
+    def _offload(self, offload: OffloadGradients) -> None:
+        if offload.stage in self._accumulating:
+            self._accumulating.remove(offload.stage)
+            self._gradients -= self._sizes.backward[offload.stage].device_gradient_bytes
+
+    def _receive_activation(self, transfer: RecvActivation) -> None:
+        num_bytes = self._sizes.forward[transfer.stage].output_bytes
+        self._hold(("activation", transfer.stage, transfer.micro_batch), num_bytes)
+
+    def _receive_gradient(self, transfer: RecvGradient) -> None:
+        num_bytes = self._sizes.inputs[transfer.stage]
+        self._hold(("gradient", transfer.stage, transfer.micro_batch), num_bytes)
+
+    def _receive_checkpoint(self, transfer: RecvCheckpoint) -> None:
+        num_bytes = self._sizes.inputs[transfer.stage]
+        self._hold(("checkpoint", transfer.stage, transfer.micro_batch), num_bytes)
+
+    def _send_activation(self, transfer: SendActivation) -> None:
+        self._later(("activation", transfer.stage, transfer.micro_batch))
+
+    def _send_gradient(self, transfer: SendGradient) -> None:
+        self._later(("gradient", transfer.stage, transfer.micro_batch))
+
+    def _send_checkpoint(self, transfer: SendCheckpoint) -> None:
+        self._later(("checkpoint", transfer.stage, transfer.micro_batch))
+
+    def _swap_out(self, swap: SwapOut) -> None:
+        key = ("graph", swap.stage, swap.micro_batch)
+        kept = self._entries.get(key, 0.0)
+        gone = kept * swap.fraction
+        self._out[swap.stage, swap.micro_batch] = (len(self.weights), gone)
+        self._later(key, kept - gone)
+        if swap.peer is None:
+            self._host += gone
+
+    def _swap_in(self, swap: SwapIn) -> None:
+        key = ("graph", swap.stage, swap.micro_batch)
+        out_at, gone = self._out.pop((swap.stage, swap.micro_batch))
+        self._hold(key, self._entries.get(key, 0.0) + gone)
+        if swap.peer is None:
+            self._host -= gone
+        now = len(self.weights)
+        self.swaps.append(Swapped(peer=swap.peer, num_bytes=gone, out_at=out_at, in_at=now))
+
+    def _update(self, update: Update) -> None:
+        self._workspace = self._sizes.blocks[update.block].parameters * _UPDATE_BYTES
+
+
+_RULES: Mapping[type[Instruction], Callable[[Ledger, Any], None]] = MappingProxyType(
+    {
+        FetchWeights: Ledger._fetch,
+        ReleaseWeights: Ledger._release,
+        Forward: Ledger._forward,
+        Recompute: Ledger._recompute,
+        Backward: Ledger._backward,
+        BackwardInput: Ledger._backward,
+        BackwardWeight: Ledger._backward_weight,
+        OffloadGradients: Ledger._offload,
+        RecvActivation: Ledger._receive_activation,
+        RecvGradient: Ledger._receive_gradient,
+        RecvCheckpoint: Ledger._receive_checkpoint,
+        SendActivation: Ledger._send_activation,
+        SendGradient: Ledger._send_gradient,
+        SendCheckpoint: Ledger._send_checkpoint,
+        SwapOut: Ledger._swap_out,
+        SwapIn: Ledger._swap_in,
+        Update: Ledger._update,
+    }
+)
