@@ -112,7 +112,12 @@ def build_schedule(request: ScheduleRequest, block_work: Sequence[float]) -> Sch
     Raises:
         ConfigError: impossible combination; names key, value, and what would be accepted.
     """
-    scheme = SCHEMES[request.scheme]
+    _check_numbers(request)
+    scheme = SCHEMES.get(request.scheme)
+    if scheme is None:
+        raise ConfigError(
+            f"schedule.scheme = {request.scheme!r}: expected one of {', '.join(SCHEMES)}"
+        )
     recompute = _recompute(request, scheme)
     _check_devices(request, scheme, len(block_work))
     num_forward, num_backward = _numbers_of_stages(request, scheme, len(block_work))
@@ -141,6 +146,19 @@ def build_schedule(request: ScheduleRequest, block_work: Sequence[float]) -> Sch
     )
 
 
+def _check_numbers(request: ScheduleRequest) -> None:
+    for name in (
+        "num_devices",
+        "num_microbatches",
+        "forward_stages",
+        "backward_stages",
+        "stages_per_device",
+    ):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} = {value}: expected 1 or more")
+
+
 def _recompute(request: ScheduleRequest, scheme: Scheme) -> Recomputation:
     mode = request.recompute or scheme.recompute_modes[0]
     if mode not in scheme.recompute_modes:
@@ -153,8 +171,16 @@ def _recompute(request: ScheduleRequest, scheme: Scheme) -> Recomputation:
             f"schedule.recompute = {mode!r}: {scheme.name} {why}; accepted:"
             f" {', '.join(scheme.recompute_modes)}"
         )
-    if (mode == "selective") != bool(request.drop):
-        raise ConfigError("schedule.recompute = 'selective' and operators to drop belong together")
+    if mode == "selective" and not request.drop:
+        raise ConfigError(
+            "schedule.recompute = 'selective': needs operators to drop, such as those that a"
+            " profile lists"
+        )
+    if mode != "selective" and request.drop:
+        raise ConfigError(
+            f"schedule.recompute = {mode!r}: operators to drop ({', '.join(request.drop)}) need"
+            " 'selective'"
+        )
     return Recomputation(mode=mode, drop=request.drop, after=request.recompute_after)
 
 
@@ -175,19 +201,18 @@ def _check_devices(request: ScheduleRequest, scheme: Scheme, num_blocks: int) ->
 def _numbers_of_stages(
     request: ScheduleRequest, scheme: Scheme, num_blocks: int
 ) -> tuple[int, int]:
-    forward_stages = _forward_stages(request, scheme)
-    if forward_stages is not None:
-        _check_maximum("forward_stages", forward_stages, num_blocks)
-    num_forward, num_backward = scheme.default_stages(
-        request.num_devices, num_blocks, forward_stages
-    )
+    asked = _forward_stages(request, scheme)
+    note = f" ({request.stages_per_device} per worker)" if request.stages_per_device else ""
+    if asked is not None:
+        _check_maximum("forward_stages", asked, num_blocks, note)
+    num_forward, num_backward = scheme.default_stages(request.num_devices, num_blocks, asked)
     if request.backward_stages is not None:
         _check_maximum("backward_stages", request.backward_stages, num_blocks)
         num_backward = request.backward_stages
     complaint = scheme.check_stages(num_forward, num_backward, request.num_devices)
     if complaint is not None:
         key, accepted = complaint
-        value = num_forward if key == "forward_stages" else num_backward
+        value = f"{num_forward}{note}" if key == "forward_stages" else str(num_backward)
         raise ConfigError(
             f"schedule.{key} = {value}: {scheme.name} with {request.num_devices} workers accepts"
             f" {accepted}"
@@ -210,11 +235,11 @@ def _forward_stages(request: ScheduleRequest, scheme: Scheme) -> int | None:
     return forward_stages
 
 
-def _check_maximum(key: str, value: int, num_blocks: int) -> None:
+def _check_maximum(key: str, value: int, num_blocks: int, note: str = "") -> None:
     if value > num_blocks:
         raise ConfigError(
-            f"schedule.{key} = {value}: more stages than blocks; the model has {num_blocks} blocks,"
-            f" so at most {num_blocks}"
+            f"schedule.{key} = {value}{note}: more stages than blocks; the model has {num_blocks}"
+            f" blocks, so at most {num_blocks}"
         )
 
 
