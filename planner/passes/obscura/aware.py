@@ -1,0 +1,195 @@
+"""Swapping-aware recomputation of a schedule: its problem, and the solution applied (section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from penstock.planner.cluster import Cluster
+from penstock.planner.layout import Order
+from penstock.planner.passes.base import PassContext
+from penstock.planner.passes.obscura.memory import Grain, fixed_bytes, order_memory
+from penstock.planner.passes.obscura.model import StageTimes, execution_times
+from penstock.planner.passes.obscura.recompute import (
+    Choice,
+    RecomputeProblem,
+    StageProblem,
+    SwapStyle,
+    best_choice,
+)
+from penstock.planner.passes.obscura.shape import (
+    NONE,
+    StageOrder,
+    adjusted_stages,
+    stage_orders,
+)
+from penstock.planner.passes.obscura.swap import SwapRule, with_swaps
+from penstock.planner.schedule import Schedule
+from penstock.planner.schemes.base import Recomputation
+from penstock.protocol.errors import ConfigError
+
+_ROUNDING = 1e-9
+
+
+def swap_aware_recompute(
+    schedule: Schedule,
+    context: PassContext,
+    *,
+    grain: Grain = Grain.STAGE,
+    evictions: Sequence[int] | None = None,
+) -> Schedule:
+    """Drop and swap in adjusted stages as the integer program says (Equation 4).
+
+    ``evictions``: values of lambda_k to try, by default the paper's, 2 … p - k - 2. Where no set of
+    operators fits the limit, the schedule stays as it is if full recomputation does.
+
+    Raises:
+        ConfigError: nothing fits the memory limit, or no 1F1B shape.
+    """
+    adjusted, limit = adjusted_stages(schedule), context.memory_limit_bytes
+    if not adjusted or limit is None:
+        return schedule
+    orders = stage_orders(schedule)
+    if evictions is None:
+        evictions = range(2, len(orders) - adjusted[-1] - 1)
+    problem = recompute_problem(schedule, context, grain)
+    choice = best_choice(problem, evictions)
+    if choice is None:
+        _require_full(schedule, context, orders, grain)
+        return schedule
+    return _apply(schedule, orders, problem, choice)
+
+
+def recompute_problem(schedule: Schedule, context: PassContext, grain: Grain) -> RecomputeProblem:
+    """Equation 4 for a schedule with adjusted stages 0 … k, and a memory limit."""
+    layout, costs = schedule.layout, context.costs
+    orders = stage_orders(schedule)
+    last = adjusted_stages(schedule)[-1]
+    stages = [costs.of(stage.blocks) for stage in layout.forward[: last + 1]]
+    sizes = {op.name: op.activation_bytes for stage in stages for op in stage.operators}
+    operators = tuple(sorted(name for name, size in sizes.items() if size > 0.0))
+    limit = context.memory_limit_bytes
+    assert limit is not None
+    times = execution_times(stage_times(schedule, context), layout.num_microbatches, last)
+    return RecomputeProblem(
+        operators=operators,
+        stages=tuple(
+            _stage_problem(order, schedule, context, operators, last, grain)
+            for order in orders[: last + 1]
+        ),
+        num_microbatches=layout.num_microbatches,
+        following_s=times[last + 1] if last + 1 < len(times) else 0.0,
+        limit_bytes=limit,
+        host_bandwidth=_host_bandwidth(context.cluster),
+        peer_bandwidth=(
+            _host_bandwidth(context.cluster)
+            if context.cluster.peer_through_host
+            else context.cluster.peer_bandwidth
+        ),
+    )
+
+
+def stage_times(schedule: Schedule, context: PassContext) -> tuple[StageTimes, ...]:
+    """Seconds of every stage, with the recomputation that its forwards ask for."""
+    costs = context.costs
+    found: list[StageTimes] = []
+    for order in stage_orders(schedule, swaps=True):
+        cost = costs.of(schedule.layout.forward[order.stage].blocks)
+        remake_s = 0.0
+        if order.recompute.mode != "none":
+            full = order.recompute.mode == "full"
+            remake_s = cost.recompute_s if full else cost.drop_seconds(order.recompute.drop)
+            remake_s += costs.instruction_s
+        found.append(
+            StageTimes(
+                forward_s=cost.forward_s + costs.instruction_s,
+                backward_s=cost.backward_s + costs.instruction_s,
+                recompute_s=remake_s,
+            )
+        )
+    return tuple(found)
+
+
+def _stage_problem(
+    order: StageOrder,
+    schedule: Schedule,
+    context: PassContext,
+    operators: tuple[str, ...],
+    last: int,
+    grain: Grain,
+) -> StageProblem:
+    layout, costs = schedule.layout, context.costs
+    blocks = layout.forward[order.stage].blocks
+    cost = costs.of(blocks)
+    parts = [cost] if grain is Grain.STAGE else [costs.blocks[i] for i in blocks]
+    peer = len(layout.forward) - 1 - order.stage
+    room = None
+    if peer > last:
+        used = order_memory(layout, costs, stage_orders(schedule)[peer], grain)
+        room = (context.memory_limit_bytes or 0.0) - used
+    return StageProblem(
+        forward_s=cost.forward_s + costs.instruction_s,
+        backward_s=cost.backward_s + costs.instruction_s,
+        operator_s=tuple(cost.drop_seconds((name,)) for name in operators),
+        operator_bytes=tuple(cost.drop_bytes((name,)) for name in operators),
+        remade_bytes=tuple(
+            {tuple(part.drop_bytes((name,)) for name in operators): None for part in parts}
+        ),
+        activation_bytes=cost.activation_bytes,
+        fixed_bytes=fixed_bytes(cost),
+        held=order.in_flight,
+        peer=None if room is None else peer,
+        peer_bytes=room or 0.0,
+    )
+
+
+def _host_bandwidth(cluster: Cluster) -> float:
+    """Of one device while all that share its switch copy."""
+    shared = cluster.switch_bandwidth / cluster.devices_per_switch
+    return min(cluster.fetch_bandwidth, cluster.offload_bandwidth, shared)
+
+
+def _apply(
+    schedule: Schedule,
+    orders: Sequence[StageOrder],
+    problem: RecomputeProblem,
+    choice: Choice,
+) -> Schedule:
+    recompute = Recomputation(mode="selective", drop=choice.drop) if choice.drop else NONE
+
+    def applied(order: StageOrder) -> Order:
+        if order.stage > problem.last_adjusted:
+            return order.instructions()
+        rule = swap_rule(problem, choice, order.stage)
+        return with_swaps(replace(order, recompute=recompute), rule)
+
+    return replace(schedule, orders=tuple(map(applied, orders)))
+
+
+def swap_rule(problem: RecomputeProblem, choice: Choice, stage: int) -> SwapRule:
+    """What a solution means for the order of a stage."""
+    at, swap = problem.stages[stage], choice.swap
+    dropped = zip(problem.operators, at.operator_bytes, strict=True)
+    kept = at.activation_bytes - sum(size for name, size in dropped if name in choice.drop)
+    moved_s = kept * swap.fraction / problem.bandwidth(swap.style)
+    pace = ceil(moved_s / at.forward_s - _ROUNDING) if at.forward_s > 0.0 else 1
+    return SwapRule(
+        evicted=problem.evicted(stage, swap),
+        fraction=swap.fraction,
+        pace=max(pace, 1),
+        peer=at.peer if swap.style is SwapStyle.PEER else None,
+    )
+
+
+def _require_full(
+    schedule: Schedule, context: PassContext, orders: Sequence[StageOrder], grain: Grain
+) -> None:
+    limit = context.memory_limit_bytes or 0.0
+    for order in orders:
+        needed = order_memory(schedule.layout, context.costs, order, grain)
+        if needed > limit:
+            raise ConfigError(
+                f"memory.device_limit = {limit:.0f}: stage {order.stage} needs {needed:.0f} bytes"
+                " even if it recomputes; use more workers, smaller micro-batches, or a larger limit"
+            )

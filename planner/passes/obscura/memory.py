@@ -1,0 +1,106 @@
+"""How much memory the stages of a schedule need, as Obscura's section 6.2 counts it.
+
+``M_s = W_s + A_s``: what a stage always has, and activations of the micro-batches it holds. To that
+comes what the paper leaves out, and what depends on how a system recomputes (:class:`Grain`). Not
+counted: tensors on their way between stages. The simulator counts everything, over time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.layout import Order, StageLayout
+from penstock.planner.passes.obscura.shape import StageOrder, stage_orders
+from penstock.planner.schedule import Schedule
+from penstock.planner.schemes.base import Recomputation
+from penstock.protocol.instructions import Backward, Forward, SwapIn, SwapOut
+
+
+class Grain(StrEnum):
+    """How much of a stage is recomputed before its backward begins."""
+
+    STAGE = "stage"
+    """All of it: this system's RECOMPUTE."""
+    BLOCK = "block"
+    """One block at a time, inside the backward: checkpointing in DeepSpeed, the paper's system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of one stage: ``fixed_bytes`` (W_s and workspace), ``kept_bytes`` of a micro-batch
+    whose forward has run, and ``remade_bytes`` that its recomputation adds until its backward ends.
+    """
+
+    fixed_bytes: float
+    kept_bytes: float
+    remade_bytes: float
+
+    def with_microbatches(self, held: float) -> float:
+        """Bytes with so many micro-batches held, one of them recomputed."""
+        return self.fixed_bytes + held * self.kept_bytes + self.remade_bytes
+
+
+def fixed_bytes(stage: BlockCost) -> float:
+    """Weights, gradients, optimizer state if it is there, and workspace (W_s)."""
+    return (
+        stage.weight_bytes
+        + stage.device_gradient_bytes
+        + stage.static_bytes
+        + stage.workspace_bytes
+    )
+
+
+def stage_memory(
+    layout: StageLayout, costs: Costs, stage: int, recompute: Recomputation, grain: Grain
+) -> StageMemory:
+    """Memory of a stage that recomputes like this."""
+    blocks = layout.forward[stage].blocks
+    cost = costs.of(blocks)
+    parts = [blocks] if grain is Grain.STAGE else [range(i, i + 1) for i in blocks]
+    if recompute.mode == "full":
+        inputs = [costs.blocks[part.start - 1].output_bytes for part in parts if part.start > 0]
+        kept, remade = sum(inputs), max(costs.of(part).activation_bytes for part in parts)
+    else:
+        kept = cost.activation_bytes - cost.drop_bytes(recompute.drop)
+        remade = max(costs.of(part).drop_bytes(recompute.drop) for part in parts)
+    return StageMemory(fixed_bytes=fixed_bytes(cost), kept_bytes=kept, remade_bytes=remade)
+
+
+def order_memory(layout: StageLayout, costs: Costs, order: StageOrder, grain: Grain) -> float:
+    """Peak bytes of a stage with an order without swaps."""
+    memory = stage_memory(layout, costs, order.stage, order.recompute, grain)
+    return memory.with_microbatches(order.in_flight)
+
+
+def schedule_memory(schedule: Schedule, costs: Costs, grain: Grain) -> tuple[float, ...]:
+    """Peak bytes of every stage, swaps included."""
+    orders = stage_orders(schedule, swaps=True)
+    return tuple(
+        stage_memory(schedule.layout, costs, order.stage, order.recompute, grain).with_microbatches(
+            held_microbatches(schedule.orders[order.stage])
+        )
+        for order in orders
+    )
+
+
+def held_microbatches(order: Order) -> float:
+    """The most micro-batches whose activations are on the device, in parts where parts are away.
+
+    A swap counts from where it starts: a SWAP_OUT has the next backward's time, or in the warm-up
+    the next forwards', to end.
+    """
+    held = most = 0.0
+    for instruction in order:
+        match instruction:
+            case Forward():
+                held += 1.0
+            case SwapIn(fraction=fraction):
+                held += fraction
+            case SwapOut(fraction=fraction):
+                held -= fraction
+            case Backward():
+                most = max(most, held)
+                held -= 1.0
+    return most

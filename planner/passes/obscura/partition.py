@@ -1,0 +1,87 @@
+"""Partition adjustment: layers from adjusted to other stages (section 7, Algorithm 1).
+
+Recomputation that the bubbles cannot conceal makes adjusted stages slower than the others. Blocks
+move one at a time from the slowest adjusted stage to the fastest other one, until both take the
+same time by the model of section 7.1; the last move, which would overshoot, is taken back. Costs
+with half layers as blocks give the paper's granularity. Stages are ranges of consecutive blocks,
+so a move shifts all stages between the two by one block.
+
+Beyond the algorithm as printed: memory must suffice *with* the moved block (printed: before, in the
+stage that takes it); a stage keeps at least one block; and it ends where no stage can give or take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from penstock.planner.layout import StageLayout
+from penstock.planner.passes.base import PassContext
+from penstock.planner.passes.obscura.aware import stage_times
+from penstock.planner.passes.obscura.memory import Grain, schedule_memory
+from penstock.planner.passes.obscura.model import execution_times
+from penstock.planner.passes.obscura.shape import adjusted_stages
+from penstock.planner.schedule import Schedule
+from penstock.protocol.plan import StageRange
+
+
+def adjust_partition(
+    schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE
+) -> Schedule:
+    """Algorithm 1. The orders stay as they are, only the stages' blocks change.
+
+    Raises:
+        ConfigError: no 1F1B shape.
+    """
+    adjusted = adjusted_stages(schedule)
+    if not adjusted or adjusted[-1] + 1 == len(schedule.layout.forward):
+        return schedule
+    last = adjusted[-1]
+    previous = schedule
+    while _is_slower(schedule, context, last):
+        previous, moved = schedule, _moved(schedule, context, last, grain)
+        if moved is None:
+            break
+        schedule = moved
+    return previous
+
+
+def _is_slower(schedule: Schedule, context: PassContext, last: int) -> bool:
+    """T_k - C_adj > T_{k+1}: the adjusted stages set the pace."""
+    times = stage_times(schedule, context)
+    executed = execution_times(times, schedule.layout.num_microbatches, last)
+    pace_s = max(stage.busy_s for stage in times[: last + 1])
+    return executed[last] - pace_s > executed[last + 1] * (1.0 + 1e-12)
+
+
+def _moved(
+    schedule: Schedule,
+    context: PassContext,
+    last: int,
+    grain: Grain,
+) -> Schedule | None:
+    """One block from the slowest adjusted to the fastest other stage; ``None``: not possible."""
+    times = stage_times(schedule, context)
+    giver = max(range(last + 1), key=lambda s: times[s].busy_s)
+    if len(schedule.layout.forward[giver].blocks) == 1:
+        return None
+    takers = sorted(range(last + 1, len(times)), key=lambda s: times[s].busy_s)
+    limit = context.memory_limit_bytes
+    for taker in takers:
+        moved = replace(schedule, layout=move_block(schedule.layout, giver, taker))
+        if limit is None or max(schedule_memory(moved, context.costs, grain)) <= limit:
+            return moved
+    return None
+
+
+def move_block(layout: StageLayout, giver: int, taker: int) -> StageLayout:
+    """The layout with one block less in an earlier stage and one more in a later one."""
+    sizes = [len(stage.blocks) for stage in layout.forward]
+    sizes[giver] -= 1
+    sizes[taker] += 1
+    bounds = pairwise(accumulate(sizes, initial=0))
+    stages = tuple(
+        StageRange(start=start, stop=stop, device=stage.device)
+        for (start, stop), stage in zip(bounds, layout.forward, strict=True)
+    )
+    return replace(layout, forward=stages, backward=stages)

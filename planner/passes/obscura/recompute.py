@@ -1,0 +1,271 @@
+"""Swapping-aware recomputation: which operators to drop, how much to swap (section 6.2).
+
+For a swapping design (:class:`SwapStyle`), a number of evicted blocks (lambda) and a fraction
+(beta), the operators of the adjusted stages that are made again are the integer program of Equation
+4: minimise T_0 (Equations 2, 3), subject to memory (Equation 1) and bandwidth. All adjusted stages
+drop the same operators, as in the paper. Lambda and beta are enumerated, HiGHS solves each program,
+the fastest combination wins; among equals that which moves least.
+
+Every maximum of Equations 2, 3 and 5 becomes a variable with one lower bound per argument, which
+is exact because the objective presses it down. Beyond the equations, memory holds what
+recomputation makes (:class:`~penstock.planner.passes.obscura.memory.Grain`), and the evictions of
+the warm-up must be able to end with it: Equation 2 lets computation wait for them, a program of
+ours does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+"""Values of beta that are tried where a fraction can be swapped."""
+
+LOOKAHEAD = 2
+"""A swapped block comes back when the backward this many micro-batches before its own ends."""
+
+_TIE = 1e-9
+"""Relative difference of times below which they are equal."""
+
+
+class SwapStyle(StrEnum):
+    """Where activation blocks go."""
+
+    NONE = "none"
+    HOST = "host"
+    """To host memory, a fraction beta of each block: OHP's design."""
+    PEER = "peer"
+    """To the memory of stage p - 1 - s, whole blocks: BPipe's design."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """A design with its parameters: lambda of stage k, and beta."""
+
+    style: SwapStyle = SwapStyle.NONE
+    evicted: int = 0
+    fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProblem:
+    """What the program knows of one adjusted stage.
+
+    ``operator_s`` and ``operator_bytes``: of each candidate operator. ``remade_bytes``: rows of
+    bytes by operator; recomputation holds at most what the greediest row makes (one row for a whole
+    stage, one per block otherwise). ``held``: micro-batches in flight (mu). ``peer``: the stage
+    that takes its blocks, with ``peer_bytes`` free; ``None`` where there is none.
+    """
+
+    forward_s: float
+    backward_s: float
+    operator_s: tuple[float, ...]
+    operator_bytes: tuple[float, ...]
+    remade_bytes: tuple[tuple[float, ...], ...]
+    activation_bytes: float
+    fixed_bytes: float
+    held: int
+    peer: int | None = None
+    peer_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeProblem:
+    """Equation 4. ``stages``: 0 … k; ``following_s``: T of stage k + 1 (0 where there is none)."""
+
+    operators: tuple[str, ...]
+    stages: tuple[StageProblem, ...]
+    num_microbatches: int
+    following_s: float
+    limit_bytes: float
+    host_bandwidth: float
+    peer_bandwidth: float
+
+    @property
+    def last_adjusted(self) -> int:
+        """k."""
+        return len(self.stages) - 1
+
+    def bandwidth(self, style: SwapStyle) -> float:
+        """B of a design."""
+        return self.peer_bandwidth if style is SwapStyle.PEER else self.host_bandwidth
+
+    def evicted(self, stage: int, swap: Swap) -> int:
+        """Lambda of a stage: one more than the stage after it; none for a stage without a peer."""
+        if swap.style is SwapStyle.NONE:
+            return 0
+        if swap.style is SwapStyle.PEER and self.stages[stage].peer is None:
+            return 0
+        return swap.evicted + self.last_adjusted - stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A solution: the operators to drop, the swap, and T_0 by the model."""
+
+    drop: tuple[str, ...]
+    swap: Swap
+    time_s: float
+
+
+def swaps(problem: RecomputeProblem, evictions: Sequence[int]) -> Iterator[Swap]:
+    """No swap, and every design with every lambda and beta."""
+    yield Swap()
+    for evicted in evictions:
+        for fraction in FRACTIONS:
+            yield Swap(style=SwapStyle.HOST, evicted=evicted, fraction=fraction)
+        if any(stage.peer is not None for stage in problem.stages):
+            yield Swap(style=SwapStyle.PEER, evicted=evicted, fraction=1.0)
+
+
+def evictions_of(stage: StageProblem) -> int:
+    """Blocks of the warm-up that can be evicted at most: not those needed first, nor the last ones,
+    whose transfers would not end with it.
+    """
+    return stage.held - 2 - LOOKAHEAD
+
+
+def best_choice(problem: RecomputeProblem, evictions: Sequence[int]) -> Choice | None:
+    """The fastest solution over all swaps with lambda in ``evictions``; ``None``: nothing fits."""
+    best: Choice | None = None
+    for swap in swaps(problem, evictions):
+        found = solve(problem, swap)
+        if found is not None and (best is None or found.time_s < best.time_s * (1.0 - _TIE)):
+            best = found
+    return best
+
+
+def solve(problem: RecomputeProblem, swap: Swap) -> Choice | None:
+    """The integer program for one swap; ``None``: no set of operators fits.
+
+    Raises:
+        RuntimeError: the solver failed otherwise.
+    """
+    for index, stage in enumerate(problem.stages):
+        if problem.evicted(index, swap) > max(evictions_of(stage), 0):
+            return None
+    rows = _Rows(problem, swap)
+    found = milp(
+        rows.objective,
+        integrality=rows.integrality,
+        bounds=Bounds(rows.lower, rows.upper),
+        constraints=LinearConstraint(np.array(rows.matrix), ub=np.array(rows.limits)),
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.status == 2:
+        return None
+    if found.x is None:
+        raise RuntimeError(f"the integer program of {swap} was not solved: {found.message}")
+    count = len(problem.operators)
+    chosen = tuple(
+        name for name, x in zip(problem.operators, found.x[:count], strict=True) if x > 0.5
+    )
+    return Choice(drop=chosen, swap=swap, time_s=float(found.x[rows.time(0)]) * rows.second)
+
+
+class _Rows:
+    """The program as arrays: ``matrix @ x <= limits``.
+
+    Variables: x of every operator (0 or 1), C_adj, then for every stage T_s and the two terms of
+    T_s^C. Seconds are in units of T_{k+1} or a forward, bytes in units of the limit, so that the
+    solver's tolerances fit.
+    """
+
+    def __init__(self, problem: RecomputeProblem, swap: Swap) -> None:
+        self._problem = problem
+        self._swap = swap
+        operators, stages = len(problem.operators), len(problem.stages)
+        size = operators + 1 + 3 * stages
+        self._pace = operators
+        self.second = problem.following_s or max(s.forward_s for s in problem.stages) or 1.0
+        self.objective = np.zeros(size)
+        self.objective[self.time(0)] = 1.0
+        self.integrality = np.array([1] * operators + [0] * (size - operators))
+        self.lower = np.zeros(size)
+        self.upper = np.array([1.0] * operators + [np.inf] * (size - operators))
+        self.matrix: list[np.ndarray] = []
+        self.limits: list[float] = []
+        for index in range(stages):
+            self._add_times(index)
+            self._add_memory(index)
+            if problem.evicted(index, swap):
+                self._add_transfers(index)
+
+    def time(self, stage: int) -> int:
+        """Index of T_s."""
+        return len(self._problem.operators) + 1 + 3 * stage
+
+    def _add(self, limit: float, unit: float, *terms: tuple[int | slice, object]) -> None:
+        """``sum of terms <= limit / unit``."""
+        row = np.zeros(len(self.objective))
+        for place, value in terms:
+            row[place] += np.asarray(value, dtype=float)
+        self.matrix.append(row)
+        self.limits.append(limit / unit)
+
+    def _add_times(self, index: int) -> None:
+        problem, second = self._problem, self.second
+        stage, t = problem.stages[index], self.time(index)
+        operators = slice(0, len(problem.operators))
+        remake = np.array(stage.operator_s) / second
+        busy = stage.forward_s + stage.backward_s
+        # 3f + r <= C_adj
+        self._add(-busy, second, (operators, remake), (self._pace, -1.0))
+        after = problem.last_adjusted - index
+        # T_{s+1} + C_adj <= T_s
+        if after:
+            self._add(0.0, second, (self.time(index + 1), 1.0), (self._pace, 1.0), (t, -1.0))
+        elif problem.following_s:
+            self._add(-problem.following_s, second, (self._pace, 1.0), (t, -1.0))
+        # C_adj (m + k - s) + T^C <= T_s
+        rounds = float(problem.num_microbatches + after)
+        self._add(0.0, second, (self._pace, rounds), (t + 1, 1.0), (t + 2, 1.0), (t, -1.0))
+
+    def _add_memory(self, index: int) -> None:
+        """Equation 1 and what is recomputed; the same for the peer that takes blocks."""
+        problem = self._problem
+        stage = problem.stages[index]
+        operators = slice(0, len(problem.operators))
+        sizes = np.array(stage.operator_bytes)
+        evicted = problem.evicted(index, self._swap)
+        held = stage.held - evicted * self._swap.fraction
+        room = problem.limit_bytes - stage.fixed_bytes - held * stage.activation_bytes
+        for row in stage.remade_bytes:
+            terms = (np.array(row) - held * sizes) / problem.limit_bytes
+            self._add(room, problem.limit_bytes, (operators, terms))
+        if self._swap.style is SwapStyle.PEER and evicted:
+            spare = stage.peer_bytes - evicted * stage.activation_bytes
+            self._add(
+                spare, problem.limit_bytes, (operators, -evicted * sizes / problem.limit_bytes)
+            )
+
+    def _add_transfers(self, index: int) -> None:
+        """The bandwidth constraint, the end of the evictions, and both terms of Equation 2."""
+        problem, swap, second = self._problem, self._swap, self.second
+        stage, t = problem.stages[index], self.time(index)
+        operators = slice(0, len(problem.operators))
+        remake = np.array(stage.operator_s) / second
+        per_byte = swap.fraction / problem.bandwidth(swap.style)
+        block_s = stage.activation_bytes * per_byte
+        saved = np.array(stage.operator_bytes) * per_byte / second
+        after, evicted = problem.last_adjusted - index, problem.evicted(index, swap)
+        busy = stage.forward_s + stage.backward_s
+        self._add(busy - block_s, second, (operators, -saved - remake))
+        forwards = evictions_of(stage) // evicted
+        self._add(forwards * stage.forward_s - block_s, second, (operators, -saved))
+        self._add(
+            evicted * (stage.forward_s - block_s) + after * stage.backward_s,
+            second,
+            (operators, -evicted * saved - after * remake),
+            (t + 1, -1.0),
+        )
+        self._add(
+            evicted * (stage.backward_s - block_s),
+            second,
+            (operators, -evicted * (saved + remake)),
+            (t + 2, -1.0),
+        )
