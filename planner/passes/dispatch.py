@@ -147,16 +147,28 @@ class _Device:
 
 @dataclass(slots=True, kw_only=True)
 class _Room:
-    """The memory of a device. ``reserve_bytes``: what a recomputation will need on top."""
+    """The memory of a device. ``graph_bytes``: what a recomputation makes at most.
+
+    ``recomputed``: a recomputation waits for its backward.
+    """
 
     memory: OrderMemory
     limit_bytes: float
-    reserve_bytes: float
+    graph_bytes: float
+    recomputed: bool = False
 
     def admits(self, filler: OrderedInstruction) -> bool:
         """A forward ahead of its turn leaves room for the next recomputation."""
-        reserve_bytes = self.reserve_bytes if isinstance(filler, Forward) else 0.0
-        return self.memory.needed_bytes(filler) + reserve_bytes <= self.limit_bytes
+        needed_bytes = self.memory.needed_bytes(filler)
+        if isinstance(filler, Forward) and not self.recomputed:
+            needed_bytes += self.graph_bytes
+        return needed_bytes <= self.limit_bytes
+
+    def apply(self, instruction: OrderedInstruction) -> None:
+        """Run an instruction."""
+        self.memory.apply(instruction)
+        if isinstance(instruction, _BACKWARDS):
+            self.recomputed = isinstance(instruction, Recompute)
 
 
 def _rooms(schedule: Schedule, context: PassContext) -> list[_Room]:
@@ -172,7 +184,7 @@ def _rooms(schedule: Schedule, context: PassContext) -> list[_Room]:
             _Room(
                 memory=memory,
                 limit_bytes=context.memory_limit_bytes,
-                reserve_bytes=max(graphs, default=0.0),
+                graph_bytes=max(graphs, default=0.0),
             )
         )
     return rooms
@@ -262,7 +274,7 @@ class _Dispatcher:
         device.free_s = now_s + device.seconds[position]
         device.chosen.append(device.order[position])
         if self._rooms:
-            self._rooms[number].memory.apply(device.order[position])
+            self._rooms[number].apply(device.order[position])
         yield device.free_s, number
         for key in makes(device.order[position]):
             self._ended[key] = (device.free_s, number)
