@@ -22,9 +22,12 @@ class Cluster:
     ``latency_s`` of a message.
 
     ``optimizer_rate``: parameters/s that all optimizer cores of a node can process if DRAM is no
-    limit. ``device_optimizer_rate``: parameters/s
-    of an UPDATE on a device, without its copies; ``update_fetch_bytes`` and
-    ``update_offload_bytes``: what it copies per parameter.
+    limit. ``device_optimizer_rate``: parameters/s of an UPDATE on a device, without its copies;
+    ``update_fetch_bytes`` and ``update_offload_bytes``: what it copies per parameter.
+
+    ``replicas``: copies of the whole plan that train together (data parallelism beyond the plan's
+    own routes); REDUCE_GRADIENTS sums over them, from each device to its replica at
+    ``replica_bandwidth``, through the NICs if ``replicas_on_other_nodes``.
 
     ``device_memory_bytes``, ``host_memory_bytes``: of one device, of one node.
     """
@@ -43,6 +46,9 @@ class Cluster:
     device_optimizer_rate: float = inf
     update_fetch_bytes: float = 12.0
     update_offload_bytes: float = 2.0
+    replicas: int = 1
+    replica_bandwidth: float = inf
+    replicas_on_other_nodes: bool = True
     device_memory_bytes: float = inf
     host_memory_bytes: float = inf
 

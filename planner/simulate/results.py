@@ -1,0 +1,224 @@
+"""What a simulation says: times, shares of idle time, spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from penstock.planner.bounds import lower_bound_s
+from penstock.planner.cluster import Cluster
+from penstock.planner.costs import Costs
+from penstock.planner.footprint import DevicePeak, Footprint, footprints
+from penstock.planner.schedule import schedule_of
+from penstock.planner.simulate.columns import Columns
+from penstock.planner.simulate.graph import Floats, Tasks, Times
+from penstock.planner.simulate.labels import Labels
+from penstock.planner.simulate.lanes import Lane
+from penstock.protocol.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One piece of work on one resource, while it occupies it.
+
+    ``place``: device, or node for the optimizer; ``peer``: the other device of links. ``label``
+    starts with a code: ``F 3 0`` and the like for instructions, ``activation 3 0`` and the like for
+    transfers, ``U 3`` for the optimizer of backward stage 3 (``S 3``: its settle), ``U 7`` on a
+    device for the update of block 7.
+    """
+
+    lane: Lane
+    place: int
+    label: str
+    start_s: float
+    end_s: float
+    peer: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimes:
+    """Seconds a device computes, and does not, until the last device has finished computing."""
+
+    busy_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What came out. ``pipeline_s`` ends with the last compute instruction, ``makespan_s`` with
+    everything. Updates on devices are optimizer work: no device is busy with them.
+    """
+
+    plan: Plan
+    costs: Costs
+    cluster: Cluster
+    columns: Columns
+    tasks: Tasks
+    times: Times
+    known_peaks: tuple[DevicePeak, ...] | None = None
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """End of everything."""
+        return float(self.times.ends.max(initial=0.0))
+
+    @cached_property
+    def pipeline_s(self) -> float:
+        """End of the last compute instruction."""
+        return float(self.times.ends[self._computes].max(initial=0.0))
+
+    @cached_property
+    def devices(self) -> tuple[DeviceTimes, ...]:
+        """How long each device computes."""
+        busy = np.bincount(
+            self.tasks.places[self._computes],
+            weights=self.tasks.seconds[self._computes],
+            minlength=self.plan.num_devices,
+        )
+        return tuple(
+            DeviceTimes(busy_s=busy_s, idle_s=self.pipeline_s - busy_s) for busy_s in busy.tolist()
+        )
+
+    @property
+    def optimizer_tail_s(self) -> float:
+        """Time after the last compute instruction: offloads and optimizer work that were not
+        hidden.
+        """
+        return self.makespan_s - self.pipeline_s
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the pipeline's time in which devices do not compute."""
+        return self._idle_share(self.pipeline_s)
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of the makespan, optimizer tail included: how the SPipe paper counts bubbles."""
+        return self._idle_share(self.makespan_s)
+
+    @property
+    def device_bubble_ratios(self) -> tuple[float, ...]:
+        """Of each device, the share of the pipeline's time in which it does not compute."""
+        period_s = self.pipeline_s
+        return tuple(d.idle_s / period_s if period_s > 0.0 else 0.0 for d in self.devices)
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """What no order of the plan's compute instructions can beat (:mod:`.bounds`)."""
+        schedule = schedule_of(self.plan)
+        return lower_bound_s(schedule.layout, schedule.orders, self.costs)
+
+    @cached_property
+    def peaks(self) -> tuple[DevicePeak, ...]:
+        """The most that each device holds, by :mod:`penstock.planner.footprint`."""
+        if self.known_peaks is not None:
+            return self.known_peaks
+        return tuple(footprint.peak for footprint in self._footprints)
+
+    def device_memory(self, device: int) -> tuple[Floats, Floats]:
+        """``(times_s, bytes)``: what a device holds from each time on, till the next.
+
+        Bytes change when an instruction is reached: a compute instruction when it starts, any other
+        when it is issued.
+        """
+        held = np.array(self._footprints[device].total_bytes, dtype=np.float64)
+        return self._reached(device), held
+
+    def host_memory(self, node: int) -> tuple[Floats, Floats]:
+        """``(times_s, bytes)``: what the devices of a node have swapped to its memory.
+
+        Model state is not counted: it is always there.
+        """
+        times, changes = [np.zeros(0)], [np.zeros(0)]
+        for device, footprint in enumerate(self._footprints):
+            if self.cluster.node_of(device) == node:
+                times.append(self._reached(device))
+                changes.append(np.diff(np.array(footprint.host_bytes), prepend=0.0))
+        order = np.argsort(np.concatenate(times), kind="stable")
+        return np.concatenate(times)[order], np.cumsum(np.concatenate(changes)[order])
+
+    @cached_property
+    def _footprints(self) -> tuple[Footprint, ...]:
+        return footprints(self.plan, self.costs)
+
+    def _reached(self, device: int) -> Floats:
+        """When each instruction of a device starts (compute) or is issued."""
+        rows = np.flatnonzero(self.columns.devices == device)
+        after = self.columns.issued_after(rows)
+        ends = np.append(self.times.ends[self._computes], 0.0)  # -1: nothing before it
+        reached = ends[after]
+        computes = np.isin(rows, self.columns.computes)
+        reached[computes] = self.times.starts[after[computes]]
+        return reached
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Everything that occupied something, by start."""
+        tasks, times = self.tasks, self.times
+        visible = np.flatnonzero(tasks.lanes >= 0)
+        order = visible[np.argsort(times.starts[visible], kind="stable")]
+        lanes = tuple(Lane)
+        labels = Labels(self.columns)
+        return tuple(
+            Span(
+                lane=lanes[lane],
+                place=place,
+                label=labels.of(label, origin),
+                start_s=start_s,
+                end_s=end_s,
+                peer=peer if peer >= 0 else None,
+            )
+            for lane, place, label, origin, start_s, end_s, peer in zip(
+                tasks.lanes[order].tolist(),
+                tasks.places[order].tolist(),
+                tasks.labels[order].tolist(),
+                tasks.origins[order].tolist(),
+                times.starts[order].tolist(),
+                times.ends[order].tolist(),
+                tasks.peers[order].tolist(),
+                strict=True,
+            )
+        )
+
+    @cached_property
+    def _computes(self) -> slice:
+        return slice(0, self.tasks.num_compute)
+
+    def _idle_share(self, period_s: float) -> float:
+        busy_s = sum(device.busy_s for device in self.devices)
+        return 1.0 - busy_s / (period_s * len(self.devices)) if period_s > 0.0 else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """For ``--json``: everything but the spans. Times in seconds, or in the units of the costs;
+        ``instructions``: the text form of each device's program.
+        """
+        programs = self.plan.programs
+        return {
+            "scheme": self.plan.scheme,
+            "devices": self.plan.num_devices,
+            "micro_batches": self.plan.num_microbatches,
+            "makespan": self.makespan_s,
+            "bubble_ratio": self.bubble_ratio,
+            "device_busy": [device.busy_s for device in self.devices],
+            "device_bubble_ratio": list(self.device_bubble_ratios),
+            "optimizer_tail": self.optimizer_tail_s,
+            "peak_memory_bytes": [peak.total_bytes for peak in self.peaks],
+            "lower_bound": self.lower_bound_s,
+            "instructions": [[str(i) for i in program] for program in programs],
+            "num_instructions": sum(map(len, programs)),
+            "makespan_seconds": self.makespan_s,
+            "pipeline_seconds": self.pipeline_s,
+            "optimizer_tail_seconds": self.optimizer_tail_s,
+            "idle_ratio": self.idle_ratio,
+            "peak_bytes": [
+                {
+                    "weights": p.weight_bytes,
+                    "gradients": p.gradient_bytes,
+                    "activations": p.activation_bytes,
+                }
+                for p in self.peaks
+            ],
+        }

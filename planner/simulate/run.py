@@ -1,0 +1,114 @@
+"""From a plan to its time line: lowering to tasks, the event core, and what went wrong if tasks
+wait for each other.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
+from penstock.planner.costs import Costs
+from penstock.planner.memory import DevicePeak, device_peaks, table_costs
+from penstock.planner.profile import CPU_COSTS, CostModel, block_costs, cluster_of
+from penstock.planner.simulate.compute import add_compute
+from penstock.planner.simulate.context import Context
+from penstock.planner.simulate.gradients import add_offloads, add_reductions
+from penstock.planner.simulate.graph import Tasks, Times, run_tasks
+from penstock.planner.simulate.labels import Labels
+from penstock.planner.simulate.optimizer import add_optimizer
+from penstock.planner.simulate.results import Simulation
+from penstock.planner.simulate.swaps import add_swaps
+from penstock.planner.simulate.transfers import add_transfers
+from penstock.planner.simulate.weights import add_weights
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan import Plan
+from penstock.shm.table import BlockTable
+
+
+def simulate(
+    plan: Plan,
+    costs: Costs,
+    cluster: Cluster,
+    *,
+    optimizer: OptimizerModel = ADVANCE,
+    stops_early: bool = False,
+    peaks: tuple[DevicePeak, ...] | None = None,
+    record_rates: bool = False,
+) -> Simulation:
+    """Run one attempt of a valid plan.
+
+    ``stops_early``: a forward of the last stage with ``keep=input`` ends at the last checkpoint it
+    leaves, as our workers do it; otherwise it computes the whole stage, as in the papers.
+    ``peaks``: of the devices' memory, where they are known already. ``record_rates``: keep how fast
+    every flow was when, for ``Simulation.times.rates``.
+
+    Raises:
+        ConfigError: the plan makes no sense: a send without receive, or instructions that wait for
+            each other (which are named).
+    """
+    context = Context.of(plan, costs, cluster)
+    add_compute(context, stops_early=stops_early)
+    add_transfers(context)
+    add_weights(context)
+    add_swaps(context)
+    reduced = add_reductions(context)
+    offloads = add_offloads(context, reduced)
+    add_optimizer(context, offloads, reduced, optimizer)
+    tasks = context.builder.build()
+    times = run_tasks(tasks, context.network, record_rates=record_rates)
+    if np.isnan(times.ends).any():
+        raise ConfigError(f"plan: it cannot finish; {_circle(context, tasks, times)}")
+    return Simulation(
+        plan=plan,
+        costs=costs,
+        cluster=cluster,
+        columns=context.columns,
+        tasks=tasks,
+        times=times,
+        known_peaks=peaks,
+    )
+
+
+def simulate_config(
+    config: Config, table: BlockTable, plan: Plan, model: CostModel | None = None
+) -> Simulation:
+    """Simulate with the costs of a machine; without ``model`` the defaults for the configured
+    device.
+    """
+    if model is None:
+        model = CPU_COSTS if config.cluster.device == "cpu" else CostModel()
+    tokens = config.train.micro_batch * config.data.sequence_length
+    return simulate(
+        plan,
+        block_costs(table, model, tokens=tokens),
+        cluster_of(model, devices_per_node=config.cluster.workers),
+        stops_early=True,
+        peaks=device_peaks(plan, table_costs(table, tokens=tokens)),
+    )
+
+
+def _circle(context: Context, tasks: Tasks, times: Times) -> str:
+    """Follow what a stuck task waits for until a task comes again."""
+    stuck = np.isnan(times.ends)
+    needs: dict[int, int] = {}
+    for task, needed in zip(tasks.edge_tasks.tolist(), tasks.edge_needs.tolist(), strict=True):
+        if stuck[task] and stuck[needed]:
+            needs.setdefault(task, needed)
+    waiting = np.flatnonzero(stuck)
+    order = waiting[np.lexsort((tasks.origins[waiting], tasks.queues[waiting]))].tolist()
+    for before, task in pairwise(order):
+        if tasks.queues[before] == tasks.queues[task] and not tasks.unordered[task]:
+            needs.setdefault(task, before)
+    path = [next(task for task in order if task in needs)]
+    while needs[path[-1]] not in path:
+        path.append(needs[path[-1]])
+    circle = [*path[path.index(needs[path[-1]]) :], needs[path[-1]]]
+    labels = Labels(context.columns)
+    return " waits for ".join(
+        f"{labels.of(tasks.labels[task], tasks.origins[task])} of"
+        f" {'device' if tasks.labels[task] < 2 else 'node'} {tasks.places[task]}"
+        for task in circle
+    )

@@ -1,0 +1,104 @@
+"""Weights into buffers: fetches, gathered shards, and who waits for them.
+
+With ``shards_weights`` a device fetches its share of a stage; then the devices that fetch the same
+blocks pass their shares around a ring (an all-gather).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from penstock.planner.simulate.columns import CODES, Ints
+from penstock.planner.simulate.context import Context
+from penstock.planner.simulate.graph import Label
+from penstock.planner.simulate.lanes import Lane
+from penstock.planner.simulate.ring import add_ring
+from penstock.protocol.instructions import FetchWeights, Forward, Phase, ReleaseWeights
+
+
+def add_weights(context: Context) -> None:
+    """A fetch starts when its instruction is issued, which is after the release before it."""
+    columns = context.columns
+    rows = columns.rows(FetchWeights)
+    if not len(rows):
+        return
+    forward = columns.map(rows, lambda fetch: fetch.phase is Phase.FORWARD) > 0
+    devices, stages = columns.devices[rows], columns.stages[rows]
+    ranges = (context.layout.backward, context.layout.forward)
+    blocks = [ranges[f][s].blocks for f, s in zip(forward.tolist(), stages.tolist(), strict=True)]
+    share = 1.0 / context.plan.num_devices if context.plan.shards_weights else 1.0
+    fetches = context.builder.add(
+        len(rows),
+        lane=Lane.FETCH,
+        queues=context.queues.fetch(devices),
+        origins=rows,
+        places=devices,
+        amounts=[share * context.costs.of(b).weight_bytes for b in blocks],
+        routes=[context.network.fetch(device) for device in devices.tolist()],
+    )
+    context.issue(fetches, rows)
+    if context.plan.shards_weights:
+        fetches = _gather(context, fetches, rows, blocks)
+    _add_users(context, fetches, rows, forward)
+
+
+def _gather(context: Context, fetches: Ints, rows: Ints, blocks: list[range]) -> Ints:
+    """For each fetch the task with whose end all shares are there."""
+    members: dict[tuple[range, int], list[int]] = defaultdict(list)
+    fetched: dict[tuple[int, range], int] = defaultdict(int)
+    devices = context.columns.devices[rows].tolist()
+    for index, (device, stage) in enumerate(zip(devices, blocks, strict=True)):
+        fetched[device, stage] += 1
+        members[stage, fetched[device, stage]].append(index)
+    gathered = fetches.copy()
+    for (stage, _), group in members.items():
+        share = context.costs.of(stage).weight_bytes / context.plan.num_devices
+        gathered[group] = add_ring(
+            context,
+            rows=rows[group],
+            needs=fetches[group],
+            amount=share * (len(group) - 1),
+            label=Label.INSTRUCTION,
+        )
+    return gathered
+
+
+def _add_users(context: Context, fetches: Ints, rows: Ints, forward: np.ndarray) -> None:
+    """The first instruction that computes with a buffer waits for its fetch.
+
+    RECOMPUTE and BACKWARD use the stage's backward buffer if there is one, else its forward buffer.
+    """
+    columns, num_rows = context.columns, len(context.columns.codes)
+    releases = columns.rows(ReleaseWeights)
+    released = columns.map(releases, lambda release: release.phase is Phase.FORWARD) > 0
+    buffers = np.concatenate(
+        (_buffers(context, rows, forward), _buffers(context, releases, released))
+    )
+    tasks = np.concatenate((fetches, np.full(len(releases), -1)))
+    changes = buffers * num_rows + np.concatenate((rows, releases))
+    order = np.argsort(changes)
+    changes, tasks = changes[order], tasks[order]
+    computes = columns.computes
+
+    def filled(in_forward: np.ndarray) -> Ints:
+        """The fetch that filled a buffer when each compute instruction is reached; -1: none."""
+        wanted = _buffers(context, computes, in_forward)
+        place = np.searchsorted(changes, wanted * num_rows + computes) - 1
+        same = (place >= 0) & (changes[place] // num_rows == wanted)
+        return np.where(same, tasks[place], -1)
+
+    is_forward = columns.codes[computes] == CODES[Forward]
+    own, shared = filled(is_forward), filled(np.ones(len(computes), dtype=np.bool_))
+    used = np.where(own >= 0, own, shared)
+    fetches_used, first_users = np.unique(used, return_index=True)
+    context.builder.need(first_users, fetches_used)
+
+
+def _buffers(context: Context, rows: Ints, forward: np.ndarray) -> Ints:
+    """A number for (device, phase, stage)."""
+    columns, layout = context.columns, context.layout
+    num_stages = max(len(layout.forward), len(layout.backward))
+    buffers: Ints = (columns.devices[rows] * 2 + forward) * num_stages + columns.stages[rows]
+    return buffers
