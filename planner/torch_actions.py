@@ -24,6 +24,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,7 @@ from penstock.protocol.instructions import (
     Forward,
     Instruction,
     OffloadGradients,
+    Program,
     Recompute,
     RecvActivation,
     RecvGradient,
@@ -168,11 +170,37 @@ def actions_of_schedule(schedule: Schedule) -> Actions:
 def actions_of_plan(plan: Plan) -> Actions:
     """The form with communication of a plan's programs (not of its evaluation).
 
+    A receive of torch holds up what comes after it, ours only its consumer. So receives are written
+    as late as the consumers and the order of the sends allow.
+
     Raises:
         ConfigError: the text has no word for something in it; says for what.
     """
     _check_expressible(StageLayout.of(plan))
-    return tuple(tuple(_actions(program)) for program in plan.programs)
+    return tuple(tuple(_actions(_late_receives(program))) for program in plan.programs)
+
+
+def _late_receives(program: Program) -> Iterator[Instruction]:
+    """Receives right before what consumes them, behind those that the same peer sent earlier."""
+    posted: dict[int, deque[RecvActivation | RecvGradient]] = defaultdict(deque)
+    for instruction in program:
+        if isinstance(instruction, RecvActivation | RecvGradient):
+            posted[instruction.peer].append(instruction)
+            continue
+        for waiting in posted.values():
+            while any(_consumes(instruction, receive) for receive in waiting):
+                yield waiting.popleft()
+        yield instruction
+
+
+def _consumes(instruction: Instruction, receive: RecvActivation | RecvGradient) -> bool:
+    match instruction:
+        case Forward(stage=s, micro_batch=m):
+            return receive == RecvActivation(stage=s - 1, micro_batch=m, peer=receive.peer)
+        case Backward(stage=s, micro_batch=m) | BackwardInput(stage=s, micro_batch=m):
+            return receive == RecvGradient(stage=s + 1, micro_batch=m, peer=receive.peer)
+        case _:
+            return False
 
 
 def _check_expressible(layout: StageLayout) -> None:
