@@ -22,15 +22,25 @@ from penstock.shm.table import BlockTable
 
 
 class PlanError(ConfigError):
-    """A plan breaks a rule. ``device`` and ``position`` say where, ``reason`` why; the text has the
-    grid.
+    """A plan breaks a rule. ``device`` and ``position`` say where, ``reason`` why.
+
+    Its text shows the whole grid, which is drawn only when somebody looks.
     """
 
-    def __init__(self, message: str, *, reason: str, device: int, position: int) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.device = device
-        self.position = position
+    def __init__(self, programs: Sequence[Program], name: str, error: RuleError) -> None:
+        program = programs[error.device]
+        step = f" ({program[error.position]})" if error.position < len(program) else ""
+        super().__init__(
+            f"{name}: device {error.device}, instruction {error.position}{step}: {error.reason}"
+        )
+        self.reason = error.reason
+        self.device = error.device
+        self.position = error.position
+        self._programs = programs
+
+    def __str__(self) -> str:
+        grid = program_grid(self._programs, mark=(self.device, self.position))
+        return f"{super().__str__()}\n{grid}"
 
 
 def validate(
@@ -64,24 +74,11 @@ def validate(
         try:
             Machine(layout, programs, Rules.of(plan, evaluation=evaluation)).run()
         except RuleError as error:
-            raise _plan_error(error, programs, "evaluation" if evaluation else "plan") from error
+            raise PlanError(programs, "evaluation" if evaluation else "plan", error) from error
     if devices_per_node is not None:
         _check_updates(plan, devices_per_node)
     if costs is not None and memory_limit is not None:
         _check_memory(plan, costs, memory_limit)
-
-
-def _plan_error(error: RuleError, programs: Sequence[Program], name: str) -> PlanError:
-    place = (error.device, error.position)
-    program = programs[error.device]
-    step = f" ({program[error.position]})" if error.position < len(program) else ""
-    return PlanError(
-        f"{name}: device {error.device}, instruction {error.position}{step}:"
-        f" {error.reason}\n{program_grid(programs, mark=place)}",
-        reason=error.reason,
-        device=error.device,
-        position=error.position,
-    )
 
 
 def _check_routes(layout: StageLayout) -> None:
@@ -101,7 +98,7 @@ def _check_updates(plan: Plan, devices_per_node: int) -> None:
                 if device // devices_per_node != node:
                     reason = f"block {instruction.block} is owned by node {node}, not by this one"
                     error = RuleError(device, position, reason)
-                    raise _plan_error(error, plan.programs, "plan")
+                    raise PlanError(plan.programs, "plan", error)
 
 
 def _check_memory(plan: Plan, costs: Costs, memory_limit: float) -> None:
