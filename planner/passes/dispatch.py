@@ -159,6 +159,8 @@ class _Room:
 
     def admits(self, filler: OrderedInstruction) -> bool:
         """A forward ahead of its turn leaves room for the next recomputation."""
+        if isinstance(filler, BackwardWeight):
+            return True
         needed_bytes = self.memory.needed_bytes(filler)
         if isinstance(filler, Forward) and not self.recomputed:
             needed_bytes += self.graph_bytes

@@ -7,7 +7,7 @@ Transfers, posted receives and the memory of plans are :mod:`penstock.planner.fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.planner.costs import BlockCost, Costs
@@ -81,6 +81,14 @@ class OrderMemory:
         if isinstance(instruction, Forward) and instruction.keep is Keep.SELECTIVE:
             self.selective.add((instruction.stage, instruction.micro_batch))
 
+    def peak_of(self, order: Iterable[OrderedInstruction]) -> float:
+        """Run an order; the most that was held meanwhile."""
+        peak = self.total_bytes
+        for instruction in order:
+            peak = max(peak, self.needed_bytes(instruction))
+            self.apply(instruction)
+        return peak
+
     def _cost(self, instruction: OrderedInstruction) -> BlockCost:
         match instruction:
             case Forward(stage=s):
@@ -126,12 +134,7 @@ def peak_bytes(
     layout: StageLayout, residency: Residency, costs: Costs, orders: Sequence[Order]
 ) -> tuple[float, ...]:
     """The most that each device holds."""
-    peaks: list[float] = []
-    for device, order in enumerate(orders):
-        memory = OrderMemory.of(layout, residency, costs, device)
-        peak = memory.total_bytes
-        for instruction in order:
-            peak = max(peak, memory.needed_bytes(instruction))
-            memory.apply(instruction)
-        peaks.append(peak)
-    return tuple(peaks)
+    return tuple(
+        OrderMemory.of(layout, residency, costs, device).peak_of(order)
+        for device, order in enumerate(orders)
+    )

@@ -15,14 +15,16 @@ later, which only a simulation shows.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.dispatch import fill_waits, is_less, makespan_s
-from penstock.planner.passes.order_memory import OrderMemory
+from penstock.planner.passes.order_memory import OrderMemory, peak_bytes
 from penstock.planner.schedule import Schedule
 from penstock.protocol.instructions import Backward, BackwardInput, BackwardWeight, Update
 
@@ -138,13 +140,18 @@ def _calls(batches_of_stage: dict[int, tuple[int, ...]]) -> list[BackwardWeight]
 def two_bp(schedule: Schedule, context: PassContext) -> Schedule:
     """Split, fill, concatenate; the given schedule where that is not shorter.
 
-    With a memory limit ``limit-deferred`` comes last.
+    Within the context's memory limit, as far as the given schedule is; and within the memory of the
+    given schedule where that takes no longer.
     """
     result = schedule
     for one in (split_backward, fill_bubbles, concatenate, limit_deferred):
         result = one(result, context)
-    shorter = is_less(makespan_s(result, context), makespan_s(schedule, context))
-    return result if shorter else schedule
+    peaks = peak_bytes(schedule.layout, schedule.residency, context.costs, schedule.orders)
+    frugal = limit_deferred(result, replace(context, memory_limit_bytes=max(peaks, default=0.0)))
+    result_s = makespan_s(result, context)
+    if not is_less(result_s, makespan_s(frugal, context)):
+        result = frugal
+    return result if is_less(result_s, makespan_s(schedule, context)) else schedule
 
 
 def flush_half(schedule: Schedule, context: PassContext) -> Schedule:
@@ -162,35 +169,64 @@ def _flushed(order: Order) -> Iterator[OrderedInstruction]:
     seen = 0
     pending: dict[_Work, None] = {}
     for instruction in order:
+        yield from _what_is_left(instruction, pending)
         if isinstance(instruction, BackwardInput):
+            seen += 1
             if seen == half:
                 yield from _catch_up(pending, len(pending))
-            seen += 1
-        yield from _what_is_left(instruction, pending)
 
 
 def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
-    """Catch up with weight gradients, oldest first, before a device would exceed its memory.
+    """Take weight gradients earlier, so that no device exceeds its memory.
 
     The limit is the context's ``memory_limit_bytes``, for what
     :mod:`penstock.planner.passes.order_memory` counts. What exceeds it with nothing deferred stays
-    so: this pass gives back what 2BP took. Where taking every weight gradient at once is shorter,
-    that is the result.
+    so: this pass gives back what 2BP took. The shortest of three ways: where they are now, but the
+    oldest at once whenever memory would not suffice; each as many BACKWARD_INPUT later as memory
+    allows on its device (with a lag of d on device d this is ZB-H1), or earlier where the device
+    waits; each at once.
     """
     limit_bytes = context.memory_limit_bytes
     if limit_bytes is None:
         return schedule
-    layout, residency = schedule.layout, schedule.residency
-    orders: list[Order] = []
+    limited: list[Order] = []
+    lagging: list[Order] = []
     for device, order in enumerate(schedule.orders):
-        memory = OrderMemory.of(layout, residency, context.costs, device)
-        orders.append(tuple(_limited(order, memory, limit_bytes)))
-    limited = replace(schedule, orders=tuple(orders))
-    if limited.orders == schedule.orders:
+        empty = partial(OrderMemory.of, schedule.layout, schedule.residency, context.costs, device)
+        limited.append(tuple(_limited(order, empty(), limit_bytes)))
+        lagging.append(_with_lag(order, empty, limit_bytes))
+    if tuple(limited) == schedule.orders:
         return schedule
-    at_once = replace(schedule, orders=tuple(tuple(_at_once(order)) for order in schedule.orders))
-    shorter = is_less(makespan_s(at_once, context), makespan_s(limited, context))
-    return at_once if shorter else limited
+    late = replace(schedule, orders=tuple(lagging))
+    filled = fill_waits(late, context, (BackwardWeight,), eager=True)
+    at_once = replace(schedule, orders=tuple(tuple(_lagged(o, 0)) for o in schedule.orders))
+    ways = (replace(schedule, orders=tuple(limited)), concatenate(filled, context), at_once)
+    return min(ways, key=lambda way: makespan_s(way, context))
+
+
+def _with_lag(order: Order, empty: Callable[[], OrderMemory], limit_bytes: float) -> Order:
+    """The order with the longest lag that memory allows."""
+    count = sum(isinstance(i, BackwardInput) for i in order)
+    too_long = bisect_left(
+        range(1, count), True, key=lambda lag: empty().peak_of(_lagged(order, lag)) > limit_bytes
+    )
+    return tuple(_lagged(order, too_long))
+
+
+def _lagged(order: Order, lag: int) -> Iterator[OrderedInstruction]:
+    """Every BACKWARD_WEIGHT ``lag`` of its device's BACKWARD_INPUT later, the rest at the end."""
+    pending: dict[_Work, None] = {}
+    for instruction in order:
+        if isinstance(instruction, Update):
+            yield from _catch_up(pending, len(pending))
+        if isinstance(instruction, BackwardInput):
+            pending[instruction.stage, instruction.micro_batch] = None
+        if not isinstance(instruction, BackwardWeight):
+            yield instruction
+        while len(pending) > lag:
+            yield from _catch_up(pending, 1)
+    while pending:
+        yield from _catch_up(pending, 1)
 
 
 def _limited(order: Order, memory: OrderMemory, limit_bytes: float) -> Iterator[OrderedInstruction]:
@@ -207,14 +243,6 @@ def _limited(order: Order, memory: OrderMemory, limit_bytes: float) -> Iterator[
         for left in _what_is_left(instruction, pending):
             memory.apply(left)
             yield left
-
-
-def _at_once(order: Order) -> Iterator[OrderedInstruction]:
-    """Every BACKWARD_WEIGHT directly after its BACKWARD_INPUT."""
-    pending: dict[_Work, None] = {}
-    for instruction in order:
-        yield from _what_is_left(instruction, pending)
-        yield from _catch_up(pending, len(pending))
 
 
 def _catch_up(pending: dict[_Work, None], count: int) -> list[BackwardWeight]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.bound import lower_bound_s
+from penstock.planner.bounds import lower_bound_s
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
