@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from penstock.client.reports import figures, heading, idle_shares, stages_text
+from penstock.client.reports import heading, stages_text
 from penstock.planner import schemes
 from penstock.planner.build import ScheduleRequest
 from penstock.planner.cluster import ADVANCE, IN_PLACE, PREVIEW_SETTLE, SYNCHRONOUS
@@ -20,11 +20,11 @@ from penstock.planner.grid import program_grid
 from penstock.planner.passes import PASSES
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, timeline
 from penstock.planner.schemes import RecomputeMode
+from penstock.planner.simulate import Simulation
 from penstock.planner.sources import CostSource, Prices, UnitCosts, parse_costs
 from penstock.planner.trial import (
     Recipe,
     Terms,
-    Trial,
     operators_named,
     price,
     settle_stages,
@@ -32,6 +32,7 @@ from penstock.planner.trial import (
     try_plan,
 )
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import RecomputeAfter
 from penstock.protocol.plan import Plan
 
 OPTIMIZERS = {
@@ -66,6 +67,7 @@ class Wish:
     forward_stages: int | None = None
     backward_stages: int | None = None
     recompute: RecomputeMode | None = None
+    recompute_after: RecomputeAfter = RecomputeAfter.GRADIENT
     drop: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
     costs: str | None = None
@@ -105,6 +107,7 @@ class Wish:
             forward_stages=self.forward_stages,
             backward_stages=self.backward_stages,
             recompute=self.recompute,
+            recompute_after=self.recompute_after,
             drop=self.drop,
         )
 
@@ -130,9 +133,9 @@ _KEY_OF_FIELD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabReport:
-    """A trial, and how to speak about it."""
+    """A simulation, and how to speak about it."""
 
-    trial: Trial
+    simulation: Simulation
     passes: tuple[str, ...]
     costs: str
     abstract: bool
@@ -142,28 +145,25 @@ class LabReport:
     def caption(self) -> Caption:
         """For pictures."""
         return Caption(
-            heading=heading(self.trial.plan, self.passes),
+            heading=heading(self.simulation.plan, self.passes),
             unit=ABSTRACT if self.abstract else SECONDS,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        plan = self.trial.plan
+        plan = self.simulation.plan
         return {
-            **self.trial.simulation.summary(),
+            **self.simulation.summary(),
             "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "passes": list(self.passes),
             "costs": self.costs,
-            **figures(self.trial),
-            "instructions": [[str(i) for i in program] for program in plan.programs],
         }
 
     def to_text(self, width: int, *, instructions: bool) -> str:
         """For people."""
-        plan, trial = self.trial.plan, self.trial
-        unit = self.caption.unit
-        simulation = trial.simulation
+        simulation, unit = self.simulation, self.caption.unit
+        plan = simulation.plan
         parts = [
             f"{heading(plan, self.passes)}; costs: {self.costs}",
             f"forward stages   {stages_text(plan.forward_stages)}",
@@ -184,27 +184,25 @@ class LabReport:
         return "\n".join(parts)
 
     def _distance(self) -> str:
-        unit, bound = self.caption.unit, self.trial.lower_bound_s
-        computing = self.trial.simulation.pipeline_s
-        over = computing / bound - 1.0 if bound > 0.0 else 0.0
-        if over < 1e-9:
+        unit, bound = self.caption.unit, self.simulation.lower_bound_s
+        computing = self.simulation.pipeline_s
+        saved = 1.0 - bound / computing if computing > 0.0 else 0.0
+        if saved < 1e-9:
             return f"lower bound {unit.format(bound)}: no order of this work is faster"
-        return f"lower bound {unit.format(bound)}: at most {over:.1%} could be gained by reordering"
+        return f"lower bound {unit.format(bound)}: reordering could save at most {saved:.1%}"
 
     def _devices(self) -> Iterator[str]:
         unit = self.caption.unit
         limit = self.memory_limit_bytes
         memory = "kept" if self.abstract else "peak memory"
         yield f"{'device':<8} {'busy':>11} {'idle':>11} {'bubbles':>8} {memory:>12}"
-        peaks = self.trial.peak_bytes or (None,) * self.trial.plan.num_devices
-        shares = idle_shares(self.trial)
-        for device, times in enumerate(self.trial.simulation.devices):
-            peak = peaks[device]
-            text = "-" if peak is None else _bytes(peak, self.abstract)
+        simulation = self.simulation
+        for device, times in enumerate(simulation.devices):
+            text = _bytes(simulation.peaks[device].total_bytes, self.abstract)
             of = "" if limit is None else f"  of {_bytes(limit, self.abstract)}"
             yield (
                 f"{device:<8} {unit.format(times.busy_s):>11} {unit.format(times.idle_s):>11}"
-                f" {shares[device]:>8.1%} {text:>12}{of}"
+                f" {simulation.device_bubble_ratios[device]:>8.1%} {text:>12}{of}"
             )
         if self.abstract:
             yield "(kept: activations, those of one forward stage and micro-batch are 1)"
@@ -220,8 +218,8 @@ def make_lab_report(wish: Wish) -> LabReport:
         source = parse_costs(wish.costs_text)
         request = _with_operators(settle_stages(wish.request()), source)
         terms = _terms(price(source, request), wish)
-        trial = try_out(Recipe(request=request, passes=wish.passes), terms)
-    return _report(trial, wish)
+        simulation = try_out(Recipe(request=request, passes=wish.passes), terms)
+    return _report(simulation, wish)
 
 
 def make_simulation_report(plan: Plan, wish: Wish) -> LabReport:
@@ -237,13 +235,13 @@ def make_simulation_report(plan: Plan, wish: Wish) -> LabReport:
             backward_stages=len(plan.backward_stages) // plan.num_routes,
             num_devices=plan.num_devices,
         )
-        trial = try_plan(plan, _terms(prices, wish))
-    return _report(trial, wish)
+        simulation = try_plan(plan, _terms(prices, wish))
+    return _report(simulation, wish)
 
 
-def _report(trial: Trial, wish: Wish) -> LabReport:
+def _report(simulation: Simulation, wish: Wish) -> LabReport:
     return LabReport(
-        trial=trial,
+        simulation=simulation,
         passes=wish.passes,
         costs=wish.costs_text,
         abstract=wish.costs_text.split(":")[0] == "unit",

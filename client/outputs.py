@@ -20,14 +20,14 @@ class Outputs:
     svg: Path | None = None
     png: Path | None = None
 
-    def write(self, plan: Plan, simulation: Simulation, caption: Caption) -> None:
+    def write(self, simulation: Simulation, caption: Caption) -> None:
         """Make and write the files that were asked for.
 
         Raises:
             ConfigError: a file cannot be written.
         """
         contents: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
-            (self.plan, lambda: (plan.to_json() + "\n").encode()),
+            (self.plan, lambda: (simulation.plan.to_json() + "\n").encode()),
             (self.svg, lambda: svg(simulation, caption).encode()),
             (self.png, lambda: png(simulation, caption)),
         )

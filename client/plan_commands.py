@@ -32,6 +32,7 @@ def plan(
     forward_stages: options.ForwardStagesOption = None,
     backward_stages: options.BackwardStagesOption = None,
     recompute: options.RecomputeOption = None,
+    recompute_after: options.RecomputeAfterOption = "gradient",
     drop: options.DropOption = None,
     passes: options.PassesOption = None,
     costs: options.CostsOption = None,
@@ -64,6 +65,7 @@ def plan(
             forward_stages=forward_stages,
             backward_stages=backward_stages,
             recompute=options.recompute_mode(recompute),
+            recompute_after=options.recompute_after(recompute_after),
             drop=options.names(drop),
             passes=options.names(passes),
             costs=costs,
@@ -77,7 +79,7 @@ def plan(
         if settings:
             raise ConfigError("--set changes a configuration; without one there are options")
         report = make_lab_report(wish)
-        outputs.write(report.trial.plan, report.trial.simulation, report.caption)
+        outputs.write(report.simulation, report.caption)
         _print(report, as_json, show)
 
 
@@ -104,7 +106,7 @@ def simulate(
         )
         report = make_simulation_report(read_plan(plan_file), wish)
         outputs = Outputs(svg=svg, png=png)
-        outputs.write(report.trial.plan, report.trial.simulation, report.caption)
+        outputs.write(report.simulation, report.caption)
         _print(report, as_json, show)
 
 
@@ -142,7 +144,7 @@ def _plan_config(
 
     instructions = options.shows_instructions(show)
     report = make_report(load(config, settings))
-    outputs.write(report.prospect.plan, report.simulation, report.caption)
+    outputs.write(report.simulation, report.caption)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:

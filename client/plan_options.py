@@ -8,6 +8,7 @@ from typing import Annotated, Literal, cast, get_args
 import typer
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import RecomputeAfter
 
 RecomputeMode = Literal["none", "full", "selective"]
 
@@ -46,6 +47,15 @@ BackwardStagesOption = Annotated[
 ]
 RecomputeOption = Annotated[
     str | None, typer.Option("--recompute", metavar="MODE", help="none, full or selective.")
+]
+RecomputeAfterOption = Annotated[
+    str,
+    typer.Option(
+        "--recompute-after",
+        metavar="WHAT",
+        help="When a recomputation may start: with the gradient, as the papers' baselines do, or"
+        " as soon as its checkpoint is there.",
+    ),
 ]
 DropOption = Annotated[
     str | None,
@@ -118,6 +128,19 @@ def recompute_mode(text: str | None) -> RecomputeMode | None:
     if text is not None and text not in accepted:
         raise ConfigError(f"--recompute {text!r}: accepted: {', '.join(accepted)}")
     return cast(RecomputeMode | None, text)
+
+
+def recompute_after(text: str) -> RecomputeAfter:
+    """The value of ``--recompute-after``.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        return RecomputeAfter(text)
+    except ValueError as error:
+        accepted = ", ".join(RecomputeAfter)
+        raise ConfigError(f"--recompute-after {text!r}: accepted: {accepted}") from error
 
 
 def size(option: str, text: str | None) -> int | None:

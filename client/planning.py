@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from penstock.client.reports import figures, heading, stages_text
+from penstock.client.reports import heading, stages_text
 from penstock.daemons.node.capacity import human_bytes, render_needs
 from penstock.daemons.node.prepare import Prospect, look_ahead, table_of
-from penstock.planner.bound import lower_bound_s
 from penstock.planner.grid import program_grid
 from penstock.planner.memory import MemoryRow
-from penstock.planner.profile import CPU_COSTS, CostModel, block_costs
+from penstock.planner.profile import block_costs, cluster_of, guess_of
 from penstock.planner.render import Caption, timeline
-from penstock.planner.schedule import schedule_of
-from penstock.planner.simulate import Simulation, simulate_config
-from penstock.planner.trial import Trial
+from penstock.planner.simulate import Simulation
+from penstock.planner.sources import Prices
+from penstock.planner.trial import Terms, try_plan
 from penstock.protocol.config import Config
+from penstock.protocol.profile_json import load_profile
+from penstock.shm.table import BlockTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +27,8 @@ class PlanReport:
     """The plan of a configuration, how long an attempt takes, and what memory it needs."""
 
     prospect: Prospect
-    trial: Trial
-
-    @property
-    def simulation(self) -> Simulation:
-        """Of one attempt."""
-        return self.trial.simulation
+    simulation: Simulation
+    measured: bool
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -40,8 +38,6 @@ class PlanReport:
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "parameters": self.prospect.table.num_parameters,
             **self.simulation.summary(),
-            **figures(self.trial),
-            "instructions": [[str(i) for i in program] for program in plan.programs],
             "memory": [
                 {
                     "place": row.place,
@@ -68,6 +64,12 @@ class PlanReport:
         """For pictures."""
         return Caption(heading=heading(self.prospect.plan))
 
+    @property
+    def _rates(self) -> str:
+        if self.measured:
+            return "with measured costs"
+        return "default rates, not measured on this machine"
+
     def to_text(self, width: int, *, instructions: bool) -> str:
         """For people: stages, schedule picture, times, memory."""
         plan, simulation = self.prospect.plan, self.simulation
@@ -80,10 +82,11 @@ class PlanReport:
                 "",
                 timeline(simulation, width=max(20, width - 16)).rstrip(),
                 "",
-                f"simulated (default rates, not measured on this machine): one step takes"
+                f"simulated ({self._rates}): one step takes"
                 f" {simulation.makespan_s:.3f} s; bubbles {simulation.bubble_ratio:.1%};"
-                f" optimizer tail {simulation.optimizer_tail_s:.3f} s; no order of this work"
-                f" computes in less than {self.trial.lower_bound_s:.3f} s",
+                f" optimizer tail {simulation.optimizer_tail_s:.3f} s; computing takes"
+                f" {simulation.pipeline_s:.3f} s, in no order less than"
+                f" {simulation.lower_bound_s:.3f} s",
                 "",
                 _rows(self.prospect.rows),
                 "",
@@ -93,22 +96,45 @@ class PlanReport:
         )
 
 
-def make_report(config: Config) -> PlanReport:
-    """Plan, simulate, and add up memory.
+def make_report(config: Config, profile: Path | None = None) -> PlanReport:
+    """Plan, simulate (with measured costs if there is a profile), and add up memory.
 
     Raises:
-        ConfigError: the configuration has no plan.
+        ConfigError: the configuration has no plan, or the profile is of another model.
     """
     prospect = look_ahead(config, table_of(config), run_id=None)
-    model = CPU_COSTS if config.cluster.device == "cpu" else CostModel()
-    simulation = simulate_config(config, prospect.table, prospect.plan, model)
-    tokens = config.train.micro_batch * config.data.sequence_length
-    schedule = schedule_of(prospect.plan)
-    bound_s = lower_bound_s(
-        schedule.layout, schedule.orders, block_costs(prospect.table, model, tokens=tokens)
+    terms = config_terms(config, prospect.table, profile)
+    return PlanReport(
+        prospect=prospect,
+        simulation=try_plan(prospect.plan, terms),
+        measured=profile is not None,
     )
-    trial = Trial(plan=prospect.plan, simulation=simulation, lower_bound_s=bound_s)
-    return PlanReport(prospect=prospect, trial=trial)
+
+
+def config_terms(config: Config, table: BlockTable, profile: Path | None) -> Terms:
+    """What a configuration's plans are simulated with: a profile, or a guess at the device.
+
+    Raises:
+        ConfigError: the profile cannot be read, or is of another model.
+    """
+    return Terms(
+        prices=config_prices(config, table, profile, config.train.micro_batch), stops_early=True
+    )
+
+
+def config_prices(
+    config: Config, table: BlockTable, profile: Path | None, micro_batch: int
+) -> Prices:
+    """Costs and cluster of a configuration for micro-batches of so many sequences.
+
+    Raises:
+        ConfigError: as :func:`config_terms`.
+    """
+    source = load_profile(profile) if profile is not None else guess_of(config.cluster.device)
+    return Prices(
+        costs=block_costs(table, source, tokens=micro_batch * config.data.sequence_length),
+        cluster=cluster_of(source, devices_per_node=config.cluster.workers),
+    )
 
 
 def _rows(rows: Sequence[MemoryRow]) -> str:

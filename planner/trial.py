@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.planner.bound import lower_bound_s
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cluster import ADVANCE, OptimizerModel
 from penstock.planner.costs import Costs
+from penstock.planner.footprint import DevicePeak, device_peaks
 from penstock.planner.operators import OPERATOR_SETS
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.schedule import Schedule, lower, schedule_of
+from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.sources import CostSource, Prices
@@ -37,10 +37,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a recipe is tried with. ``memory_limit_bytes``: of one device."""
+    """What a recipe is tried with. ``memory_limit_bytes``: of one device.
+
+    ``stops_early``: as our workers do, see :func:`penstock.planner.simulate.simulate`.
+    """
 
     prices: Prices
     optimizer: OptimizerModel = ADVANCE
+    stops_early: bool = False
     memory_limit_bytes: float | None = None
 
     @property
@@ -54,20 +58,6 @@ class Terms:
             memory_limit_bytes=self.memory_limit_bytes,
             hop_s=largest / cluster.peer_bandwidth + cluster.latency_s,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """What came out. ``lower_bound_s``: see :mod:`penstock.planner.bound`."""
-
-    plan: Plan
-    simulation: Simulation
-    lower_bound_s: float
-
-    @property
-    def peak_bytes(self) -> tuple[float, ...]:
-        """The most that each device holds at a time."""
-        return tuple(float(peak.total_bytes) for peak in self.simulation.peaks)
 
 
 def settle_stages(request: ScheduleRequest) -> ScheduleRequest:
@@ -133,12 +123,12 @@ def make_schedule(recipe: Recipe, terms: Terms) -> Schedule:
     for name in recipe.passes:
         changed = PASSES[name].run(schedule, context)
         if changed is not schedule:
-            _lowered(changed, f"after pass {name}")
+            lowered(changed, f"after pass {name}")
         schedule = changed
     return schedule
 
 
-def try_out(recipe: Recipe, terms: Terms) -> Trial:
+def try_out(recipe: Recipe, terms: Terms) -> Simulation:
     """Schedule, lower, validate and simulate a recipe.
 
     Raises:
@@ -146,10 +136,10 @@ def try_out(recipe: Recipe, terms: Terms) -> Trial:
             much, and what would help.
     """
     schedule = make_schedule(recipe, terms)
-    return _tried(schedule, _lowered(schedule, recipe.request.scheme), terms)
+    return _simulated(lowered(schedule, recipe.request.scheme), terms)
 
 
-def try_plan(plan: Plan, terms: Terms) -> Trial:
+def try_plan(plan: Plan, terms: Terms) -> Simulation:
     """Validate and simulate a plan that is there already.
 
     Raises:
@@ -162,10 +152,15 @@ def try_plan(plan: Plan, terms: Terms) -> Trial:
             " model that the plan was made for"
         )
     validate(plan)
-    return _tried(schedule_of(plan), plan, terms)
+    return _simulated(plan, terms)
 
 
-def _lowered(schedule: Schedule, what: str) -> Plan:
+def lowered(schedule: Schedule, what: str) -> Plan:
+    """The validated plan of a schedule; ``what`` begins the error.
+
+    Raises:
+        ConfigError: it makes no sense.
+    """
     try:
         plan = lower(schedule)
         validate(plan)
@@ -176,27 +171,47 @@ def _lowered(schedule: Schedule, what: str) -> Plan:
     return plan
 
 
-def _tried(schedule: Schedule, plan: Plan, terms: Terms) -> Trial:
+def _simulated(plan: Plan, terms: Terms) -> Simulation:
     costs = terms.prices.costs
-    simulation = simulate(plan, costs, terms.prices.cluster, optimizer=terms.optimizer)
-    trial = Trial(
-        plan=plan,
-        simulation=simulation,
-        lower_bound_s=lower_bound_s(schedule.layout, schedule.orders, costs),
-    )
+    peaks = device_peaks(plan, costs)
     if terms.memory_limit_bytes is not None:
-        _check_memory(trial.peak_bytes, terms.memory_limit_bytes)
-    return trial
+        check_memory(peaks, terms.memory_limit_bytes)
+    return simulate(
+        plan,
+        costs,
+        terms.prices.cluster,
+        optimizer=terms.optimizer,
+        stops_early=terms.stops_early,
+        peaks=peaks,
+    )
 
 
-def _check_memory(peaks: Sequence[float], limit: float) -> None:
-    worst = max(range(len(peaks)), key=peaks.__getitem__, default=None)
-    if worst is not None and peaks[worst] > limit:
+def check_memory(peaks: Sequence[DevicePeak], limit: float) -> None:
+    """Hold every device against the limit.
+
+    Raises:
+        ConfigError: a device needs more; says which, how much for what, and what would help.
+    """
+    worst = max(range(len(peaks)), key=lambda device: peaks[device].total_bytes)
+    peak = peaks[worst]
+    if peak.total_bytes > limit:
         raise ConfigError(
-            f"memory.device_limit = {limit:.0f}: device {worst} needs {peaks[worst]:.0f} bytes"
-            f" ({peaks[worst] - limit:.0f} too many); use more stages or devices, smaller"
-            " micro-batches, fewer of them in flight (another scheme), or schedule.recompute: full"
+            f"memory.device_limit = {limit:.0f}: device {worst} needs {peak.total_bytes:.0f} bytes"
+            f" (weights {peak.weight_bytes:.0f}, gradients {peak.gradient_bytes:.0f}, activations"
+            f" {peak.activation_bytes:.0f}, workspace {peak.workspace_bytes:.0f}, optimizer state"
+            f" {peak.static_bytes:.0f}); {_advice(peak)}"
         )
+
+
+def _advice(peak: DevicePeak) -> str:
+    """What makes the largest part smaller."""
+    state = peak.weight_bytes + peak.gradient_bytes + peak.static_bytes
+    if peak.activation_bytes + peak.workspace_bytes > state:
+        return (
+            "use schedule.recompute: full or selective, smaller micro-batches, more devices, or a"
+            " scheme with fewer micro-batches in flight"
+        )
+    return "use more devices or stages, or a scheme that streams weights (mobius, spipe)"
 
 
 def operators_named(words: Sequence[str], costs: Costs) -> tuple[str, ...]:
