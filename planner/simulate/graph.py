@@ -159,8 +159,9 @@ class GraphBuilder:
             "peers": peers,
         }
         for name, value in values.items():
-            chunk = np.asarray(value, dtype=_TYPES[name])
-            self._chunks[name].append(np.broadcast_to(chunk, count))
+            chunk = np.empty(count, dtype=_TYPES[name])
+            chunk[:] = value
+            self._chunks[name].append(chunk)
         self.num_tasks += count
         return np.arange(self.num_tasks - count, self.num_tasks)
 

@@ -52,27 +52,36 @@ def add_optimizer(
     if optimizer.start is OptimizerStart.FLUSH:
         flush = context.barrier(np.array(list(offloads.values())), min(offloads))
     units = _units(context, offloads, reduced)
-    settled = _add_settles(context, units, optimizer)
-    arrived = _arrivals(context, units, offloads)
+    settles: Ints = np.full(len(units), -1)
+    if optimizer.settle_bytes > 0.0:
+        parameters = [_parameters(context, unit) for unit in units]
+        settles = _add_passes(context, units, parameters, optimizer.settle_bytes, Label.SETTLE)
+    settled = {
+        block: task
+        for unit, task in zip(units, settles.tolist(), strict=True)
+        for block in unit.blocks
+    }
     updated = _add_updates(context, offloads, settled, flush)
-    for unit in units:
-        parameters = _parameters(context, unit, updated)
-        if parameters > 0.0 or not updated.intersection(unit.blocks):
-            tasks = _add_pass(context, unit, parameters, optimizer.tail_bytes, Label.OPTIMIZER)
-            needs = [arrived[unit.node, row] for row in unit.rows]
-            needs += [flush, settled.get(unit.blocks[0], -1)]
-            context.builder.need(tasks, np.array(needs))
+    left = [unit for unit in units if not updated.issuperset(unit.blocks)]
+    parameters = [_parameters(context, unit, updated) for unit in left]
+    passes = _add_passes(context, left, parameters, optimizer.tail_bytes, Label.OPTIMIZER)
+    context.builder.need(passes, flush)
+    context.builder.need(passes, np.array([settled[u.blocks[0]] for u in left], dtype=np.int64))
+    _await_gradients(context, left, passes, offloads)
 
 
 def _units(context: Context, offloads: Mapping[int, int], reduced: Reduced) -> list[_Unit]:
     """Last stage first: where gradients arrive at the same time, that is the order of work."""
     columns, plan, cluster = context.columns, context.plan, context.cluster
+    # The owner of a block is the device of its backward in the first route.
+    first = context.layout.backward[: context.layout.backward_routes.count(0)]
+    owners = [stage.device for stage in first for _ in stage.blocks]
     rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
     for row in sorted(offloads, key=lambda row: int(columns.stages[row])):
         device, stage = int(columns.devices[row]), int(columns.stages[row])
         for block in context.layout.backward[stage].blocks:
             summed = (device, stage) in reduced or plan.shards_weights
-            owner = device if summed else plan.owner_device(block)
+            owner = device if summed else owners[block]
             rows_of[cluster.node_of(owner), block].append(row)
     grouped: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for (node, block), rows in rows_of.items():
@@ -94,73 +103,69 @@ def _parameters(context: Context, unit: _Unit, without: frozenset[int] = frozens
     return unit.share * sum(blocks[b].parameters for b in unit.blocks if b not in without)
 
 
-def _add_pass(
-    context: Context, unit: _Unit, parameters: float, bytes_each: float, label: Label
+def _add_passes(
+    context: Context, units: list[_Unit], parameters: list[float], bytes_each: float, label: Label
 ) -> Ints:
-    """A pass of a node's cores; without limit of DRAM it takes the time of the cores."""
-    cluster = context.cluster
-    seconds, amount, route = parameters / cluster.optimizer_rate, 0.0, -1
+    """Passes of nodes' cores; without limit of DRAM they take the time of the cores."""
+    cluster, nodes = context.cluster, np.array([unit.node for unit in units], dtype=np.int64)
+    work = np.array(parameters)
+    seconds, amounts, routes = (
+        work / cluster.optimizer_rate,
+        np.zeros(len(units)),
+        [-1] * len(units),
+    )
     if bytes_each > 0.0 and not isinf(cluster.dram_bandwidth):
-        seconds, amount = 0.0, parameters * bytes_each
-        route = context.network.optimizer(unit.node, cluster.optimizer_rate * bytes_each)
+        seconds, amounts = amounts, work * bytes_each
+        rate = cluster.optimizer_rate * bytes_each
+        routes = [context.network.optimizer(unit.node, rate) for unit in units]
     return context.builder.add(
-        1,
+        len(units),
         lane=Lane.OPTIMIZER,
-        queues=context.queues.optimizer(unit.node),
-        origins=unit.rows[0],
-        places=unit.node,
+        queues=context.queues.optimizer(nodes),
+        origins=np.array([unit.rows[0] for unit in units], dtype=np.int64),
+        places=nodes,
         label=label,
         seconds=seconds,
-        amounts=amount,
-        routes=route,
+        amounts=amounts,
+        routes=np.array(routes, dtype=np.int32),
         unordered=True,
     )
 
 
-def _add_settles(
-    context: Context, units: list[_Unit], optimizer: OptimizerModel
-) -> Mapping[int, int]:
-    """Settle the previous attempt from the start on; by block, the task that does it."""
-    settled: dict[int, int] = {}
-    if optimizer.settle_bytes > 0.0:
-        for unit in units:
-            parameters = _parameters(context, unit)
-            task = _add_pass(context, unit, parameters, optimizer.settle_bytes, Label.SETTLE)
-            settled.update(dict.fromkeys(unit.blocks, int(task[0])))
-    return settled
-
-
-def _arrivals(
-    context: Context, units: list[_Unit], offloads: Mapping[int, int]
-) -> Mapping[tuple[int, int], int]:
-    """By (node, row of an offload), the task after which the gradients are in the node's memory."""
-    arrived: dict[tuple[int, int], int] = {}
-    for unit in units:
+def _await_gradients(
+    context: Context, units: list[_Unit], passes: Ints, offloads: Mapping[int, int]
+) -> None:
+    """Passes wait for the offloads of their units, and for gradients to come from other nodes."""
+    devices, node_of = context.columns.devices, context.cluster.node_of
+    waiting: list[int] = []
+    needed: list[int] = []
+    for unit, task in zip(units, passes.tolist(), strict=True):
         for row in unit.rows:
-            source = context.cluster.node_of(int(context.columns.devices[row]))
-            if source == unit.node:
-                arrived[unit.node, row] = offloads[row]
-            elif (unit.node, row) not in arrived:
-                arrived[unit.node, row] = _add_pull(context, row, source, unit, offloads[row])
-    return arrived
+            source = node_of(int(devices[row]))
+            offload = offloads[row]
+            waiting.append(task)
+            needed.append(
+                offload if source == unit.node else _add_pull(context, unit, row, source, offload)
+            )
+    context.builder.need(np.array(waiting, dtype=np.int64), np.array(needed, dtype=np.int64))
 
 
-def _add_pull(context: Context, row: int, source: int, unit: _Unit, offload: int) -> int:
+def _add_pull(context: Context, unit: _Unit, row: int, source: int, offload: int) -> int:
     """A unit's part of what another node offloaded."""
-    stage = int(context.columns.stages[row])
     device = int(context.columns.devices[row])
+    blocks = context.costs.blocks
     task = context.builder.add(
         1,
         lane=Lane.REDUCE,
         queues=context.queues.collective(device),
         origins=row,
         places=device,
-        amounts=context.backward(stage).gradient_bytes,
+        amounts=sum(blocks[block].gradient_bytes for block in unit.blocks),
         routes=context.network.nodes(source, unit.node),
         delays=context.cluster.latency_s,
         unordered=True,
     )
-    context.builder.need(task, offload)
+    context.builder.need(task, np.array([offload]))
     return int(task[0])
 
 
