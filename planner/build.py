@@ -9,6 +9,8 @@ from pathlib import Path
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.memory import table_costs
 from penstock.planner.partition import partition
+from penstock.planner.passes import PASSES, Pass, PassContext
+from penstock.planner.profile import block_costs, cluster_of, guess_of
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
 from penstock.planner.validate import validate
@@ -26,28 +28,10 @@ def build_plan(config: Config, table: BlockTable) -> Plan:
         ConfigError: impossible combination; names key, value, and what would be accepted. A
             :class:`~penstock.planner.validate.PlanError` for a plan file that makes no sense.
     """
-    schedule = config.schedule
-    if schedule.passes:
-        raise ConfigError(
-            f"schedule.passes = {list(schedule.passes)}: unknown pass {schedule.passes[0]!r};"
-            " this version has no optional passes, accepted is []"
-        )
-    if schedule.file is not None:
-        plan = _load(schedule.file, config)
+    if config.schedule.file is not None:
+        plan = _load(config.schedule.file, config)
     else:
-        plan = lower(
-            build_schedule(
-                ScheduleRequest(
-                    scheme=schedule.scheme,
-                    num_devices=config.num_workers,
-                    num_microbatches=config.train.num_microbatches,
-                    forward_stages=schedule.forward_stages,
-                    backward_stages=schedule.backward_stages,
-                    recompute=schedule.recompute,
-                ),
-                [block.forward_flops for block in table.blocks],
-            )
-        )
+        plan = lower(_build(config, table))
     validate(
         plan,
         table,
@@ -56,6 +40,52 @@ def build_plan(config: Config, table: BlockTable) -> Plan:
         devices_per_node=config.cluster.workers,
     )
     return plan
+
+
+def _build(config: Config, table: BlockTable) -> Schedule:
+    """The schedule of the configured scheme, with the configured passes applied."""
+    schedule = build_schedule(
+        ScheduleRequest(
+            scheme=config.schedule.scheme,
+            num_devices=config.num_workers,
+            num_microbatches=config.train.num_microbatches,
+            forward_stages=config.schedule.forward_stages,
+            backward_stages=config.schedule.backward_stages,
+            recompute=config.schedule.recompute,
+        ),
+        [block.forward_flops for block in table.blocks],
+    )
+    passes = [_pass(name, config) for name in config.schedule.passes]
+    if not passes:
+        return schedule
+    context = _context(config, table)
+    for one in passes:
+        schedule = one.run(schedule, context)
+    return schedule
+
+
+def _pass(name: str, config: Config) -> Pass:
+    if name not in PASSES:
+        raise ConfigError(
+            f"schedule.passes = {list(config.schedule.passes)}: unknown pass {name!r}; accepted:"
+            f" {', '.join(PASSES)}"
+        )
+    return PASSES[name]
+
+
+def _context(config: Config, table: BlockTable) -> PassContext:
+    """Costs as guessed for the configured device; a hop carries the largest output of a block."""
+    guess = guess_of(config.cluster.device)
+    tokens = config.train.micro_batch * config.data.sequence_length
+    costs = block_costs(table, guess, tokens=tokens)
+    cluster = cluster_of(guess, devices_per_node=config.cluster.workers)
+    largest = max(block.output_bytes for block in costs.blocks)
+    return PassContext(
+        costs=costs,
+        cluster=cluster,
+        memory_limit_bytes=config.memory.device_limit,
+        hop_s=largest / cluster.peer_bandwidth + cluster.latency_s,
+    )
 
 
 def _load(path: Path, config: Config) -> Plan:

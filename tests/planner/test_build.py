@@ -15,6 +15,7 @@ from penstock.planner.build import build_plan
 from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import Recompute
 from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
 
@@ -91,7 +92,7 @@ def test_stages_are_balanced_by_forward_work(make_table: Tables, make_config: Co
         ),
         (
             {"scheme": "spipe", "passes": ["shuffle"]},
-            r"schedule\.passes = \['shuffle'\]: unknown pass 'shuffle'",
+            r"schedule\.passes = \['shuffle'\]: unknown pass 'shuffle'; accepted: apply-checkpoint",
         ),
         ({"scheme": "gpipe", "workers": 9}, r"cluster\.workers: 9 workers in all for 8 blocks"),
         ({"scheme": "spipe", "nodes": 5}, r"cluster\.workers: 10 workers in all for 8 blocks"),
@@ -103,6 +104,18 @@ def test_impossible_configurations_name_key_value_and_what_is_accepted(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_plan(make_config(**config), make_table(8))
+
+
+def test_passes_are_applied_in_order(
+    make_table: Tables, make_config: Configs, execute: Callable[[Plan], None]
+) -> None:
+    """Mario recomputes what 1F1B keeps."""
+    kept, recomputed = (
+        build_plan(make_config("1f1b", passes=passes), make_table(8)) for passes in ([], ["mario"])
+    )
+    assert [sum(isinstance(i, Recompute) for i in kept.programs[d]) for d in range(2)] == [0, 0]
+    assert sum(isinstance(i, Recompute) for i in recomputed.programs[0]) > 0
+    execute(recomputed)
 
 
 def test_a_plan_file_replaces_the_scheme(
