@@ -33,7 +33,7 @@ _COMPUTE = tuple(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Columns:
     """All instructions of all devices, one after the other; a **row** is a place in that list.
 

@@ -69,7 +69,7 @@ class Queues:
         return self.barriers + 1 + source * self.num_devices + target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Tasks:
     """All tasks. The first ``num_compute`` are the compute instructions, in the order of rows.
 
@@ -92,7 +92,7 @@ class Tasks:
     edge_needs: NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Times:
     """``starts[t]`` and ``ends[t]`` of every task; NaN where it never does.
 

@@ -46,7 +46,7 @@ class DeviceTimes:
     idle_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Simulation:
     """What came out. ``pipeline_s`` ends with the last compute instruction, ``makespan_s`` with
     everything. Updates on devices are optimizer work: no device is busy with them.
