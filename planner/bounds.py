@@ -44,11 +44,7 @@ Job = tuple[float, float, float]
 
 
 def lower_bound_s(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> float:
-    """Seconds that the compute instructions of ``orders`` take at least, in whatever order.
-
-    Raises:
-        ValueError: instructions need each other in a circle.
-    """
+    """Seconds that the compute instructions of ``orders`` take at least, in whatever order."""
     work = [
         (device, instruction)
         for device, order in enumerate(orders)
@@ -57,8 +53,8 @@ def lower_bound_s(layout: StageLayout, orders: Sequence[Order], costs: Costs) ->
     ]
     seconds = seconds_of(layout, costs)
     bodies = [seconds(instruction) for _, instruction in work]
-    needs = _needs(layout, [instruction for _, instruction in work])
-    sequence = _sequence(needs)
+    needs = dependencies(layout, [instruction for _, instruction in work])
+    sequence = needs_first(needs)
     heads, tails = [0.0] * len(work), [0.0] * len(work)
     for index in sequence:
         heads[index] = max((heads[n] + bodies[n] for n in needs[index]), default=0.0)
@@ -92,7 +88,7 @@ def one_machine_s(jobs: Sequence[Job]) -> float:
     return latest_s
 
 
-def _needs(layout: StageLayout, work: Sequence[ComputeInstruction]) -> list[list[int]]:
+def dependencies(layout: StageLayout, work: Sequence[ComputeInstruction]) -> list[list[int]]:
     """For each instruction the numbers of those whose results it uses."""
     made = {key: index for index, instruction in enumerate(work) for key in _makes(instruction)}
     selective = {
@@ -145,8 +141,11 @@ def _uses(
                 yield "B", b, m
 
 
-def _sequence(needs: Sequence[Sequence[int]]) -> list[int]:
-    """An order in which everything comes after what it needs."""
+def needs_first(needs: Sequence[Sequence[int]]) -> list[int]:
+    """An order in which everything comes after what it needs.
+
+    There is one: forwards need earlier stages, recomputations forwards, backwards later stages.
+    """
     users: list[list[int]] = [[] for _ in needs]
     for index, needed in enumerate(needs):
         for other in needed:
@@ -158,6 +157,4 @@ def _sequence(needs: Sequence[Sequence[int]]) -> list[int]:
             missing[user] -= 1
             if missing[user] == 0:
                 sequence.append(user)
-    if len(sequence) < len(needs):
-        raise ValueError("compute instructions need each other in a circle")
     return sequence
