@@ -24,7 +24,6 @@ from penstock.protocol.instructions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Keep,
     Recompute,
     RecomputeAfter,
 )
@@ -64,16 +63,8 @@ def order_times(
         ValueError: the orders cannot finish: an instruction waits for one that never runs before
             it.
     """
-    numbers = _Numbers(layout, skipped_forwards(layout, orders))
-    seconds = seconds_of(layout, costs)
-    clocks = [
-        _Clock(
-            seconds=[seconds(instruction) for instruction in order],
-            needs=[numbers.needs(instruction) for instruction in order],
-            makes=[numbers.makes(instruction) for instruction in order],
-        )
-        for order in orders
-    ]
+    steps = _Steps(layout, costs, skipped_forwards(layout, orders))
+    clocks = [_Clock(steps=[steps.of(instruction) for instruction in order]) for order in orders]
     made: dict[int, tuple[float, int]] = {}
     waiting: dict[int, list[int]] = defaultdict(list)
     ready = list(range(len(orders)))
@@ -82,7 +73,7 @@ def order_times(
         awaited = _advance(clocks[device], device, made, hop_s, waiting, ready)
         if awaited is not None:
             waiting[awaited].append(device)
-    if any(len(clock.ends) < len(clock.seconds) for clock in clocks):
+    if any(len(clock.ends) < len(clock.steps) for clock in clocks):
         raise ValueError("compute orders wait for each other in a circle, or for work nobody does")
     return OrderTimes(
         starts=tuple(tuple(clock.starts) for clock in clocks),
@@ -90,15 +81,15 @@ def order_times(
     )
 
 
+_Step = tuple[float, int, tuple[int, ...]]
+"""An instruction's seconds, and the numbers of what it makes (-1: nothing) and of what it needs."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Clock:
-    """One device: per instruction its seconds and the numbers of what it needs and makes; times so
-    far.
-    """
+    """One device: its steps, and their times so far."""
 
-    seconds: list[float]
-    needs: list[tuple[int, ...]]
-    makes: list[int]
+    steps: list[_Step]
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     now_s: float = 0.0
@@ -116,10 +107,11 @@ def _advance(
 
     This is the inner loop of every pass: hence the bare numbers.
     """
-    now_s = clock.now_s
-    for position in range(len(clock.ends), len(clock.seconds)):
+    now_s, starts, ends = clock.now_s, clock.starts, clock.ends
+    for position in range(len(ends), len(clock.steps)):
+        seconds, makes, needs = clock.steps[position]
         start_s = now_s
-        for key in clock.needs[position]:
+        for key in needs:
             if key not in made:
                 clock.now_s = now_s
                 return key
@@ -128,26 +120,28 @@ def _advance(
                 there_s += hop_s
             if there_s > start_s:
                 start_s = there_s
-        now_s = start_s + clock.seconds[position]
-        clock.starts.append(start_s)
-        clock.ends.append(now_s)
-        key = clock.makes[position]
-        if key >= 0:
-            made[key] = (now_s, device)
-            if key in waiting:
-                ready += waiting.pop(key)
+        now_s = start_s + seconds
+        starts.append(start_s)
+        ends.append(now_s)
+        if makes >= 0:
+            made[makes] = (now_s, device)
+            if makes in waiting:
+                ready += waiting.pop(makes)
     clock.now_s = now_s
     return None
 
 
-class _Numbers:
-    """:func:`makes` and :func:`needs` with numbers instead of tuples: -1 for nothing."""
+class _Steps:
+    """:func:`seconds_of`, :func:`makes` and :func:`needs` at once, with numbers for keys."""
 
-    def __init__(self, layout: StageLayout, skipped: frozenset[tuple[int, int]]) -> None:
+    def __init__(
+        self, layout: StageLayout, costs: Costs, skipped: frozenset[tuple[int, int]]
+    ) -> None:
         self._count = count = layout.num_microbatches
         self._backward = len(layout.forward) * count
         self._layout = layout
         self._skipped = skipped
+        self._seconds = seconds_of(layout, costs)
         self._before = [
             -1 if stage.start == 0 else (index - 1) * count
             for index, stage in enumerate(layout.forward)
@@ -157,21 +151,20 @@ class _Numbers:
             for index in range(len(layout.backward))
         ]
 
-    def makes(self, instruction: OrderedInstruction) -> int:
+    def of(self, instruction: OrderedInstruction) -> _Step:
+        """The step of an instruction; those of a device in its order."""
+        seconds = self._seconds(instruction)
         if type(instruction) is Forward:
-            return instruction.stage * self._count + instruction.micro_batch
+            stage, m = instruction.stage, instruction.micro_batch
+            needed = self._before[stage]
+            return seconds, stage * self._count + m, (needed + m,) if needed >= 0 else ()
         if type(instruction) is Backward or type(instruction) is BackwardInput:
-            return self._backward + instruction.stage * self._count + instruction.micro_batch
-        return -1
-
-    def needs(self, instruction: OrderedInstruction) -> tuple[int, ...]:
-        if type(instruction) is Forward:
-            before = self._before[instruction.stage]
-            return (before + instruction.micro_batch,) if before >= 0 else ()
-        if type(instruction) is Backward or type(instruction) is BackwardInput:
-            after = self._after[instruction.stage]
-            return (after + instruction.micro_batch,) if after >= 0 else ()
-        return tuple(map(self._number, needs(self._layout, instruction, self._skipped)))
+            stage, m = instruction.stage, instruction.micro_batch
+            needed = self._after[stage]
+            made = self._backward + stage * self._count + m
+            return seconds, made, (needed + m,) if needed >= 0 else ()
+        keys = needs(self._layout, instruction, self._skipped)
+        return seconds, -1, tuple(map(self._number, keys))
 
     def _number(self, key: _Key) -> int:
         code, stage, micro_batch = key
@@ -179,37 +172,41 @@ class _Numbers:
 
 
 def seconds_of(layout: StageLayout, costs: Costs) -> Callable[[OrderedInstruction], float]:
-    """How long an instruction occupies the compute stream (swaps and updates do not)."""
+    """How long an instruction occupies the compute stream (swaps and updates do not).
+
+    Ask for a selective FORWARD before its RECOMPUTE.
+    """
     forward = [costs.of(stage.blocks) for stage in layout.forward]
     backward = [costs.of(stage.blocks) for stage in layout.backward]
+    fixed_s = costs.instruction_s
+    forward_s = [cost.forward_s + fixed_s for cost in forward]
+    recompute_s = [cost.recompute_s + fixed_s for cost in backward]
+    backward_s = [cost.backward_s + fixed_s for cost in backward]
+    input_s = [cost.backward_input_s + fixed_s for cost in backward]
     dropped: dict[tuple[int, int], tuple[str, ...]] = {}
-    recomputed: dict[tuple[int, tuple[str, ...]], float] = {}
+    again_s: dict[tuple[int, tuple[str, ...]], float] = {}
 
-    def recompute_s(stage: int, micro_batch: int) -> float:
-        drop = dropped.get((stage, micro_batch))
-        if drop is None:
-            return backward[stage].recompute_s
-        if (stage, drop) not in recomputed:
-            recomputed[stage, drop] = backward[stage].drop_seconds(drop)
-        return recomputed[stage, drop]
+    def remake_s(stage: int, drop: tuple[str, ...]) -> float:
+        if (stage, drop) not in again_s:
+            again_s[stage, drop] = backward[stage].drop_seconds(drop) + fixed_s
+        return again_s[stage, drop]
 
     def seconds(instruction: OrderedInstruction) -> float:
-        match instruction:
-            case Forward(stage=s, micro_batch=m, keep=keep, drop=drop):
-                if keep is Keep.SELECTIVE:
-                    dropped[s, m] = drop
-                work = forward[s].forward_s
-            case Recompute(stage=b, micro_batch=m):
-                work = recompute_s(b, m)
-            case Backward(stage=b):
-                work = backward[b].backward_s
-            case BackwardInput(stage=b):
-                work = backward[b].backward_input_s
-            case BackwardWeight(stage=b, micro_batches=batches):
-                work = backward[b].backward_weight_s * len(batches)
-            case _:
-                return 0.0
-        return work + costs.instruction_s
+        if type(instruction) is Forward:
+            if instruction.drop:
+                dropped[instruction.stage, instruction.micro_batch] = instruction.drop
+            return forward_s[instruction.stage]
+        if type(instruction) is Backward:
+            return backward_s[instruction.stage]
+        if type(instruction) is BackwardInput:
+            return input_s[instruction.stage]
+        if type(instruction) is BackwardWeight:
+            weight_s = backward[instruction.stage].backward_weight_s
+            return weight_s * len(instruction.micro_batches) + fixed_s
+        if type(instruction) is Recompute:
+            drop = dropped.get((instruction.stage, instruction.micro_batch), ())
+            return remake_s(instruction.stage, drop) if drop else recompute_s[instruction.stage]
+        return 0.0
 
     return seconds
 
