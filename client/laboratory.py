@@ -9,20 +9,20 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.client.reports import heading, stages_text
 from penstock.planner import schemes
 from penstock.planner.build import ScheduleRequest
-from penstock.planner.cluster import ADVANCE, IN_PLACE, PREVIEW_SETTLE, SYNCHRONOUS
 from penstock.planner.grid import program_grid
 from penstock.planner.passes import PASSES
-from penstock.planner.render import ABSTRACT, SECONDS, Caption, timeline
+from penstock.planner.render import ABSTRACT, SECONDS, Caption, format_bytes, timeline
 from penstock.planner.schemes import RecomputeMode
 from penstock.planner.simulate import Simulation
 from penstock.planner.sources import CostSource, Prices, UnitCosts, parse_costs
 from penstock.planner.trial import (
+    OPTIMIZERS,
     Recipe,
     Terms,
     operators_named,
@@ -34,14 +34,6 @@ from penstock.planner.trial import (
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import RecomputeAfter
 from penstock.protocol.plan import Plan
-
-OPTIMIZERS = {
-    "advance": ADVANCE,
-    "preview-settle": PREVIEW_SETTLE,
-    "in-place": IN_PLACE,
-    "synchronous": SYNCHRONOUS,
-}
-"""What ``--optimizer`` accepts."""
 
 _OPTION_OF_KEY = (
     ("train.global_batch / train.micro_batch", "--micro-batches"),
@@ -117,18 +109,20 @@ class Wish:
         return self.costs or "unit"
 
 
-_KEY_OF_FIELD = {
-    "scheme": "schedule.scheme",
-    "num_devices": "cluster.workers",
-    "num_microbatches": "train.micro_batch",
-    "stages_per_device": "schedule.forward_stages",
-    "forward_stages": "schedule.forward_stages",
-    "backward_stages": "schedule.backward_stages",
-    "recompute": "schedule.recompute",
-    "drop": "schedule.recompute",
-    "passes": "schedule.passes",
-    "memory_limit_bytes": "memory.device_limit",
-}
+_KEY_OF_FIELD = MappingProxyType(
+    {
+        "scheme": "schedule.scheme",
+        "num_devices": "cluster.workers",
+        "num_microbatches": "train.micro_batch",
+        "stages_per_device": "schedule.forward_stages",
+        "forward_stages": "schedule.forward_stages",
+        "backward_stages": "schedule.backward_stages",
+        "recompute": "schedule.recompute",
+        "drop": "schedule.recompute",
+        "passes": "schedule.passes",
+        "memory_limit_bytes": "memory.device_limit",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,10 +259,6 @@ def _with_operators(request: ScheduleRequest, source: CostSource) -> ScheduleReq
 
 
 def _terms(prices: Prices, wish: Wish) -> Terms:
-    if wish.optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"--optimizer {wish.optimizer!r}: unknown; accepted: {', '.join(OPTIMIZERS)}"
-        )
     return Terms(
         prices=prices,
         optimizer=OPTIMIZERS[wish.optimizer],
@@ -308,6 +298,4 @@ def _summary(scheme: schemes.Scheme) -> str:
 
 
 def _bytes(value: float, abstract: bool) -> str:
-    from penstock.daemons.node.capacity import human_bytes
-
-    return f"{value:.4g}" if abstract else human_bytes(value)
+    return f"{value:.4g}" if abstract else format_bytes(value)

@@ -8,18 +8,24 @@ Each only reads its options; what they do is in :mod:`penstock.client.planning` 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from penstock.client import plan_options as options
-from penstock.client.cli import JsonOption, SetOption, errors_explained, load, terminal_width
+from penstock.client.cli import (
+    ConfigArgument,
+    JsonOption,
+    SetOption,
+    errors_explained,
+    load,
+    terminal_width,
+)
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.client.laboratory import LabReport
-    from penstock.client.outputs import Outputs
+    from penstock.client.planning import PlanReport
 
 
 def plan(
@@ -52,6 +58,7 @@ def plan(
     with errors_explained():
         from penstock.client.laboratory import Wish, make_lab_report, names_known
         from penstock.client.outputs import Outputs
+        from penstock.client.planning import make_report
 
         outputs = Outputs(plan=out, svg=svg, png=png)
         if list_names:
@@ -69,18 +76,20 @@ def plan(
             drop=options.names(drop),
             passes=options.names(passes),
             costs=costs,
-            optimizer=optimizer,
+            optimizer=options.optimizer_name(optimizer),
             memory_limit_bytes=options.size("--memory", memory),
         )
         if config is not None:
             wish.require_nothing()
-            _plan_config(config, settings, outputs, as_json, show)
+            report = make_report(load(config, settings), options.profile_path(costs))
+            outputs.write(report.simulation, report.caption)
+            _print(report, as_json, show)
             return
         if settings:
             raise ConfigError("--set changes a configuration; without one there are options")
-        report = make_lab_report(wish)
-        outputs.write(report.simulation, report.caption)
-        _print(report, as_json, show)
+        lab_report = make_lab_report(wish)
+        outputs.write(lab_report.simulation, lab_report.caption)
+        _print(lab_report, as_json, show)
 
 
 def simulate(
@@ -101,7 +110,7 @@ def simulate(
 
         wish = Wish(
             costs=options.costs_text(costs, profile),
-            optimizer=optimizer,
+            optimizer=options.optimizer_name(optimizer),
             memory_limit_bytes=options.size("--memory", memory),
         )
         report = make_simulation_report(read_plan(plan_file), wish)
@@ -110,10 +119,96 @@ def simulate(
         _print(report, as_json, show)
 
 
+def profile(
+    config: ConfigArgument,
+    out: options.ProfileFileOption,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what a configuration's model takes on this machine."""
+    with errors_explained():
+        from rich.console import Console
+
+        from penstock.client.profiling import measure, summary
+
+        console = Console(stderr=True)
+        with console.status("starting") as status:
+            found = measure(config, tuple(settings or ()), out, status.update)
+        if as_json:
+            typer.echo(out.read_text(encoding="utf-8"))
+        else:
+            typer.echo(summary(found, out))
+
+
+def tune(
+    config: options.OptionalConfig = None,
+    settings: SetOption = None,
+    model: options.ModelOption = None,
+    gpu: options.GpuOption = None,
+    devices: options.AllDevicesOption = None,
+    devices_per_node: options.DevicesPerNodeOption = 8,
+    global_batch: options.GlobalBatchOption = None,
+    sequence_length: options.SequenceLengthOption = 2048,
+    schemes: options.SchemesOption = None,
+    drop: options.TuneDropOption = None,
+    memory: options.MemoryOption = None,
+    host_memory: options.HostMemoryOption = None,
+    costs: options.CostsOption = None,
+    optimizer: options.OptimizerOption = "advance",
+    everything: options.EverythingOption = False,
+    keep: options.KeepOption = 20,
+    as_json: JsonOption = False,
+    out: options.FragmentOption = None,
+) -> None:
+    """Find the fastest schedule that fits: scheme, stages, micro-batch size, recomputation, passes.
+
+    Of a configuration (what train can run; --all for more), or of a model and GPUs by name.
+    """
+    with errors_explained():
+        from rich.console import Console
+
+        from penstock.client.tuning import (
+            TuneWish,
+            to_json,
+            tune_config,
+            tune_names,
+            write_fragment,
+        )
+
+        wish = TuneWish(
+            model=model,
+            gpu=gpu,
+            num_devices=devices,
+            devices_per_node=devices_per_node,
+            global_batch=global_batch,
+            sequence_length=sequence_length,
+            schemes=options.names(schemes),
+            drop=options.names(drop),
+            device_bytes=options.size("--memory", memory),
+            host_bytes=options.size("--host-memory", host_memory),
+            profile=options.profile_path(costs),
+            optimizer=options.optimizer_name(optimizer),
+            everything=everything,
+            keep=keep,
+        )
+        progress = Console(stderr=True)
+        if config is None:
+            report = tune_names(wish, progress)
+        else:
+            report = tune_config(load(config, settings), wish, progress)
+        write_fragment(report, out)
+        if as_json:
+            typer.echo(to_json(report))
+        else:
+            report.show(Console(width=max(120, terminal_width())))
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command(epilog=_PLAN_EXAMPLES)(plan)
     app.command(epilog=_SIMULATE_EXAMPLES)(simulate)
+    app.command(epilog=_PROFILE_EXAMPLES)(profile)
+    app.command(epilog=_TUNE_EXAMPLES)(tune)
 
 
 _PLAN_EXAMPLES = """\b
@@ -136,22 +231,27 @@ Examples:
   penstock simulate plan.json --costs unit:f=1,p1=1,p2=0.5 --svg plan.svg
   penstock simulate runs/tiny/plan.json --profile p.json --json"""
 
+_PROFILE_EXAMPLES = """\b
+Examples:
+  penstock profile examples/tiny.yaml --out p.json
+  penstock plan examples/tiny.yaml --costs p.json
+  penstock tune examples/tiny.yaml --costs p.json
 
-def _plan_config(
-    config: Path, settings: list[str] | None, outputs: Outputs, as_json: bool, show: str | None
-) -> None:
-    from penstock.client.planning import make_report
+Runs each kind of block, the copies, and the optimizer's passes, one after the
+other: let the machine be idle meanwhile. Nothing is trained."""
 
-    instructions = options.shows_instructions(show)
-    report = make_report(load(config, settings))
-    outputs.write(report.simulation, report.caption)
-    if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=1))
-    else:
-        typer.echo(report.to_text(terminal_width(), instructions=instructions))
+_TUNE_EXAMPLES = """\b
+Examples:
+  penstock tune examples/tiny.yaml --out fragment.yaml
+  penstock tune --model llama2-7b --gpu A100-40 --devices 8 --global-batch 64
+  penstock tune --model gpt3-13b --gpu V100-32 --devices 4 --global-batch 16
+      --memory 32G --host-memory 500G --schemes mobius,spipe --json
+
+Simulates a grid and leaves out early what cannot fit or cannot be faster than the
+table's last row. Then tries passes on the best of it."""
 
 
-def _print(report: LabReport, as_json: bool, show: str | None) -> None:
+def _print(report: LabReport | PlanReport, as_json: bool, show: str | None) -> None:
     instructions = options.shows_instructions(show)
     if as_json:
         typer.echo(json.dumps(report.to_dict()))

@@ -113,6 +113,50 @@ PlanFileOption = Annotated[
 ListOption = Annotated[bool, typer.Option("--list", help="List schemes and passes, and stop.")]
 
 
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="A named model, such as llama2-7b.")
+]
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", metavar="GPU", help="A named GPU, such as A100-40.")
+]
+AllDevicesOption = Annotated[
+    int | None, typer.Option("--devices", metavar="N", min=1, help="Devices, of all replicas.")
+]
+DevicesPerNodeOption = Annotated[
+    int, typer.Option("--devices-per-node", metavar="K", min=1, help="Devices in a node.")
+]
+GlobalBatchOption = Annotated[
+    int | None, typer.Option("--global-batch", metavar="G", min=1, help="Sequences a step.")
+]
+SequenceLengthOption = Annotated[
+    int, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sequence.")
+]
+SchemesOption = Annotated[
+    str | None, typer.Option("--schemes", metavar="A,B,…", help="Only these schemes.")
+]
+TuneDropOption = Annotated[
+    str | None,
+    typer.Option("--drop", metavar="SETS", help="Try selective recomputation of these sets, too."),
+]
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option("--host-memory", metavar="SIZE", help="Memory limit of one node, such as 500G."),
+]
+EverythingOption = Annotated[
+    bool, typer.Option("--all", help="Of a configuration: also what train cannot run yet.")
+]
+KeepOption = Annotated[
+    int, typer.Option("--keep", metavar="COUNT", min=1, help="Rows of the table.")
+]
+FragmentOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="fragment.yaml", help="Write the winner's configuration."),
+]
+ProfileFileOption = Annotated[
+    Path, typer.Option("--out", metavar="p.json", help="Where the profile goes.")
+]
+
+
 def names(text: str | None) -> tuple[str, ...]:
     """``a,b,c``; empty where nothing was given."""
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
@@ -159,6 +203,19 @@ def size(option: str, text: str | None) -> int | None:
         raise ConfigError(f"{option} {text!r}: {error}") from error
 
 
+def optimizer_name(text: str) -> str:
+    """The value of ``--optimizer``.
+
+    Raises:
+        ConfigError: no such optimizer.
+    """
+    from penstock.planner.trial import OPTIMIZERS
+
+    if text not in OPTIMIZERS:
+        raise ConfigError(f"--optimizer {text!r}: accepted: {', '.join(OPTIMIZERS)}")
+    return text
+
+
 def shows_instructions(show: str | None) -> bool:
     """Whether ``--show`` asks for them.
 
@@ -168,6 +225,22 @@ def shows_instructions(show: str | None) -> bool:
     if show not in (None, "instructions"):
         raise ConfigError(f"--show {show!r}: accepted is instructions")
     return show is not None
+
+
+def profile_path(costs: str | None) -> Path | None:
+    """The profile that ``--costs`` names beside a configuration.
+
+    Raises:
+        ConfigError: other costs, which a configuration's model does not go with.
+    """
+    if costs is None:
+        return None
+    if not costs.endswith(".json"):
+        raise ConfigError(
+            f"--costs {costs!r}: with a configuration accepted is a profile.json (penstock profile"
+            " makes it)"
+        )
+    return Path(costs)
 
 
 def costs_text(costs: str | None, profile: Path | None) -> str:

@@ -6,15 +6,17 @@ prices come from is :mod:`penstock.planner.sources`'s matter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import ADVANCE, OptimizerModel
+from penstock.planner.cluster import ADVANCE, IN_PLACE, PREVIEW_SETTLE, SYNCHRONOUS, OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.footprint import DevicePeak, device_peaks
 from penstock.planner.operators import OPERATOR_SETS
 from penstock.planner.passes import PASSES, PassContext
+from penstock.planner.render.units import format_bytes
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation, simulate
@@ -22,6 +24,16 @@ from penstock.planner.sources import CostSource, Prices
 from penstock.planner.validate import validate
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
+
+OPTIMIZERS: Mapping[str, OptimizerModel] = MappingProxyType(
+    {
+        "advance": ADVANCE,
+        "preview-settle": PREVIEW_SETTLE,
+        "in-place": IN_PLACE,
+        "synchronous": SYNCHRONOUS,
+    }
+)
+"""How a CPU optimizer can work, by the names that ``--optimizer`` accepts."""
 
 _BLOCKS_PER_DEVICE = 6
 """A model this long lets every scheme choose its own numbers of stages."""
@@ -195,11 +207,17 @@ def check_memory(peaks: Sequence[DevicePeak], limit: float) -> None:
     worst = max(range(len(peaks)), key=lambda device: peaks[device].total_bytes)
     peak = peaks[worst]
     if peak.total_bytes > limit:
+        uses = (
+            ("weights", peak.weight_bytes),
+            ("gradients", peak.gradient_bytes),
+            ("activations", peak.activation_bytes),
+            ("workspace", peak.workspace_bytes),
+            ("optimizer state", peak.static_bytes),
+        )
+        parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in uses if value)
         raise ConfigError(
-            f"memory.device_limit = {limit:.0f}: device {worst} needs {peak.total_bytes:.0f} bytes"
-            f" (weights {peak.weight_bytes:.0f}, gradients {peak.gradient_bytes:.0f}, activations"
-            f" {peak.activation_bytes:.0f}, workspace {peak.workspace_bytes:.0f}, optimizer state"
-            f" {peak.static_bytes:.0f}); {_advice(peak)}"
+            f"memory.device_limit = {format_bytes(limit)}: device {worst} needs"
+            f" {format_bytes(peak.total_bytes)} ({parts}); {_advice(peak)}"
         )
 
 

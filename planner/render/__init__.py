@@ -9,6 +9,16 @@ from penstock.planner.render.as_png import png
 from penstock.planner.render.as_svg import svg
 from penstock.planner.render.as_text import timeline
 from penstock.planner.render.chart import Caption, chart
-from penstock.planner.render.units import ABSTRACT, SECONDS, TimeUnit
+from penstock.planner.render.units import ABSTRACT, SECONDS, TimeUnit, format_bytes
 
-__all__ = ["ABSTRACT", "SECONDS", "Caption", "TimeUnit", "chart", "png", "svg", "timeline"]
+__all__ = [
+    "ABSTRACT",
+    "SECONDS",
+    "Caption",
+    "TimeUnit",
+    "chart",
+    "format_bytes",
+    "png",
+    "svg",
+    "timeline",
+]

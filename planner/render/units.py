@@ -15,12 +15,12 @@ class TimeUnit:
 
     abstract: bool
 
-    def format(self, seconds: float) -> str:
+    def format(self, seconds: float, *, digits: int = 4) -> str:
         """``1.25 s``, ``3.1 ms``; a bare number where units are abstract."""
         if self.abstract:
             return f"{seconds:.6g}"
         factor, name = self._scale(abs(seconds))
-        return f"{seconds / factor:.4g} {name}"
+        return f"{seconds / factor:.{digits}g} {name}"
 
     def ticks(self, end_s: float, *, at_most: int) -> tuple[tuple[float, str], ...]:
         """Round times from 0 to ``end_s`` with their texts; the unit stands at the last one."""
@@ -42,6 +42,15 @@ SECONDS = TimeUnit(abstract=False)
 """What profiles and analytic models give."""
 ABSTRACT = TimeUnit(abstract=True)
 """What unit costs give."""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024.0:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024.0
+    return f"{num_bytes:.1f} TiB"
 
 
 def _nice_step(least: float) -> float:

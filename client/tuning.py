@@ -1,0 +1,382 @@
+"""``penstock tune``: the grid of a configuration, or of a model and a cluster by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from penstock.client.laboratory import options_named
+from penstock.client.outputs import write_file
+from penstock.client.planning import config_prices
+from penstock.daemons.node.prepare import table_of
+from penstock.planner.build import build_plan
+from penstock.planner.layout import Residency
+from penstock.planner.render.units import SECONDS, format_bytes
+from penstock.planner.schemes import SCHEMES, RecomputeMode
+from penstock.planner.sources import AnalyticSource, Prices
+from penstock.planner.trial import OPTIMIZERS, operators_named
+from penstock.planner.tune import (
+    Candidate,
+    Limits,
+    Outcome,
+    Pricer,
+    Search,
+    Space,
+    fragment,
+    known_pass_sets,
+)
+from penstock.protocol.config import Config, ScheduleConfig, parse_config
+from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.shm.table import BlockTable
+
+TRAINABLE_SCHEMES: tuple[str, ...] = get_args(ScheduleConfig.model_fields["scheme"].annotation)
+"""What ``schedule.scheme`` accepts, and so what ``train`` can run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneWish:
+    """The options of ``penstock tune``; ``None`` where not given."""
+
+    model: str | None = None
+    gpu: str | None = None
+    num_devices: int | None = None
+    devices_per_node: int = 8
+    global_batch: int | None = None
+    sequence_length: int = 2048
+    schemes: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    device_bytes: float | None = None
+    host_bytes: float | None = None
+    profile: Path | None = None
+    optimizer: str = "advance"
+    everything: bool = False
+    keep: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneReport:
+    """The best candidates, and what they are candidates for."""
+
+    what: str
+    num_candidates: int
+    outcomes: tuple[Outcome, ...]
+    left_out: dict[str, int]
+    fragment: dict[str, Any]
+    trainable: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "what": self.what,
+            "candidates": self.num_candidates,
+            "left_out": self.left_out,
+            "outcomes": [_outcome_dict(outcome) for outcome in self.outcomes],
+            "fragment": self.fragment,
+            "trainable": self.trainable,
+        }
+
+    def fragment_yaml(self) -> str:
+        """The winner as part of a configuration, with a line of comment."""
+        best = self.outcomes[0]
+        note = "" if self.trainable else " (penstock train cannot run all of this yet)"
+        return (
+            f"# penstock tune: {self.what}; simulated {SECONDS.format(best.step_s)} a step{note}\n"
+            + yaml.safe_dump(self.fragment, sort_keys=False)
+        )
+
+    def show(self, console: Console) -> None:
+        """A table of the best, then the winner's configuration."""
+        console.print(f"{self.what}: {self.num_candidates} candidates", highlight=False)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        if reasons:
+            console.print(f"left out: {reasons}", highlight=False)
+        console.print(_table(self.outcomes))
+        console.print("the fastest, as part of a configuration:", highlight=False)
+        console.print(self.fragment_yaml(), highlight=False, markup=False, soft_wrap=True)
+
+
+def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneReport:
+    """The best schedules of a configuration: by default those that ``train`` can run.
+
+    Raises:
+        ConfigError: impossible model or profile.
+        CapacityError: nothing fits; says what was in the way.
+    """
+    table = table_of(config)
+    runs = not settings.everything
+    space = Space(
+        num_devices=config.num_workers,
+        global_batch=config.train.global_batch,
+        num_blocks=len(table.blocks),
+        schemes=_schemes(settings.schemes or (TRAINABLE_SCHEMES if runs else tuple(SCHEMES))),
+        pass_sets=() if runs else known_pass_sets(),
+        max_replicas=1 if runs else None,
+    )
+    limits = Limits(
+        device_bytes=_limit(settings.device_bytes, config.memory.device_limit),
+        host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
+        keep=settings.keep,
+    )
+    search = Search(
+        pricer=lambda size: config_prices(config, table, settings.profile, size),
+        limits=limits,
+        optimizer=OPTIMIZERS[settings.optimizer],
+        stops_early=True,
+        accepts=_runs_on_workers if runs else None,
+    )
+    _run(search, space, console)
+    what = (
+        f"{config.run.name} on {space.num_devices} workers, {space.global_batch} sequences a step,"
+        f" {'schemes that train runs (--all: every one)' if runs else 'every scheme'}"
+    )
+    report = _report(search, space, what, trainable=runs)
+    if runs:
+        _check_fragment(config, table, report)
+    return report
+
+
+def tune_names(settings: TuneWish, console: Console) -> TuneReport:
+    """The best schedules of a named model on named GPUs.
+
+    Raises:
+        ConfigError: an option is missing or impossible.
+        CapacityError: nothing fits; says what was in the way.
+    """
+    source, num_devices, global_batch = _named(settings)
+    prices = source.price(forward_stages=1, backward_stages=1, num_devices=num_devices)
+    recomputations: list[tuple[RecomputeMode, tuple[str, ...]]] = [("none", ()), ("full", ())]
+    recomputations += [
+        ("selective", operators_named((name,), prices.costs)) for name in settings.drop
+    ]
+    space = Space(
+        num_devices=num_devices,
+        global_batch=global_batch,
+        num_blocks=len(prices.costs.blocks),
+        schemes=_schemes(settings.schemes or tuple(SCHEMES)),
+        recomputations=tuple(recomputations),
+        pass_sets=known_pass_sets(),
+    )
+    cluster = prices.cluster
+    limits = Limits(
+        device_bytes=_limit(settings.device_bytes, cluster.device_memory_bytes),
+        host_bytes=_limit(settings.host_bytes, cluster.host_memory_bytes),
+        keep=settings.keep,
+    )
+    search = Search(
+        pricer=_analytic_pricer(source, num_devices),
+        limits=limits,
+        optimizer=OPTIMIZERS[settings.optimizer],
+    )
+    _run(search, space, console)
+    what = (
+        f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
+        f" {settings.sequence_length} tokens a step"
+    )
+    report = _report(search, space, what, trainable=_is_trainable(search))
+    return replace(report, fragment=_with_cluster(report.fragment, settings, space))
+
+
+def _analytic_pricer(source: AnalyticSource, num_devices: int) -> Pricer:
+    def pricer(micro_batch: int) -> Prices:
+        sized = replace(source, micro_batch=micro_batch)
+        return sized.price(forward_stages=1, backward_stages=1, num_devices=num_devices)
+
+    return pricer
+
+
+def _named(settings: TuneWish) -> tuple[AnalyticSource, int, int]:
+    """The model and cluster that the options name."""
+    for option, value in (
+        ("--model", settings.model),
+        ("--gpu", settings.gpu),
+        ("--devices", settings.num_devices),
+        ("--global-batch", settings.global_batch),
+    ):
+        if value is None:
+            raise ConfigError(
+                f"{option}: is missing; give a configuration (penstock tune examples/tiny.yaml), or"
+                " --model, --gpu, --devices and --global-batch"
+            )
+    assert settings.model and settings.gpu and settings.num_devices and settings.global_batch
+    source = AnalyticSource(
+        gpu=settings.gpu,
+        model=settings.model,
+        sequence_length=settings.sequence_length,
+        devices_per_node=settings.devices_per_node,
+    )
+    return source, settings.num_devices, settings.global_batch
+
+
+def _schemes(names: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in names if name not in SCHEMES]
+    if unknown:
+        raise ConfigError(
+            f"--schemes: unknown scheme {unknown[0]!r}; accepted: {', '.join(SCHEMES)}"
+        )
+    return names
+
+
+def _limit(given: float | None, otherwise: float | None) -> float:
+    return given if given is not None else otherwise if otherwise is not None else inf
+
+
+def _runs_on_workers(candidate: Candidate) -> bool:
+    """Workers keep activations only where weights stay: they do not bind weights anew."""
+    streamed = SCHEMES[candidate.scheme].residency is Residency.STREAMED
+    return candidate.recompute == "full" or not streamed
+
+
+def _is_trainable(search: Search) -> bool:
+    """Whether ``train`` can run the winner."""
+    if search.best is None:
+        return False
+    candidate = search.best.candidate
+    known = candidate.scheme in TRAINABLE_SCHEMES and candidate.recompute in ("none", "full")
+    plain = candidate.replicas == 1 and not candidate.passes
+    return known and plain and _runs_on_workers(candidate)
+
+
+def _with_cluster(parts: dict[str, Any], settings: TuneWish, space: Space) -> dict[str, Any]:
+    """A fragment that says batch and machines, too, because no configuration does."""
+    per_node = min(settings.devices_per_node, space.num_devices)
+    cluster: dict[str, Any] = {"device": "cuda", "workers": per_node}
+    if space.num_devices > per_node:
+        count = -(-space.num_devices // per_node)
+        cluster["nodes"] = [{"name": f"node{index}"} for index in range(count)]
+    train = {"global_batch": space.global_batch, **parts["train"]}
+    return {**parts, "train": train, "cluster": cluster}
+
+
+def _run(search: Search, space: Space, console: Console) -> None:
+    with _progress(console) as advance, options_named():
+        search.run(space, advance)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere."""
+    columns = (
+        TextColumn("{task.completed}/{task.total}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def advance(done: int, total: int, best: Outcome | None) -> None:
+            described = "" if best is None else f"best {SECONDS.format(best.step_s)}"
+            progress.update(task, completed=done, total=total, description=described)
+
+        yield advance
+
+
+def _report(search: Search, space: Space, what: str, *, trainable: bool) -> TuneReport:
+    if search.best is None:
+        reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(search.left_out.items()))
+        raise CapacityError(
+            f"{what}: no schedule fits (left out: {reasons or 'there are no candidates'}); use more"
+            " devices, more memory (--memory, --host-memory), a smaller --global-batch, or --all"
+        )
+    return TuneReport(
+        what=what,
+        num_candidates=len(search.outcomes) + sum(search.left_out.values()),
+        outcomes=tuple(search.outcomes),
+        left_out=dict(search.left_out),
+        fragment=fragment(search.best),
+        trainable=trainable,
+    )
+
+
+def _check_fragment(config: Config, table: BlockTable, report: TuneReport) -> None:
+    """The fragment gives the plan that was simulated."""
+    best = report.outcomes[0]
+    plan = build_plan(with_fragment(config, report.fragment), table)
+    if plan != best.plan:
+        raise AssertionError("the configuration's plan is not the plan that was simulated")
+
+
+def with_fragment(config: Config, parts: dict[str, Any]) -> Config:
+    """A configuration with a fragment put over it, read anew.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    data = config.model_dump(mode="json")
+    for section, values in parts.items():
+        data[section] = {**data[section], **values}
+    data["schedule"]["file"] = None
+    return parse_config(data, source="fragment")
+
+
+def write_fragment(report: TuneReport, path: Path | None) -> None:
+    """Write the winner's configuration.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is not None:
+        write_file(path, report.fragment_yaml().encode())
+
+
+def to_json(report: TuneReport) -> str:
+    """The report for programs."""
+    return json.dumps(report.to_dict(), indent=1)
+
+
+def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
+    candidate = outcome.candidate
+    return {
+        "scheme": candidate.scheme,
+        "pipeline_devices": candidate.num_devices,
+        "replicas": candidate.replicas,
+        "micro_batch": candidate.micro_batch,
+        "micro_batches": candidate.num_microbatches,
+        "forward_stages": candidate.forward_stages,
+        "backward_stages": candidate.backward_stages,
+        "recompute": candidate.recompute,
+        "drop": list(candidate.drop),
+        "passes": list(candidate.passes),
+        "step_seconds": outcome.step_s,
+        "bubble_ratio": outcome.bubble_ratio,
+        "optimizer_tail_seconds": outcome.optimizer_tail_s,
+        "device_bytes": outcome.device_bytes,
+        "host_bytes": outcome.host_bytes,
+    }
+
+
+def _table(outcomes: tuple[Outcome, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", justify="right")
+    for name in ("scheme", "PPxDP", "stages", "batches", "recompute", "passes"):
+        table.add_column(name, no_wrap=name not in ("passes", "recompute"))
+    for name in ("step", "bubbles", "tail", "device", "host"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, outcome in enumerate(outcomes, start=1):
+        candidate = outcome.candidate
+        stages = (candidate.forward_stages, candidate.backward_stages)
+        table.add_row(
+            str(number),
+            candidate.scheme,
+            f"{candidate.num_devices}x{candidate.replicas}",
+            "/".join(map(str, dict.fromkeys(stages))),
+            f"{candidate.num_microbatches} of {candidate.micro_batch}",
+            ", ".join((candidate.recompute, *candidate.drop)),
+            ", ".join(candidate.passes),
+            SECONDS.format(outcome.step_s, digits=3),
+            f"{outcome.bubble_ratio:.1%}",
+            SECONDS.format(outcome.optimizer_tail_s, digits=3),
+            format_bytes(outcome.device_bytes),
+            format_bytes(outcome.host_bytes),
+        )
+    return table

@@ -1,0 +1,393 @@
+"""Which schedule is fastest on a cluster, within its memory?
+
+A grid over scheme, pipeline x data parallelism, micro-batch size, recomputation and numbers of
+stages; then passes on the best of it. Pure and deterministic: the same space gives the same table.
+What a candidate costs is decided by :func:`penstock.planner.trial.make_schedule` and the simulator.
+
+Not everything is simulated. A candidate is left out when the weights it keeps cannot fit, when its
+devices would need more memory than the limit (counted on the lowered plan), or when no order of its
+work could beat the candidates in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import inf
+from typing import Any
+
+from penstock.planner.bounds import lower_bound_s
+from penstock.planner.build import ScheduleRequest
+from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
+from penstock.planner.costs import Costs
+from penstock.planner.footprint import device_peaks, swapped_peaks
+from penstock.planner.layout import Residency
+from penstock.planner.passes import PASSES
+from penstock.planner.schemes import SCHEMES, RecomputeMode
+from penstock.planner.simulate import simulate
+from penstock.planner.sources import Prices
+from penstock.planner.trial import Recipe, Terms, lowered, make_schedule
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan import Plan
+
+Pricer = Callable[[int], Prices]
+"""Prices of the model and one node's worth of cluster, for micro-batches of so many sequences."""
+
+Progress = Callable[[int, int, "Outcome | None"], None]
+"""Called with candidates done, candidates in all so far, and the best outcome."""
+
+PASS_SETS: tuple[tuple[str, ...], ...] = (("mario",), ("2bp",), ("mario", "2bp"))
+"""Passes that are tried on the best candidates of the grid."""
+
+_MASTER_AND_MOMENTS_BYTES = 12.0
+_COPIES = 2
+"""Of weights and of gradients in host memory (DESIGN, section 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Candidate:
+    """One point of the grid. ``replicas`` pipelines of ``num_devices`` devices each.
+
+    ``micro_batch``: sequences. ``forward_stages``, ``backward_stages``: of one route. ``drop``: the
+    operators of selective recomputation.
+    """
+
+    scheme: str
+    num_devices: int
+    replicas: int
+    micro_batch: int
+    num_microbatches: int
+    forward_stages: int
+    backward_stages: int
+    recompute: RecomputeMode
+    drop: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """About how many instructions a replica runs."""
+        return self.num_microbatches * (self.forward_stages + self.backward_stages)
+
+    @property
+    def recipe(self) -> Recipe:
+        """One replica's schedule."""
+        return Recipe(
+            request=ScheduleRequest(
+                scheme=self.scheme,
+                num_devices=self.num_devices,
+                num_microbatches=self.num_microbatches,
+                forward_stages=self.forward_stages,
+                backward_stages=self.backward_stages,
+                recompute=self.recompute,
+                drop=self.drop,
+            ),
+            passes=self.passes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A candidate that fits. ``host_bytes``: of the node that needs most."""
+
+    candidate: Candidate
+    plan: Plan
+    step_s: float
+    bubble_ratio: float
+    optimizer_tail_s: float
+    device_bytes: float
+    host_bytes: float
+
+    @property
+    def rank(self) -> tuple[float, float, Candidate]:
+        """Fastest first, then least memory."""
+        return self.step_s, self.device_bytes, self.candidate
+
+    def same_size(self, other: Outcome) -> bool:
+        """Whether equal plans mean the same work."""
+        mine, others = self.candidate, other.candidate
+        return (mine.micro_batch, mine.replicas) == (others.micro_batch, others.replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What to search. ``num_devices`` of all replicas together, ``global_batch`` in sequences.
+
+    Empty ``schemes`` or ``micro_batches``: all that make sense. ``recomputations``: mode and
+    operators. ``max_replicas``: 1 for one pipeline over all devices.
+    """
+
+    num_devices: int
+    global_batch: int
+    num_blocks: int
+    schemes: tuple[str, ...] = tuple(SCHEMES)
+    micro_batches: tuple[int, ...] = ()
+    recomputations: tuple[tuple[RecomputeMode, tuple[str, ...]], ...] = (("none", ()), ("full", ()))
+    stages_per_device: tuple[int, ...] = (1, 2, 4)
+    backward_per_forward: tuple[int, ...] = (1, 2, 3)
+    pass_sets: tuple[tuple[str, ...], ...] = PASS_SETS
+    max_replicas: int | None = None
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every combination that its scheme accepts, without passes; short programs first, so that
+        a good candidate is known before the expensive ones are looked at.
+        """
+        return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c)))
+
+    def _combinations(self) -> Iterator[Candidate]:
+        for scheme, replicas in product(self.schemes, _divisors(self.num_devices)):
+            num_devices = self.num_devices // replicas
+            if replicas > (self.max_replicas or replicas) or self.global_batch % replicas:
+                continue
+            share = self.global_batch // replicas
+            sizes = self.micro_batches or _powers_of_two(share)
+            for micro_batch in (size for size in sizes if share % size == 0):
+                yield from self._of_scheme(
+                    scheme, num_devices, replicas, micro_batch, share // micro_batch
+                )
+
+    def _of_scheme(
+        self, name: str, num_devices: int, replicas: int, micro_batch: int, count: int
+    ) -> Iterator[Candidate]:
+        scheme = SCHEMES[name]
+        if scheme.check_devices(num_devices) is not None:
+            return
+        if scheme.whole_model_per_device and replicas > 1:
+            return  # it is data parallel by itself
+        for forward, backward in self._stages(name, num_devices):
+            if scheme.check_microbatches(count, num_devices, forward) is not None:
+                continue
+            for mode, drop in self.recomputations:
+                if mode in scheme.recompute_modes:
+                    yield Candidate(
+                        scheme=name,
+                        num_devices=num_devices,
+                        replicas=replicas,
+                        micro_batch=micro_batch,
+                        num_microbatches=count,
+                        forward_stages=forward,
+                        backward_stages=backward,
+                        recompute=mode,
+                        drop=drop,
+                    )
+
+    def _stages(self, name: str, num_devices: int) -> Iterable[tuple[int, int]]:
+        """Numbers of stages that the scheme accepts: its own choice, and those of the space."""
+        scheme = SCHEMES[name]
+        found = {scheme.default_stages(num_devices, self.num_blocks, None)}
+        per_route = 1 if scheme.whole_model_per_device else num_devices
+        for chunks, finer in product(self.stages_per_device, self.backward_per_forward):
+            found.add((chunks * per_route, finer * chunks * per_route))
+        return sorted(
+            stages
+            for stages in found
+            if max(stages) <= self.num_blocks and scheme.check_stages(*stages, num_devices) is None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes of one device and of one node's memory, and how many outcomes are wanted."""
+
+    device_bytes: float = inf
+    host_bytes: float = inf
+    keep: int = 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """The best outcomes so far, and why others are not among them.
+
+    ``accepts``: which candidates count at all. ``optimizer``, ``stops_early``: as in
+    :func:`penstock.planner.simulate.simulate`.
+    """
+
+    pricer: Pricer
+    limits: Limits
+    optimizer: OptimizerModel = ADVANCE
+    stops_early: bool = False
+    accepts: Callable[[Candidate], bool] | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    _prices: dict[int, Prices] = field(default_factory=dict)
+
+    def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
+        """Try the grid, then the passes of the space on the best of it."""
+        candidates = [
+            candidate
+            for candidate in space.candidates()
+            if self.accepts is None or self.accepts(candidate)
+        ]
+        refinements = len(space.pass_sets) * self.limits.keep
+        for done, candidate in enumerate(candidates):
+            progress(done, len(candidates) + refinements, self.best)
+            self.consider(candidate)
+        bases = [outcome.candidate for outcome in self.outcomes]
+        refined = [replace(base, passes=passes) for base in bases for passes in space.pass_sets]
+        total = len(candidates) + len(refined)
+        for done, candidate in enumerate(refined):
+            progress(len(candidates) + done, total, self.best)
+            self.consider(candidate)
+        progress(total, total, self.best)
+
+    @property
+    def best(self) -> Outcome | None:
+        """The fastest so far."""
+        return self.outcomes[0] if self.outcomes else None
+
+    def consider(self, candidate: Candidate) -> None:
+        """Try a candidate; it stays if it is among the best."""
+        try:
+            outcome = self._tried(candidate)
+        except ConfigError:
+            outcome = "impossible"
+        if isinstance(outcome, str):
+            self.left_out[outcome] = self.left_out.get(outcome, 0) + 1
+            return
+        if any(outcome.plan == other.plan for other in self.outcomes if other.same_size(outcome)):
+            self.left_out["the same"] = self.left_out.get("the same", 0) + 1
+            return
+        self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: o.rank)
+        del self.outcomes[self.limits.keep :]
+
+    def _tried(self, candidate: Candidate) -> Outcome | str:
+        """The outcome, or why there is none."""
+        prices = self._priced(candidate)
+        costs, limits = prices.costs, self.limits
+        if _kept_bytes(candidate, costs) > limits.device_bytes:
+            return "device memory"
+        if self._too_slow(_work_s(candidate, costs)):
+            return "slower"
+        terms = Terms(prices=prices, memory_limit_bytes=_finite(limits.device_bytes))
+        schedule = make_schedule(candidate.recipe, terms)
+        if candidate.replicas > 1:
+            schedule = replace(schedule, reduces_gradients=True)
+        if self._too_slow(lower_bound_s(schedule.layout, schedule.orders, costs)):
+            return "slower"
+        plan = lowered(schedule, candidate.scheme)
+        device_bytes = max(peak.total_bytes for peak in device_peaks(plan, costs))
+        if device_bytes > limits.device_bytes:
+            return "device memory"
+        host_bytes = _host_bytes(plan, prices, candidate.replicas)
+        if host_bytes > limits.host_bytes:
+            return "host memory"
+        simulation = simulate(
+            plan, costs, prices.cluster, optimizer=self.optimizer, stops_early=self.stops_early
+        )
+        return Outcome(
+            candidate=candidate,
+            plan=plan,
+            step_s=simulation.makespan_s,
+            bubble_ratio=simulation.bubble_ratio,
+            optimizer_tail_s=simulation.optimizer_tail_s,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+        )
+
+    def _priced(self, candidate: Candidate) -> Prices:
+        if candidate.micro_batch not in self._prices:
+            self._prices[candidate.micro_batch] = self.pricer(candidate.micro_batch)
+        prices = self._prices[candidate.micro_batch]
+        cluster = replicated(prices.cluster, candidate.num_devices, candidate.replicas)
+        return replace(prices, cluster=cluster)
+
+    def _too_slow(self, at_least_s: float) -> bool:
+        full = len(self.outcomes) >= self.limits.keep
+        return full and at_least_s >= self.outcomes[-1].step_s
+
+
+def replicated(cluster: Cluster, num_devices: int, replicas: int) -> Cluster:
+    """What one of several replicas sees: those in its node take their share of NIC and DRAM.
+
+    Replicas fill nodes one after the other. A node's optimizer works on its blocks once, whoever
+    adds to their gradients.
+    """
+    if replicas == 1:
+        return cluster
+    together = max(1, min(replicas, cluster.devices_per_node // num_devices))
+    elsewhere = together < replicas
+    return replace(
+        cluster,
+        replicas=replicas,
+        replica_bandwidth=inf if elsewhere else cluster.peer_bandwidth,
+        replicas_on_other_nodes=elsewhere,
+        nic_bandwidth=cluster.nic_bandwidth / together,
+        dram_bandwidth=cluster.dram_bandwidth / together,
+    )
+
+
+def fragment(outcome: Outcome) -> dict[str, Any]:
+    """The part of a configuration that an outcome decides."""
+    candidate = outcome.candidate
+    schedule: dict[str, Any] = {
+        "scheme": candidate.scheme,
+        "forward_stages": candidate.forward_stages,
+        "backward_stages": candidate.backward_stages,
+        "recompute": candidate.recompute,
+    }
+    if candidate.passes:
+        schedule["passes"] = list(candidate.passes)
+    if candidate.drop:
+        schedule["drop"] = list(candidate.drop)
+    return {"train": {"micro_batch": candidate.micro_batch}, "schedule": schedule}
+
+
+def known_pass_sets() -> tuple[tuple[str, ...], ...]:
+    """Those of :data:`PASS_SETS` whose passes exist."""
+    return tuple(names for names in PASS_SETS if all(name in PASSES for name in names))
+
+
+def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
+    """What devices keep on average of a model whose weights stay on them."""
+    if SCHEMES[candidate.scheme].residency is Residency.STREAMED:
+        return 0.0
+    kept = sum(
+        block.weight_bytes + block.device_gradient_bytes + block.static_bytes
+        for block in costs.blocks
+    )
+    return kept / candidate.num_devices
+
+
+def _work_s(candidate: Candidate, costs: Costs) -> float:
+    """Forwards and backwards alone, shared out evenly."""
+    once = sum(block.forward_s + block.backward_s for block in costs.blocks)
+    return once * candidate.num_microbatches / candidate.num_devices
+
+
+def _host_bytes(plan: Plan, prices: Prices, replicas: int) -> float:
+    """Model state, gradients and swapped activations of the node that needs most.
+
+    Per parameter two copies of weights and gradients as they travel, and 12 bytes of master weight
+    and moments; nothing where the optimizer's state stays on the devices. A node owns the blocks
+    whose backward it runs, and holds gradients of all replicas in it.
+    """
+    costs, cluster = prices.costs, prices.cluster
+    together = max(1, min(replicas, cluster.devices_per_node // plan.num_devices))
+    nodes = [0.0] * (cluster.node_of(plan.num_devices - 1) + 1)
+    for device, swapped in enumerate(swapped_peaks(plan, costs)):
+        nodes[cluster.node_of(device)] += swapped * together
+    owned: set[int] = set()
+    for stage in plan.backward_stages:
+        node = cluster.node_of(stage.device)
+        for index in stage.blocks:
+            block = costs.blocks[index]
+            if block.static_bytes:
+                continue
+            nodes[node] += _COPIES * block.gradient_bytes * together
+            if index not in owned:
+                owned.add(index)
+                state = _MASTER_AND_MOMENTS_BYTES * block.parameters
+                nodes[node] += _COPIES * block.weight_bytes + state
+    return max(nodes)
+
+
+def _finite(limit: float) -> float | None:
+    return None if limit == inf else limit
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _powers_of_two(at_most: int) -> Sequence[int]:
+    return [1 << k for k in range(at_most.bit_length()) if 1 << k <= at_most]
