@@ -142,9 +142,10 @@ def _uses(
 
 
 def needs_first(needs: Sequence[Sequence[int]]) -> list[int]:
-    """An order in which everything comes after what it needs.
+    """Numbers in an order in which everything comes after what it needs.
 
-    There is one: forwards need earlier stages, recomputations forwards, backwards later stages.
+    Raises:
+        ValueError: some need each other in a circle. What :func:`dependencies` says never does.
     """
     users: list[list[int]] = [[] for _ in needs]
     for index, needed in enumerate(needs):
@@ -157,4 +158,6 @@ def needs_first(needs: Sequence[Sequence[int]]) -> list[int]:
             missing[user] -= 1
             if missing[user] == 0:
                 sequence.append(user)
+    if len(sequence) < len(needs):
+        raise ValueError("compute instructions need each other in a circle")
     return sequence

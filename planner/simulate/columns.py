@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -31,6 +31,12 @@ CODES = {cls: code for code, cls in enumerate(INSTRUCTIONS)}
 _COMPUTE = tuple(
     CODES[cls] for cls in (Forward, Recompute, Backward, BackwardInput, BackwardWeight)
 )
+
+
+def bytes_of(arrays: Any) -> int:
+    """Memory of the arrays among the fields of a dataclass."""
+    values = (getattr(arrays, field.name) for field in fields(arrays))
+    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -71,6 +77,11 @@ class Columns:
                 if hasattr(kind, "micro_batch"):
                     columns.micro_batches[rows] = columns.numbers(rows, "micro_batch")
         return columns
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays."""
+        return bytes_of(self)
 
     def rows(self, *kinds: type[Instruction]) -> Ints:
         """Rows of these instructions, ascending."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock import _native
-from penstock.planner.simulate.columns import Ints
+from penstock.planner.simulate.columns import Ints, bytes_of
 from penstock.planner.simulate.lanes import Lane
 from penstock.planner.simulate.network import Network
 
@@ -91,6 +91,11 @@ class Tasks:
     edge_tasks: NDArray[np.int32]
     edge_needs: NDArray[np.int32]
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays."""
+        return bytes_of(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Times:
@@ -102,6 +107,11 @@ class Times:
     starts: Floats
     ends: Floats
     rates: tuple[tuple[float, int, float], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays."""
+        return bytes_of(self)
 
 
 _TYPES: dict[str, Any] = {

@@ -83,6 +83,16 @@ class Simulation:
         )
 
     @property
+    def num_tasks(self) -> int:
+        """Pieces of work that were simulated."""
+        return len(self.tasks.seconds)
+
+    @property
+    def array_bytes(self) -> int:
+        """Memory that the simulation itself keeps: proportional to the plan's instructions."""
+        return self.columns.num_bytes + self.tasks.num_bytes + self.times.num_bytes
+
+    @property
     def optimizer_tail_s(self) -> float:
         """Time after the last compute instruction: offloads and optimizer work that were not
         hidden.

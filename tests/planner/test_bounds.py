@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.bounds import lower_bound_s, one_machine_s
+from penstock.planner.bounds import lower_bound_s, needs_first, one_machine_s
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.schedule import Schedule
@@ -70,3 +70,9 @@ def test_no_scheme_is_faster(scheme: str) -> None:
         bound = lower_bound_s(schedule.layout, schedule.orders, costs)
         taken = order_times(schedule.layout, schedule.orders, costs).makespan_s
         assert 0.0 < bound <= taken * (1 + 1e-12)
+
+
+def test_a_sequence_puts_needs_first() -> None:
+    assert needs_first([[2], [0], []]) == [2, 0, 1]
+    with pytest.raises(ValueError, match="need each other in a circle"):
+        needs_first([[1], [0]])
