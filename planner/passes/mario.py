@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from penstock.planner.layout import Order, OrderedInstruction, Residency
 from penstock.planner.passes.base import Pass, PassContext
-from penstock.planner.passes.dispatch import fill_waits, is_less, makespan_s
+from penstock.planner.passes.dispatch import fill_waits
 from penstock.planner.schedule import Schedule
 from penstock.protocol.instructions import (
     Backward,
@@ -145,17 +145,13 @@ def _filled(
 
 
 def mario(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 1 once, then passes 2 to 4 again and again while the schedule gets shorter."""
+    """Pass 1 once, then passes 2 to 4 until passes 2 and 3 find nothing more to do."""
     schedule = apply_checkpoint(schedule, context)
-    best_s = makespan_s(schedule, context)
     while True:
-        candidate = schedule
-        for one in (overlap_recompute, remove_redundancy, prepose_forward):
-            candidate = one(candidate, context)
-        candidate_s = makespan_s(candidate, context)
-        if not is_less(candidate_s, best_s):
-            return candidate
-        schedule, best_s = candidate, candidate_s
+        candidate = remove_redundancy(overlap_recompute(schedule, context), context)
+        if candidate.orders == schedule.orders:
+            return schedule
+        schedule = prepose_forward(candidate, context)
 
 
 PASSES = (

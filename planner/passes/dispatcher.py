@@ -1,0 +1,339 @@
+"""The simulation behind :mod:`penstock.planner.passes.dispatch`: devices decide what they run next.
+
+It is run many times for one schedule, so what does not change from run to run is kept in a
+:class:`Board`, and what instructions make and need are numbers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from typing import Protocol
+
+from penstock.planner.layout import Order, OrderedInstruction, StageLayout, skipped_forwards
+from penstock.planner.passes.base import PassContext
+from penstock.planner.timing import makes, needs, seconds_of
+from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Keep,
+    Recompute,
+    SwapIn,
+)
+
+_ROUNDING = 1e-9
+"""Times that differ by less, relatively, count as the same."""
+
+BACKWARDS = (Recompute, Backward, BackwardInput)
+"""What keeps its order on a device, whatever moves around it."""
+
+
+def is_less(left_s: float, right_s: float) -> bool:
+    """Less by more than rounding."""
+    return left_s < right_s - _ROUNDING * abs(right_s)
+
+
+class Filling(StrEnum):
+    """Which fillers may run while the first instruction that is left waits."""
+
+    IN_GAPS = "in gaps"
+    """Those that end before that instruction started so far: nothing starts later than it did."""
+    IF_KNOWN = "if known"
+    """Those that end before that instruction can start, if this is known by then; else all."""
+    ALWAYS = "always"
+    """All."""
+
+
+class Room(Protocol):
+    """The memory of a device, as fillers see it."""
+
+    def admits(self, filler: OrderedInstruction) -> bool:
+        """Whether a filler may run now."""
+
+    def apply(self, instruction: OrderedInstruction) -> None:
+        """An instruction runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """An order, and of each of its instructions what deciding needs.
+
+    ``makes`` and ``inputs``: numbers of what it makes (-1: nothing) and waits for. ``lanes``:
+    instructions of one lane (-1: none) keep their order among themselves. ``may_move``: can be a
+    filler when it is the first that is left in its lane.
+    """
+
+    order: Order
+    seconds: tuple[float, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    makes: tuple[int, ...]
+    lanes: tuple[int, ...]
+    may_move: tuple[bool, ...]
+
+    def permuted(self, positions: Sequence[int]) -> Line:
+        """The same instructions in another order."""
+        return Line(
+            order=tuple([self.order[p] for p in positions]),
+            seconds=tuple([self.seconds[p] for p in positions]),
+            inputs=tuple([self.inputs[p] for p in positions]),
+            makes=tuple([self.makes[p] for p in positions]),
+            lanes=tuple([self.lanes[p] for p in positions]),
+            may_move=tuple([self.may_move[p] for p in positions]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """The lines of all devices. ``users``: devices that wait for each number."""
+
+    lines: tuple[Line, ...]
+    users: tuple[tuple[int, ...], ...]
+    hop_s: float
+
+    @classmethod
+    def of(
+        cls,
+        layout: StageLayout,
+        orders: Sequence[Order],
+        context: PassContext,
+        movable: tuple[type[OrderedInstruction], ...],
+    ) -> Board:
+        """A board on which fillers are of the ``movable`` kinds."""
+        numbers: dict[tuple[str, int, int], int] = defaultdict(count().__next__)
+        seconds = seconds_of(layout, context.costs)
+        skipped = skipped_forwards(layout, orders)
+        lines = tuple(
+            Line(
+                order=order,
+                seconds=tuple(map(seconds, order)),
+                inputs=tuple(
+                    tuple([numbers[key] for key in _inputs(layout, i, skipped)]) for i in order
+                ),
+                makes=tuple(next((numbers[key] for key in makes(i)), -1) for i in order),
+                lanes=tuple(map(_lane, order)),
+                may_move=_may_move(order, movable),
+            )
+            for order in orders
+        )
+        users: list[dict[int, None]] = [{} for _ in numbers]
+        for device, line in enumerate(lines):
+            for inputs in line.inputs:
+                for number in inputs:
+                    users[number][device] = None
+        return cls(lines=lines, users=tuple(map(tuple, users)), hop_s=context.hop_s)
+
+    def permuted(self, run: Dispatched) -> Board:
+        """The board on which every device does what it did in a run."""
+        lines = tuple(
+            line.permuted(places) for line, places in zip(self.lines, run.positions, strict=True)
+        )
+        return Board(lines=lines, users=self.users, hop_s=self.hop_s)
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """The orders of all devices."""
+        return tuple(line.order for line in self.lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched:
+    """For every device the positions of its line in the order in which they ran, and when."""
+
+    positions: tuple[tuple[int, ...], ...]
+    starts_s: tuple[tuple[float, ...], ...]
+    makespan_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Device:
+    """A line and what of it is done.
+
+    ``lanes`` and ``backwards``: positions that are left, of each lane and of :data:`BACKWARDS`.
+    ``latest_s``: when each instruction started so far.
+    """
+
+    line: Line
+    latest_s: Sequence[float]
+    lanes: tuple[deque[int], ...]
+    backwards: deque[int]
+    done: list[bool]
+    head: int = 0
+    free_s: float = 0.0
+    chosen: list[int] = field(default_factory=list)
+    starts_s: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, line: Line, latest_s: Sequence[float]) -> _Device:
+        lanes: dict[int, deque[int]] = defaultdict(deque)
+        for position, lane in enumerate(line.lanes):
+            if lane >= 0:
+                lanes[lane].append(position)
+        backwards = (p for p, i in enumerate(line.order) if isinstance(i, BACKWARDS))
+        return cls(
+            line=line,
+            latest_s=latest_s,
+            lanes=tuple(lanes.values()),
+            backwards=deque(backwards),
+            done=[False] * len(line.order),
+        )
+
+    def skip_done(self) -> bool:
+        """Move on to the first instruction that is left; whether there is one."""
+        done = self.done
+        while self.head < len(done) and done[self.head]:
+            self.head += 1
+        return self.head < len(done)
+
+    def fillers(self) -> Iterator[int]:
+        """Positions behind the head that may be taken next, in order."""
+        done = self.done
+        for queue in (self.backwards, *self.lanes):
+            while queue and done[queue[0]]:
+                queue.popleft()
+        for position in sorted([lane[0] for lane in self.lanes if lane]):
+            if position != self.head and self.line.may_move[position]:
+                recompute = isinstance(self.line.order[position], Recompute)
+                if not recompute or position == self.backwards[0]:
+                    yield position
+
+
+class Dispatcher:
+    """One simulation; :meth:`run` may be called once.
+
+    ``latest_s``: when the instructions of each line started so far. ``rooms``: of each device, or
+    none where memory is no limit.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        latest_s: Sequence[Sequence[float]],
+        filling: Filling,
+        rooms: Sequence[Room] = (),
+    ) -> None:
+        self._board = board
+        self._filling = filling
+        self._rooms = rooms
+        self._made_s: list[float | None] = [None] * len(board.users)
+        self._made_by = [-1] * len(board.users)
+        self._devices = [
+            _Device.of(line, starts_s) for line, starts_s in zip(board.lines, latest_s, strict=True)
+        ]
+
+    def run(self) -> Dispatched:
+        """Run everything."""
+        events = [(0.0, number) for number in range(len(self._devices))]
+        while events:
+            now_s, number = heapq.heappop(events)
+            device = self._devices[number]
+            if device.free_s > now_s or not device.skip_done():
+                continue
+            position, wake_s = self._choose(number, now_s)
+            if position is not None:
+                for event in self._start(number, position, now_s):
+                    heapq.heappush(events, event)
+            elif wake_s is not None:
+                heapq.heappush(events, (wake_s, number))
+        return Dispatched(
+            positions=tuple(tuple(device.chosen) for device in self._devices),
+            starts_s=tuple(tuple(device.starts_s) for device in self._devices),
+            makespan_s=max((device.free_s for device in self._devices), default=0.0),
+        )
+
+    def _choose(self, number: int, now_s: float) -> tuple[int | None, float | None]:
+        """What to start now; else when to look again, as far as that is known."""
+        device = self._devices[number]
+        ready_s = self._ready_s(number, device.head)
+        if ready_s is not None and ready_s <= now_s:
+            return device.head, None
+        wake_s = ready_s
+        for position in device.fillers():
+            filler_s = self._ready_s(number, position)
+            if filler_s is None or not self._fits(device, position, max(filler_s, now_s), ready_s):
+                continue
+            if self._rooms and not self._rooms[number].admits(device.line.order[position]):
+                continue
+            if filler_s <= now_s:
+                return position, None
+            wake_s = filler_s if wake_s is None else min(wake_s, filler_s)
+        return None, wake_s
+
+    def _fits(self, device: _Device, position: int, start_s: float, ready_s: float | None) -> bool:
+        if self._filling is Filling.ALWAYS:
+            return True
+        limit_s = device.latest_s[device.head] if self._filling is Filling.IN_GAPS else ready_s
+        return limit_s is None or not is_less(limit_s, start_s + device.line.seconds[position])
+
+    def _start(self, number: int, position: int, now_s: float) -> Iterator[tuple[float, int]]:
+        """Book an instruction; who may go on when it has ended."""
+        device = self._devices[number]
+        device.done[position] = True
+        device.free_s = end_s = now_s + device.line.seconds[position]
+        device.chosen.append(position)
+        device.starts_s.append(now_s)
+        if self._rooms:
+            self._rooms[number].apply(device.line.order[position])
+        yield end_s, number
+        made = device.line.makes[position]
+        if made >= 0:
+            self._made_s[made] = end_s
+            self._made_by[made] = number
+            for user in self._board.users[made]:
+                if user != number:
+                    yield end_s + self._board.hop_s, user
+
+    def _ready_s(self, number: int, position: int) -> float | None:
+        """When the inputs of an instruction are there; ``None`` while somebody has yet to start."""
+        ready_s = 0.0
+        for made in self._devices[number].line.inputs[position]:
+            made_s = self._made_s[made]
+            if made_s is None:
+                return None
+            if self._made_by[made] != number:
+                made_s += self._board.hop_s
+            if made_s > ready_s:
+                ready_s = made_s
+        return ready_s
+
+
+def _inputs(
+    layout: StageLayout, instruction: OrderedInstruction, skipped: frozenset[tuple[int, int]]
+) -> Iterator[tuple[str, int, int]]:
+    """What must be made first: more than the data, for what leaves its place in an order."""
+    yield from needs(layout, instruction, skipped)
+    if isinstance(instruction, Recompute) and layout.is_coupled(instruction.stage):
+        work = (instruction.stage, instruction.micro_batch)
+        if work not in skipped:
+            yield "F", *work
+
+
+def _may_move(order: Order, movable: tuple[type[OrderedInstruction], ...]) -> tuple[bool, ...]:
+    swapped = {(i.stage, i.micro_batch) for i in order if isinstance(i, SwapIn)}
+
+    def moves(instruction: OrderedInstruction) -> bool:
+        match instruction:
+            case Forward(keep=keep):
+                return keep is Keep.INPUT
+            case Recompute(stage=stage, micro_batch=micro_batch):
+                return (stage, micro_batch) not in swapped
+        return True
+
+    return tuple([isinstance(i, movable) and moves(i) for i in order])
+
+
+def _lane(instruction: OrderedInstruction) -> int:
+    """Forwards by stage, weight gradients by stage, all recomputations."""
+    match instruction:
+        case Forward(stage=stage):
+            return 1 + 2 * stage
+        case BackwardWeight(stage=stage):
+            return 2 + 2 * stage
+        case Recompute():
+            return 0
+    return -1
