@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.planner.passes import mario, obscura, two_bp
+from penstock.planner.passes import mario, obscura, own, spipe, two_bp
 from penstock.planner.passes.base import Pass, PassContext
 
-_ALL: tuple[Pass, ...] = (*mario.PASSES, *two_bp.PASSES, *obscura.PASSES)
+_ALL: tuple[Pass, ...] = (
+    *mario.PASSES,
+    *two_bp.PASSES,
+    *obscura.PASSES,
+    *spipe.PASSES,
+    *own.PASSES,
+)
 
 PASSES: Mapping[str, Pass] = MappingProxyType({one.name: one for one in _ALL})
 """Every pass that ``--passes`` can name."""

@@ -1,0 +1,146 @@
+"""SPipe: forward and backward of a block on different devices, and finer backward stages.
+
+Source: Ryu et al., "SPipe: Hybrid GPU and CPU Pipeline for Training LLMs under Memory Pressure",
+section 3.1. Two passes, for schedules of all forwards, then all backwards, with full recomputation
+and streamed weights (Mobius): ``decouple-backward`` and ``refine-backward``. Mobius with both is
+the scheme :mod:`penstock.planner.schemes.spipe`.
+
+The rest of section 3 is no matter of the order of compute instructions, and holds for every
+schedule:
+
+- Checkpoints leave right after the forward that makes them, and their receives are posted at the
+  matching step (asynchronous checkpoint communication): :mod:`penstock.planner.lowering.transfers`.
+- The next stage's weights arrive while the current one computes, gradients leave when the last
+  micro-batch of their stage is done: :mod:`penstock.planner.lowering.weights` and ``.gradients``.
+- Each backward stage's gradients are an optimizer task of their own, which starts as soon as they
+  are in host memory (asynchronous CPU optimizer, section 3.2):
+  :class:`penstock.planner.cluster.OptimizerStart`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from penstock.planner.costs import Costs
+from penstock.planner.layout import Residency, StageLayout
+from penstock.planner.partition import partition
+from penstock.planner.passes.base import Pass, PassContext
+from penstock.planner.schedule import Schedule
+from penstock.planner.schemes.base import Recomputation, all_forward_all_backward
+from penstock.planner.schemes.spipe import SCHEME
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import Forward, Keep, Recompute
+from penstock.protocol.plan import StageRange
+
+
+def decouple_backward(schedule: Schedule, context: PassContext) -> Schedule:
+    """Decoupled pass assignment: backward stages in the order in which devices become free.
+
+    Raises:
+        ConfigError: not all forwards first, activations kept, or resident weights.
+    """
+    del context
+    require_decouplable(schedule, "decouple-backward")
+    return with_backward_cut(schedule, [stage.blocks for stage in schedule.layout.backward])
+
+
+def refine_backward(schedule: Schedule, context: PassContext) -> Schedule:
+    """Fine-grained backward stages, equation 1: each becomes d stages of 1/d of its blocks.
+
+    d makes a backward stage (recomputation and backward) about as long as a forward stage: the
+    mean ratio of the two, rounded; no more stages than a stage has blocks.
+
+    Raises:
+        ConfigError: as :func:`decouple_backward`.
+    """
+    require_decouplable(schedule, "refine-backward")
+    finer = backward_to_forward(schedule.layout, context.costs)
+    cut: list[range] = []
+    for stage in schedule.layout.backward:
+        count = min(finer, len(stage.blocks))
+        work = [_backward_s(context.costs, block) for block in stage.blocks]
+        cut += [
+            range(stage.start + part.start, stage.start + part.stop)
+            for part in partition(work, count)
+        ]
+    return with_backward_cut(schedule, cut)
+
+
+def backward_to_forward(layout: StageLayout, costs: Costs) -> int:
+    """Equation 1's d: backward stages that take as long, each, as one forward stage."""
+    blocks = range(layout.num_blocks)
+    forward_s = costs.of(blocks).forward_s
+    backward_s = sum(_backward_s(costs, block) for block in blocks)
+    ratio = backward_s * len(layout.forward) / (forward_s * len(layout.backward) or 1.0)
+    return max(1, round(ratio))
+
+
+def with_backward_cut(schedule: Schedule, cut: Sequence[range]) -> Schedule:
+    """The schedule with these backward stages, placed and ordered as SPipe does."""
+    layout = schedule.layout
+    placement = SCHEME.place(len(layout.forward), len(cut), layout.num_devices)
+    layout = replace(
+        layout,
+        backward=tuple(
+            StageRange(start=blocks.start, stop=blocks.stop, device=device)
+            for blocks, device in zip(cut, placement.backward, strict=True)
+        ),
+    )
+    orders = all_forward_all_backward(layout, Recomputation(mode="full"))
+    waits = {i.after for order in schedule.orders for i in order if isinstance(i, Recompute)}
+    if len(waits) == 1:
+        (after,) = waits
+        orders = tuple(
+            tuple(replace(i, after=after) if isinstance(i, Recompute) else i for i in order)
+            for order in orders
+        )
+    return replace(schedule, scheme=SCHEME.name, layout=layout, orders=orders)
+
+
+def require_decouplable(schedule: Schedule, name: str) -> None:
+    """Forwards keep inputs only and come first, weights are streamed, there is one route.
+
+    Raises:
+        ConfigError: otherwise; names the pass.
+    """
+    forwards_first = all(
+        not isinstance(later, Forward)
+        for order in schedule.orders
+        for earlier, later in pairwise(order)
+        if not isinstance(earlier, Forward)
+    )
+    keeps = {i.keep for order in schedule.orders for i in order if isinstance(i, Forward)}
+    problems = (
+        (schedule.residency is not Residency.STREAMED, "keeps weights on their devices"),
+        (schedule.layout.num_routes > 1, "has several routes"),
+        (keeps != {Keep.INPUT}, "keeps activations"),
+        (not forwards_first, "runs forwards between backwards"),
+    )
+    for wrong, reason in problems:
+        if wrong:
+            raise ConfigError(
+                f"passes: {name}: {schedule.scheme} {reason}; accepted: mobius or spipe with"
+                " recompute full"
+            )
+
+
+def _backward_s(costs: Costs, block: int) -> float:
+    cost = costs.blocks[block]
+    return cost.recompute_s + cost.backward_s
+
+
+PASSES = (
+    Pass(
+        name="decouple-backward",
+        summary="SPipe, 3.1: backward stages go to the devices in the order they become free",
+        run=decouple_backward,
+    ),
+    Pass(
+        name="refine-backward",
+        summary="SPipe, 3.1, eq. 1: cut backward stages until they take as long as forward stages",
+        run=refine_backward,
+    ),
+)
+"""In the order in which they are meant to run."""
