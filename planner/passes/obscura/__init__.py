@@ -46,9 +46,11 @@ def obscura(
     *,
     grain: Grain = Grain.STAGE,
     evictions: Sequence[int] | None = None,
+    printed: bool = False,
 ) -> Schedule:
     """The whole transformation, from 1F1B without recomputation; arguments as in
-    :func:`~penstock.planner.passes.obscura.aware.swap_aware_recompute`.
+    :func:`~penstock.planner.passes.obscura.aware.swap_aware_recompute` and
+    :func:`~penstock.planner.passes.obscura.partition.adjust_partition`.
 
     Raises:
         ConfigError: another shape, or nothing fits the memory limit.
@@ -57,7 +59,7 @@ def obscura(
     for step in (migrate_forwards, relax_dependencies, refine_migration):
         schedule = step(schedule, context)
     schedule = swap_aware_recompute(schedule, context, grain=grain, evictions=evictions)
-    return adjust_partition(schedule, context, grain=grain)
+    return adjust_partition(schedule, context, grain=grain, printed=printed)
 
 
 def obscura_any_swap(schedule: Schedule, context: PassContext) -> Schedule:

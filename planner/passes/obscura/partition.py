@@ -2,9 +2,12 @@
 
 Recomputation that the bubbles cannot conceal makes adjusted stages slower than the others. Blocks
 move one at a time from the slowest adjusted stage to the fastest other one, until both take the
-same time by the model of section 7.1; the last move, which would overshoot, is taken back. Costs
-with half layers as blocks give the paper's granularity. Stages are ranges of consecutive blocks,
-so a move shifts all stages between the two by one block.
+same time by the model of section 7.1. Costs with half layers as blocks give the paper's
+granularity. Stages are ranges of consecutive blocks, so a move shifts all stages between the two.
+
+As printed, the algorithm takes back its last move, which overshoots. But when several adjusted
+stages are equally slow, only the last of their moves shortens anything, and taking it back leaves
+the others without use. So the fastest partition on the way is taken here, unless told otherwise.
 
 Beyond the algorithm as printed: memory must suffice *with* the moved block (printed: before, in the
 stage that takes it); a stage keeps at least one block; and it ends where no stage can give or take.
@@ -12,6 +15,7 @@ stage that takes it); a stage keeps at least one block; and it ends where no sta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -26,24 +30,43 @@ from penstock.protocol.plan import StageRange
 
 
 def adjust_partition(
-    schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE
+    schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE, printed: bool = False
 ) -> Schedule:
     """Algorithm 1. The orders stay as they are, only the stages' blocks change.
+
+    Result: the fastest of the visited partitions by the model, the one with the fewest moves among
+    equals. With ``printed`` the last but one instead, as in line 10 of the algorithm.
 
     Raises:
         ConfigError: no 1F1B shape.
     """
+    visited = tuple(partitions(schedule, context, grain))
+    if printed:
+        return visited[max(len(visited) - 2, 0)]
+    return min(visited, key=lambda one: _time_s(one, context))
+
+
+def partitions(schedule: Schedule, context: PassContext, grain: Grain) -> Iterator[Schedule]:
+    """The schedule, and what it becomes move by move until adjusted stages no longer set the
+    pace, or no stage can give or take.
+    """
+    yield schedule
     adjusted = adjusted_stages(schedule)
     if not adjusted or adjusted[-1] + 1 == len(schedule.layout.forward):
-        return schedule
-    last = adjusted[-1]
-    previous = schedule
-    while _is_slower(schedule, context, last):
-        previous, moved = schedule, _moved(schedule, context, last, grain)
+        return
+    while _is_slower(schedule, context, adjusted[-1]):
+        moved = _moved(schedule, context, adjusted[-1], grain)
         if moved is None:
-            break
+            return
+        yield moved
         schedule = moved
-    return previous
+
+
+def _time_s(schedule: Schedule, context: PassContext) -> float:
+    """T_0."""
+    last = max(adjusted_stages(schedule), default=-1)
+    times = stage_times(schedule, context)
+    return execution_times(times, schedule.layout.num_microbatches, last)[0]
 
 
 def _is_slower(schedule: Schedule, context: PassContext, last: int) -> bool:

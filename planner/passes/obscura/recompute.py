@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Values of beta that are tried where a fraction can be swapped."""
@@ -145,6 +144,9 @@ def solve(problem: RecomputeProblem, swap: Swap) -> Choice | None:
     Raises:
         RuntimeError: the solver failed otherwise.
     """
+    # Takes half a second, which every command that lists passes would pay.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     for index, stage in enumerate(problem.stages):
         if problem.evicted(index, swap) > max(evictions_of(stage), 0):
             return None

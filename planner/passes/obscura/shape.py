@@ -8,7 +8,7 @@ backwards (:attr:`StageOrder.ahead`) and what forwards keep. Swaps are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
@@ -16,7 +16,15 @@ from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.planner.timing import OrderTimes
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Backward, Forward, Keep, Recompute, SwapIn, SwapOut
+from penstock.protocol.instructions import (
+    Backward,
+    Forward,
+    Keep,
+    Recompute,
+    RecomputeAfter,
+    SwapIn,
+    SwapOut,
+)
 
 NONE = Recomputation(mode="none")
 FULL = Recomputation(mode="full")
@@ -27,12 +35,14 @@ class StageOrder:
     """The order of one stage, which is its device's only one.
 
     ``ahead[m]``: how many forwards run before backward ``m`` (and its recomputation); never
-    decreases. 1F1B has ``min(p - s + m, micro-batches)`` in stage ``s`` of ``p``.
+    decreases. 1F1B has ``min(p - s + m, micro-batches)`` in stage ``s`` of ``p``. ``after``: what
+    recomputation waits for.
     """
 
     stage: int
     recompute: Recomputation
     ahead: tuple[int, ...]
+    after: RecomputeAfter = RecomputeAfter.CHECKPOINT
 
     @property
     def num_microbatches(self) -> int:
@@ -51,13 +61,21 @@ class StageOrder:
 
     def instructions(self) -> Order:
         """The order."""
-        order: list[Forward | Recompute | Backward] = []
+        order: list[OrderedInstruction] = []
         done = 0
         for m, count in enumerate(self.ahead):
             order += (self.recompute.forward(self.stage, f) for f in range(done, count))
-            order += self.recompute.backward(self.stage, m)  # type: ignore[arg-type]
+            order += self.backward(m)
             done = count
         return tuple(order)
+
+    def backward(self, micro_batch: int) -> Iterator[OrderedInstruction]:
+        """One backward, with its recomputation."""
+        for instruction in self.recompute.backward(self.stage, micro_batch):
+            if isinstance(instruction, Recompute):
+                yield replace(instruction, after=self.after)
+            else:
+                yield instruction
 
 
 def one_f_one_b_ahead(num_stages: int, stage: int, num_microbatches: int) -> tuple[int, ...]:
@@ -101,6 +119,7 @@ def require_shape(schedule: Schedule) -> None:
 def _read(stage: int, order: Sequence[OrderedInstruction]) -> StageOrder:
     forwards: list[Forward] = []
     ahead: list[int] = []
+    after = RecomputeAfter.CHECKPOINT
     for instruction in order:
         match instruction:
             case Forward(micro_batch=m) if m == len(forwards):
@@ -108,14 +127,16 @@ def _read(stage: int, order: Sequence[OrderedInstruction]) -> StageOrder:
             case Backward(micro_batch=m) if m == len(ahead):
                 ahead.append(len(forwards))
             case Recompute(micro_batch=m) if m == len(ahead):
-                pass
+                after = instruction.after
             case _:
                 raise ConfigError(
                     f"schedule.passes: the passes of Obscura expect forwards and unsplit backwards"
                     f" in the order of micro-batches; stage {stage} has {instruction}. Apply them"
                     " first, to scheme 1f1b"
                 )
-    return StageOrder(stage=stage, recompute=_recomputation(forwards), ahead=tuple(ahead))
+    return StageOrder(
+        stage=stage, recompute=_recomputation(forwards), ahead=tuple(ahead), after=after
+    )
 
 
 def _recomputation(forwards: Sequence[Forward]) -> Recomputation:

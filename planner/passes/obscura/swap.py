@@ -61,7 +61,7 @@ class _Placer:
                     yield self._evict(forward)
             done = count
             yield from self._make_room(m, more=done < total)
-            yield from self.order.recompute.backward(stage, m)
+            yield from self.order.backward(m)
             self.here.remove(m)
             yield from self._load(m)
 
