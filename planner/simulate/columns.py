@@ -28,9 +28,7 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 CODES = {cls: code for code, cls in enumerate(INSTRUCTIONS)}
-_COMPUTE = tuple(
-    CODES[cls] for cls in (Forward, Recompute, Backward, BackwardInput, BackwardWeight)
-)
+_COMPUTE = (Forward, Recompute, Backward, BackwardInput, BackwardWeight)
 
 
 def bytes_of(arrays: Any) -> int:
@@ -59,11 +57,9 @@ class Columns:
         """Every instruction is looked at once for its type, and once for each of its numbers."""
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
         flat = list(chain.from_iterable(programs))
-        instructions = np.empty(len(flat), dtype=np.object_)
-        instructions[:] = flat
         codes = np.fromiter(map(CODES.__getitem__, map(type, flat)), np.int8, len(flat))
         columns = cls(
-            instructions=instructions,
+            instructions=np.fromiter(flat, np.object_, len(flat)),
             codes=codes,
             devices=np.repeat(np.arange(len(programs), dtype=np.int64), lengths),
             starts=np.concatenate(([0], np.cumsum(lengths)[:-1])),
@@ -85,9 +81,14 @@ class Columns:
 
     def rows(self, *kinds: type[Instruction]) -> Ints:
         """Rows of these instructions, ascending."""
-        wanted = np.zeros(len(INSTRUCTIONS), dtype=np.bool_)
-        wanted[[CODES[kind] for kind in kinds]] = True
-        return np.flatnonzero(wanted[self.codes])
+        found = [self._rows_by_code[CODES[kind]] for kind in kinds]
+        return found[0] if len(found) == 1 else np.sort(np.concatenate(found), kind="stable")
+
+    @cached_property
+    def _rows_by_code(self) -> list[Ints]:
+        order = np.argsort(self.codes, kind="stable")
+        counts = np.bincount(self.codes, minlength=len(INSTRUCTIONS))
+        return np.split(order, np.cumsum(counts)[:-1])
 
     def at(self, rows: Ints) -> Iterable[Any]:
         """The instructions of rows."""
@@ -105,9 +106,7 @@ class Columns:
     @cached_property
     def computes(self) -> Ints:
         """Rows of what occupies the compute stream."""
-        wanted = np.zeros(len(INSTRUCTIONS), dtype=np.bool_)
-        wanted[list(_COMPUTE)] = True
-        return np.flatnonzero(wanted[self.codes])
+        return self.rows(*_COMPUTE)
 
     @cached_property
     def _computes_before(self) -> Ints:

@@ -18,7 +18,11 @@ from penstock.protocol.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """One plan on one cluster; ``drops``: operators dropped by (stage, micro-batch)."""
+    """One plan on one cluster.
+
+    ``drops``: operators dropped, by (stage, micro-batch). ``places``: of a micro-batch among those
+    of its route, so that tables by stage and place have no gaps.
+    """
 
     plan: Plan
     layout: StageLayout
@@ -29,15 +33,16 @@ class Context:
     network: Network
     builder: GraphBuilder
     drops: dict[tuple[int, int], tuple[str, ...]]
+    places: Ints
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs, cluster: Cluster) -> Context:
         """Nothing is lowered yet."""
-        columns = Columns.of(plan.programs)
+        columns, layout = Columns.of(plan.programs), StageLayout.of(plan)
         num_nodes = cluster.node_of(plan.num_devices - 1) + 1
         return cls(
             plan=plan,
-            layout=StageLayout.of(plan),
+            layout=layout,
             costs=costs,
             cluster=cluster,
             columns=columns,
@@ -45,7 +50,21 @@ class Context:
             network=Network(cluster),
             builder=GraphBuilder(),
             drops=_drops(columns),
+            places=_places(layout),
         )
+
+    @property
+    def num_pairs(self) -> int:
+        """Above every number that :meth:`pairs` gives."""
+        num_stages = max(len(self.layout.forward), len(self.layout.backward)) + 2
+        return num_stages * (int(self.places.max()) + 1)
+
+    def pairs(self, rows: Ints, *, step: int = 0) -> Ints:
+        """A number for (stage + step, micro-batch) of each row; ``step`` is -1, 0 or 1."""
+        stages = self.columns.stages[rows] + (step + 1)
+        places = self.places[self.columns.micro_batches[rows]]
+        pairs: Ints = stages * (int(self.places.max()) + 1) + places
+        return pairs
 
     def forward(self, stage: int) -> BlockCost:
         """Costs of a forward stage."""
@@ -68,17 +87,22 @@ class Context:
         return int(barrier[0])
 
 
+def _places(layout: StageLayout) -> Ints:
+    places = np.empty(layout.num_microbatches, dtype=np.int64)
+    for members in layout.microbatches_of_route:
+        places[list(members)] = np.arange(len(members))
+    return places
+
+
 def _drops(columns: Columns) -> dict[tuple[int, int], tuple[str, ...]]:
     rows = columns.rows(Forward)
     selective = columns.map(rows, lambda forward: forward.keep is Keep.SELECTIVE) > 0
     return {(f.stage, f.micro_batch): f.drop for f in columns.at(rows[selective])}
 
 
-def lookup(keys: Ints, values: Ints, wanted: Ints) -> Ints:
-    """Value of each wanted key, -1 where there is none. Keys are unique."""
-    if not len(keys):
-        return np.full(len(wanted), -1, dtype=np.int64)
-    order = np.argsort(keys)
-    place = np.searchsorted(keys, wanted, sorter=order)
-    found = order[np.minimum(place, len(keys) - 1)]
-    return np.where(keys[found] == wanted, values[found], -1)
+def lookup(keys: Ints, values: Ints, wanted: Ints, size: int) -> Ints:
+    """Value of each wanted key, -1 where there is none. Keys are unique, and below ``size``."""
+    table = np.full(size, -1)
+    table[keys] = values
+    found: Ints = table[wanted]
+    return found

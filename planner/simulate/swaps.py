@@ -61,14 +61,13 @@ def _bytes(context: Context, swap: SwapOut | SwapIn) -> float:
 
 def _add_users(context: Context, tasks: Ints, rows: Ints) -> None:
     """The recomputation and the backward of what comes back wait for it."""
-    columns, count = context.columns, context.layout.num_microbatches
+    columns = context.columns
     back = columns.rows(SwapIn)
     arriving = tasks[np.searchsorted(rows, back)]
-    wanted = columns.stages[back] * count + columns.micro_batches[back]
+    wanted = context.pairs(back)
     for kind in (Recompute, Backward, BackwardInput):
         users = columns.rows(kind)
-        keys = columns.stages[users] * count + columns.micro_batches[users]
         numbers = np.searchsorted(columns.computes, users)
-        found = lookup(keys, numbers, wanted)
+        found = lookup(context.pairs(users), numbers, wanted, context.num_pairs)
         later = (found >= 0) & (columns.computes[found] > back)
         context.builder.need(found[later], arriving[later])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner.simulate.columns import Columns, Ints
+from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
 from penstock.planner.simulate.graph import Floats, Label
 from penstock.planner.simulate.lanes import Lane
@@ -13,7 +13,6 @@ from penstock.protocol.instructions import (
     Backward,
     BackwardInput,
     Forward,
-    Instruction,
     Recompute,
     RecomputeAfter,
     RecvActivation,
@@ -27,6 +26,11 @@ from penstock.protocol.instructions import (
 _SENDS = (SendActivation, SendGradient, SendCheckpoint)
 _RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
 _ACTIVATION, _GRADIENT, _CHECKPOINT = range(3)
+_KINDS = np.zeros(len(CODES), dtype=np.int64)
+"""Which of the three tensors a send or receive moves, by code."""
+_KINDS[[CODES[kind] for kind in _SENDS]] = range(3)
+_KINDS[[CODES[kind] for kind in _RECEIVES]] = range(3)
+_KINDS.flags.writeable = False
 
 
 def add_transfers(context: Context) -> None:
@@ -58,9 +62,9 @@ def _amounts(context: Context, rows: Ints) -> Floats:
     outputs = np.array([blocks[stage.stop - 1].output_bytes for stage in layout.forward])
     # What goes into a backward stage is what comes out of the block before it.
     inputs = np.array([blocks[stage.start - 1].output_bytes for stage in layout.backward])
-    stages, kinds = columns.stages[rows], _kinds(columns, rows, _SENDS)
+    stages = columns.stages[rows]
     amounts = np.empty(len(rows))
-    forward = kinds == _ACTIVATION
+    forward = _KINDS[columns.codes[rows]] == _ACTIVATION
     amounts[forward] = outputs[stages[forward]]
     amounts[~forward] = inputs[stages[~forward]]
     return amounts
@@ -79,16 +83,13 @@ def _receives(context: Context, sends: Ints, targets: Ints) -> Ints:
     """Row of the receive of each send."""
     columns = context.columns
     receives = columns.rows(*_RECEIVES)
-    posted = _keys(context, receives, _kinds(columns, receives, _RECEIVES))
-    sent = _keys(context, sends, _kinds(columns, sends, _SENDS))
-    num_devices = context.plan.num_devices
-    peers = columns.numbers(receives, "peer")
-    posted = (posted * num_devices + peers) * num_devices + columns.devices[receives]
-    sent = (sent * num_devices + columns.devices[sends]) * num_devices + targets
-    found = lookup(posted, receives, sent)
-    missing = np.flatnonzero(found < 0)
-    if len(missing):
-        row = int(sends[missing[0]])
+    found = lookup(_tensors(context, receives), receives, _tensors(context, sends), _size(context))
+    there = found >= 0
+    peers = np.full(len(columns.codes), -1)
+    peers[receives] = columns.numbers(receives, "peer")
+    there &= (columns.devices[found] == targets) & (peers[found] == columns.devices[sends])
+    if not there.all():
+        row = int(sends[np.flatnonzero(~there)[0]])
         raise ConfigError(
             f"plan: device {columns.devices[row]}, instruction {columns.position(row)}"
             f" ({columns.instructions[row]}): its peer never receives this"
@@ -98,14 +99,14 @@ def _receives(context: Context, sends: Ints, targets: Ints) -> Ints:
 
 def _add_consumers(context: Context, tasks: Ints, sends: Ints, targets: Ints) -> None:
     """Compute instructions wait for what was sent to their device."""
-    columns, num_devices = context.columns, context.plan.num_devices
-    arriving = _keys(context, sends, _kinds(columns, sends, _SENDS)) * num_devices + targets
+    columns, builder, size = context.columns, context.builder, context.num_pairs
+    kinds = _KINDS[columns.codes[sends]]
 
     def wait(rows: Ints, kind: int, step: int) -> None:
-        wanted = _keys(context, rows, np.full(len(rows), kind), step=step)
-        wanted = wanted * num_devices + columns.devices[rows]
-        numbers = np.searchsorted(columns.computes, rows)
-        context.builder.need(numbers, lookup(arriving, tasks, wanted))
+        sent = np.flatnonzero(kinds == kind)
+        index = lookup(context.pairs(sends[sent]), sent, context.pairs(rows, step=step), size)
+        here = (index >= 0) & (targets[index] == columns.devices[rows])
+        builder.need(np.searchsorted(columns.computes, rows[here]), tasks[index[here]])
 
     wait(columns.rows(Forward), _ACTIVATION, -1)
     wait(columns.rows(Backward, BackwardInput), _GRADIENT, 1)
@@ -115,19 +116,11 @@ def _add_consumers(context: Context, tasks: Ints, sends: Ints, targets: Ints) ->
     wait(recomputes[late], _GRADIENT, 1)
 
 
-def _kinds(columns: Columns, rows: Ints, order: tuple[type[Instruction], ...]) -> Ints:
-    """Which of the three tensors a send or receive moves."""
-    kinds = np.zeros(len(columns.codes), dtype=np.int64)
-    for kind, instruction in enumerate(order):
-        kinds[columns.rows(instruction)] = kind
-    found: Ints = kinds[rows]
-    return found
+def _size(context: Context) -> int:
+    return 3 * context.num_pairs
 
 
-def _keys(context: Context, rows: Ints, kinds: Ints, *, step: int = 0) -> Ints:
-    """A number for (tensor, stage + step, micro-batch)."""
-    columns, layout = context.columns, context.layout
-    num_stages = len(layout.forward) + len(layout.backward) + 2
-    stages = columns.stages[rows] + step + 1
-    keys: Ints = kinds * num_stages + stages
-    return keys * layout.num_microbatches + columns.micro_batches[rows]
+def _tensors(context: Context, rows: Ints) -> Ints:
+    """A number for the tensor that a send or receive moves."""
+    tensors: Ints = _KINDS[context.columns.codes[rows]] * context.num_pairs + context.pairs(rows)
+    return tensors
