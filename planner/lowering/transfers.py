@@ -48,9 +48,12 @@ _TRANSFERS: Mapping[TensorKind, tuple[Callable[..., Send], Callable[..., Receive
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Message:
-    """Sent after compute instruction ``produced`` of ``source``, used by ``used`` of ``target``."""
+    """Sent after instruction ``produced`` of ``source``, used by ``used`` of ``target``.
+
+    Its receive is posted before instruction ``posted`` of ``target``.
+    """
 
     source: int
     target: int
@@ -58,6 +61,7 @@ class _Message:
     used: int
     send: Instruction
     receive: Instruction
+    posted: int = 0
 
 
 class _Uses:
@@ -100,8 +104,8 @@ def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Prog
         for position, instruction in enumerate(order)
         for message in _messages(layout, uses, device, position, instruction)
     ]
-    posts = _post_positions(messages, times)
-    return _merge(orders, messages, posts)
+    _post(messages, times)
+    return _merge(orders, messages)
 
 
 def _messages(
@@ -152,40 +156,38 @@ def _left_by(
                 yield TensorKind.GRADIENT, b, layout.backward[b - 1].device
 
 
-def _post_positions(messages: Sequence[_Message], times: OrderTimes) -> list[int]:
-    """For each message the compute instruction of its target before which its receive is posted."""
-    channels: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, message in enumerate(messages):
-        channels[message.source, message.target].append(index)
-    posts = [0] * len(messages)
+def _post(messages: Sequence[_Message], times: OrderTimes) -> None:
+    """Decide before which instruction of its target each receive is posted."""
+    channels: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+    for message in messages:
+        channels[message.source, message.target].append(message)
     for channel in channels.values():
         previous = 0
-        for index in channel:
-            message = messages[index]
-            posts[index] = max(message.used - 1, 0)
-            if isinstance(message.send, SendCheckpoint):
+        for message in channel:
+            message.posted = max(message.used - 1, 0)
+            if type(message.send) is SendCheckpoint:
                 sent_at = times.ends[message.source][message.produced]
                 matching = bisect_left(times.starts[message.target], sent_at)
-                posts[index] = min(posts[index], max(matching, previous))
-            previous = posts[index]
+                message.posted = min(message.posted, max(matching, previous))
+            previous = message.posted
         # In sending order, at the latest where a later message of the channel has to be posted.
-        for earlier, later in zip(channel[-2::-1], channel[:0:-1], strict=True):
-            posts[earlier] = min(posts[earlier], posts[later])
-    return posts
+        latest = channel[-1].posted
+        for message in reversed(channel):
+            latest = message.posted = min(message.posted, latest)
 
 
-def _merge(
-    orders: Sequence[Order], messages: Sequence[_Message], posts: Sequence[int]
-) -> tuple[Program, ...]:
-    before: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-    after: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-    for message, post in zip(messages, posts, strict=True):
-        before[message.target, post].append(message.receive)
-        after[message.source, message.produced].append(message.send)
+def _merge(orders: Sequence[Order], messages: Sequence[_Message]) -> tuple[Program, ...]:
+    before: list[list[list[Instruction]]] = [[[] for _ in order] for order in orders]
+    after: list[list[list[Instruction]]] = [[[] for _ in order] for order in orders]
+    for message in messages:
+        before[message.target][message.posted].append(message.receive)
+        after[message.source][message.produced].append(message.send)
     programs: list[Program] = []
-    for device, order in enumerate(orders):
+    for order, receives, sends in zip(orders, before, after, strict=True):
         program: list[Instruction] = []
-        for position, instruction in enumerate(order):
-            program += [*before[device, position], instruction, *after[device, position]]
+        for received, instruction, sent in zip(receives, order, sends, strict=True):
+            program += received
+            program.append(instruction)
+            program += sent
         programs.append(tuple(program))
     return tuple(programs)
