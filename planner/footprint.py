@@ -70,12 +70,17 @@ class Footprint:
         return tuple(sum(now) + self.static_bytes for now in zip(*uses, strict=True))
 
     @property
-    def peak(self) -> DevicePeak:
-        """The first instruction at which it holds most."""
+    def peak_position(self) -> int:
+        """The first instruction at which the device holds most (0 in an empty program)."""
         totals = self.total_bytes
-        if not totals:
+        return max(range(len(totals)), key=totals.__getitem__, default=0)
+
+    @property
+    def peak(self) -> DevicePeak:
+        """What it holds then."""
+        if not self.weight_bytes:
             return DevicePeak(static_bytes=self.static_bytes)
-        at = max(range(len(totals)), key=totals.__getitem__)
+        at = self.peak_position
         return DevicePeak(
             weight_bytes=self.weight_bytes[at],
             gradient_bytes=self.gradient_bytes[at],

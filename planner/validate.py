@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from penstock.planner.costs import Costs
-from penstock.planner.footprint import device_peaks
+from penstock.planner.footprint import footprints
 from penstock.planner.grid import program_grid
 from penstock.planner.layout import StageLayout
 from penstock.planner.rules import Machine, RuleError, Rules
@@ -27,16 +27,20 @@ class PlanError(ConfigError):
     Its text shows the whole grid, which is drawn only when somebody looks.
     """
 
-    def __init__(self, programs: Sequence[Program], name: str, error: RuleError) -> None:
-        program = programs[error.device]
-        step = f" ({program[error.position]})" if error.position < len(program) else ""
-        super().__init__(
-            f"{name}: device {error.device}, instruction {error.position}{step}: {error.reason}"
-        )
+    def __init__(self, programs: Sequence[Program], message: str, error: RuleError) -> None:
+        super().__init__(message)
         self.reason = error.reason
         self.device = error.device
         self.position = error.position
         self._programs = programs
+
+    @classmethod
+    def at_step(cls, programs: Sequence[Program], name: str, error: RuleError) -> PlanError:
+        """An instruction of programs called ``name`` breaks a rule."""
+        program = programs[error.device]
+        step = f" ({program[error.position]})" if error.position < len(program) else ""
+        message = f"{name}: device {error.device}, instruction {error.position}{step}"
+        return cls(programs, f"{message}: {error.reason}", error)
 
     def __str__(self) -> str:
         grid = program_grid(self._programs, mark=(self.device, self.position))
@@ -58,8 +62,8 @@ def validate(
     block.
 
     Raises:
-        PlanError: a program breaks a rule.
-        ConfigError: stages, devices and blocks do not fit together, or memory is short.
+        PlanError: a program breaks a rule, or memory is short (at the step that needs most).
+        ConfigError: stages, devices and blocks do not fit together.
     """
     plan.validate_shape()
     if table is not None and plan.num_blocks != len(table.blocks):
@@ -74,7 +78,9 @@ def validate(
         try:
             Machine(layout, programs, Rules.of(plan, evaluation=evaluation)).run()
         except RuleError as error:
-            raise PlanError(programs, "evaluation" if evaluation else "plan", error) from error
+            raise PlanError.at_step(
+                programs, "evaluation" if evaluation else "plan", error
+            ) from error
     if devices_per_node is not None:
         _check_updates(plan, devices_per_node)
     if costs is not None and memory_limit is not None:
@@ -98,22 +104,26 @@ def _check_updates(plan: Plan, devices_per_node: int) -> None:
                 if device // devices_per_node != node:
                     reason = f"block {instruction.block} is owned by node {node}, not by this one"
                     error = RuleError(device, position, reason)
-                    raise PlanError(plan.programs, "plan", error)
+                    raise PlanError.at_step(plan.programs, "plan", error)
 
 
 def _check_memory(plan: Plan, costs: Costs, memory_limit: float) -> None:
-    for device, peak in enumerate(device_peaks(plan, costs)):
-        if peak.total_bytes > memory_limit:
-            parts = {
-                "weights": peak.weight_bytes,
-                "gradients": peak.gradient_bytes,
-                "activations": peak.activation_bytes,
-                "workspace": peak.workspace_bytes,
-                "optimizer state": peak.static_bytes,
-            }
-            listed = ", ".join(f"{ceil(value)} {name}" for name, value in parts.items() if value)
-            raise ConfigError(
-                f"memory.device_limit = {memory_limit:.0f}: device {device} needs"
-                f" {ceil(peak.total_bytes)} bytes ({listed}); use more stages, smaller"
-                " micro-batches or schedule.recompute: full"
-            )
+    for device, footprint in enumerate(footprints(plan, costs)):
+        peak, position = footprint.peak, footprint.peak_position
+        if peak.total_bytes <= memory_limit:
+            continue
+        parts = {
+            "weights": peak.weight_bytes,
+            "gradients": peak.gradient_bytes,
+            "activations": peak.activation_bytes,
+            "workspace": peak.workspace_bytes,
+            "what is always there": peak.static_bytes,
+        }
+        listed = ", ".join(f"{ceil(value)} {name}" for name, value in parts.items() if value)
+        reason = f"device {device} needs {ceil(peak.total_bytes)} bytes ({listed})"
+        message = (
+            f"memory.device_limit = {memory_limit:.0f}: {reason} at instruction {position}"
+            f" ({plan.programs[device][position]}); use more stages, smaller micro-batches or"
+            " schedule.recompute: full"
+        )
+        raise PlanError(plan.programs, message, RuleError(device, position, reason))
