@@ -271,7 +271,9 @@ def _progress(console: Console) -> Iterator[Any]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=None)
 
         def advance(done: int, total: int, best: Outcome | None) -> None:

@@ -37,8 +37,11 @@ Pricer = Callable[[int], Prices]
 Progress = Callable[[int, int, "Outcome | None"], None]
 """Called with candidates done, candidates in all so far, and the best outcome."""
 
+REFINED = 8
+"""Passes are tried on so many of the best candidates of the grid."""
+
 PASS_SETS: tuple[tuple[str, ...], ...] = (("mario",), ("2bp",), ("mario", "2bp"))
-"""Passes that are tried on the best candidates of the grid."""
+"""What is tried there."""
 
 _MASTER_AND_MOMENTS_BYTES = 12.0
 _COPIES = 2
@@ -218,11 +221,11 @@ class Search:
             for candidate in space.candidates()
             if self.accepts is None or self.accepts(candidate)
         ]
-        refinements = len(space.pass_sets) * self.limits.keep
+        refinements = len(space.pass_sets) * REFINED
         for done, candidate in enumerate(candidates):
             progress(done, len(candidates) + refinements, self.best)
             self.consider(candidate)
-        bases = [outcome.candidate for outcome in self.outcomes]
+        bases = [outcome.candidate for outcome in self.outcomes[:REFINED]]
         refined = [replace(base, passes=passes) for base in bases for passes in space.pass_sets]
         total = len(candidates) + len(refined)
         for done, candidate in enumerate(refined):
@@ -237,8 +240,9 @@ class Search:
 
     def consider(self, candidate: Candidate) -> None:
         """Try a candidate; it stays if it is among the best."""
+        prices = self._priced(candidate)
         try:
-            outcome = self._tried(candidate)
+            outcome = self._tried(candidate, prices)
         except ConfigError:
             outcome = "impossible"
         if isinstance(outcome, str):
@@ -250,9 +254,8 @@ class Search:
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: o.rank)
         del self.outcomes[self.limits.keep :]
 
-    def _tried(self, candidate: Candidate) -> Outcome | str:
+    def _tried(self, candidate: Candidate, prices: Prices) -> Outcome | str:
         """The outcome, or why there is none."""
-        prices = self._priced(candidate)
         costs, limits = prices.costs, self.limits
         if _kept_bytes(candidate, costs) > limits.device_bytes:
             return "device memory"

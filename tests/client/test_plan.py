@@ -1,0 +1,206 @@
+"""``penstock plan --scheme`` and ``penstock simulate``: figures, files, and errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.client.main import app
+from penstock.planner.passes import PASSES
+from penstock.planner.schemes import SCHEMES
+
+KEYS = (
+    "scheme devices micro_batches makespan bubble_ratio device_busy device_bubble_ratio"
+    " optimizer_tail peak_memory_bytes lower_bound instructions num_instructions"
+).split()
+
+
+def penstock(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def planned(arguments: str) -> dict[str, Any]:
+    """What ``penstock plan … --json`` says."""
+    code, out, err = penstock("plan", *arguments.split(), "--json")
+    assert code == 0, err
+    return dict(json.loads(out))
+
+
+def test_json_has_the_figures_of_1f1b() -> None:
+    report = planned("--scheme 1f1b --devices 2 --micro-batches 4")
+    assert [key for key in KEYS if key not in report] == []
+    assert {key: report[key] for key in KEYS if key != "instructions"} == {
+        "scheme": "1f1b",
+        "devices": 2,
+        "micro_batches": 4,
+        "makespan": 15.0,
+        "bubble_ratio": pytest.approx(0.2),
+        "device_busy": [12.0, 12.0],
+        "device_bubble_ratio": [pytest.approx(0.2)] * 2,
+        "optimizer_tail": 0.0,
+        "peak_memory_bytes": [2.0, 1.0],
+        "lower_bound": 15.0,
+        "num_instructions": sum(map(len, report["instructions"])),
+    }
+    computed = [i for i in report["instructions"][1] if i.split()[0] in ("F", "B")]
+    assert computed[:4] == ["F 1 0 keep=all", "B 1 0", "F 1 1 keep=all", "B 1 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "makespan"),
+    [
+        # Mario, figure 2.
+        ("--scheme 1f1b", 21.0),
+        ("--scheme 1f1b --recompute full", 28.0),
+        ("--scheme 1f1b --passes apply-checkpoint", 28.0),
+        ("--scheme 1f1b --passes apply-checkpoint,overlap-recompute", 25.0),
+        ("--scheme 1f1b --passes apply-checkpoint,overlap-recompute,remove-redundancy", 23.0),
+        ("--scheme 1f1b --passes mario", 22.0),
+        # SPipe, figures 2 and 8: shares of a forward stage.
+        ("--scheme mobius --stages-per-device 2 --costs unit:f=1,b=1,r=1", 33.0),
+        ("--scheme mobius --forward-stages 8 --costs unit:b=1 --recompute-after checkpoint", 30.0),
+        ("--scheme spipe --forward-stages 8 --backward-stages 16 --costs unit:f=1,b=1,r=1", 27.0),
+        # The last stage's gradients are there at 15, then one optimizer takes 5 for each stage.
+        ("--scheme gpipe --costs unit:f=1,p1=1,p2=1,o=5", 35.0),
+    ],
+)
+def test_makespans_of_the_papers(arguments: str, makespan: float) -> None:
+    assert planned(f"--devices 4 --micro-batches 4 {arguments}")["makespan"] == makespan
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_can_be_planned_by_name(scheme: str) -> None:
+    report = planned(f"--scheme {scheme} --devices 2 --micro-batches 4")
+    assert report["lower_bound"] <= report["makespan"]
+    assert report["scheme"] == scheme and len(report["instructions"]) == 2
+
+
+def test_report_for_people() -> None:
+    code, out, _ = penstock("plan", "--scheme", "1f1b", "--devices", "2", "--micro-batches", "2")
+    assert code == 0
+    assert out == (
+        "1f1b: 2 devices, 2 micro-batches, 2 stages; costs: unit\n"
+        "forward stages   0-0@0  1-1@1   (blocks@device)\n"
+        "backward stages  0-0@0  1-1@1   (blocks@device)\n"
+        "\n"
+        "device 0    |F0ffffffF1ffffff................B0bbbbbbbbbbbbbb........"
+        "B1bbbbbbbbbbbbbb|\n"
+        "device 1    |........F0ffffffB0bbbbbbbbbbbbbbF1ffffffB1bbbbbbbbbbbbbb"
+        "................|\n"
+        "F0 is the forward of micro-batch 0; R recompute, B backward (BI input, BW weights),"
+        " U optimizer of a stage; '.' idle\n"
+        "\n"
+        "makespan 9: computing 9, optimizer tail 0; bubbles 33.3%\n"
+        "lower bound 9: no order of this work is faster\n"
+        "\n"
+        "device          busy        idle  bubbles         kept\n"
+        "0                  6           3    33.3%            2\n"
+        "1                  6           3    33.3%            1\n"
+        "(kept: activations, those of one forward stage and micro-batch are 1)\n"
+    )
+
+
+def test_instructions_are_shown_side_by_side_when_asked_for() -> None:
+    arguments = ("plan", "--scheme", "gpipe", "--devices", "2", "--micro-batches", "1")
+    code, out, _ = penstock(*arguments, "--show", "instructions")
+    assert code == 0
+    assert "\n   5  OG 0                OG 1\n" in out
+    code, _, err = penstock(*arguments, "--show", "everything")
+    assert (code, err) == (2, "penstock: --show 'everything': accepted is instructions\n")
+
+
+def test_analytic_costs_give_seconds_and_bytes() -> None:
+    report = planned(
+        "--scheme 1f1b --devices 4 --micro-batches 4 --costs analytic:A100-80:llama2-7b"
+        " --recompute selective --drop cmb --memory 80G"
+    )
+    assert 0.1 < report["makespan"] < 10.0
+    assert 1e9 < max(report["peak_memory_bytes"]) < 80 * 2**30
+    dropped = [i for i in report["instructions"][0] if i.startswith("F 0 0")]
+    assert dropped == ["F 0 0 keep=selective drop=mul,norm,silu"]
+
+
+def test_files_are_written_and_simulated_again(tmp_path: Path) -> None:
+    plan, svg, png = (tmp_path / name for name in ("plan.json", "plan.svg", "again.svg"))
+    first = planned(f"--scheme zb-h1 --devices 3 --micro-batches 5 --out {plan} --svg {svg}")
+    assert json.loads(plan.read_text())["num_devices"] == 3
+    assert "zb-h1: 3 devices, 5 micro-batches, 3 stages" in svg.read_text()
+    code, out, _ = penstock("simulate", str(plan), "--json", "--svg", str(png))
+    again = json.loads(out)
+    assert code == 0 and png.read_text().startswith("<svg")
+    assert {key: again[key] for key in KEYS} == {key: first[key] for key in KEYS}
+    code, out, _ = penstock("simulate", str(plan), "--costs", "unit:f=2,b=4", "--json")
+    assert json.loads(out)["makespan"] == 2 * first["makespan"]
+
+
+def test_a_list_of_schemes_and_passes() -> None:
+    code, out, _ = penstock("plan", "--list")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert set(SCHEMES) | set(PASSES) < set(lines)
+    assert all(len(lines[name].split()) > 4 for name in (*SCHEMES, *PASSES))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", ("penstock plan --scheme 1f1b", "examples/tiny.yaml")),
+        ("--scheme x", ("--scheme = 'x'", "unknown scheme", "1f1b", "spipe")),
+        ("--scheme 1f1b --passes x", ("--passes", "unknown pass 'x'", "mario")),
+        ("--scheme chimera --devices 3", ("--devices", "3", "even")),
+        ("--scheme 1f1b-2 --micro-batches 3", ("--micro-batches", "3", "8")),
+        ("--scheme gpipe --forward-stages 7", ("--forward-stages = 7", "gpipe", "4")),
+        ("--scheme gpipe --forward-stages 4 --stages-per-device 2", ("--forward-stages = 4",)),
+        ("--scheme spipe --recompute none", ("--recompute = 'none'", "spipe", "full")),
+        ("--scheme gpipe --recompute some", ("--recompute 'some'", "none, full, selective")),
+        ("--scheme gpipe --recompute-after x", ("--recompute-after 'x'", "checkpoint, gradient")),
+        ("--scheme gpipe --recompute selective --drop norm", ("--recompute", "analytic")),
+        ("--scheme gpipe --optimizer x", ("--optimizer 'x'", "preview-settle")),
+        ("--scheme gpipe --memory lots", ("--memory 'lots'", "20G")),
+        ("--scheme gpipe --memory 3", ("--memory = 3 B", "device 0 needs 8 B", "--recompute")),
+        ("--scheme gpipe --costs free", ("--costs 'free'", "unit[", "analytic:GPU:MODEL")),
+        ("--scheme gpipe --costs unit:f=x", ("'f=x'", "number")),
+        ("--scheme gpipe --costs analytic:x:llama2-7b", ("'x'", "A100-40")),
+        ("--scheme gpipe --costs absent.json", ("absent.json",)),
+        ("--scheme gpipe --set train.steps=3", ("--set",)),
+        ("--scheme gpipe --out /absent/plan.json", ("/absent/plan.json", "cannot write")),
+        ("examples/tiny.yaml --scheme gpipe", ("--scheme", "--set schedule.scheme=")),
+        ("examples/tiny.yaml --costs unit", ("--costs 'unit'", "profile.json")),
+    ],
+)
+def test_errors_name_the_option_and_what_would_do(arguments: str, words: tuple[str, ...]) -> None:
+    code, out, err = penstock("plan", *arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: ") and err.count("\n") == 1
+    assert [word for word in words if word not in err] == []
+
+
+def test_drop_needs_operators_of_the_model() -> None:
+    code, _, err = penstock(
+        *"plan --scheme gpipe --costs analytic:H100:llama2-7b --drop norm,x".split()
+    )
+    assert code == 2
+    assert "operators to drop: expected names among" in err and "cmb, mlp, attention, core" in err
+
+
+def test_simulate_refuses_what_does_not_go_together(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    planned(f"--scheme gpipe --devices 2 --micro-batches 2 --out {plan}")
+    code, _, err = penstock("simulate", str(plan), "--costs", "analytic:H100:llama2-7b")
+    assert code == 2 and "the plan is for 2 blocks, the costs are of 34" in err
+    code, _, err = penstock("simulate", str(plan), "--costs", "unit", "--profile", "p.json")
+    assert (code, err) == (2, "penstock: --profile and --costs: give one of them\n")
+    data = json.loads(plan.read_text())
+    data["programs"][0].remove("SA 0 1 peer=1")
+    plan.write_text(json.dumps(data))
+    code, _, err = penstock("simulate", str(plan))
+    assert code == 2 and ">>" in err and "Traceback" not in err
+    plan.write_text("{}")
+    code, _, err = penstock("simulate", str(plan))
+    assert code == 2 and str(plan) in err

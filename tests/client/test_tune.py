@@ -1,0 +1,206 @@
+"""``penstock tune`` and ``penstock profile``: options, tables, and a fragment that train takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from penstock.client import profiling, tuning
+from penstock.client.main import app
+from penstock.planner.build import build_plan
+from penstock.planner.schemes import SCHEMES
+from penstock.protocol.config import load_config
+from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
+
+CONFIG = {
+    "run": {"name": "small"},
+    "model": {"hf": {"model_type": "llama"}},
+    "data": {"path": "@stdlib", "sequence_length": 8},
+    "train": {"global_batch": 4, "micro_batch": 4},
+    "schedule": {"scheme": "gpipe", "recompute": "full"},
+    "cluster": {"workers": 2},
+}
+
+
+def penstock(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def block(index: int) -> BlockSpec:
+    tensor = TensorSpec(
+        name=f"block{index}.weight", shape=(32, 32), trainable=True, decay=True, offset=0
+    )
+    return BlockSpec(
+        index=index,
+        name=f"block{index}",
+        kind="layer",
+        layer_index=index,
+        tensors=(tensor,),
+        borrows=(),
+        trainable_elements=1024,
+        frozen_elements=0,
+        contributions=1,
+        forward_flops=1e6,
+        activation_bytes=256.0,
+        output_bytes=64.0,
+    )
+
+
+TABLE = BlockTable(
+    blocks=tuple(map(block, range(8))),
+    weight_dtype=DType.FP32,
+    grad_dtype=DType.FP32,
+    state_arrays=("exp_avg", "exp_avg_sq"),
+    vocab_size=256,
+    num_parameters=8 * 1024,
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration whose block table is known without torch."""
+    monkeypatch.setattr(tuning, "table_of", lambda config: TABLE)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fragment.yaml"
+    code, text, err = penstock("tune", str(config), "--out", str(out), "--json")
+    assert code == 0, err
+    report = json.loads(text)
+    parts = yaml.safe_load(out.read_text())
+    assert parts == report["fragment"] and report["trainable"] is True
+    best = report["outcomes"][0]
+    assert {o["scheme"] for o in report["outcomes"]} <= set(tuning.TRAINABLE_SCHEMES)
+    assert {o["replicas"] for o in report["outcomes"]} == {1}
+    assert [o["passes"] for o in report["outcomes"]] == [[]] * len(report["outcomes"])
+    settings = [
+        f"{section}.{key}={value}"
+        for section, values in parts.items()
+        for key, value in values.items()
+    ]
+    merged = load_config(config, tuple(settings))
+    assert merged.schedule.scheme == best["scheme"] and best["step_seconds"] > 0
+    plan = build_plan(merged, TABLE)
+    assert plan.num_microbatches == best["micro_batches"]
+    assert len(plan.backward_stages) == best["backward_stages"]
+
+
+def test_all_searches_what_train_cannot_run(config: Path) -> None:
+    code, text, err = penstock(
+        "tune", str(config), "--all", "--schemes", "zb-h1,1f1b", "--json", "--keep", "50"
+    )
+    assert code == 0, err
+    report = json.loads(text)
+    assert "zb-h1" in {outcome["scheme"] for outcome in report["outcomes"]}
+    assert report["trainable"] is False
+
+
+def test_a_table_for_people(config: Path) -> None:
+    code, out, _ = penstock("tune", str(config), "--schemes", "gpipe,1f1b", "--keep", "2")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("small on 2 workers, 4 sequences a step, schemes that train runs")
+    header = next(line for line in lines if "scheme" in line and "PPxDP" in line)
+    rows = lines[lines.index(header) + 1 :][:2]
+    schemes = [row.split()[1] for row in rows]
+    assert [row.split()[0] for row in rows] == ["1", "2"] and set(schemes) <= {"gpipe", "1f1b"}
+    assert "schedule:" in lines and f"  scheme: {schemes[0]}" in lines
+
+
+def test_named_models_and_gpus() -> None:
+    code, out, err = penstock(
+        *"tune --model gpt3-125m --gpu V100-32 --devices 2 --global-batch 4 --sequence-length 512"
+        " --schemes 1f1b,spipe --drop core --memory 30G --keep 5 --json".split()
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["what"] == "gpt3-125m on 2 x V100-32, 4 sequences of 512 tokens a step"
+    times = [outcome["step_seconds"] for outcome in report["outcomes"]]
+    assert len(times) == 5 and times == sorted(times)
+    assert all(outcome["device_bytes"] <= 30 * 2**30 for outcome in report["outcomes"])
+    assert report["fragment"]["train"]["global_batch"] == 4
+    assert report["fragment"]["cluster"] == {"device": "cuda", "workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("", 2, ("--model", "penstock tune examples/tiny.yaml")),
+        ("--model llama2-7b --gpu H100", 2, ("--devices: is missing",)),
+        ("--model x --gpu H100 --devices 2 --global-batch 2", 2, ("'x'", "llama2-7b")),
+        ("--model llama2-7b --gpu x --devices 2 --global-batch 2", 2, ("'x'", "H100")),
+        ("CONFIG --schemes x", 2, ("--schemes", "'x'", "spipe")),
+        ("CONFIG --costs unit", 2, ("--costs 'unit'", "profile.json")),
+        ("CONFIG --costs absent.json", 2, ("absent.json",)),
+        ("CONFIG --optimizer x", 2, ("--optimizer 'x'", "advance")),
+        ("CONFIG --memory 1K", 3, ("no schedule fits", "device memory", "--memory")),
+    ],
+)
+def test_errors_name_the_option(
+    arguments: str, code: int, words: tuple[str, ...], config: Path
+) -> None:
+    found, out, err = penstock("tune", *arguments.replace("CONFIG", str(config)).split())
+    assert (found, out) == (code, "")
+    assert err.startswith("penstock: ") and err.count("\n") == 1
+    assert [word for word in words if word not in err] == []
+
+
+def test_trainable_schemes_exist() -> None:
+    assert set(tuning.TRAINABLE_SCHEMES) <= set(SCHEMES)
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let ``penstock profile`` start a program of ours; its arguments are ``sys.argv[1:]``."""
+    real = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return real([sys.executable, "-c", program, *command[3:]], **options)
+
+    monkeypatch.setattr(profiling.subprocess, "Popen", start)
+
+
+def test_profile_passes_on_what_the_process_says(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pretend(
+        monkeypatch,
+        "import sys; print('measuring layers', file=sys.stderr);"
+        "print('penstock: train.steps: ' + ' '.join(sys.argv[1:]), file=sys.stderr); sys.exit(2)",
+    )
+    out = tmp_path / "p.json"
+    code, _, err = penstock(
+        "profile", str(config), "--out", str(out), "--set", "train.micro_batch=2"
+    )
+    assert code == 2
+    assert f"penstock: train.steps: {config} --out {out} --set train.micro_batch=2\n" in err
+
+
+def test_profile_that_fails_or_has_nowhere_to_write(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pretend(monkeypatch, "raise RuntimeError('broken')")
+    code, _, err = penstock("profile", str(config), "--out", str(tmp_path / "p.json"))
+    assert code == 4 and "ended with code 1: RuntimeError: broken" in err
+    code, _, err = penstock("profile", str(config), "--out", str(tmp_path / "no" / "p.json"))
+    assert code == 2 and "its directory does not exist" in err
+
+
+def test_profile_that_never_ends(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "TIMEOUT_S", 0.2)
+    _pretend(monkeypatch, "import time; time.sleep(60)")
+    code, _, err = penstock("profile", str(config), "--out", str(tmp_path / "p.json"))
+    assert code == 4 and "no end after 0.2 s" in err

@@ -1,0 +1,223 @@
+"""The tuner: what it looks at, what it leaves out, and that it finds the best."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from penstock.planner.cluster import Cluster
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.sources import Prices
+from penstock.planner.tune import (
+    Candidate,
+    Limits,
+    Outcome,
+    Search,
+    Space,
+    fragment,
+    replicated,
+)
+from penstock.protocol.instructions import ReduceGradients
+
+BLOCK = BlockCost(
+    forward_s=1.0,
+    recompute_s=1.0,
+    backward_input_s=1.0,
+    backward_weight_s=1.0,
+    output_bytes=1.0,
+    activation_bytes=4.0,
+    parameters=1.0,
+    weight_bytes=2.0,
+    device_gradient_bytes=4.0,
+    gradient_bytes=2.0,
+)
+"""For a micro-batch of one sequence."""
+
+
+def prices(micro_batch: int) -> Prices:
+    """Eight blocks on a node of four devices; twice the sequences take 1.5 times as long."""
+    speed = 1.5 ** (micro_batch - 1)
+    block = BlockCost(
+        forward_s=BLOCK.forward_s * speed,
+        recompute_s=BLOCK.recompute_s * speed,
+        backward_input_s=BLOCK.backward_input_s * speed,
+        backward_weight_s=BLOCK.backward_weight_s * speed,
+        output_bytes=BLOCK.output_bytes * micro_batch,
+        activation_bytes=BLOCK.activation_bytes * micro_batch,
+        parameters=BLOCK.parameters,
+        weight_bytes=BLOCK.weight_bytes,
+        device_gradient_bytes=BLOCK.device_gradient_bytes,
+        gradient_bytes=BLOCK.gradient_bytes,
+    )
+    cluster = Cluster(devices_per_node=4, peer_bandwidth=1e3, fetch_bandwidth=1e3)
+    return Prices(costs=Costs(blocks=(block,) * 8), cluster=cluster)
+
+
+def space(**changes: object) -> Space:
+    """Four devices, eight sequences a step."""
+    values = {
+        "num_devices": 4,
+        "global_batch": 8,
+        "num_blocks": 8,
+        "schemes": ("gpipe", "1f1b", "mobius", "spipe"),
+        "max_replicas": 1,
+        "pass_sets": (),
+    }
+    return Space(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def searched(where: Space, **limits: float) -> Search:
+    search = Search(pricer=prices, limits=Limits(**limits))  # type: ignore[arg-type]
+    search.run(where)
+    return search
+
+
+def test_the_grid_has_what_schemes_accept() -> None:
+    found = space(schemes=("1f1b", "spipe"), micro_batches=(2,)).candidates()
+    shown = Counter(
+        (c.scheme, c.recompute, c.forward_stages, c.backward_stages, c.num_microbatches)
+        for c in found
+    )
+    assert shown == Counter(
+        [
+            ("1f1b", "none", 4, 4, 4),
+            ("1f1b", "full", 4, 4, 4),
+            ("spipe", "full", 4, 4, 4),
+            ("spipe", "full", 4, 8, 4),
+            ("spipe", "full", 8, 8, 4),
+        ]
+    )
+
+
+def test_replicas_and_micro_batches_divide_the_batch() -> None:
+    found = space(schemes=("gpipe",), recomputations=(("none", ()),), max_replicas=None)
+    sizes = [
+        (c.num_devices, c.replicas, c.micro_batch, c.num_microbatches) for c in found.candidates()
+    ]
+    assert sorted(sizes) == sorted(
+        (4 // replicas, replicas, size, 8 // replicas // size)
+        for replicas in (1, 2, 4)
+        for size in (1, 2, 4, 8)
+        if size * replicas <= 8
+    )
+
+
+def test_the_fastest_is_found_and_the_rest_is_sorted() -> None:
+    search = searched(space())
+    times = [outcome.step_s for outcome in search.outcomes]
+    assert times == sorted(times)
+    assert search.best is not None
+    # Without limits: keep everything, two stages a device against bubbles, larger micro-batches.
+    best = search.best.candidate
+    assert (best.scheme, best.recompute, best.micro_batch) == ("mobius", "none", 2)
+    assert (best.forward_stages, search.best.step_s) == (
+        8,
+        pytest.approx(2 * 4 * 4.5 + 3 * 4.5, rel=0.01),
+    )
+    everything = searched(space(), keep=1000)
+    assert everything.best == search.best
+    assert everything.left_out == {}
+
+
+def test_leaving_out_the_slow_changes_nothing() -> None:
+    all_of_them, few = searched(space(), keep=1000), searched(space(), keep=3)
+    assert few.outcomes == all_of_them.outcomes[:3]
+    assert few.left_out["slower"] > 0
+
+
+def test_two_searches_give_the_same() -> None:
+    where = space(pass_sets=(("2bp",),), max_replicas=None)
+    assert searched(where).outcomes == searched(where).outcomes
+
+
+def test_memory_limits_decide() -> None:
+    roomy = searched(space(), keep=1000)
+    least = min(outcome.device_bytes for outcome in roomy.outcomes)
+    tight = searched(space(), keep=1000, device_bytes=least)
+    assert [o.device_bytes for o in tight.outcomes] == [least] * len(tight.outcomes)
+    assert tight.left_out == {"device memory": len(roomy.outcomes) - len(tight.outcomes)}
+    assert tight.best is not None and tight.best.candidate.recompute == "full"
+    # Eight blocks: two copies of weights and gradients, 12 bytes of master weight and moments.
+    assert {o.host_bytes for o in roomy.outcomes} == {8 * (2 * 2 + 2 * 2 + 12)}
+    none = searched(space(), host_bytes=159.0)
+    assert none.best is None and set(none.left_out) == {"host memory"}
+
+
+def test_passes_are_tried_on_the_best() -> None:
+    search = searched(space(schemes=("1f1b",), pass_sets=(("2bp",), ("mario",))))
+    assert search.best is not None
+    assert search.best.candidate.passes == ("2bp",)
+    plain = [o for o in search.outcomes if not o.candidate.passes]
+    assert search.best.step_s < plain[0].step_s
+
+
+def test_the_fragment_says_what_was_found() -> None:
+    search = searched(space(schemes=("spipe",), micro_batches=(1,)))
+    assert search.best is not None
+    assert fragment(search.best) == {
+        "train": {"micro_batch": 1},
+        "schedule": {
+            "scheme": "spipe",
+            "forward_stages": 8,
+            "backward_stages": 8,
+            "recompute": "full",
+        },
+    }
+
+
+def test_progress_counts_to_the_end() -> None:
+    calls: list[tuple[int, int, Outcome | None]] = []
+    search = Search(pricer=prices, limits=Limits())
+    search.run(space(schemes=("gpipe",)), lambda *call: calls.append(call))
+    dones = [done for done, _, _ in calls]
+    assert dones == list(range(len(calls)))
+    assert calls[0] == (0, len(calls) - 1, None)
+    assert calls[-1] == (len(calls) - 1, len(calls) - 1, search.best)
+
+
+def test_replicas_share_what_their_node_has() -> None:
+    cluster = Cluster(devices_per_node=8, peer_bandwidth=5.0, nic_bandwidth=8.0, dram_bandwidth=4.0)
+    assert replicated(cluster, 4, 1) == cluster
+    two = replicated(cluster, 4, 2)
+    assert (two.replicas, two.replicas_on_other_nodes) == (2, False)
+    assert (two.replica_bandwidth, two.nic_bandwidth, two.dram_bandwidth) == (5.0, 4.0, 2.0)
+    eight = replicated(cluster, 16, 8)
+    assert (eight.replicas_on_other_nodes, eight.nic_bandwidth) == (True, 8.0)
+
+
+def test_impossible_candidates_are_counted() -> None:
+    search = Search(pricer=prices, limits=Limits())
+    search.consider(
+        Candidate(
+            scheme="gpipe",
+            num_devices=4,
+            replicas=1,
+            micro_batch=1,
+            num_microbatches=8,
+            forward_stages=5,
+            backward_stages=5,
+            recompute="none",
+        )
+    )
+    assert (search.outcomes, search.left_out) == ([], {"impossible": 1})
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_sum_gradients(replicas: int) -> None:
+    search = Search(pricer=prices, limits=Limits())
+    search.consider(
+        Candidate(
+            scheme="gpipe",
+            num_devices=2,
+            replicas=replicas,
+            micro_batch=1,
+            num_microbatches=4,
+            forward_stages=2,
+            backward_stages=2,
+            recompute="none",
+        )
+    )
+    [outcome] = search.outcomes
+    instructions = {type(i) for program in outcome.plan.programs for i in program}
+    assert (ReduceGradients in instructions) is (replicas > 1)
