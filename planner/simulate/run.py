@@ -11,7 +11,7 @@ import numpy as np
 from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.memory import DevicePeak, device_peaks, table_costs
-from penstock.planner.profile import CPU_COSTS, CostModel, block_costs, cluster_of
+from penstock.planner.profile import Guess, block_costs, cluster_of, guess_of
 from penstock.planner.simulate.compute import add_compute
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.gradients import add_offloads, add_reductions
@@ -73,13 +73,13 @@ def simulate(
 
 
 def simulate_config(
-    config: Config, table: BlockTable, plan: Plan, model: CostModel | None = None
+    config: Config, table: BlockTable, plan: Plan, model: Guess | None = None
 ) -> Simulation:
     """Simulate with the costs of a machine; without ``model`` the defaults for the configured
     device.
     """
     if model is None:
-        model = CPU_COSTS if config.cluster.device == "cpu" else CostModel()
+        model = guess_of(config.cluster.device)
     tokens = config.train.micro_batch * config.data.sequence_length
     return simulate(
         plan,
@@ -97,12 +97,12 @@ def _circle(context: Context, tasks: Tasks, times: Times) -> str:
     for task, needed in zip(tasks.edge_tasks.tolist(), tasks.edge_needs.tolist(), strict=True):
         if stuck[task] and stuck[needed]:
             needs.setdefault(task, needed)
-    waiting = np.flatnonzero(stuck)
-    order = waiting[np.lexsort((tasks.origins[waiting], tasks.queues[waiting]))].tolist()
-    for before, task in pairwise(order):
-        if tasks.queues[before] == tasks.queues[task] and not tasks.unordered[task]:
+    ordered = np.flatnonzero(stuck & (tasks.unordered == 0))
+    ordered = ordered[np.lexsort((tasks.origins[ordered], tasks.queues[ordered]))]
+    for before, task in pairwise(ordered.tolist()):
+        if tasks.queues[before] == tasks.queues[task]:
             needs.setdefault(task, before)
-    path = [next(task for task in order if task in needs)]
+    path = [min(needs)]
     while needs[path[-1]] not in path:
         path.append(needs[path[-1]])
     circle = [*path[path.index(needs[path[-1]]) :], needs[path[-1]]]

@@ -290,6 +290,14 @@ def test_simulation_of_a_configuration(
     assert summary["peak_memory_bytes"] == [peak.total_bytes for peak in simulation.peaks]
 
 
+def test_memory_is_linear_in_instructions() -> None:
+    costs, cluster = Costs(blocks=(UNIT,) * 8), Cluster(devices_per_node=8)
+    plans = [make_plan("1f1b", 8, 8, m, recompute="none") for m in (64, 512)]
+    few, many = (simulate(plan, costs, cluster).array_bytes for plan in plans)
+    instructions = [sum(map(len, plan.programs)) for plan in plans]
+    assert many / few == pytest.approx(instructions[1] / instructions[0], rel=0.05)
+
+
 def test_a_plan_that_cannot_finish_is_explained() -> None:
     """Each device sends only after it has received."""
     plan = programs_plan(
