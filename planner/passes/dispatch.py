@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import le
 
 from penstock.planner.layout import Order, OrderedInstruction
 from penstock.planner.passes.base import PassContext
@@ -77,21 +78,20 @@ def _best(
     board: Board, latest_s: Sequence[Sequence[float]], schedule: Schedule, context: PassContext
 ) -> Dispatched | None:
     """The shortest of all fillings that memory allows."""
-    runs = [
-        Dispatcher(board, latest_s, filling, _rooms(schedule, context)).run() for filling in Filling
-    ]
-    limit = context.memory_limit_bytes
-    if limit is not None:
+
+    def run(filling: Filling) -> Dispatched:
+        return Dispatcher(board, latest_s, filling, _rooms(schedule, context)).run()
+
+    runs = [run(Filling.ALWAYS)]
+    if runs[0].moved:  # else there is nothing to fill a wait with, however strictly
+        runs += [run(Filling.IF_KNOWN), run(Filling.IN_GAPS)]
+    if context.memory_limit_bytes is not None:
         before = _peaks(schedule, context, schedule.orders)
+        allowed = [max(context.memory_limit_bytes, peak) for peak in before]
         runs = [
             run
             for run in runs
-            if all(
-                new <= max(limit, old)
-                for new, old in zip(
-                    _peaks(schedule, context, board.permuted(run).orders), before, strict=True
-                )
-            )
+            if all(map(le, _peaks(schedule, context, board.permuted(run).orders), allowed))
         ]
     return min(runs, key=lambda run: run.makespan_s, default=None)
 

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import count
+from itertools import count, pairwise
 from typing import Protocol
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout, skipped_forwards
@@ -148,6 +148,11 @@ class Dispatched:
     positions: tuple[tuple[int, ...], ...]
     starts_s: tuple[tuple[float, ...], ...]
     makespan_s: float
+
+    @property
+    def moved(self) -> bool:
+        """Whether a filler ran ahead of its turn."""
+        return any(left > right for line in self.positions for left, right in pairwise(line))
 
 
 @dataclass(slots=True, kw_only=True)
