@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
 PYTHON_PATHS := client daemons models planner protocol shm workers src tests bench
 
-.PHONY: train test check soak bench proto format clean
+.PHONY: train test check soak bench papers proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -37,6 +37,10 @@ soak: $(STAMP)
 ## Speed of the optimizer passes and of training, beside the usual ways of doing it.
 bench: $(STAMP)
 	set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+## The papers' numbers beside ours: docs/PAPERS.md and its pictures, computed anew.
+papers: $(STAMP)
+	$(BIN)/python -m penstock.planner.papers docs/PAPERS.md
 
 ## Generated code of the wire protocol, after an edit of protocol/scheduler.proto.
 proto: $(STAMP)

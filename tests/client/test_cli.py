@@ -57,8 +57,8 @@ def config(tmp_path: Path) -> Path:
 
 
 COMMANDS = (
-    "train plan node memoryd optimizerd schedulerd worker status watch pause resume snapshot stop"
-    " export doctor"
+    "train plan simulate profile tune node memoryd optimizerd schedulerd worker status watch pause"
+    " resume snapshot stop export doctor"
 ).split()
 
 

@@ -1,0 +1,92 @@
+"""The page of the papers: how tables become Markdown, and what happens when a paper is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.planner.papers import __main__ as command
+from penstock.planner.papers.base import PaperTable
+from penstock.planner.papers.page import PICTURES, Section, page, schemes_table, table
+from penstock.planner.schemes import SCHEMES
+
+TABLE = PaperTable(
+    title="Bubbles",
+    text="Section 3, figure 2.",
+    columns=("N", "paper", "ours"),
+    rows=(("2", "1/3", "0.333"), ("16", "a | b", "0.5")),
+)
+
+MARKDOWN = """\
+### Bubbles
+
+Section 3, figure 2.
+
+| N  | paper  | ours  |
+| -- | ------ | ----- |
+| 2  | 1/3    | 0.333 |
+| 16 | a \\| b | 0.5   |
+"""
+
+
+def test_a_table_is_aligned_markdown() -> None:
+    assert table(TABLE) == MARKDOWN
+
+
+def test_the_page_has_contents_sections_and_pictures() -> None:
+    text = page([Section(title="2BP: two steps", tables=(TABLE,))], TABLE, PICTURES[:1])
+    assert text.startswith("# The papers' numbers beside ours\n")
+    assert "\n* [2BP: two steps](#2bp-two-steps)\n* [Schemes](#schemes)\n" in text
+    assert f"\n## 2BP: two steps\n\n{MARKDOWN}\n## Schemes\n\n{MARKDOWN}" in text
+    assert text.endswith("## Pictures\n\n![1F1B](pictures/1f1b.svg)\n")
+
+
+def test_long_texts_are_wrapped() -> None:
+    text = table(PaperTable(title="t", text="word " * 60, columns=("a",), rows=()))
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_scheme_has_a_row_with_figures() -> None:
+    rows = {row[0]: row[1:] for row in schemes_table().rows}
+    assert list(rows) == list(SCHEMES)
+    assert rows["1f1b"] == ("4", "none", "33", "33", "27.3%", "4")
+    assert rows["gpipe"][-1] == "8" and rows["chimera"][2] == "30"
+    assert [name for name, row in rows.items() if "" in row] == []
+
+
+def test_pictures_are_what_their_captions_say() -> None:
+    makespans = {picture.name: picture.simulate().makespan_s for picture in PICTURES}
+    assert makespans == {
+        "1f1b": 21.0,
+        "mario": 22.0,
+        "2bp": 15.0,
+        "chimera": 16.0,
+        "zb-v": 51.0,
+        "mobius": 33.0,
+        "spipe": 27.0,
+    }
+
+
+def test_missing_papers_are_named_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find(name: str) -> SimpleNamespace:
+        if name.endswith("mario"):
+            return SimpleNamespace(tables=lambda: (TABLE,))
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(command, "import_module", find)
+    monkeypatch.setattr(command, "PAPERS", {"mario": "Mario", "other": "Other"})
+    out = tmp_path / "docs" / "PAPERS.md"
+    out.parent.mkdir()
+    assert command.main([str(out)]) == 1
+    assert "not on the page: other: ModuleNotFoundError" in capsys.readouterr().err
+    assert MARKDOWN in out.read_text()
+    assert {path.stem for path in (out.parent / "pictures").iterdir()} == {
+        picture.name for picture in PICTURES
+    }
+    monkeypatch.setattr(command, "PAPERS", {"mario": "Mario"})
+    assert command.main([str(out)]) == 0
+    assert command.main([]) == 2
