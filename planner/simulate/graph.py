@@ -68,6 +68,11 @@ class Queues:
         """Ordered channel from one device to another."""
         return self.barriers + 1 + source * self.num_devices + target
 
+    def peer_swap(self, device: int, *, out: bool) -> int:
+        """What a device has swapped to its peers, or back; in its own order, not the peer's."""
+        first = self.link(self.num_devices, 0)
+        return first + (device if out else self.num_devices + device)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Tasks:

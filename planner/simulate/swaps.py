@@ -46,7 +46,8 @@ def _way(context: Context, swap: SwapOut | SwapIn, device: int) -> tuple[int, in
     queues, network = context.queues, context.network
     ends = (device, swap.peer) if isinstance(swap, SwapOut) else (swap.peer, device)
     if swap.peer is not None:
-        return queues.link(*ends), network.link(*ends)
+        out = isinstance(swap, SwapOut)
+        return queues.peer_swap(device, out=out), network.link(*ends)
     if isinstance(swap, SwapOut):
         return queues.offload(device), network.offload(device)
     return queues.fetch(device), network.fetch(device)

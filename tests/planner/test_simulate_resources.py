@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
 from penstock.planner.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.layout import OrderedInstruction
+from penstock.planner.schedule import lower
 from penstock.planner.simulate import Lane, Simulation, simulate
-from penstock.protocol.instructions import parse_program
+from penstock.protocol.instructions import Backward, Forward, SwapIn, SwapOut, parse_program
 from penstock.protocol.plan import Plan, StageRange
 
 
@@ -367,3 +370,22 @@ def test_memory_over_time() -> None:
     times, swapped = simulation.host_memory(0)
     assert dict(zip(times.tolist(), swapped.tolist(), strict=True))[1.0] == 4.0
     assert swapped.tolist()[-1] == 0.0
+
+
+def test_swaps_with_a_peer_do_not_queue_behind_what_the_peer_sends() -> None:
+    """The peer's gradient of micro-batch 1 leaves it before device 0 asks for micro-batch 2."""
+    schedule = build_schedule(
+        ScheduleRequest(scheme="1f1b", num_devices=3, num_microbatches=3), [1.0] * 3
+    )
+    swapped: list[OrderedInstruction] = []
+    for instruction in schedule.orders[0]:
+        fields = {"stage": 0, "fraction": 1.0, "peer": 1}
+        if isinstance(instruction, Backward):
+            swapped.append(SwapIn(micro_batch=instruction.micro_batch, **fields))
+        swapped.append(instruction)
+        if isinstance(instruction, Forward):
+            swapped.append(SwapOut(micro_batch=instruction.micro_batch, **fields))
+    plan = lower(replace(schedule, orders=(tuple(swapped), *schedule.orders[1:])))
+    block = BlockCost(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+    cluster = Cluster(devices_per_node=3, peer_bandwidth=10.0)
+    assert simulate(plan, Costs(blocks=(block,) * 3), cluster).makespan_s == 15.0
