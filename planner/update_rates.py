@@ -11,7 +11,7 @@ of k puts every k-th subgroup on the GPU (algorithm 1: those with ``(i + 1) % k 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from penstock.planner.cluster import Cluster, OptimizerModel
 
@@ -121,24 +121,46 @@ def preview_ratio(cluster: Cluster, optimizer: OptimizerModel) -> float:
         R = min(n R_g, M / 14)          U = min(U_c, (M - 14 R) / 16)
 
     Both end together if parameters are split as U : R. This returns U / R: 0 where the GPUs fill
-    the memory bandwidth alone, ``inf`` where they cannot update at all.
+    the memory bandwidth alone, ``inf`` where the CPU takes no time, or GPUs cannot update.
     """
-    fetch, offload = cluster.update_fetch_bytes, cluster.update_offload_bytes
-    visit_s = max(fetch / cluster.fetch_bandwidth, offload / cluster.offload_bandwidth)
-    visit_s += 1.0 / cluster.device_optimizer_rate
-    moved = fetch + offload
-    memory = cluster.dram_bandwidth
-    on_devices = min(cluster.devices_per_node / visit_s if visit_s else inf, memory / moved)
-    left = memory - moved * on_devices if memory < inf else inf
-    on_cpu = min(cluster.optimizer_rate, left / optimizer.tail_bytes)
-    return on_cpu / on_devices if on_devices else inf
+    on_cpu, on_devices = host_rate(cluster, optimizer), _devices_rate(cluster)
+    return on_cpu / on_devices if on_cpu < inf and on_devices else inf
 
 
-def preview_stride(cluster: Cluster, optimizer: OptimizerModel) -> int:
+def preview_stride(cluster: Cluster, optimizer: OptimizerModel) -> int | None:
     """Every how many-th block goes to a GPU: the stride that leaves the CPU no less than its part.
 
-    U : R parameters on CPU and GPUs mean that one of U / R + 1 subgroups is a GPU's. Rounded up, so
-    that the GPUs, which have other work, are not the slower side. At least 1 (all on GPUs).
+    U : R parameters on CPU and GPUs mean that one of U / R + 1 blocks is a GPU's. Rounded up, so
+    that the GPUs, which have other work, are not the slower side: at least 2, but 1 (all on GPUs)
+    where they fill the memory bandwidth alone. ``None``: none, the CPU takes no time.
     """
     ratio = preview_ratio(cluster, optimizer)
-    return 1 if ratio <= 0.0 else -int(-(ratio + 1.0) // 1) if ratio < inf else 0
+    return None if ratio == inf else ceil(ratio) + 1
+
+
+def device_rate(cluster: Cluster) -> float:
+    """R / n of :func:`preview_ratio`: parameters/s of previews on each GPU of a node."""
+    return _devices_rate(cluster) / cluster.devices_per_node
+
+
+def host_rate(cluster: Cluster, optimizer: OptimizerModel, *, alone: bool = False) -> float:
+    """U of :func:`preview_ratio`: parameters/s of a node's CPU beside its GPUs, or ``alone``."""
+    if cluster.dram_bandwidth == inf or not optimizer.tail_bytes:
+        return cluster.optimizer_rate
+    used = 0.0 if alone else _update_bytes(cluster) * _devices_rate(cluster)
+    left = max(0.0, cluster.dram_bandwidth - used)
+    return min(cluster.optimizer_rate, left / optimizer.tail_bytes)
+
+
+def _devices_rate(cluster: Cluster) -> float:
+    visit_s = max(
+        cluster.update_fetch_bytes / cluster.fetch_bandwidth,
+        cluster.update_offload_bytes / cluster.offload_bandwidth,
+    )
+    visit_s += 1.0 / cluster.device_optimizer_rate
+    free = cluster.devices_per_node / visit_s if visit_s else inf
+    return min(free, cluster.dram_bandwidth / _update_bytes(cluster))
+
+
+def _update_bytes(cluster: Cluster) -> float:
+    return cluster.update_fetch_bytes + cluster.update_offload_bytes

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.planner.passes import mario, obscura, own, spipe, two_bp
+from penstock.planner.passes import (
+    deep_optimizer_states,
+    keeping,
+    mario,
+    obscura,
+    own,
+    spipe,
+    two_bp,
+)
 from penstock.planner.passes.base import Pass, PassContext
 
 _ALL: tuple[Pass, ...] = (
@@ -16,7 +24,9 @@ _ALL: tuple[Pass, ...] = (
     *two_bp.PASSES,
     *obscura.PASSES,
     *spipe.PASSES,
+    *deep_optimizer_states.PASSES,
     *own.PASSES,
+    *keeping.PASSES,
 )
 
 PASSES: Mapping[str, Pass] = MappingProxyType({one.name: one for one in _ALL})

@@ -1,0 +1,191 @@
+"""UPDATE on devices: optimizer work that the GPUs do while the CPU does the rest.
+
+Source: Maurya et al., "Deep Optimizer States", Middleware 2024, sections 4.1 to 4.3, with blocks as
+subgroups and our own step: an UPDATE is a *preview* (state in, next weights out, see
+:func:`penstock.planner.update_rates.preview_ratio`), so what the CPU does is taken to be previews,
+too (:data:`penstock.planner.cluster.PREVIEW_SETTLE`).
+
+- ``interleave-updates``: every k-th block, right behind the last backward of its stage. Its state
+  comes over the idle host-to-device stream; the kernel fills a gap between compute instructions.
+- ``device-update``: only the last blocks, whose gradients come when nothing hides an update any
+  more. Ours, for SPipe's optimizer tail; it is also what the paper's static residents last come to
+  where no state stays on a GPU.
+
+An UPDATE runs on the device that made the block's gradients: it reads them there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from penstock.planner.cluster import PREVIEW_SETTLE
+from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.passes.base import Pass, PassContext
+from penstock.planner.schedule import Schedule
+from penstock.planner.timing import order_times
+from penstock.planner.update_rates import device_rate, host_rate, preview_stride
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import Backward, BackwardInput, BackwardWeight, Update
+
+
+def subgroups_on_gpu(count: int, stride: int, residents: Collection[int] = ()) -> tuple[int, ...]:
+    """Algorithm 1: which of ``count`` subgroups the GPU updates, in the order of updates.
+
+    Every ``stride``-th (those with ``(i + 1) % stride == 0``), and the static residents, which
+    should be the last ones, so that transfers of those before hide behind them (section 4.1).
+    """
+    return tuple(i for i in range(count) if i in residents or (i + 1) % stride == 0)
+
+
+def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
+    """Put every k-th block on its GPU; k is that of our counterpart of equation 1.
+
+    That is :func:`penstock.planner.update_rates.preview_stride`. Blocks are counted per node, in
+    the order in which their gradients become final. Nothing changes where the cluster's CPU
+    optimizer is no limit.
+
+    Raises:
+        ConfigError: several routes, or updates are there already.
+    """
+    _require_plain(schedule, "interleave-updates")
+    stride = preview_stride(context.cluster, PREVIEW_SETTLE)
+    if stride is None:
+        return schedule
+    chosen: set[int] = set()
+    for blocks in _final_order(schedule, context).values():
+        chosen.update(blocks[i] for i in subgroups_on_gpu(len(blocks), stride))
+    return _with_updates(schedule, chosen)
+
+
+def device_update(schedule: Schedule, context: PassContext) -> Schedule:
+    """Put so many of the last blocks on GPUs that CPU and GPUs of each node end together.
+
+    In each node the CPU is taken to have the last backward stage of every device left when the
+    backwards end. Block by block, from the device that is free first, work goes from the CPU to
+    that device as long as it is done there before the CPU would be. Where the CPU's passes are fast
+    (memory moves them quicker than PCIe), that is none.
+
+    Raises:
+        ConfigError: several routes, or updates are there already.
+    """
+    _require_plain(schedule, "device-update")
+    chosen: set[int] = set()
+    for node in _nodes(schedule, context):
+        chosen.update(_balanced(schedule.layout, node, context))
+    return _with_updates(schedule, chosen) if chosen else schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    """Devices of a node, each with its last backward stage and when that ends."""
+
+    last_stages: dict[int, int]
+    ends_s: dict[int, float]
+
+
+def _nodes(schedule: Schedule, context: PassContext) -> list[_Node]:
+    times = order_times(schedule.layout, schedule.orders, context.costs, hop_s=context.hop_s)
+    nodes: dict[int, _Node] = {}
+    for device, order in enumerate(schedule.orders):
+        for instruction, end_s in zip(order, times.ends[device], strict=True):
+            if isinstance(instruction, Backward | BackwardWeight):
+                node = nodes.setdefault(
+                    context.cluster.node_of(device), _Node(last_stages={}, ends_s={})
+                )
+                node.last_stages[device] = instruction.stage
+                node.ends_s[device] = end_s
+    return list(nodes.values())
+
+
+def _balanced(layout: StageLayout, node: _Node, context: PassContext) -> set[int]:
+    """Blocks that devices update, so that all of a node end as early as possible."""
+    blocks = context.costs.blocks
+    left = {device: list(layout.backward[s].blocks) for device, s in node.last_stages.items()}
+    on_cpu = sum(blocks[b].parameters for stage in left.values() for b in stage)
+    cpu_rate = host_rate(context.cluster, PREVIEW_SETTLE, alone=True)
+    gpu_rate = device_rate(context.cluster)
+    last_s = max(node.ends_s.values())
+    busy_s = dict(node.ends_s)
+    chosen: set[int] = set()
+    if cpu_rate == inf or not gpu_rate:
+        return chosen
+    while any(left.values()):
+        device = min((d for d in left if left[d]), key=lambda d: (busy_s[d], d))
+        block = left[device].pop()
+        parameters = blocks[block].parameters
+        ends_s = busy_s[device] + parameters / gpu_rate
+        if ends_s * cpu_rate < last_s * cpu_rate + on_cpu:
+            busy_s[device] = ends_s
+            on_cpu -= parameters
+            chosen.add(block)
+    return chosen
+
+
+def _require_plain(schedule: Schedule, name: str) -> None:
+    updates = any(isinstance(i, Update) for order in schedule.orders for i in order)
+    if updates or schedule.layout.num_routes > 1:
+        reason = "has updates on devices already" if updates else "has several routes"
+        raise ConfigError(
+            f"passes: {name}: {schedule.scheme} {reason}; accepted: one route, no UPDATE"
+        )
+
+
+def _final_order(schedule: Schedule, context: PassContext) -> dict[int, list[int]]:
+    """Blocks of every node in the order in which their gradients become final."""
+    layout, cluster = schedule.layout, context.cluster
+    times = order_times(layout, schedule.orders, context.costs, hop_s=context.hop_s)
+    final_s: dict[int, float] = {}
+    for order, ends in zip(schedule.orders, times.ends, strict=True):
+        for instruction, end_s in zip(order, ends, strict=True):
+            if isinstance(instruction, Backward | BackwardWeight):
+                final_s[instruction.stage] = end_s
+    blocks: dict[int, list[int]] = defaultdict(list)
+    for stage in sorted(final_s, key=lambda s: (final_s[s], -s)):
+        node = cluster.node_of(layout.backward[stage].device)
+        blocks[node] += layout.backward[stage].blocks
+    return blocks
+
+
+def _with_updates(schedule: Schedule, chosen: Collection[int]) -> Schedule:
+    backward = schedule.layout.backward
+    updates = {
+        stage: tuple(Update(block=b) for b in blocks.blocks if b in chosen)
+        for stage, blocks in enumerate(backward)
+    }
+    orders = tuple(tuple(_inserted(order, updates)) for order in schedule.orders)
+    return replace(schedule, orders=orders)
+
+
+def _inserted(order: Order, updates: dict[int, tuple[Update, ...]]) -> Iterator[OrderedInstruction]:
+    last = _last_backwards(order)
+    for position, instruction in enumerate(order):
+        yield instruction
+        if position in last:
+            yield from updates[last[position]]
+
+
+def _last_backwards(order: Sequence[OrderedInstruction]) -> dict[int, int]:
+    """Stages by the position at which their gradients are final."""
+    found = {
+        instruction.stage: position
+        for position, instruction in enumerate(order)
+        if isinstance(instruction, Backward | BackwardInput | BackwardWeight)
+    }
+    return {position: stage for stage, position in found.items()}
+
+
+PASSES = (
+    Pass(
+        name="interleave-updates",
+        summary="update every k-th block on its GPU (Deep Optimizer States, 4.2 and 4.3)",
+        run=interleave_updates,
+    ),
+    Pass(
+        name="device-update",
+        summary="update the last blocks on their GPUs, so that CPU and GPUs end together (ours)",
+        run=device_update,
+    ),
+)

@@ -1,0 +1,171 @@
+"""Keep what fits: spend the memory that a device has left on activations, the dearest first.
+
+Ours, for schedules whose forward and backward stages are coupled (Mobius, Megatron-offload, GPipe,
+1F1B, …). Full recomputation leaves device memory unused, no recomputation does not fit; in between,
+:class:`~penstock.protocol.instructions.Keep` ``selective`` drops some operators' outputs. What to
+drop is decided stage by stage: operators are ordered by seconds of recomputation per byte, and the
+cheapest bytes go first. Obscura's integer program (:mod:`.obscura`) chooses the same for all
+micro-batches of a stage, with swaps; here nothing is swapped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from penstock.planner.costs import BlockCost
+from penstock.planner.footprint import device_peaks
+from penstock.planner.layout import Order, OrderedInstruction, Residency
+from penstock.planner.passes.base import Pass, PassContext
+from penstock.planner.schedule import Schedule, lower
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Keep,
+    Recompute,
+    SwapIn,
+    SwapOut,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """Keep one operator more of a stage: ``seconds`` less, ``num_bytes`` more, per micro-batch."""
+
+    operator: str
+    seconds: float
+    num_bytes: float
+
+
+def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
+    """Drop no more than the memory limit asks for; without a limit, the device's memory.
+
+    First everything is dropped that can be made again from the inputs of the blocks, which takes
+    the memory of full recomputation (checkpoints of every block instead of every stage), and less
+    time: the last product of a block need not be repeated. Then each device keeps one operator of
+    one stage after the other, as far as there is room for all micro-batches that are in flight.
+
+    Raises:
+        ConfigError: stages that are not coupled, costs without operators, swaps, or too little
+            memory even with everything dropped.
+    """
+    _require_operators(schedule, context)
+    limit = context.memory_limit_bytes
+    limit = context.cluster.device_memory_bytes if limit is None else limit
+    costs = [context.costs.of(stage.blocks) for stage in schedule.layout.forward]
+    steps = [_steps(cost) for cost in costs]
+    dropped = [frozenset(step.operator for step in stage) for stage in steps]
+    least = _with_drops(schedule, dropped)
+    peaks = device_peaks(lower(least), context.costs)
+    for device, order in enumerate(schedule.orders):
+        room = limit - peaks[device].total_bytes
+        if room < 0.0:
+            raise ConfigError(
+                f"passes: keep-what-fits: device {device} needs {peaks[device].total_bytes:.4g}"
+                f" bytes with everything dropped, the limit is {limit:.4g}; use more stages,"
+                " smaller micro-batches, or spipe with recompute full"
+            )
+        for stage, operator in _affordable(schedule, order, steps, room):
+            dropped[stage] -= {operator}
+    return _with_drops(schedule, dropped)
+
+
+def _require_operators(schedule: Schedule, context: PassContext) -> None:
+    layout = schedule.layout
+    swaps = any(isinstance(i, SwapOut | SwapIn) for order in schedule.orders for i in order)
+    coupled = all(map(layout.is_coupled, range(len(layout.forward))))
+    known = all(block.operators for block in context.costs.blocks[: layout.num_blocks])
+    problems = (
+        (not coupled, "its backward stages are elsewhere; accepted: mobius, gpipe, 1f1b, …"),
+        (not known, "costs name no operators; accepted: analytic or measured costs"),
+        (swaps, "it swaps activations; run this pass before"),
+    )
+    for wrong, reason in problems:
+        if wrong:
+            raise ConfigError(f"passes: keep-what-fits: {schedule.scheme}: {reason}")
+
+
+def _steps(cost: BlockCost) -> tuple[_Step, ...]:
+    """What can be dropped, dearest first: it is kept first."""
+    seconds: dict[str, float] = defaultdict(float)
+    num_bytes: dict[str, float] = defaultdict(float)
+    for operator in cost.operators:
+        seconds[operator.name] += operator.forward_s
+        num_bytes[operator.name] += operator.activation_bytes
+    steps = (
+        _Step(operator=name, seconds=seconds[name], num_bytes=num_bytes[name])
+        for name in seconds
+        if num_bytes[name] > 0.0
+    )
+    return tuple(sorted(steps, key=lambda step: step.num_bytes / step.seconds))
+
+
+def _affordable(
+    schedule: Schedule, order: Order, steps: list[tuple[_Step, ...]], room: float
+) -> Iterator[tuple[int, str]]:
+    """(stage, operator) to keep on a device, until nothing more fits.
+
+    The dearest operator of all stages first. Among equals the first stage: so devices choose alike,
+    and stages that run at the same time stay equally long.
+    """
+    in_flight = _in_flight(order)
+    wishes = [(rank, stage) for stage in in_flight for rank in range(len(steps[stage]))]
+    for rank, stage in sorted(wishes):
+        step = steps[stage][rank]
+        needed = step.num_bytes * in_flight[stage]
+        if needed <= room:
+            room -= needed
+            yield stage, step.operator
+
+
+def _in_flight(order: Order) -> Mapping[int, int]:
+    """By stage, how many micro-batches are between forward and backward at most, at one time."""
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for instruction in order:
+        match instruction:
+            case Forward(stage=s):
+                now[s] += 1
+                most[s] = max(most[s], now[s])
+            case Backward(stage=s):
+                now[s] -= 1
+            case BackwardWeight(stage=s, micro_batches=batches):
+                now[s] -= len(batches)
+    return most
+
+
+def _with_drops(schedule: Schedule, dropped: list[frozenset[str]]) -> Schedule:
+    drops = [tuple(sorted(names)) for names in dropped]
+    orders = tuple(tuple(_selective(order, drops)) for order in schedule.orders)
+    streamed = schedule.residency is Residency.STREAMED
+    return replace(schedule, orders=orders, rebinds_weights=streamed)
+
+
+def _selective(order: Order, drops: list[tuple[str, ...]]) -> Iterator[OrderedInstruction]:
+    """The order with each forward's drops, and recomputations where there are any."""
+    for instruction in order:
+        match instruction:
+            case Forward(stage=s):
+                keep = Keep.SELECTIVE if drops[s] else Keep.ALL
+                yield replace(instruction, keep=keep, drop=drops[s])
+            case Recompute():
+                pass
+            case Backward(stage=s, micro_batch=m) | BackwardInput(stage=s, micro_batch=m):
+                if drops[s]:
+                    yield Recompute(stage=s, micro_batch=m)
+                yield instruction
+            case _:
+                yield instruction
+
+
+PASSES = (
+    Pass(
+        name="keep-what-fits",
+        summary="recompute only the operators whose outputs memory has no room for (ours)",
+        run=keep_what_fits,
+    ),
+)
