@@ -224,7 +224,10 @@ def speedup_table() -> PaperTable:
         text=(
             f"Section 9.2: percent over 1F1B with full recomputation. {_CONSTANTS} *OOM*: more than"
             " 80 GB in some stage, where the time is an estimate. BPipe recomputes the MLP where it"
-            " does not fit without (paper: +17 % for 23B and 28B). *Obscura here*: the same passes"
+            " does not fit without (paper: +17 % for 23B and 28B); at 28B its last stage exceeds 80"
+            " GB, with the head's logits and blocks of stage 0. The strawman is over it once, since"
+            " with half layers as blocks full recomputation keeps two inputs a layer. Adjusted"
+            " stages and peak memory are Obscura's. *Obscura here*: the same passes"
             " on this system. *Ours*: any number of swaps instead of 2 … p - k - 2, and split"
             " backwards (2BP) with weight gradients in bubbles, as many as memory allows. No"
             " schedule without split backwards exceeds 33.4 % (DAPPLE, if it fitted)."

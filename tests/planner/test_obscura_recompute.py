@@ -18,6 +18,7 @@ from penstock.planner.passes.obscura import Grain, obscura
 from penstock.planner.passes.obscura.adjust import cost_effective, identify_cost_effective
 from penstock.planner.passes.obscura.aware import swap_aware_recompute
 from penstock.planner.passes.obscura.memory import (
+    away_microbatches,
     held_microbatches,
     order_memory,
     schedule_memory,
@@ -131,7 +132,8 @@ def _time_of(problem: RecomputeProblem, swap: Swap, chosen: tuple[int, ...]) -> 
         )
         fits = at.fixed_bytes + needed + remade <= problem.limit_bytes + 1e-9
         if swap.style is SwapStyle.PEER:
-            fits = fits and evicted * kept <= at.peer_bytes + 1e-9
+            guests = evicted + 1 if evicted else 0
+            fits = fits and guests * kept <= at.peer_bytes + 1e-9
         if evicted:
             fits = fits and evicted <= evictions_of(at) and block_s <= times.busy_s + 1e-9
             fits = fits and block_s <= evictions_of(at) // evicted * at.forward_s + 1e-9
@@ -277,6 +279,7 @@ def test_swaps_keep_equation_1_all_the_time(
     outs = [i for i in swapped if i.opcode.value == "SO"]
     ins = [i for i in swapped if i.opcode.value == "SI"]
     assert len(outs) == len(ins) >= evicted
+    assert away_microbatches(swapped) <= (evicted + 1) * fraction + 1e-9
 
 
 def test_memory_of_the_equation_is_that_of_the_plan() -> None:
@@ -287,8 +290,8 @@ def test_memory_of_the_equation_is_that_of_the_plan() -> None:
     for one in (schedule, start, obscura(schedule, context)):
         peaks = [peak.total_bytes for peak in device_peaks(lower(one), context.costs)]
         counted = schedule_memory(one, context.costs, Grain.STAGE)
-        # Besides: activations and gradients between stages, 1 byte each.
-        assert all(0.0 <= p - c <= 4.0 for p, c in zip(peaks, counted, strict=True))
+        # Counted are four activations or gradients between stages, of 1 byte.
+        assert all(0.0 <= c - p <= 4.0 for p, c in zip(peaks, counted, strict=True))
 
 
 def test_memory_by_hand() -> None:
@@ -300,19 +303,19 @@ def test_memory_by_hand() -> None:
     drop = replace(FULL, mode="selective", drop=("silu",))
     whole = stage_memory(layout, context.costs, 1, drop, Grain.STAGE)
     part = stage_memory(layout, context.costs, 1, drop, Grain.BLOCK)
-    assert (whole.fixed_bytes, whole.kept_bytes, whole.remade_bytes) == (60.0, 13.5, 2.5)
-    assert (part.fixed_bytes, part.kept_bytes, part.remade_bytes) == (60.0, 13.5, 1.25)
+    assert (whole.fixed_bytes, whole.kept_bytes, whole.remade_bytes) == (64.0, 13.5, 2.5)
+    assert (part.fixed_bytes, part.kept_bytes, part.remade_bytes) == (64.0, 13.5, 1.25)
     full = stage_memory(layout, context.costs, 1, FULL, Grain.STAGE)
     assert (full.kept_bytes, full.remade_bytes) == (1.0, 16.0)
     full = stage_memory(layout, context.costs, 1, FULL, Grain.BLOCK)
     assert (full.kept_bytes, full.remade_bytes) == (2.0, 8.0)
     order = StageOrder(stage=1, recompute=drop, ahead=one_f_one_b_ahead(4, 1, 8))
-    assert order_memory(layout, context.costs, order, Grain.STAGE) == 60.0 + 3 * 13.5 + 2.5
+    assert order_memory(layout, context.costs, order, Grain.STAGE) == 64.0 + 3 * 13.5 + 2.5
 
 
 def test_cost_effective_operators_first() -> None:
-    """Stage s of 8 needs 60 + 16 (8 - s), dropping norm, silu and mul 60 + 9 (8 - s) + 7."""
-    context, schedule = _context(8, 125.0), unit_schedule(8, 16)
+    """Stage s of 8 needs 64 + 16 (8 - s), dropping norm, silu and mul 64 + 9 (8 - s) + 7."""
+    context, schedule = _context(8, 129.0), unit_schedule(8, 16)
     assert cost_effective(context.costs.blocks[0]).drop == ("norm", "silu", "mul")
     identified = identify_cost_effective(schedule, context)
     assert [order.recompute.mode for order in stage_orders(identified)] == [
@@ -338,6 +341,7 @@ def test_the_result_is_valid_fits_and_is_not_slower_than_full_recomputation(
     plan = lower(result)
     validate(plan)
     assert max(schedule_memory(result, context.costs, Grain.STAGE)) <= limit
+    assert max(peak.total_bytes for peak in device_peaks(plan, context.costs)) <= limit
     everywhere = with_orders(schedule, (replace(o, recompute=FULL) for o in stage_orders(schedule)))
     reference = simulate(lower(everywhere), context.costs, context.cluster).pipeline_s
     assert simulate(plan, context.costs, context.cluster).pipeline_s <= reference
@@ -351,6 +355,9 @@ def test_both_designs_of_swapping_reach_the_plan() -> None:
     swapped = {i.peer for order in to_peer.orders for i in order if i.opcode.value == "SO"}
     assert swapped and None not in swapped
     validate(lower(to_peer))
+    peaks = device_peaks(lower(to_peer), context.costs)
+    assert max(peak.total_bytes for peak in peaks) <= 130.0
+    assert max(schedule_memory(to_peer, context.costs, Grain.STAGE)) <= 130.0
     slow_peer = replace(context.cluster, peer_bandwidth=0.05, fetch_bandwidth=50.0)
     host = replace(context, cluster=replace(slow_peer, offload_bandwidth=50.0))
     to_host = PASSES["obscura-any-swap"].run(schedule, host)
@@ -399,8 +406,8 @@ def test_partition_by_hand() -> None:
 
 
 def test_partition_respects_memory_and_balance() -> None:
-    """Stage 2 holds two micro-batches: 60 + 2 x 16; with a block more 75 + 2 x 20."""
-    schedule, context = _halves(114.0)
+    """Stage 2 holds two micro-batches: 64 + 2 x 16; with a block more 79 + 2 x 20."""
+    schedule, context = _halves(118.0)
     visited = list(partitions(schedule, context, Grain.STAGE))
     assert [[len(s.blocks) for s in one.layout.forward] for one in visited] == [
         [4, 4, 4, 4],

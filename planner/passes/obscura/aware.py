@@ -137,7 +137,7 @@ def _stage_problem(
             {tuple(part.drop_bytes((name,)) for name in operators): None for part in parts}
         ),
         activation_bytes=cost.activation_bytes,
-        fixed_bytes=fixed_bytes(cost),
+        fixed_bytes=fixed_bytes(costs, blocks),
         held=order.in_flight,
         peer=None if room is None else peer,
         peer_bytes=room or 0.0,

@@ -1,8 +1,9 @@
 """How much memory the stages of a schedule need, as Obscura's section 6.2 counts it.
 
 ``M_s = W_s + A_s``: what a stage always has, and activations of the micro-batches it holds. To that
-comes what the paper leaves out, and what depends on how a system recomputes (:class:`Grain`). Not
-counted: tensors on their way between stages. The simulator counts everything, over time.
+comes what depends on how a system recomputes (:class:`Grain`), and room for workspace and tensors
+between stages, which the paper leaves out. So a schedule that fits here fits by the books of its
+plan (:mod:`penstock.planner.footprint`), too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.costs import Costs
 from penstock.planner.layout import Order, StageLayout
 from penstock.planner.passes.obscura.shape import StageOrder, stage_orders
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.instructions import Backward, Forward, SwapIn, SwapOut
+
+_ON_THEIR_WAY = 4
+"""Activations and gradients that a stage receives, has received, and sends, at most at once."""
 
 
 class Grain(StrEnum):
@@ -42,13 +46,16 @@ class StageMemory:
         return self.fixed_bytes + held * self.kept_bytes + self.remade_bytes
 
 
-def fixed_bytes(stage: BlockCost) -> float:
-    """Weights, gradients, optimizer state if it is there, and workspace (W_s)."""
+def fixed_bytes(costs: Costs, blocks: range) -> float:
+    """Weights, gradients, optimizer state if it is there (W_s), workspace, tensors on their way."""
+    stage = costs.of(blocks)
+    around = costs.blocks[max(blocks.start - 1, 0) : blocks.stop]
     return (
         stage.weight_bytes
         + stage.device_gradient_bytes
         + stage.static_bytes
         + stage.workspace_bytes
+        + _ON_THEIR_WAY * max(block.output_bytes for block in around)
     )
 
 
@@ -65,7 +72,7 @@ def stage_memory(
     else:
         kept = cost.activation_bytes - cost.drop_bytes(recompute.drop)
         remade = max(costs.of(part).drop_bytes(recompute.drop) for part in parts)
-    return StageMemory(fixed_bytes=fixed_bytes(cost), kept_bytes=kept, remade_bytes=remade)
+    return StageMemory(fixed_bytes=fixed_bytes(costs, blocks), kept_bytes=kept, remade_bytes=remade)
 
 
 def order_memory(layout: StageLayout, costs: Costs, order: StageOrder, grain: Grain) -> float:
@@ -75,14 +82,29 @@ def order_memory(layout: StageLayout, costs: Costs, order: StageOrder, grain: Gr
 
 
 def schedule_memory(schedule: Schedule, costs: Costs, grain: Grain) -> tuple[float, ...]:
-    """Peak bytes of every stage, swaps included."""
-    orders = stage_orders(schedule, swaps=True)
-    return tuple(
-        stage_memory(schedule.layout, costs, order.stage, order.recompute, grain).with_microbatches(
-            held_microbatches(schedule.orders[order.stage])
-        )
-        for order in orders
-    )
+    """Peak bytes of every stage, swaps included; what peers keep for others counts all the time."""
+    peaks = [0.0] * len(schedule.orders)
+    for order in stage_orders(schedule, swaps=True):
+        stage, instructions = order.stage, schedule.orders[order.stage]
+        memory = stage_memory(schedule.layout, costs, stage, order.recompute, grain)
+        peaks[stage] += memory.with_microbatches(held_microbatches(instructions))
+        peer = next((i.peer for i in instructions if isinstance(i, SwapOut)), None)
+        if peer is not None:
+            peaks[peer] += away_microbatches(instructions) * memory.kept_bytes
+    return tuple(peaks)
+
+
+def away_microbatches(order: Order) -> float:
+    """The most micro-batches whose activations are elsewhere, in parts where parts are here."""
+    away = most = 0.0
+    for instruction in order:
+        match instruction:
+            case SwapOut(fraction=fraction):
+                away += fraction
+                most = max(most, away)
+            case SwapIn(fraction=fraction):
+                away -= fraction
+    return most
 
 
 def held_microbatches(order: Order) -> float:

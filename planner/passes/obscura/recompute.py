@@ -240,9 +240,11 @@ class _Rows:
             terms = (np.array(row) - held * sizes) / problem.limit_bytes
             self._add(room, problem.limit_bytes, (operators, terms))
         if self._swap.style is SwapStyle.PEER and evicted:
-            spare = stage.peer_bytes - evicted * stage.activation_bytes
+            # In the steady phase one more leaves before one comes back.
+            guests = evicted + 1
+            spare = stage.peer_bytes - guests * stage.activation_bytes
             self._add(
-                spare, problem.limit_bytes, (operators, -evicted * sizes / problem.limit_bytes)
+                spare, problem.limit_bytes, (operators, -guests * sizes / problem.limit_bytes)
             )
 
     def _add_transfers(self, index: int) -> None:
