@@ -46,11 +46,17 @@ def check_plan(plan: Plan) -> None:
         ("weight buffers a device", plan.weight_buffers, 2),
         ("weights bound anew after a release", plan.rebinds_weights, False),
         ("weights sharded over devices", plan.shards_weights, False),
+        ("forwards left out", _forwards_left_out(plan), 0),
     ):
         if there != supported:
             raise ConfigError(
                 f"plan: {plan.scheme} has {what}: {there}; workers support {supported}"
             )
+
+
+def _forwards_left_out(plan: Plan) -> int:
+    forwards = sum(isinstance(i, Forward) for program in plan.programs for i in program)
+    return len(plan.forward_stages) * plan.num_microbatches - forwards
 
 
 def check_program(program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS) -> None:

@@ -70,7 +70,7 @@ class Queues:
 
     def peer_swap(self, device: int, *, out: bool) -> int:
         """What a device has swapped to its peers, or back; in its own order, not the peer's."""
-        first = self.link(self.num_devices, 0)
+        first: int = self.link(self.num_devices, 0)
         return first + (device if out else self.num_devices + device)
 
 

@@ -298,6 +298,7 @@ def test_unsupported_opcodes_are_refused_before_the_run() -> None:
         ({"rebinds_weights": True}, "bound anew after a release: True"),
         ({"shards_weights": True}, "sharded over devices: True"),
         ({"forward_stages": (StageRange(start=0, stop=1, device=0),) * 2}, "routes: 2"),
+        ({"programs": ((),)}, "forwards left out: 1; workers support 0"),
     ],
 )
 def test_plans_that_workers_cannot_hold_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -308,7 +309,7 @@ def test_plans_that_workers_cannot_hold_are_refused(changes: dict[str, Any], mes
         num_microbatches=1,
         forward_stages=stages,
         backward_stages=stages,
-        programs=((),),
+        programs=((parse_instruction("F 0 0 keep=all"),),),
         evaluation=((),),
     )
     check_plan(plan)
