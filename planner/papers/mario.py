@@ -26,7 +26,7 @@ _STEPS = ("apply-checkpoint", "overlap-recompute", "remove-redundancy", "prepose
 
 def tables() -> tuple[PaperTable, ...]:
     """Figure 2, the same for other schemes, table 1, table 5."""
-    return (_figure_2(), _other_schemes(), _table_1(), *_table_5())
+    return (figure_2(), other_schemes(), table_1(), *table_5())
 
 
 def _unit_context(schedule: Schedule, backward: float = 2.0) -> PassContext:
@@ -63,7 +63,8 @@ def _units(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _figure_2() -> PaperTable:
+def figure_2() -> PaperTable:
+    """The four steps, simulated, beside the best order of the same instructions."""
     schedule = _unit_schedule("1f1b", 4, 4)
     context = _unit_context(schedule)
     cells: list[tuple[str, ...]] = []
@@ -89,7 +90,8 @@ def _figure_2() -> PaperTable:
     )
 
 
-def _other_schemes() -> PaperTable:
+def other_schemes() -> PaperTable:
+    """The four steps on schemes of every shape, and together with 2BP."""
     rows: list[tuple[str, ...]] = []
     for scheme in ("gpipe", "1f1b", "interleaved", "chimera", "hanayo", "zb-h1", "zb-v"):
         for backward in (2.0, 1.6):
@@ -123,7 +125,8 @@ _TABLE_1: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-def _table_1() -> PaperTable:
+def table_1() -> PaperTable:
+    """Activation memory, without and with Mario."""
     rows: list[tuple[str, ...]] = []
     for scheme, (base, with_mario) in _TABLE_1.items():
         for devices in (4, 8):
@@ -260,7 +263,8 @@ class _Case:
         return low * 1e-5
 
 
-def _table_5() -> tuple[PaperTable, PaperTable]:
+def table_5() -> tuple[PaperTable, PaperTable]:
+    """Relative rates and memory with nothing fitted; rates with one overhead per model."""
     plain: list[tuple[str, ...]] = []
     fitted: list[tuple[str, ...]] = []
     overhead_s = 0.0
@@ -280,8 +284,8 @@ def _table_5() -> tuple[PaperTable, PaperTable]:
                 "13B models on 32 A100-40G, global batch 128; ckpt is pass 1, ovlp all four. Costs"
                 " are analytic, nothing is fitted; compute and one latency per hop (25 GB/s, since"
                 " the paper does not name its network). Assumed: MLP width of LLaMA by its rule, 16"
-                " bytes of state a parameter, no fused attention. The paper's base rows of more than"
-                " 40 GB are estimates of its own simulator (out of memory). For LLaMA2-13B its ckpt"
+                " bytes of state a parameter, no fused attention. The paper's base rows of more"
+                " than 40 GB are estimates of its own simulator (out of memory). For LLaMA2-13B its ckpt"
                 " loses less than a forward takes, and all its rates are lower: time outside of"
                 " kernels, which recomputation adds little to; see the next table. LLaMA2-13B on V"
                 " hides recomputation almost wholly because the last stage has the head, is the"

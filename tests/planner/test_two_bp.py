@@ -13,6 +13,7 @@ from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.layout import Residency
+from penstock.planner.papers import two_bp as paper
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
@@ -247,3 +248,16 @@ def test_checkpointed_and_split_beats_neither() -> None:
         makespan_s(apply("2bp,mario", schedule, context), context),
     ]
     assert seconds == [21.0, 22.0, 18.0]
+
+
+def test_the_page_shows_table_1_and_figure_5() -> None:
+    table = paper.table_1()
+    assert len(table.rows) == 16
+    assert all(row[2::2] == row[3::2] for row in table.rows)
+    assert [row[:2] for row in paper.figure_5().rows] == [
+        ("unsplit", "33"),
+        ("2BP of the paper", "27"),
+        ("flush half-way (figure 5)", "30"),
+        ("limit-deferred, 4 activations", "27"),
+        ("2bp", "27"),
+    ]
