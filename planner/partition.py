@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 _RESOLUTION = 2**40
 """Costs are compared as integers in units of 1/_RESOLUTION of the total, so that ties are exact."""
@@ -27,19 +28,24 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
 
 def _smallest_maximum(ends: Sequence[int], num_stages: int) -> int:
     """The smallest possible cost of the most expensive stage. ``ends``: cumulated costs, from 0."""
-    num_blocks = len(ends) - 1
-    # best[i]: smallest maximum of cutting blocks i… into the number of stages of the current round.
-    best = [ends[-1] - ends[i] for i in range(num_blocks + 1)]
-    for stages in range(2, num_stages + 1):
-        for i in range(num_blocks - stages + 1):
-            bound = ends[-1]
-            for j in range(i + 1, num_blocks - stages + 2):
-                first = ends[j] - ends[i]
-                bound = min(bound, max(first, best[j]))
-                if first >= bound:
-                    break
-            best[i] = bound
-    return best[0]
+    low = max(later - earlier for earlier, later in pairwise(ends))
+    low, high = max(low, -(-ends[-1] // num_stages)), ends[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_needed(ends, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _stages_needed(ends: Sequence[int], maximum: int) -> int:
+    """Stages of at most ``maximum`` each, filled from the front. No block costs more."""
+    stages, done = 0, 0
+    while done < len(ends) - 1:
+        done = bisect_right(ends, ends[done] + maximum) - 1
+        stages += 1
+    return stages
 
 
 def _least_squares(ends: Sequence[int], num_stages: int, maximum: int) -> tuple[range, ...]:
