@@ -258,7 +258,8 @@ def _speedups(case: Case) -> tuple[str, ...]:
         for one in runs.values()
     ]
     obscura = runs["Obscura"]
-    return stage_names(adjusted_stages(obscura.schedule)), _peak(obscura), *cells
+    peak = f"{max(obscura.peak_bytes) / 1e9:.1f}"
+    return stage_names(adjusted_stages(obscura.schedule)), peak, *cells
 
 
 def stage_names(stages: tuple[int, ...]) -> str:
@@ -266,10 +267,6 @@ def stage_names(stages: tuple[int, ...]) -> str:
     if not stages:
         return "none"
     return f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0])
-
-
-def _peak(one: Run) -> str:
-    return f"{max(one.peak_bytes) / 1e9:.1f}"
 
 
 def memory_table() -> PaperTable:
@@ -313,7 +310,7 @@ def computation_table() -> PaperTable:
     case = Case(family="llama2", layers=_SIZES["23B"], num_stages=8, num_microbatches=32)
     plain = dapple(case)
     rows = [
-        (name, stated, stage_names(_recomputing(one)), *_shares(case, one, plain))
+        (name, stated, stage_names(adjusted_stages(one.schedule)), *_shares(case, one, plain))
         for name, stated, one in (
             ("DAPPLE+", "stages 0-7, computation +33 %, time +33 %", dapple_plus(case)),
             ("Strawman", "stages 0-3, computation +33 %", strawman(case)),
@@ -331,10 +328,6 @@ def computation_table() -> PaperTable:
         columns=("system", "paper", "adjusted stages", "computation", "time"),
         rows=tuple(rows),
     )
-
-
-def _recomputing(one: Run) -> tuple[int, ...]:
-    return adjusted_stages(one.schedule)
 
 
 def _shares(case: Case, one: Run, plain: Run) -> tuple[str, str]:

@@ -183,11 +183,14 @@ def test_a_stage_before_an_adjusted_one_is_adjusted_too() -> None:
 
 def test_other_shapes_are_refused_by_name() -> None:
     context = _limited(unit_context(4), 50.0)
-    gpipe = build_schedule(
+    mobius = build_schedule(
         ScheduleRequest(scheme="mobius", num_devices=2, num_microbatches=4), [1.0] * 4
     )
     with pytest.raises(ConfigError, match=r"one stage per worker.*mobius.*Use scheme 1f1b"):
-        identify(gpipe, context)
+        identify(mobius, context)
+    request = ScheduleRequest(scheme="gpipe", num_devices=4, num_microbatches=8, recompute="none")
+    with pytest.raises(ConfigError, match=r"'gpipe': .* start from the order of 1f1b"):
+        identify(build_schedule(request, [1.0] * 4), context)
     once = recomputing(unit_schedule(4, 8), 3)
     with pytest.raises(ConfigError, match="start from recompute: none"):
         identify_cost_effective(once, context)

@@ -19,7 +19,14 @@ from dataclasses import replace
 from penstock.planner.costs import BlockCost
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.memory import Grain, order_memory
-from penstock.planner.passes.obscura.shape import FULL, NONE, StageOrder, stage_orders, with_orders
+from penstock.planner.passes.obscura.shape import (
+    FULL,
+    NONE,
+    StageOrder,
+    one_f_one_b_ahead,
+    stage_orders,
+    with_orders,
+)
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.errors import ConfigError
@@ -71,7 +78,12 @@ def _identify(
             "schedule.recompute: the passes of Obscura choose what is recomputed; start from"
             " recompute: none"
         )
-    limit = context.memory_limit_bytes
+    limit, total = context.memory_limit_bytes, schedule.layout.num_microbatches
+    if any(o.ahead != one_f_one_b_ahead(len(orders), o.stage, total) for o in orders):
+        raise ConfigError(
+            f"schedule.scheme = {schedule.scheme!r}: the passes of Obscura start from the order of"
+            " 1f1b"
+        )
     if limit is None:
         return schedule
 
