@@ -9,18 +9,22 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from penstock.client.outputs import read_plan
 from penstock.client.reports import heading, stages_text
 from penstock.planner import schemes
 from penstock.planner.build import ScheduleRequest
 from penstock.planner.grid import program_grid
 from penstock.planner.passes import PASSES
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, format_bytes, timeline
+from penstock.planner.schedule import schedule_of
 from penstock.planner.schemes import RecomputeMode
 from penstock.planner.simulate import Simulation
 from penstock.planner.sources import CostSource, Prices, UnitCosts, parse_costs
+from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.trial import (
     OPTIMIZERS,
     Recipe,
@@ -30,8 +34,10 @@ from penstock.planner.trial import (
     settle_stages,
     try_out,
     try_plan,
+    try_schedule,
 )
-from penstock.protocol.errors import ConfigError
+from penstock.planner.validate import validate
+from penstock.protocol.errors import ConfigError, ProtocolError
 from penstock.protocol.instructions import RecomputeAfter
 from penstock.protocol.plan import Plan
 
@@ -216,21 +222,49 @@ def make_lab_report(wish: Wish) -> LabReport:
     return _report(simulation, wish)
 
 
-def make_simulation_report(plan: Plan, wish: Wish) -> LabReport:
-    """Simulate a plan that is there; of the wish only costs, optimizer and memory count.
+def make_simulation_report(path: Path, wish: Wish) -> LabReport:
+    """Simulate a plan, or actions of ``torch.distributed.pipelining``, that are in a file.
+
+    Of the wish only passes, costs, optimizer and memory count.
 
     Raises:
-        ConfigError: the plan makes no sense, or does not go with the costs.
+        ConfigError: the file makes no sense, or does not go with the costs.
     """
     with options_named():
         source = parse_costs(wish.costs_text)
-        prices = source.price(
-            forward_stages=len(plan.forward_stages) // plan.num_routes,
-            backward_stages=len(plan.backward_stages) // plan.num_routes,
-            num_devices=plan.num_devices,
-        )
-        simulation = try_plan(plan, _terms(prices, wish))
+        if path.suffix == ".csv":
+            simulation = _simulate_actions(path, source, wish)
+        else:
+            simulation = _simulate_plan(read_plan(path), source, wish)
     return _report(simulation, wish)
+
+
+def _simulate_plan(plan: Plan, source: CostSource, wish: Wish) -> Simulation:
+    prices = source.price(
+        forward_stages=len(plan.forward_stages) // plan.num_routes,
+        backward_stages=len(plan.backward_stages) // plan.num_routes,
+        num_devices=plan.num_devices,
+    )
+    terms = _terms(prices, wish)
+    if not wish.passes:
+        return try_plan(plan, terms)
+    validate(plan)
+    return try_schedule(schedule_of(plan), wish.passes, terms)
+
+
+def _simulate_actions(path: Path, source: CostSource, wish: Wish) -> Simulation:
+    try:
+        actions = parse_actions(path.read_text(encoding="utf-8"))
+        num_stages = 1 + max(action.stage for rank in actions for action in rank)
+        prices = source.price(
+            forward_stages=num_stages, backward_stages=num_stages, num_devices=len(actions)
+        )
+        schedule = schedule_of_actions(actions, block_work=prices.block_work)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read it: {error}") from error
+    except ProtocolError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return try_schedule(schedule, wish.passes, _terms(prices, wish))
 
 
 def _report(simulation: Simulation, wish: Wish) -> LabReport:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.planner.render import Caption, png, svg
+from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate import Simulation
+from penstock.planner.torch_actions import actions_of_schedule, format_actions
 from penstock.protocol.errors import ConfigError, ProtocolError
 from penstock.protocol.plan import Plan
 
@@ -19,21 +21,27 @@ class Outputs:
     plan: Path | None = None
     svg: Path | None = None
     png: Path | None = None
+    torch_csv: Path | None = None
 
     def write(self, simulation: Simulation, caption: Caption) -> None:
         """Make and write the files that were asked for.
 
         Raises:
-            ConfigError: a file cannot be written.
+            ConfigError: a file cannot be written, or the action text has no word for something.
         """
         contents: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
             (self.plan, lambda: (simulation.plan.to_json() + "\n").encode()),
             (self.svg, lambda: svg(simulation, caption).encode()),
             (self.png, lambda: png(simulation, caption)),
+            (self.torch_csv, lambda: _actions(simulation.plan).encode()),
         )
         for path, make in contents:
             if path is not None:
                 write_file(path, make())
+
+
+def _actions(plan: Plan) -> str:
+    return format_actions(actions_of_schedule(schedule_of(plan)))
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -49,21 +49,19 @@ def plan(
     svg: options.SvgOption = None,
     png: options.PngOption = None,
     out: options.PlanFileOption = None,
-    list_names: options.ListOption = False,
+    torch_csv: options.TorchOption = None,
+    _list_names: options.ListOption = False,
 ) -> None:
     """Show a schedule: its picture, times, bubbles, memory, and distance from the best possible.
 
     Of a configuration (with the memory it needs and the machine has), or of a scheme by name.
     """
     with errors_explained():
-        from penstock.client.laboratory import Wish, make_lab_report, names_known
+        from penstock.client.laboratory import Wish, make_lab_report
         from penstock.client.outputs import Outputs
         from penstock.client.planning import make_report
 
-        outputs = Outputs(plan=out, svg=svg, png=png)
-        if list_names:
-            typer.echo(names_known())
-            return
+        outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         wish = Wish(
             scheme=scheme,
             num_devices=devices,
@@ -96,25 +94,29 @@ def simulate(
     plan_file: options.PlanArgument,
     costs: options.CostsOption = None,
     profile: options.ProfileOption = None,
+    passes: options.PassesOption = None,
     memory: options.MemoryOption = None,
     optimizer: options.OptimizerOption = "advance",
     as_json: JsonOption = False,
     show: options.ShowOption = None,
     svg: options.SvgOption = None,
     png: options.PngOption = None,
+    out: options.PlanFileOption = None,
+    torch_csv: options.TorchOption = None,
 ) -> None:
-    """Validate a plan, and show how long it takes and where it waits."""
+    """Validate a plan, and show how long it takes and where it waits; passes can improve it."""
     with errors_explained():
         from penstock.client.laboratory import Wish, make_simulation_report
-        from penstock.client.outputs import Outputs, read_plan
+        from penstock.client.outputs import Outputs
 
         wish = Wish(
+            passes=options.names(passes),
             costs=options.costs_text(costs, profile),
             optimizer=options.optimizer_name(optimizer),
             memory_limit_bytes=options.size("--memory", memory),
         )
-        report = make_simulation_report(read_plan(plan_file), wish)
-        outputs = Outputs(svg=svg, png=png)
+        report = make_simulation_report(plan_file, wish)
+        outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         outputs.write(report.simulation, report.caption)
         _print(report, as_json, show)
 
@@ -167,13 +169,7 @@ def tune(
     with errors_explained():
         from rich.console import Console
 
-        from penstock.client.tuning import (
-            TuneWish,
-            to_json,
-            tune_config,
-            tune_names,
-            write_fragment,
-        )
+        from penstock.client.tuning import TuneWish, search, to_json, write_fragment
 
         wish = TuneWish(
             model=model,
@@ -191,11 +187,8 @@ def tune(
             everything=everything,
             keep=keep,
         )
-        progress = Console(stderr=True)
-        if config is None:
-            report = tune_names(wish, progress)
-        else:
-            report = tune_config(load(config, settings), wish, progress)
+        loaded = None if config is None else load(config, settings)
+        report = search(loaded, wish, Console(stderr=True))
         write_fragment(report, out)
         if as_json:
             typer.echo(to_json(report))
@@ -229,7 +222,8 @@ _SIMULATE_EXAMPLES = """\b
 Examples:
   penstock plan --scheme zb-h1 --devices 4 --micro-batches 8 --out plan.json
   penstock simulate plan.json --costs unit:f=1,p1=1,p2=0.5 --svg plan.svg
-  penstock simulate runs/tiny/plan.json --profile p.json --json"""
+  penstock simulate runs/tiny/plan.json --profile p.json --json
+  penstock simulate actions.csv --passes 2bp --out better.json"""
 
 _PROFILE_EXAMPLES = """\b
 Examples:

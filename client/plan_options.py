@@ -17,7 +17,11 @@ OptionalConfig = Annotated[
     typer.Argument(metavar="[CONFIG.yaml]", help="Configuration; without one give --scheme."),
 ]
 PlanArgument = Annotated[
-    Path, typer.Argument(metavar="PLAN.json", help="What plan --out has written.")
+    Path,
+    typer.Argument(
+        metavar="PLAN.json|ACTIONS.csv",
+        help="What plan --out or --torch-csv has written, or torch itself.",
+    ),
 ]
 SchemeOption = Annotated[
     str | None, typer.Option("--scheme", metavar="NAME", help="Scheme; --list shows them.")
@@ -110,7 +114,30 @@ PngOption = Annotated[
 PlanFileOption = Annotated[
     Path | None, typer.Option("--out", metavar="plan.json", help="Write the plan.")
 ]
-ListOption = Annotated[bool, typer.Option("--list", help="List schemes and passes, and stop.")]
+TorchOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--torch-csv",
+        metavar="FILE",
+        help="Write the order as action text of torch.distributed.pipelining.",
+    ),
+]
+
+
+def _list_names(wanted: bool) -> None:
+    if wanted:
+        from penstock.client.laboratory import names_known
+
+        typer.echo(names_known())
+        raise typer.Exit
+
+
+ListOption = Annotated[
+    bool,
+    typer.Option(
+        "--list", help="List schemes and passes, and stop.", callback=_list_names, is_eager=True
+    ),
+]
 
 
 ModelOption = Annotated[

@@ -105,6 +105,18 @@ class TuneReport:
         console.print(self.fragment_yaml(), highlight=False, markup=False, soft_wrap=True)
 
 
+def search(config: Config | None, settings: TuneWish, console: Console) -> TuneReport:
+    """Search for a configuration, or else for what the options name; progress on ``console``.
+
+    Raises:
+        ConfigError: impossible configuration or options.
+        CapacityError: nothing fits; says what was in the way.
+    """
+    if config is None:
+        return tune_names(settings, console)
+    return tune_config(config, settings, console)
+
+
 def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneReport:
     """The best schedules of a configuration: by default those that ``train`` can run.
 
@@ -127,19 +139,19 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
         keep=settings.keep,
     )
-    search = Search(
+    tried = Search(
         pricer=lambda size: config_prices(config, table, settings.profile, size),
         limits=limits,
         optimizer=OPTIMIZERS[settings.optimizer],
         stops_early=True,
         accepts=_runs_on_workers if runs else None,
     )
-    _run(search, space, console)
+    _run(tried, space, console)
     what = (
         f"{config.run.name} on {space.num_devices} workers, {space.global_batch} sequences a step,"
         f" {'schemes that train runs (--all: every one)' if runs else 'every scheme'}"
     )
-    report = _report(search, space, what, trainable=runs)
+    report = _report(tried, space, what, trainable=runs)
     if runs:
         _check_fragment(config, table, report)
     return report
@@ -172,17 +184,17 @@ def tune_names(settings: TuneWish, console: Console) -> TuneReport:
         host_bytes=_limit(settings.host_bytes, cluster.host_memory_bytes),
         keep=settings.keep,
     )
-    search = Search(
+    tried = Search(
         pricer=_analytic_pricer(source, num_devices),
         limits=limits,
         optimizer=OPTIMIZERS[settings.optimizer],
     )
-    _run(search, space, console)
+    _run(tried, space, console)
     what = (
         f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
         f" {settings.sequence_length} tokens a step"
     )
-    report = _report(search, space, what, trainable=_is_trainable(search))
+    report = _report(tried, space, what, trainable=_is_trainable(tried))
     return replace(report, fragment=_with_cluster(report.fragment, settings, space))
 
 
@@ -236,11 +248,11 @@ def _runs_on_workers(candidate: Candidate) -> bool:
     return candidate.recompute == "full" or not streamed
 
 
-def _is_trainable(search: Search) -> bool:
+def _is_trainable(tried: Search) -> bool:
     """Whether ``train`` can run the winner."""
-    if search.best is None:
+    if tried.best is None:
         return False
-    candidate = search.best.candidate
+    candidate = tried.best.candidate
     known = candidate.scheme in TRAINABLE_SCHEMES and candidate.recompute in ("none", "full")
     plain = candidate.replicas == 1 and not candidate.passes
     return known and plain and _runs_on_workers(candidate)
@@ -257,9 +269,9 @@ def _with_cluster(parts: dict[str, Any], settings: TuneWish, space: Space) -> di
     return {**parts, "train": train, "cluster": cluster}
 
 
-def _run(search: Search, space: Space, console: Console) -> None:
+def _run(tried: Search, space: Space, console: Console) -> None:
     with _progress(console) as advance, options_named():
-        search.run(space, advance)
+        tried.run(space, advance)
 
 
 @contextmanager
@@ -283,19 +295,19 @@ def _progress(console: Console) -> Iterator[Any]:
         yield advance
 
 
-def _report(search: Search, space: Space, what: str, *, trainable: bool) -> TuneReport:
-    if search.best is None:
-        reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(search.left_out.items()))
+def _report(tried: Search, space: Space, what: str, *, trainable: bool) -> TuneReport:
+    if tried.best is None:
+        reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(tried.left_out.items()))
         raise CapacityError(
             f"{what}: no schedule fits (left out: {reasons or 'there are no candidates'}); use more"
             " devices, more memory (--memory, --host-memory), a smaller --global-batch, or --all"
         )
     return TuneReport(
         what=what,
-        num_candidates=len(search.outcomes) + sum(search.left_out.values()),
-        outcomes=tuple(search.outcomes),
-        left_out=dict(search.left_out),
-        fragment=fragment(search.best),
+        num_candidates=len(tried.outcomes) + sum(tried.left_out.values()),
+        outcomes=tuple(tried.outcomes),
+        left_out=dict(tried.left_out),
+        fragment=fragment(tried.best),
         trainable=trainable,
     )
 

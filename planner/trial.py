@@ -124,20 +124,33 @@ def make_schedule(recipe: Recipe, terms: Terms) -> Schedule:
     Raises:
         ConfigError: impossible combination, or unknown pass; says what would be accepted.
     """
-    unknown = [name for name in recipe.passes if name not in PASSES]
-    if unknown:
-        raise ConfigError(
-            f"schedule.passes: unknown pass {unknown[0]!r}; accepted:"
-            f" {', '.join(PASSES) or 'none in this version'}"
-        )
+    _check_passes(recipe.passes)
     schedule = build_schedule(recipe.request, terms.prices.block_work)
+    return apply_passes(schedule, recipe.passes, terms)
+
+
+def apply_passes(schedule: Schedule, passes: Sequence[str], terms: Terms) -> Schedule:
+    """Apply passes in order, validating after each.
+
+    Raises:
+        ConfigError: unknown pass, or one that cannot work on this schedule.
+    """
+    _check_passes(passes)
     context = terms.context
-    for name in recipe.passes:
+    for name in passes:
         changed = PASSES[name].run(schedule, context)
         if changed is not schedule:
             lowered(changed, f"after pass {name}")
         schedule = changed
     return schedule
+
+
+def _check_passes(passes: Sequence[str]) -> None:
+    unknown = [name for name in passes if name not in PASSES]
+    if unknown:
+        raise ConfigError(
+            f"schedule.passes: unknown pass {unknown[0]!r}; accepted: {', '.join(PASSES)}"
+        )
 
 
 def try_out(recipe: Recipe, terms: Terms) -> Simulation:
@@ -157,14 +170,29 @@ def try_plan(plan: Plan, terms: Terms) -> Simulation:
     Raises:
         ConfigError: it makes no sense, was made for another model, or needs too much memory.
     """
-    priced = len(terms.prices.costs.blocks)
-    if plan.num_blocks != priced:
-        raise ConfigError(
-            f"the plan is for {plan.num_blocks} blocks, the costs are of {priced}; use costs of the"
-            " model that the plan was made for"
-        )
+    _check_blocks(plan.num_blocks, terms)
     validate(plan)
     return _simulated(plan, terms)
+
+
+def try_schedule(schedule: Schedule, passes: Sequence[str], terms: Terms) -> Simulation:
+    """Apply passes to a schedule that is there already, lower, validate and simulate it.
+
+    Raises:
+        ConfigError: as :func:`try_plan` and :func:`apply_passes`.
+    """
+    _check_blocks(schedule.layout.num_blocks, terms)
+    changed = apply_passes(schedule, passes, terms)
+    return _simulated(lowered(changed, schedule.scheme), terms)
+
+
+def _check_blocks(num_blocks: int, terms: Terms) -> None:
+    priced = len(terms.prices.costs.blocks)
+    if num_blocks != priced:
+        raise ConfigError(
+            f"the plan is for {num_blocks} blocks, the costs are of {priced}; use costs of the"
+            " model that the plan was made for"
+        )
 
 
 def lowered(schedule: Schedule, what: str) -> Plan:

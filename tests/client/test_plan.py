@@ -139,6 +139,28 @@ def test_files_are_written_and_simulated_again(tmp_path: Path) -> None:
     assert json.loads(out)["makespan"] == 2 * first["makespan"]
 
 
+def test_actions_of_torch_go_out_and_come_back(tmp_path: Path) -> None:
+    actions, better = tmp_path / "actions.csv", tmp_path / "better.json"
+    planned(f"--scheme 1f1b --devices 2 --micro-batches 3 --torch-csv {actions}")
+    assert actions.read_text() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    arguments = ("simulate", str(actions), "--passes", "2bp", "--out", str(better), "--json")
+    code, out, _ = penstock(*arguments)
+    report = json.loads(out)
+    assert (code, report["scheme"], report["makespan"], report["passes"]) == (
+        0,
+        "torch",
+        10.0,
+        ["2bp"],
+    )
+    code, out, _ = penstock("simulate", str(better), "--json")
+    assert json.loads(out)["makespan"] == 10.0
+    actions.write_text("0F0,0X0\n")
+    code, _, err = penstock("simulate", str(actions))
+    assert code == 2 and "actions.csv: line 1, cell 2: '0X0'" in err
+    code, _, err = penstock(*"plan --scheme chimera --torch-csv x.csv".split())
+    assert code == 2 and "route" in err
+
+
 def test_a_list_of_schemes_and_passes() -> None:
     code, out, _ = penstock("plan", "--list")
     assert code == 0
