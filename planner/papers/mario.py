@@ -285,11 +285,11 @@ def table_5() -> tuple[PaperTable, PaperTable]:
                 " are analytic, nothing is fitted; compute and one latency per hop (25 GB/s, since"
                 " the paper does not name its network). Assumed: MLP width of LLaMA by its rule, 16"
                 " bytes of state a parameter, no fused attention. The paper's base rows of more"
-                " than 40 GB are estimates of its own simulator (out of memory). For LLaMA2-13B its ckpt"
-                " loses less than a forward takes, and all its rates are lower: time outside of"
-                " kernels, which recomputation adds little to; see the next table. LLaMA2-13B on V"
-                " hides recomputation almost wholly because the last stage has the head, is the"
-                " slowest, and keeps everything."
+                " than 40 GB are estimates of its own simulator (out of memory). For LLaMA2-13B"
+                " ckpt loses less than a forward takes, and all its rates are lower: time outside"
+                " of kernels, which recomputation adds little to; see the next table. LLaMA2-13B"
+                " on V hides recomputation almost wholly because the last stage has the head, is"
+                " the slowest, and keeps everything."
             ),
             columns=(
                 "model",
