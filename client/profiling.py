@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isinf
 from pathlib import Path
 from typing import IO
 
@@ -110,9 +111,9 @@ def summary(profile: Profile, out: Path) -> str:
     machine = profile.machine
     lines += [
         "",
-        f"copies to the device {machine.fetch_bandwidth / 1e9:.2f} GB/s, from it"
-        f" {machine.offload_bandwidth / 1e9:.2f} GB/s; between devices"
-        f" {machine.peer_bandwidth / 1e9:.2f} GB/s after {1e6 * machine.latency_s:.0f} µs",
+        f"copies to the device {_bandwidth(machine.fetch_bandwidth)}, from it"
+        f" {_bandwidth(machine.offload_bandwidth)}; between devices"
+        f" {_bandwidth(machine.peer_bandwidth)} after {1e6 * machine.latency_s:.0f} µs",
         f"optimizer, million parameters a second: advance {machine.advance_rate / 1e6:.0f},"
         f" preview {machine.preview_rate / 1e6:.0f}, settle {machine.settle_rate / 1e6:.0f},"
         f" in place {machine.in_place_rate / 1e6:.0f}",
@@ -120,3 +121,7 @@ def summary(profile: Profile, out: Path) -> str:
         f"written to {out}: penstock plan CONFIG --costs {out}, penstock tune CONFIG --costs {out}",
     ]
     return "\n".join(lines)
+
+
+def _bandwidth(value: float) -> str:
+    return "not needed" if isinf(value) else f"{value / 1e9:.2f} GB/s"
