@@ -38,7 +38,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "S": Kind(name="optimizer, settle", colour="#b07aa1"),
         "FW": Kind(name="fetch weights", colour="#7d93ab"),
         "OG": Kind(name="offload gradients", colour="#a6813c"),
-        "RG": Kind(name="reduce gradients", colour="#c26d2d"),
+        "RD": Kind(name="reduce gradients", colour="#c26d2d"),
         "SO": Kind(name="swap out", colour="#c75a9c"),
         "SI": Kind(name="swap in", colour="#e394c1"),
         "activation": Kind(name="send activation", colour="#8fb8ea"),

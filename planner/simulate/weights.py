@@ -92,8 +92,10 @@ def _add_users(context: Context, fetches: Ints, rows: Ints, forward: np.ndarray)
     is_forward = columns.codes[computes] == CODES[Forward]
     own, shared = filled(is_forward), filled(np.ones(len(computes), dtype=np.bool_))
     used = np.where(own >= 0, own, shared)
-    fetches_used, first_users = np.unique(used, return_index=True)
-    context.builder.need(first_users, fetches_used)
+    # By device, because one gathering task fills the buffers of all of them.
+    by_device = used * context.plan.num_devices + columns.devices[computes]
+    first_users = np.unique(by_device, return_index=True)[1]
+    context.builder.need(first_users, used[first_users])
 
 
 def _buffers(context: Context, rows: Ints, forward: np.ndarray) -> Ints:

@@ -331,6 +331,7 @@ SHARDS = """device 0:
 def test_sharded_weights_are_fetched_in_parts_and_gathered() -> None:
     """Half of the 3 each with 3, then the halves change places, with 1.5. After the backward the
     halves of 4 are reduced with 1.5, and 2 each is offloaded with 2. Each does one parameter.
+    Both devices wait for the whole.
     """
     plan = by_hand(SHARDS, (0, 1), routes=2, shards_weights=True)
     cluster = Cluster(
@@ -350,6 +351,10 @@ def test_sharded_weights_are_fetched_in_parts_and_gathered() -> None:
         ("RD 0", 0, 3.5, reduced),
         ("OG 0", 0, reduced, reduced + 1.0),
         ("U 0", 0, reduced + 1.0, reduced + 3.0),
+    ]
+    assert [u for u in uses(simulation, Lane.COMPUTE) if u[1] == 1] == [
+        ("F 1 1", 1, 1.5, 2.5),
+        ("B 1 1", 1, 2.5, 3.5),
     ]
 
 
