@@ -11,7 +11,7 @@ of k puts every k-th subgroup on the GPU (algorithm 1: those with ``(i + 1) % k 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf
 
 from penstock.planner.cluster import Cluster, OptimizerModel
 
@@ -127,15 +127,40 @@ def preview_ratio(cluster: Cluster, optimizer: OptimizerModel) -> float:
     return on_cpu / on_devices if on_cpu < inf and on_devices else inf
 
 
-def preview_stride(cluster: Cluster, optimizer: OptimizerModel) -> int | None:
-    """Every how many-th block goes to a GPU: the stride that leaves the CPU no less than its part.
+def preview_throughput(cluster: Cluster, optimizer: OptimizerModel, stride: int | None) -> float:
+    """Parameters/s that a node previews with every ``stride``-th block on GPUs (``None``: none).
 
-    U : R parameters on CPU and GPUs mean that one of U / R + 1 blocks is a GPU's. Rounded up, so
-    that the GPUs, which have other work, are not the slower side: at least 2, but 1 (all on GPUs)
-    where they fill the memory bandwidth alone. ``None``: none, the CPU takes no time.
+    Limits are the GPUs' copies and kernels, the cores, and the host's memory, which all share::
+
+        min(k n R_g,  k / (k - 1) U_c,  M k / (14 + 16 (k - 1)))
+
+    Raises:
+        ValueError: a stride below 1.
+    """
+    memory, host_bytes = cluster.dram_bandwidth, optimizer.tail_bytes
+    if stride is None:
+        return min(cluster.optimizer_rate, memory / host_bytes if host_bytes else inf)
+    if stride < 1:
+        raise ValueError(f"a stride of {stride}: expected 1 or more")
+    others = stride - 1
+    visit_s = _visit_s(cluster)
+    on_gpus = stride * cluster.devices_per_node / visit_s if visit_s else inf
+    on_cpu = stride / others * cluster.optimizer_rate if others else inf
+    moved = (_update_bytes(cluster) + others * host_bytes) / stride
+    return min(on_gpus, on_cpu, memory / moved if moved else inf)
+
+
+def preview_stride(cluster: Cluster, optimizer: OptimizerModel) -> int | None:
+    """Every how many-th block goes to a GPU: the stride with the highest throughput.
+
+    It is next to U / R + 1 of :func:`preview_ratio`; among equals the larger one, since the GPUs
+    have other work. ``None`` where no GPU helps.
     """
     ratio = preview_ratio(cluster, optimizer)
-    return None if ratio == inf else ceil(ratio) + 1
+    if ratio == inf:
+        return None
+    candidates: tuple[int | None, ...] = (None, *range(int(ratio) + 3, 0, -1))
+    return max(candidates, key=lambda k: preview_throughput(cluster, optimizer, k))
 
 
 def device_rate(cluster: Cluster) -> float:
@@ -153,13 +178,18 @@ def host_rate(cluster: Cluster, optimizer: OptimizerModel, *, alone: bool = Fals
 
 
 def _devices_rate(cluster: Cluster) -> float:
-    visit_s = max(
+    visit_s, moved = _visit_s(cluster), _update_bytes(cluster)
+    free = cluster.devices_per_node / visit_s if visit_s else inf
+    return min(free, cluster.dram_bandwidth / moved if moved else inf)
+
+
+def _visit_s(cluster: Cluster) -> float:
+    """Seconds per parameter on one GPU: copies both ways at once, then the kernel."""
+    copies_s = max(
         cluster.update_fetch_bytes / cluster.fetch_bandwidth,
         cluster.update_offload_bytes / cluster.offload_bandwidth,
     )
-    visit_s += 1.0 / cluster.device_optimizer_rate
-    free = cluster.devices_per_node / visit_s if visit_s else inf
-    return min(free, cluster.dram_bandwidth / _update_bytes(cluster))
+    return copies_s + 1.0 / cluster.device_optimizer_rate
 
 
 def _update_bytes(cluster: Cluster) -> float:
