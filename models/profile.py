@@ -135,6 +135,11 @@ def _description(device: torch.device, num_threads: int) -> str:
     return f"CPU ({platform.machine()}), compute threads of a worker: {num_threads}"
 
 
+def _say(message: str) -> None:
+    sys.stderr.write(f"measuring {message}\n")
+    sys.stderr.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.profile", description=__doc__)
@@ -144,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, tuple(options.set))
-        profile = measure(config, lambda message: print(f"measuring {message}", file=sys.stderr))
+        profile = measure(config, _say)
         write_atomically(options.out, to_json(profile))
     except PenstockError as error:
         sys.stderr.write(f"penstock: {error}\n")

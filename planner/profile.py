@@ -155,7 +155,3 @@ def _state(block: BlockSpec, table: BlockTable) -> BlockCost:
         device_gradient_bytes=block.trainable_elements * _GRADIENT_ITEMSIZE,
         gradient_bytes=block.trainable_elements * gradient,
     )
-
-
-CostModel = Guess
-CPU_COSTS = CPU_GUESS
