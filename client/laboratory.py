@@ -309,6 +309,8 @@ def options_named() -> Iterator[None]:
         text = str(error)
         for key, option in _OPTION_OF_KEY:
             text = text.replace(key, option)
+        if text.startswith("passes: "):
+            text = f"--{text}"
         raise ConfigError(text) from error
 
 

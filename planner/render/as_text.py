@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from penstock.planner.render.lanes import Picturable, numbers_of, rows_of
 from penstock.planner.simulate import Lane, Span
@@ -30,7 +30,8 @@ def timeline(simulation: Picturable, *, width: int = 100, abstract: bool = False
                 _draw(cells, span, scale, naming)
         name = "optimizer" if row.lane is Lane.OPTIMIZER else "device"
         lines.append(f"{f'{name} {row.place}':<12}|{''.join(cells)}|")
-    return "\n".join([*lines, _EXPLANATIONS[naming]]) + "\n"
+    codes = {span.label.split()[0] for span in spans}
+    return "\n".join([*lines, _explanation(naming, codes)]) + "\n"
 
 
 def _scale(makespan_s: float, width: int, abstract: bool) -> float:
@@ -45,15 +46,25 @@ def _scale(makespan_s: float, width: int, abstract: bool) -> float:
 
 _STAGE_AND_BATCH, _BATCH, _STAGE, _KIND = range(4)
 
-_EXPLANATIONS = {
-    _STAGE_AND_BATCH: "F2:0 is the forward of stage 2 on micro-batch 0; R recompute, B backward"
-    " (BI input, BW weights), U optimizer; '.' idle",
-    _BATCH: "F0 is the forward of micro-batch 0; R recompute, B backward (BI input, BW weights),"
-    " U optimizer of a stage; '.' idle",
-    _STAGE: "F2 is a forward of stage 2; R recompute, B backward (BI input, BW weights),"
-    " U optimizer; '.' idle",
-    _KIND: "F forward, R recompute, B backward (BI input, BW weights), U optimizer; '.' idle",
+_EXAMPLES = {
+    _STAGE_AND_BATCH: "F2:0 is the forward of stage 2 on micro-batch 0",
+    _BATCH: "F0 is the forward of micro-batch 0",
+    _STAGE: "F2 is a forward of stage 2",
+    _KIND: "F forward",
 }
+_CODES = {
+    "R": "R recompute",
+    "B": "B backward",
+    "BI": "BI backward of inputs",
+    "BW": "BW of weights",
+    "U": "U optimizer of a stage",
+    "S": "S its settle",
+}
+
+
+def _explanation(naming: int, codes: Set[str]) -> str:
+    known = (text for code, text in _CODES.items() if code in codes)
+    return "; ".join((", ".join((_EXAMPLES[naming], *known)), "'.' idle"))
 
 
 def _choose_naming(spans: Sequence[Span], scale: float) -> int:

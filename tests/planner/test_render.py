@@ -79,7 +79,7 @@ def test_timeline_names_micro_batches_where_a_device_has_one_stage() -> None:
         "device 0    |F0ffffF1ffff....................................|\n"
         "device 1    |.........F0ffff...BI0bbbBW0+bbbbbbbb............|\n"
         "optimizer 0 |....................................U1uuuuuuuuuu|\n"
-        "F0 is the forward of micro-batch 0; R recompute, B backward (BI input, BW weights),"
+        "F0 is the forward of micro-batch 0, BI backward of inputs, BW of weights,"
         " U optimizer of a stage; '.' idle\n"
     )
 
