@@ -1,0 +1,191 @@
+"""Deep Optimizer States: equation 1, the order of figure 16, updates on devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.planner.cluster import PREVIEW_SETTLE, Cluster
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.papers.deep_optimizer_states import (
+    FIGURE_16,
+    H100,
+    H100_BUSY,
+    V100,
+    tables,
+)
+from penstock.planner.passes import PASSES, PassContext
+from penstock.planner.passes.deep_optimizer_states import subgroups_on_gpu
+from penstock.planner.schedule import Schedule, lower
+from penstock.planner.simulate import Lane, simulate
+from penstock.planner.update_rates import (
+    UpdateRates,
+    cpu_subgroups_per_gpu,
+    preview_ratio,
+    preview_stride,
+    preview_throughput,
+    resident_throughput,
+    update_stride,
+    update_throughput,
+)
+from penstock.planner.validate import validate
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import Update
+
+BLOCK = BlockCost(
+    forward_s=1.0,
+    recompute_s=1.0,
+    backward_input_s=1.0,
+    backward_weight_s=1.0,
+    parameters=1e9,
+    weight_bytes=2e9,
+    gradient_bytes=2e9,
+)
+NODE = Cluster(
+    devices_per_node=2,
+    fetch_bandwidth=12e9,
+    offload_bandwidth=12e9,
+    dram_bandwidth=1e11,
+    optimizer_rate=1e9,
+    device_optimizer_rate=1e12,
+)
+"""Two GPUs, 1 G parameters/s each over PCIe, and cores that do 1 G/s."""
+
+
+def test_stride_of_the_v100_machine() -> None:
+    assert cpu_subgroups_per_gpu(V100) == pytest.approx(2.29, abs=5e-3)
+    assert update_stride(V100) == 2
+
+
+@pytest.mark.parametrize(("rates", "ratio"), [(H100, 0.49), (H100_BUSY, 1.24)])
+def test_stride_of_the_h100_machine(rates: UpdateRates, ratio: float) -> None:
+    assert cpu_subgroups_per_gpu(rates) == pytest.approx(ratio, abs=5e-3)
+    assert update_stride(rates) == 2
+
+
+def test_equation_1_balances_both_sides() -> None:
+    k = cpu_subgroups_per_gpu(V100)
+    cpu_s = k * (1 / V100.host + 1 / V100.downscale)
+    gpu_s = (3 + k / 2) / V100.transfer + 1 / V100.device
+    assert cpu_s == pytest.approx(gpu_s)
+
+
+def test_a_cpu_faster_than_the_link_has_no_stride() -> None:
+    with pytest.raises(ValueError, match="the link is the limit"):
+        update_stride(UpdateRates(transfer=1e9, device=1e10, host=4e9, downscale=1e12))
+
+
+@pytest.mark.parametrize("rates", [H100, H100_BUSY])
+def test_order_of_figure_16(rates: UpdateRates) -> None:
+    throughputs = [update_throughput(rates, stride) for _, stride in FIGURE_16]
+    assert throughputs == sorted(throughputs, reverse=True)
+    assert len(set(throughputs)) == len(throughputs)
+
+
+@pytest.mark.parametrize("resident", [0.0, 0.2, 0.5])
+def test_static_residents_last_beat_twinflow(resident: float) -> None:
+    """Section 5.4: at least 1.7 times faster updates."""
+    first = resident_throughput(H100_BUSY, resident, None)
+    assert resident_throughput(H100_BUSY, resident, 2) >= 1.7 * first
+
+
+def test_subgroups_of_algorithm_1() -> None:
+    assert subgroups_on_gpu(8, 2) == (1, 3, 5, 7)
+    assert subgroups_on_gpu(8, 3, residents=(6, 7)) == (2, 5, 6, 7)
+
+
+def test_counterpart_for_previews() -> None:
+    """GPUs take 2 G parameters/s, cores 1, and memory has room for both: 28 + 16 of 100 GB/s."""
+    assert preview_ratio(NODE, PREVIEW_SETTLE) == pytest.approx(0.5, rel=2e-3)
+    assert preview_stride(NODE, PREVIEW_SETTLE) == 2
+    fast = replace(NODE, optimizer_rate=4e9)
+    assert preview_ratio(fast, PREVIEW_SETTLE) == pytest.approx(2.0, rel=2e-3)
+    assert preview_stride(fast, PREVIEW_SETTLE) == 3
+    assert preview_throughput(fast, PREVIEW_SETTLE, 3) == pytest.approx(6e9, rel=2e-3)
+    assert preview_throughput(fast, PREVIEW_SETTLE, None) == 4e9
+
+
+def test_counterpart_where_memory_is_the_limit() -> None:
+    narrow = replace(NODE, optimizer_rate=1e11, dram_bandwidth=28e9)
+    assert preview_ratio(narrow, PREVIEW_SETTLE) == pytest.approx(0.0, abs=2e-3)
+    assert preview_ratio(replace(NODE, optimizer_rate=inf, dram_bandwidth=inf), PREVIEW_SETTLE) == (
+        inf
+    )
+
+
+def _spipe(context: PassContext) -> Schedule:
+    request = ScheduleRequest(
+        scheme="spipe",
+        num_devices=2,
+        num_microbatches=2,
+        forward_stages=4,
+        backward_stages=8,
+        recompute="full",
+    )
+    return build_schedule(request, [block.forward_s for block in context.costs.blocks])
+
+
+def _updated(schedule: Schedule) -> list[int]:
+    return sorted(i.block for order in schedule.orders for i in order if isinstance(i, Update))
+
+
+def _context(cluster: Cluster) -> PassContext:
+    return PassContext(costs=Costs(blocks=(BLOCK,) * 8), cluster=cluster)
+
+
+def test_interleave_updates_every_third_block() -> None:
+    """Gradients become final from the last block to the first: blocks 5 and 2 are every third."""
+    context = _context(replace(NODE, optimizer_rate=4e9))
+    schedule = PASSES["interleave-updates"].run(_spipe(context), context)
+    assert _updated(schedule) == [2, 5]
+    validate(lower(schedule))
+
+
+def test_interleaved_updates_end_earlier() -> None:
+    """Cores need 4 s a block, more than the backwards give them."""
+    context = _context(replace(NODE, optimizer_rate=0.25e9))
+    plain = _spipe(context)
+    shared = PASSES["interleave-updates"].run(plain, context)
+    before, after = (
+        simulate(lower(one), context.costs, context.cluster, optimizer=PREVIEW_SETTLE)
+        for one in (plain, shared)
+    )
+    assert after.makespan_s < 0.8 * before.makespan_s
+    assert after.pipeline_s < 1.05 * before.pipeline_s
+
+
+def test_device_update_ends_cpu_and_gpus_together() -> None:
+    """Two blocks are left at the end: 1 s each on the CPU, or on their own GPUs."""
+    context = _context(NODE)
+    schedule = PASSES["device-update"].run(_spipe(context), context)
+    assert _updated(schedule) == [1]
+    simulation = simulate(lower(schedule), context.costs, context.cluster, optimizer=PREVIEW_SETTLE)
+    last = {
+        span.label: span.end_s
+        for span in simulation.spans
+        if span.lane in (Lane.OPTIMIZER, Lane.UPDATE) and span.label in ("U 0", "U 1")
+    }
+    assert last["U 1"] < last["U 0"]
+
+
+@pytest.mark.parametrize("name", ["interleave-updates", "device-update"])
+def test_free_cpu_optimizer_keeps_its_blocks(name: str) -> None:
+    context = _context(Cluster(devices_per_node=2))
+    schedule = _spipe(context)
+    assert PASSES[name].run(schedule, context) is schedule
+
+
+def test_updates_are_inserted_once() -> None:
+    context = _context(NODE)
+    schedule = PASSES["device-update"].run(_spipe(context), context)
+    with pytest.raises(ConfigError, match="interleave-updates: spipe has updates on devices"):
+        PASSES["interleave-updates"].run(schedule, context)
+
+
+def test_tables_are_whole() -> None:
+    for table in tables():
+        assert table.rows
+        assert all(len(row) == len(table.columns) for row in table.rows)
