@@ -101,7 +101,7 @@ def _steps(cost: BlockCost) -> tuple[_Step, ...]:
         for name in seconds
         if num_bytes[name] > 0.0
     )
-    return tuple(sorted(steps, key=lambda step: step.num_bytes / step.seconds))
+    return tuple(sorted(steps, key=lambda step: -step.seconds / step.num_bytes))
 
 
 def _affordable(
