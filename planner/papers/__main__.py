@@ -22,14 +22,14 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(arguments[0])
     sections: list[Section] = []
     missing: list[str] = []
-    for name, title in PAPERS.items():
-        sys.stderr.write(f"{title}\n")
+    for name, paper in PAPERS.items():
+        sys.stderr.write(f"{paper.name}\n")
         try:
             tables = import_module(f"penstock.planner.papers.{name}").tables()
         except Exception as error:
             missing.append(f"{name}: {error!r}")
             continue
-        sections.append(Section(title=title, tables=tables))
+        sections.append(Section(paper=paper, tables=tables))
     pictures = path.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:

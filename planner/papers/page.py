@@ -20,16 +20,39 @@ from penstock.planner.trial import Recipe, Terms, price, settle_stages, try_out
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import RecomputeAfter
 
-PAPERS: Mapping[str, str] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """``name`` for short, and what stands on its first page."""
+
+    name: str
+    title: str
+
+
+PAPERS: Mapping[str, Paper] = MappingProxyType(
     {
-        "mario": "Mario: near zero-cost activation checkpointing in pipeline parallelism",
-        "two_bp": "2BP: two-stage backpropagation",
-        "spipe": "SPipe: hybrid GPU and CPU pipeline for training under memory pressure",
-        "obscura": "Obscura: concealing recomputation in bubbles",
-        "deep_optimizer_states": "Deep Optimizer States: interleaved offloading of updates",
+        "mario": Paper(
+            name="Mario",
+            title="Mario: Near Zero-cost Activation Checkpointing in Pipeline Parallelism",
+        ),
+        "two_bp": Paper(name="2BP", title="2BP: 2-Stage Backpropagation"),
+        "spipe": Paper(
+            name="SPipe",
+            title="SPipe: Hybrid GPU and CPU Pipeline for Training LLMs under Memory Pressure",
+        ),
+        "obscura": Paper(
+            name="Obscura",
+            title="Obscura: Concealing Recomputation Overhead in Training of Large Language Models"
+            " with Bubble-filling Pipeline Transformation",
+        ),
+        "deep_optimizer_states": Paper(
+            name="Deep Optimizer States",
+            title="Deep Optimizer States: Towards Scalable Training of Transformer Models Using"
+            " Interleaved Offloading",
+        ),
     }
 )
-"""Modules of this folder, in the order of the page, and what they are called there."""
+"""By the modules of this folder that have their tables, in the order of the page."""
 
 _TEXT_WIDTH = 100
 _DEVICES = 4
@@ -48,7 +71,7 @@ compares, its assumptions, and the constants that a paper leaves out, stand abov
 class Section:
     """The tables of one paper."""
 
-    title: str
+    paper: Paper
     tables: tuple[PaperTable, ...]
 
 
@@ -73,7 +96,7 @@ class Picture:
 
 def page(sections: Sequence[Section], schemes: PaperTable, pictures: Sequence[Picture]) -> str:
     """The whole page; pictures are expected in ``pictures/`` beside it."""
-    parts = [_HEAD, _contents(sections), *(f"## {s.title}\n\n{_tables(s)}" for s in sections)]
+    parts = [_HEAD, _contents(sections), *map(_section, sections)]
     parts.append(f"## Schemes\n\n{table(schemes)}")
     if pictures:
         images = "\n\n".join(f"![{p.caption}](pictures/{p.name}.svg)" for p in pictures)
@@ -82,7 +105,7 @@ def page(sections: Sequence[Section], schemes: PaperTable, pictures: Sequence[Pi
 
 
 def _contents(sections: Sequence[Section]) -> str:
-    titles = [*(section.title for section in sections), "Schemes"]
+    titles = [*(section.paper.name for section in sections), "Schemes", "Pictures"]
     return "".join(f"* [{title}](#{_anchor(title)})\n" for title in titles)
 
 
@@ -91,8 +114,9 @@ def _anchor(title: str) -> str:
     return kept.replace(" ", "-")
 
 
-def _tables(section: Section) -> str:
-    return "\n".join(table(one) for one in section.tables)
+def _section(section: Section) -> str:
+    tables = "\n".join(table(one) for one in section.tables)
+    return f"## {section.paper.name}\n\n*{section.paper.title}*\n\n{tables}"
 
 
 def table(one: PaperTable) -> str:

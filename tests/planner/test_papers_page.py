@@ -9,7 +9,7 @@ import pytest
 
 from penstock.planner.papers import __main__ as command
 from penstock.planner.papers.base import PaperTable
-from penstock.planner.papers.page import PICTURES, Section, page, schemes_table, table
+from penstock.planner.papers.page import PICTURES, Paper, Section, page, schemes_table, table
 from penstock.planner.schemes import SCHEMES
 
 TABLE = PaperTable(
@@ -18,6 +18,8 @@ TABLE = PaperTable(
     columns=("N", "paper", "ours"),
     rows=(("2", "1/3", "0.333"), ("16", "a | b", "0.5")),
 )
+
+PAPER = Paper(name="2BP: two", title="Two steps")
 
 MARKDOWN = """\
 ### Bubbles
@@ -36,10 +38,10 @@ def test_a_table_is_aligned_markdown() -> None:
 
 
 def test_the_page_has_contents_sections_and_pictures() -> None:
-    text = page([Section(title="2BP: two steps", tables=(TABLE,))], TABLE, PICTURES[:1])
+    text = page([Section(paper=PAPER, tables=(TABLE,))], TABLE, PICTURES[:1])
     assert text.startswith("# The papers' numbers beside ours\n")
-    assert "\n* [2BP: two steps](#2bp-two-steps)\n* [Schemes](#schemes)\n" in text
-    assert f"\n## 2BP: two steps\n\n{MARKDOWN}\n## Schemes\n\n{MARKDOWN}" in text
+    assert "\n* [2BP: two](#2bp-two)\n* [Schemes](#schemes)\n" in text
+    assert f"\n## 2BP: two\n\n*Two steps*\n\n{MARKDOWN}\n## Schemes\n\n{MARKDOWN}" in text
     assert text.endswith("## Pictures\n\n![1F1B](pictures/1f1b.svg)\n")
 
 
@@ -78,7 +80,7 @@ def test_missing_papers_are_named_at_the_end(
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(command, "import_module", find)
-    monkeypatch.setattr(command, "PAPERS", {"mario": "Mario", "other": "Other"})
+    monkeypatch.setattr(command, "PAPERS", {"mario": PAPER, "other": PAPER})
     out = tmp_path / "docs" / "PAPERS.md"
     out.parent.mkdir()
     assert command.main([str(out)]) == 1
@@ -87,6 +89,6 @@ def test_missing_papers_are_named_at_the_end(
     assert {path.stem for path in (out.parent / "pictures").iterdir()} == {
         picture.name for picture in PICTURES
     }
-    monkeypatch.setattr(command, "PAPERS", {"mario": "Mario"})
+    monkeypatch.setattr(command, "PAPERS", {"mario": PAPER})
     assert command.main([str(out)]) == 0
     assert command.main([]) == 2
