@@ -355,6 +355,10 @@ def step_by_step() -> PaperTable:
     for name, passes, optimizer in STEPS:
         plan = lower(decoupled_schedule(workload, passes))
         seconds[name] = iteration_s(plan, costs, workload, optimizer)
+    overlapped = Costs(blocks=costs.blocks, instruction_s=OUR_INSTRUCTION_S)
+    seconds["+ transfers that do not block"] = iteration_s(plan, overlapped, workload)
+    split = lower(decoupled_schedule(workload, (*DECOUPLED, "split-backward")))
+    seconds["+ split-backward"] = iteration_s(split, overlapped, workload)
     return PaperTable(
         title="SPipe: what each of our steps brings",
         text=(
