@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.planner.layout import Residency, StageLayout
@@ -11,8 +11,10 @@ from penstock.planner.memory import table_costs
 from penstock.planner.partition import partition
 from penstock.planner.passes import PASSES, Pass, PassContext
 from penstock.planner.profile import block_costs, cluster_of, guess_of
+from penstock.planner.replicas import replicate
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
+from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate import validate
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, ProtocolError
@@ -22,16 +24,20 @@ from penstock.shm.table import BlockTable
 
 
 def build_plan(config: Config, table: BlockTable) -> Plan:
-    """The plan that a configuration asks for: its scheme, or the plan of ``schedule.file``.
+    """The plan that a configuration asks for: its scheme, or what is in ``schedule.file``.
 
     Raises:
         ConfigError: impossible combination; names key, value, and what would be accepted. A
             :class:`~penstock.planner.validate.PlanError` for a plan file that makes no sense.
     """
-    if config.schedule.file is not None:
-        plan = _load(config.schedule.file, config)
+    file = config.schedule.file
+    if file is not None and file.suffix.lower() != ".csv":
+        plan = _load(file, config)
     else:
-        plan = lower(_build(config, table))
+        schedule = _build(config, table) if file is None else _read_actions(file, config, table)
+        schedule = replicate(_after_passes(schedule, config, table), config.schedule.replicas)
+        plan = _lowered(schedule)
+    _check_fits(plan, config)
     validate(
         plan,
         table,
@@ -43,18 +49,47 @@ def build_plan(config: Config, table: BlockTable) -> Plan:
 
 
 def _build(config: Config, table: BlockTable) -> Schedule:
-    """The schedule of the configured scheme, with the configured passes applied."""
-    schedule = build_schedule(
+    """One replica of the configured scheme."""
+    replicas = config.schedule.replicas
+    for name, value, keys in (
+        ("workers", config.num_workers, "cluster.workers x nodes"),
+        ("micro-batches", config.train.num_microbatches, "train.global_batch / train.micro_batch"),
+    ):
+        if value % replicas:
+            raise ConfigError(
+                f"schedule.replicas = {replicas}: {value} {name} ({keys}) cannot be shared out"
+                f" evenly; accepted: a divisor of {value}"
+            )
+    return build_schedule(
         ScheduleRequest(
             scheme=config.schedule.scheme,
-            num_devices=config.num_workers,
-            num_microbatches=config.train.num_microbatches,
+            num_devices=config.num_workers // replicas,
+            num_microbatches=config.train.num_microbatches // replicas,
             forward_stages=config.schedule.forward_stages,
             backward_stages=config.schedule.backward_stages,
+            stages_per_device=config.schedule.stages_per_device,
             recompute=config.schedule.recompute,
         ),
-        [block.forward_flops for block in table.blocks],
+        _block_work(table),
     )
+
+
+def _lowered(schedule: Schedule) -> Plan:
+    try:
+        return lower(schedule)
+    except ValueError as error:
+        raise ConfigError(
+            f"schedule: the order of {schedule.scheme} cannot run: {error}"
+        ) from error
+
+
+def _block_work(table: BlockTable) -> list[float]:
+    """What stages are balanced by."""
+    return [block.forward_flops for block in table.blocks]
+
+
+def _after_passes(schedule: Schedule, config: Config, table: BlockTable) -> Schedule:
+    """With the configured passes applied."""
     passes = [_pass(name, config) for name in config.schedule.passes]
     if not passes:
         return schedule
@@ -89,13 +124,39 @@ def _context(config: Config, table: BlockTable) -> PassContext:
 
 
 def _load(path: Path, config: Config) -> Plan:
-    """Read a plan file and hold it against the configuration."""
+    """Read a plan file. It says everything, so nothing else may be asked for."""
+    if config.schedule.replicas != 1 or config.schedule.passes:
+        raise ConfigError(
+            f"schedule.file = {str(path)!r}: a plan is complete; schedule.replicas must be 1 and"
+            " schedule.passes empty"
+        )
     try:
-        plan = Plan.from_json(path.read_bytes())
+        return Plan.from_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"schedule.file = {str(path)!r}: cannot read it: {error}") from error
     except (ProtocolError, ConfigError) as error:
         raise ConfigError(f"schedule.file = {str(path)!r}: {error}") from error
+
+
+def _read_actions(path: Path, config: Config, table: BlockTable) -> Schedule:
+    """Read torch's action text: one replica.
+
+    It does not say what forwards keep; ``schedule.recompute`` does. Its REDUCE_GRAD sums over
+    replicas, which the optimizer's passes do here.
+    """
+    recompute = Recomputation(mode=config.schedule.recompute or "none")
+    try:
+        actions = parse_actions(path.read_text(encoding="utf-8"))
+        schedule = schedule_of_actions(actions, block_work=_block_work(table), recompute=recompute)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"schedule.file = {str(path)!r}: cannot read it: {error}") from error
+    except (ProtocolError, ConfigError) as error:
+        raise ConfigError(f"schedule.file = {str(path)!r}: {error}") from error
+    return replace(schedule, reduces_gradients=False)
+
+
+def _check_fits(plan: Plan, config: Config) -> None:
+    """Hold the numbers of a plan from a file against the configuration."""
     expected = (
         ("devices", plan.num_devices, config.num_workers, "cluster.workers x nodes"),
         (
@@ -108,10 +169,9 @@ def _load(path: Path, config: Config) -> Plan:
     for name, planned, configured, keys in expected:
         if planned != configured:
             raise ConfigError(
-                f"schedule.file = {str(path)!r}: the plan is for {planned} {name}, the"
-                f" configuration has {configured} ({keys})"
+                f"schedule.file = {str(config.schedule.file)!r}: the plan is for {planned} {name},"
+                f" the configuration has {configured} ({keys})"
             )
-    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

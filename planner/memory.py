@@ -15,8 +15,9 @@ from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.footprint import DevicePeak, Footprint, device_peaks, footprints
 from penstock.planner.profile import Guess, block_costs
 from penstock.protocol.config import Config
+from penstock.protocol.names import ownership
 from penstock.protocol.plan import Plan
-from penstock.shm.layout import NodeLayout, Ownership
+from penstock.shm.layout import NodeLayout
 from penstock.shm.table import BlockTable
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "TableCosts",
     "device_peaks",
     "memory_table",
-    "ownership_of",
     "table_costs",
 ]
 
@@ -57,10 +57,10 @@ class MemoryRow:
 
 def memory_table(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
     """Rows of all nodes, then of all devices."""
-    ownership = ownership_of(config, table, plan)
+    owners = ownership(config, table, plan)
     rows: list[MemoryRow] = []
     for node, node_config in enumerate(config.cluster.nodes):
-        layout = NodeLayout.compute(table, ownership, node)
+        layout = NodeLayout.compute(table, owners, node)
         rows += _node_rows(f"node {node_config.name}", layout)
     costs = table_costs(table, tokens=config.train.micro_batch * config.data.sequence_length)
     all_footprints = footprints(plan, costs)
@@ -128,12 +128,6 @@ class TableCosts(Costs):
 def table_costs(table: BlockTable, *, tokens: int) -> TableCosts:
     """Bytes of a table's blocks for micro-batches of ``tokens`` tokens (seconds are guessed)."""
     return TableCosts(blocks=block_costs(table, Guess(), tokens=tokens).blocks, table=table)
-
-
-def ownership_of(config: Config, table: BlockTable, plan: Plan) -> Ownership:
-    """Nodes that own blocks and compute their contributions: where the backward of a block runs."""
-    nodes = [plan.owner_device(block.index) // config.cluster.workers for block in table.blocks]
-    return Ownership.from_backward_nodes(table, nodes)
 
 
 def _node_rows(place: str, layout: NodeLayout) -> Iterable[MemoryRow]:

@@ -186,13 +186,30 @@ class OptimizerConfig(_Section):
 
 
 class ScheduleConfig(_Section):
-    """The pipeline schedule. Numbers of stages default to what the scheme uses with the workers at
-    hand.
+    """The pipeline schedule: a scheme that workers run, or a ``file`` (a plan as JSON, or the
+    action text of ``torch.distributed.pipelining`` as .csv).
+
+    Numbers of stages (of one route) default to what the scheme uses with the workers at hand;
+    ``stages_per_device`` says ``forward_stages`` per worker. ``replicas``: as many pipelines share
+    the workers and the batch (data parallelism).
     """
 
-    scheme: Literal["gpipe", "1f1b", "mobius", "spipe"] = "spipe"
+    scheme: Literal[
+        "naive",
+        "gpipe",
+        "1f1b",
+        "1f1b-2",
+        "interleaved",
+        "chimera",
+        "hanayo",
+        "mobius",
+        "megatron-offload",
+        "spipe",
+    ] = "spipe"
     forward_stages: int | None = Field(default=None, ge=1)
     backward_stages: int | None = Field(default=None, ge=1)
+    stages_per_device: int | None = Field(default=None, ge=1)
+    replicas: int = Field(default=1, ge=1)
     recompute: Literal["full", "none"] | None = None
     passes: tuple[str, ...] = ()
     file: Path | None = None

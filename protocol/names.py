@@ -6,7 +6,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
 from penstock.shm.layout import Ownership
-from penstock.shm.table import BlockTable
+from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
 
 
 def memoryd_name(node: str) -> str:
@@ -81,8 +81,28 @@ def ipc_address(run_id: str, node: str, name: str) -> str:
 
 
 def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
-    """Who owns each block: the node of the device that runs its backward."""
-    return Ownership.from_backward_nodes(
-        table,
-        [node_of_device(config, plan.owner_device(block.index)) for block in table.blocks],
-    )
+    """Who owns each block (the node of the device that runs its backward in route 0), and who
+    computes its gradients.
+
+    Raises:
+        ConfigError: more routes, or uses of a tied block, than a block has ready words for.
+    """
+    _check_contributions(table, plan.num_routes)
+    routes: list[list[int]] = []
+    for stage in plan.backward_stages:
+        if stage.start == 0:
+            routes.append([])
+        routes[-1] += [node_of_device(config, stage.device)] * len(stage.blocks)
+    return Ownership.from_backward_nodes(table, routes[0], routes[1:])
+
+
+def _check_contributions(table: BlockTable, num_routes: int) -> None:
+    for block in table.blocks:
+        if num_routes * block.contributions > MAX_CONTRIBUTIONS:
+            raise ConfigError(
+                f"schedule: {num_routes} routes (replicas, directions of a pipeline) for block"
+                f" {block.name!r}, which a route uses {block.contributions} times, are"
+                f" {num_routes * block.contributions} gradient contributions; a block has at most"
+                f" {MAX_CONTRIBUTIONS}: use {MAX_CONTRIBUTIONS // block.contributions} routes or"
+                " fewer (schedule.replicas)"
+            )

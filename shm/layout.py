@@ -10,10 +10,11 @@ One segment per kind of array, every array of a block page-aligned inside it::
 
 An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
 ``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are
-*computed* on the node: those of owned blocks, and of a tied tensor's other uses (the owner pulls
-them). Writers: weights, state: optimizerd (memoryd and the loader during a restore); frozen:
-memoryd and the loader; grads: the one worker that computes the contribution. Every process computes
-the same layout from the same table.
+*computed* on the node: those of owned blocks, of a tied tensor's other uses, and of the plan's
+other routes (the owner pulls what it did not compute). With R routes a block of U uses has R x U
+contributions, route by route: number ``r * U + use``. Writers: weights, state: optimizerd (memoryd
+and the loader during a restore); frozen: memoryd and the loader; grads: the one worker that
+computes the contribution. Every process computes the same layout from the same table and plan.
 """
 
 from __future__ import annotations
@@ -58,34 +59,54 @@ ArrayKey = tuple[int, str, int, int]
 class Ownership:
     """``owner[b]`` is the node (index) that owns block b.
 
-    ``computed_on[b][k]`` is the node that computes gradient contribution k of block b.
+    ``computed_on[b][k]`` is the node that computes gradient contribution k of block b; there are as
+    many as uses of the block in all routes.
     """
 
     owner: tuple[int, ...]
     computed_on: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def from_backward_nodes(cls, table: BlockTable, node_of_block: Sequence[int]) -> Ownership:
-        """From the node that runs each block's backward: it owns the block.
+    def from_backward_nodes(
+        cls,
+        table: BlockTable,
+        node_of_block: Sequence[int],
+        other_routes: Sequence[Sequence[int]] = (),
+    ) -> Ownership:
+        """From the node that runs each block's backward in route 0: it owns the block.
 
+        ``other_routes``: the same of each further route; these contribute gradients only.
         Contributions of borrowed tensors are computed where the borrowing block's backward runs.
         """
-        computed_on = [[node_of_block[b.index]] * b.contributions for b in table.blocks]
-        for block in table.blocks:
-            for borrowed in block.borrows:
-                if borrowed.contribution == 0:
-                    continue  # a frozen tensor has no gradient; contribution 0 is the owner's own
-                computed_on[borrowed.owner][borrowed.contribution] = node_of_block[block.index]
+        computed_on: list[list[int]] = [[] for _ in table.blocks]
+        for nodes in (node_of_block, *other_routes):
+            for found, uses in zip(computed_on, _nodes_of_uses(table, nodes), strict=True):
+                found += uses
         return cls(owner=tuple(node_of_block), computed_on=tuple(map(tuple, computed_on)))
+
+
+def _nodes_of_uses(table: BlockTable, node_of_block: Sequence[int]) -> list[list[int]]:
+    """The node that computes the gradient of each use of each block, in one route."""
+    found = [[node_of_block[b.index]] * b.contributions for b in table.blocks]
+    for block in table.blocks:
+        for borrowed in block.borrows:
+            if borrowed.contribution == 0:
+                continue  # a frozen tensor has no gradient; contribution 0 is the owner's own
+            found[borrowed.owner][borrowed.contribution] = node_of_block[block.index]
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLayout:
-    """Where every array of one node lies, and how large its segments are."""
+    """Where every array of one node lies, and how large its segments are.
+
+    ``contributions[b]``: gradient contributions of block b, on all nodes.
+    """
 
     node: int
     arrays: dict[ArrayKey, ArrayRange]
     sizes: dict[SegmentKind, int]
+    contributions: tuple[int, ...]
     digest: bytes
 
     @classmethod
@@ -117,7 +138,13 @@ class NodeLayout:
                 [_storage(table), ownership.owner, ownership.computed_on, node], sort_keys=True
             ).encode()
         ).digest()
-        return cls(node=node, arrays=builder.arrays, sizes=builder.sizes, digest=digest)
+        return cls(
+            node=node,
+            arrays=builder.arrays,
+            sizes=builder.sizes,
+            contributions=tuple(map(len, ownership.computed_on)),
+            digest=digest,
+        )
 
 
 def _storage(table: BlockTable) -> list[object]:

@@ -95,7 +95,8 @@ class BlockSpec:
     share one module object in a worker. ``trainable_elements`` and ``frozen_elements`` include
     padding. ``forward_flops`` counts floating-point operations of one forward per token at the
     configured sequence length; ``activation_bytes`` what autograd keeps per token, ``output_bytes``
-    what the block hands on per token.
+    what the block hands on per token. ``contributions`` counts the uses of the block's parameters
+    (more than one where they are tied); a plan with several routes has that many for each route.
     """
 
     index: int

@@ -24,6 +24,7 @@ from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.devices.base import Device
+from penstock.workers.flow import Flow, TransferKind
 from penstock.workers.gradients import GradientBook
 from penstock.workers.inbox import NamedTensors, TransferKey
 from penstock.workers.stages import Stages
@@ -33,7 +34,6 @@ from penstock.workers.waiting import Abort
 from penstock.workers.weights import FetchScope, WeightLoader
 
 JobPhase = Literal["train", "eval"]
-TransferKind = Literal["activation", "gradient", "checkpoint"]
 
 
 class UnusedWorkError(PenstockError):
@@ -52,6 +52,7 @@ class Bench:
     epoch: int
     device_index: int
     plan: Plan
+    flow: Flow
     table: BlockTable
     ownership: Ownership
     memory: NodeMemory
@@ -117,7 +118,7 @@ class Attempt:
             notify=self._notify,
         )
         self.stages = Stages(
-            plan=bench.plan,
+            layout=bench.flow.layout,
             table=bench.table,
             runtime=bench.runtime,
             weights=bench.weights,
@@ -156,6 +157,12 @@ class Attempt:
     def post(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
         """Expect tensors from a peer."""
         self._posted.add((kind, stage, micro_batch))
+
+    def await_posted(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
+        """Wait for what a posted receive brings, and leave it for a later :meth:`take`."""
+        key = (kind, stage, micro_batch)
+        if key in self._posted:
+            self._kept[key] = self.take(kind, stage, micro_batch)
 
     def send(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
         """Send what an instruction left to a peer."""

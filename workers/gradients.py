@@ -23,22 +23,29 @@ Notify = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One writer's gradients of one block; ``index`` 0 is the owner's own use."""
+    """One writer's gradients of one block; ``index`` as in :mod:`penstock.shm.layout`."""
 
     block: int
     index: int
 
+    @classmethod
+    def of_use(cls, table: BlockTable, block: int, use: int, route: int) -> Contribution:
+        """That of one use of a block's parameters in one route; use 0 is the block's own."""
+        return cls(block, route * table.blocks[block].contributions + use)
 
-def contributions_of(table: BlockTable, blocks: Sequence[int]) -> tuple[Contribution, ...]:
+
+def contributions_of(
+    table: BlockTable, blocks: Sequence[int], route: int
+) -> tuple[Contribution, ...]:
     """What the backward of ``blocks`` contributes: to themselves, and to the owners of tied
     tensors.
     """
     found = []
     for block in (table.blocks[index] for index in blocks):
         if block.trainable_elements:
-            found.append(Contribution(block.index, 0))
+            found.append(Contribution.of_use(table, block.index, 0, route))
         found += [
-            Contribution(lent.owner, lent.contribution)
+            Contribution.of_use(table, lent.owner, lent.contribution, route)
             for lent in block.borrows
             if lender(table, lent).name == "weights"
         ]
@@ -80,11 +87,11 @@ class GradientBook:
             self._open[contribution] = found
         return found
 
-    def publish(self, blocks: Sequence[int]) -> None:
-        """The gradients of ``blocks`` are final. Those never asked for are zeros, and published
-        too.
+    def publish(self, blocks: Sequence[int], route: int) -> None:
+        """The gradients of ``blocks`` in ``route`` are final. Those never asked for are zeros, and
+        published too.
         """
-        for contribution in contributions_of(self._table, blocks):
+        for contribution in contributions_of(self._table, blocks, route):
             gradients = self.flat(contribution)
             del self._open[contribution]
             self._published.add(contribution)

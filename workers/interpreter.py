@@ -6,9 +6,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
-from penstock.protocol.instructions import Forward, Instruction, Keep, Opcode, Program
-from penstock.protocol.plan import Plan
+from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.instructions import Instruction, Opcode, Program
 from penstock.workers.attempt import Attempt, Bench, Job, Tally
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.waiting import Interrupted
@@ -33,50 +32,6 @@ class JobResult:
     wall_s: float
     tally: Tally
     weights_wait_s: float
-
-
-def check_plan(plan: Plan) -> None:
-    """Refuse a plan whose weights or routes workers cannot hold.
-
-    Raises:
-        ConfigError: naming what the plan has and what workers do.
-    """
-    for what, there, supported in (
-        ("routes", plan.num_routes, 1),
-        ("weight buffers a device", plan.weight_buffers, 2),
-        ("weights bound anew after a release", plan.rebinds_weights, False),
-        ("weights sharded over devices", plan.shards_weights, False),
-        ("forwards left out", _forwards_left_out(plan), 0),
-    ):
-        if there != supported:
-            raise ConfigError(
-                f"plan: {plan.scheme} has {what}: {there}; workers support {supported}"
-            )
-
-
-def _forwards_left_out(plan: Plan) -> int:
-    forwards = sum(isinstance(i, Forward) for program in plan.programs for i in program)
-    return len(plan.forward_stages) * plan.num_microbatches - forwards
-
-
-def check_program(program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS) -> None:
-    """Refuse a program with instructions that workers do not execute.
-
-    Raises:
-        ConfigError: naming the first one.
-    """
-    for position, instruction in enumerate(program):
-        if instruction.opcode not in handlers:
-            known = ", ".join(opcode.name for opcode in handlers)
-            raise ConfigError(
-                f"plan: instruction {position} is {str(instruction)!r}, and workers do not execute"
-                f" {instruction.opcode.name}; they execute {known}"
-            )
-        if isinstance(instruction, Forward) and instruction.keep is Keep.SELECTIVE:
-            raise ConfigError(
-                f"plan: instruction {position} is {str(instruction)!r}, and workers do not keep"
-                " activations selectively; they support keep=all, input and none"
-            )
 
 
 def run_job(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from penstock.models.binding import Borrowed, BoundBlock
 from penstock.models.runtime import ModelRuntime
 from penstock.protocol.instructions import Phase
-from penstock.protocol.plan import Plan
+from penstock.protocol.layout import StageLayout
 from penstock.shm.table import BlockTable
 from penstock.workers.gradients import Contribution, GradientBook
 from penstock.workers.weights import FetchScope, LoadedStage, StageKey, WeightLoader, lender
@@ -19,14 +21,14 @@ class Stages:
     def __init__(
         self,
         *,
-        plan: Plan,
+        layout: StageLayout,
         table: BlockTable,
         runtime: ModelRuntime,
         weights: WeightLoader,
         gradients: GradientBook,
         scope: FetchScope,
     ) -> None:
-        self._plan = plan
+        self._layout = layout
         self._table = table
         self._runtime = runtime
         self._weights = weights
@@ -38,7 +40,7 @@ class Stages:
     def blocks(self, key: StageKey) -> range:
         """The blocks of a stage."""
         forward = key.phase is Phase.FORWARD
-        stages = self._plan.forward_stages if forward else self._plan.backward_stages
+        stages = self._layout.forward if forward else self._layout.backward
         return stages[key.stage].blocks
 
     def fetch(self, key: StageKey) -> None:
@@ -67,7 +69,8 @@ class Stages:
             start = time.perf_counter()
             loaded = self._weights.use(key)
             self.waited_s += time.perf_counter() - start
-            found = tuple(self._bind(block, loaded, grads) for block in self.blocks(key))
+            route = self._route(key) if grads else None
+            found = tuple(self._bind(block, loaded, route) for block in self.blocks(key))
             self._bound[key, grads] = found
         return found
 
@@ -81,21 +84,32 @@ class Stages:
         self._bound.clear()
         self._weights.drop()
 
-    def _bind(self, block: int, loaded: LoadedStage, grads: bool) -> BoundBlock:
+    def _route(self, key: StageKey) -> int:
+        forward = key.phase is Phase.FORWARD
+        routes = self._layout.forward_routes if forward else self._layout.backward_routes
+        return routes[key.stage]
+
+    def _bind(self, block: int, loaded: LoadedStage, route: int | None) -> BoundBlock:
+        """``route`` says whose gradients are summed; ``None`` for inference."""
         spec = self._table.blocks[block]
         borrowed: dict[str, Borrowed] = {}
         for lent in spec.borrows:
             array = lender(self._table, lent)
             flat = loaded.array(array.block, array.name)
             assert flat is not None, f"{array} is read by block {block} and was not loaded"
-            sums = array.name == "weights" and grads
-            contribution = Contribution(lent.owner, lent.contribution)
-            borrowed[lent.local_name] = flat, self._gradients.flat(contribution) if sums else None
-        sums = grads and spec.trainable_elements > 0
+            trains = array.name == "weights"
+            grads = self._sums(lent.owner, lent.contribution, route) if trains else None
+            borrowed[lent.local_name] = flat, grads
+        trains = spec.trainable_elements > 0
         return self._runtime.bind(
             block,
             weights=loaded.array(block, "weights"),
             frozen=loaded.array(block, "frozen"),
-            grads=self._gradients.flat(Contribution(block, 0)) if sums else None,
+            grads=self._sums(block, 0, route) if trains else None,
             borrowed=borrowed,
         )
+
+    def _sums(self, block: int, use: int, route: int | None) -> torch.Tensor | None:
+        if route is None:
+            return None
+        return self._gradients.flat(Contribution.of_use(self._table, block, use, route))

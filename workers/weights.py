@@ -19,7 +19,7 @@ import zmq
 from penstock.protocol.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.frames import BlockRequest
-from penstock.protocol.instructions import Phase
+from penstock.protocol.instructions import FetchWeights, Phase, Program, ReleaseWeights
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, BorrowedTensor
@@ -103,6 +103,17 @@ def stage_bytes(table: BlockTable, blocks: Sequence[int], alignment: int) -> int
     itemsize = table.weight_dtype.itemsize
     sizes = (num_elements(table, array) * itemsize for array in arrays_of(table, blocks))
     return sum(-(-size // alignment) * alignment for size in sizes)
+
+
+def buffers_needed(*programs: Program) -> int:
+    """Stages whose weights a device holds at a time, at most, in any of its programs."""
+    most = 0
+    for program in programs:
+        held = 0
+        for instruction in program:
+            held += (type(instruction) is FetchWeights) - (type(instruction) is ReleaseWeights)
+            most = max(most, held)
+    return most
 
 
 class RemoteBlocks:

@@ -13,6 +13,7 @@ from penstock.models.runtime import ModelRuntime
 from penstock.protocol.blocks import attach
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.protocol.executable import check_executable
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.instructions import (
     Program,
@@ -39,14 +40,14 @@ from penstock.workers.data import TokenDataset, micro_batches
 from penstock.workers.devices.base import Device
 from penstock.workers.devices.cpu import CpuDevice
 from penstock.workers.devices.cuda import ALIGNMENT_BYTES, CudaDevice
+from penstock.workers.flow import Flow
 from penstock.workers.inbox import Expected, Inbox
-from penstock.workers.interpreter import check_plan, check_program
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.session import Batches
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
-from penstock.workers.weights import RemoteBlocks, WeightLoader, stage_bytes
+from penstock.workers.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 
 OPTIMIZER_SOCKET = "optimizer"
 """Name of optimizerd's local socket, see :func:`penstock.protocol.names.ipc_address`."""
@@ -117,7 +118,7 @@ class EpochWorkshop:
         self._trace = TraceRing()
         self._runtime: ModelRuntime | None = None
         self._weights: WeightLoader | None = None
-        self._memory: tuple[tuple[int, int], NodeMemory] | None = None
+        self._memory: tuple[tuple[int, int, int, int], NodeMemory] | None = None
         self._datasets: dict[JobPhase, TokenDataset] = {}
 
     def open(self, begin: pb.Begin, abort: Abort) -> Bench:
@@ -153,6 +154,7 @@ class EpochWorkshop:
             epoch=begin.epoch,
             device_index=self._device_index,
             plan=plan,
+            flow=Flow.of(plan),
             table=self._table,
             ownership=owners,
             memory=memory,
@@ -214,9 +216,7 @@ class EpochWorkshop:
                     f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
                     " stop the run and start it again"
                 )
-        check_plan(plan)
-        for program in self._programs(plan):
-            check_program(program)
+        check_executable(plan)
         return plan
 
     def _programs(self, plan: Plan) -> tuple[Program, Program]:
@@ -227,9 +227,11 @@ class EpochWorkshop:
         return plan.programs[self._device_index], plan.evaluation[self._device_index]
 
     def _attached(self, plan: Plan) -> NodeMemory:
-        """The node's memory, mapped again only when the segments are others than before."""
-        identity = self._segment_identity()
-        if self._memory is None or self._memory[0] != identity:
+        """The node's memory, mapped again only when the segments, or the room that weights take on
+        the device, are others than before.
+        """
+        room = self._largest_stage(plan), buffers_needed(*self._programs(plan))
+        if self._memory is None or self._memory[0] != (*self._segment_identity(), *room):
             self._device.detach()
             if self._memory is not None:
                 self._memory[1].close()
@@ -237,8 +239,8 @@ class EpochWorkshop:
             memory = attach(
                 self._files, self._node, worker_name(self._device_index), kinds=_SEGMENTS
             )
-            self._memory = self._segment_identity(), memory
-            self._device.attach(memory, self._largest_stage(plan))
+            self._memory = (*self._segment_identity(), *room), memory
+            self._device.attach(memory, *room)
         return self._memory[1]
 
     def _segment_identity(self) -> tuple[int, int]:

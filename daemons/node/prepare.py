@@ -20,6 +20,7 @@ from penstock.planner.build import build_plan
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.protocol.config import Config
 from penstock.protocol.errors import StateError
+from penstock.protocol.executable import check_executable
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory, write_atomically
 from penstock.shm.table import BlockTable
@@ -69,9 +70,10 @@ def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospec
     """Plan and memory of a configuration on this machine (all nodes on it).
 
     Raises:
-        ConfigError: no plan can be built.
+        ConfigError: no plan can be built, or workers cannot run it.
     """
     plan = build_plan(config, table)
+    check_executable(plan)
     rows = memory_table(config, table, plan)
     machine = MachineMemory.probe(run_id)
     nodes = range(len(config.cluster.nodes))

@@ -44,8 +44,8 @@ def owned_blocks(memory: NodeMemory) -> tuple[OwnedBlock, ...]:
     """The node's blocks, with the contributions that it does not compute itself."""
     blocks = []
     for index in memory.owned_blocks():
-        spec = memory.spec.table.blocks[index]
-        contributions = spec.contributions if spec.trainable_elements else 0
+        trains = memory.spec.table.blocks[index].trainable_elements > 0
+        contributions = memory.spec.layout.contributions[index] if trains else 0
         remote = frozenset(
             k for k in range(contributions) if not memory.has((index, "grads", 0, k))
         )

@@ -94,7 +94,7 @@ def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_pat
     assert merged.schedule.scheme == best["scheme"] and best["step_seconds"] > 0
     plan = build_plan(merged, TABLE)
     assert plan.num_microbatches == best["micro_batches"]
-    assert len(plan.backward_stages) == best["backward_stages"]
+    assert len(plan.backward_stages) == best["backward_stages"] * plan.num_routes
 
 
 def test_all_searches_what_train_cannot_run(config: Path) -> None:

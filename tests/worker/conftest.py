@@ -40,13 +40,14 @@ from penstock.shm.table import BlockTable
 from penstock.workers.attempt import Bench, Job
 from penstock.workers.devices.base import as_tensor
 from penstock.workers.devices.cuda import ALIGNMENT_BYTES
+from penstock.workers.flow import Flow
 from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
-from penstock.workers.weights import RemoteBlocks, WeightLoader, stage_bytes
+from penstock.workers.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 from penstock.workers.workshop import make_device
 
 LLAMA = {
@@ -386,6 +387,7 @@ def _worker(
             stage_bytes(spec.table, stage.blocks, ALIGNMENT_BYTES)
             for stage in plan.forward_stages + plan.backward_stages
         ),
+        buffers_needed(plan.programs[device_index], plan.evaluation[device_index]),
     )
     stack.callback(device.detach)
     registry = CollectorRegistry()
@@ -408,6 +410,7 @@ def _worker(
         epoch=0,
         device_index=device_index,
         plan=plan,
+        flow=Flow.of(plan),
         table=spec.table,
         ownership=owners,
         memory=memory,

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from penstock.protocol.errors import ConfigError, ExitCode
-from penstock.protocol.instructions import Opcode, Update, parse_instruction
+from penstock.protocol.executable import EXECUTED, check_executable
+from penstock.protocol.instructions import Opcode, parse_instruction
 from penstock.protocol.plan import Plan, StageRange
 from penstock.workers.attempt import UnusedWorkError
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.interpreter import (
     InstructionError,
     JobResult,
-    check_plan,
-    check_program,
     run_job,
 )
 from penstock.workers.waiting import Interrupted
@@ -41,6 +40,24 @@ CASES = [
     ("spipe", 2, 2, {}, True),
     ("spipe", 4, 1, {"forward_stages": 4, "backward_stages": 8}, False),
     ("spipe", 4, 2, {"forward_stages": 5, "backward_stages": 8}, True),
+    ("naive", 2, 1, {"recompute": "none"}, False),
+    ("1f1b-2", 2, 2, {"recompute": "none"}, True),
+    ("interleaved", 2, 1, {"recompute": "none"}, True),
+    ("interleaved", 2, 2, {"recompute": "full", "stages_per_device": 4}, True),
+    ("chimera", 2, 2, {"recompute": "none"}, True),
+    ("chimera", 4, 1, {"recompute": "full"}, True),
+    ("chimera", 4, 2, {"recompute": "none"}, False),
+    ("hanayo", 2, 1, {"recompute": "none"}, True),
+    ("hanayo", 2, 2, {"recompute": "full", "forward_stages": 8}, False),
+    ("megatron-offload", 2, 1, {"stages_per_device": 4}, True),
+    ("1f1b", 4, 1, {"recompute": "full", "passes": ["mario"]}, True),
+    ("gpipe", 2, 1, {"recompute": "none", "passes": ["apply-checkpoint"]}, False),
+    ("spipe", 2, 2, {"passes": ["skip-dead-forward"]}, True),
+    ("spipe", 2, 1, {"passes": ["match-stages", "skip-dead-forward", "overlap-recompute"]}, True),
+    ("1f1b", 4, 1, {"recompute": "none", "replicas": 2}, True),
+    ("spipe", 4, 2, {"replicas": 2, "passes": ["skip-dead-forward"]}, True),
+    ("chimera", 4, 2, {"recompute": "full", "replicas": 2}, True),
+    ("gpipe", 2, 2, {"replicas": 2}, True),
 ]
 
 
@@ -59,7 +76,7 @@ def contributions(cluster: Any, node: int) -> list[tuple[int, int]]:
         (block.index, k)
         for block in cluster.table.blocks
         if cluster.owners.owner[block.index] == node
-        for k in range(block.contributions)
+        for k in range(len(cluster.owners.computed_on[block.index]))
     )
 
 
@@ -281,27 +298,32 @@ def test_a_silent_peer_is_named(make_cluster: Any) -> None:
     assert "'FW 1 phase=forward'" in text  # what ran before
 
 
-def test_unsupported_opcodes_are_refused_before_the_run() -> None:
-    program = (parse_instruction("F 0 0 keep=all"), Update(block=3))
-    with pytest.raises(
-        ConfigError, match=r"instruction 1 is 'U 3', and workers do not execute UPDATE"
-    ):
-        check_program(program)
-    with pytest.raises(ConfigError, match="workers do not keep activations selectively"):
-        check_program((parse_instruction("F 0 0 keep=selective drop=norm"),))
+def program_of(*texts: str) -> tuple[Any, ...]:
+    """The programs of one device."""
+    return (tuple(map(parse_instruction, texts)),)
+
+
+def test_every_opcode_that_is_accepted_has_a_handler() -> None:
+    assert set(HANDLERS) == EXECUTED
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_buffers": 3}, "weight buffers a device: 3; workers support 2"),
-        ({"rebinds_weights": True}, "bound anew after a release: True"),
-        ({"shards_weights": True}, "sharded over devices: True"),
-        ({"forward_stages": (StageRange(start=0, stop=1, device=0),) * 2}, "routes: 2"),
-        ({"programs": ((),)}, "forwards left out: 1; workers support 0"),
+        ({"rebinds_weights": True}, "gpipe needs: bind weights anew"),
+        ({"shards_weights": True}, "gpipe needs: share out weights over devices"),
+        (
+            {"programs": program_of("F 0 0 keep=all", "U 3")},
+            r"plan: gpipe, device 0, instruction 1 is 'U 3', and workers do not execute UPDATE",
+        ),
+        ({"evaluation": program_of("U 3")}, r"evaluation: gpipe, device 0, instruction 0 is 'U 3'"),
+        (
+            {"programs": program_of("F 0 0 keep=selective drop=norm")},
+            r"workers do not keep activations this way; they support keep=all, input, none",
+        ),
     ],
 )
-def test_plans_that_workers_cannot_hold_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_plans_that_workers_cannot_run_are_refused(changes: dict[str, Any], message: str) -> None:
     stages = (StageRange(start=0, stop=1, device=0),)
     plan = Plan(
         scheme="gpipe",
@@ -309,12 +331,12 @@ def test_plans_that_workers_cannot_hold_are_refused(changes: dict[str, Any], mes
         num_microbatches=1,
         forward_stages=stages,
         backward_stages=stages,
-        programs=((parse_instruction("F 0 0 keep=all"),),),
+        programs=program_of("F 0 0 keep=all"),
         evaluation=((),),
     )
-    check_plan(plan)
+    check_executable(plan)
     with pytest.raises(ConfigError, match=message):
-        check_plan(replace(plan, **changes))
+        check_executable(replace(plan, **changes))
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ class Device(Protocol):
     """Whether :meth:`load` should run early, on a background thread, because it copies on its own.
     """
 
-    def attach(self, memory: NodeMemory, stage_bytes: int) -> None:
-        """Prepare for the node's memory; ``stage_bytes`` is the size of the largest stage's
-        weights.
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
+        """Prepare for the node's memory, and for ``num_buffers`` stages' weights at a time;
+        ``stage_bytes`` is the size of the largest.
         """
 
     def detach(self) -> None:

@@ -47,7 +47,7 @@ class CpuDevice:
         self._grad_dtype = grad_dtype
         self._pool = BufferPool()
 
-    def attach(self, memory: NodeMemory, stage_bytes: int) -> None:
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
         """Nothing to prepare."""
 
     def detach(self) -> None:

@@ -1,10 +1,11 @@
 """CUDA device: copies weights in and gradients out on streams of their own, beside the computation.
 
-Three streams: host-to-device, compute (the current stream), device-to-host. Two stage-sized weight
-buffers: one in use, one arriving. Gradients are summed in fp32 on the device and converted on their
-way out. The node's segments are registered with the driver when they are attached, so that copies
-run at full speed: in pieces of at most 64 GiB, because one registration of more fails on common
-drivers.
+Three streams: host-to-device, compute (the current stream), device-to-host. Stage-sized weight
+buffers, as many as the plan fetches at a time: one in use and one arriving where weights are
+streamed, one for each stage where they are resident. Gradients are summed in fp32 on the device and
+converted on their way out. The node's segments are registered with the driver when they are
+attached, so that copies run at full speed: in pieces of at most 64 GiB, because one registration of
+more fails on common drivers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
 
-NUM_WEIGHT_BUFFERS = 2
 REGISTER_BYTES = 64 << 30
 ALIGNMENT_BYTES = 256
 _BUFFER_TIMEOUT_S = 300.0
@@ -47,7 +47,7 @@ class _WeightBuffer:
 
 
 class CudaStageBuffer:
-    """A stage's weights in one of the two buffers."""
+    """A stage's weights in one of the buffers."""
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event, give: Callable[[], None]
@@ -168,16 +168,18 @@ class CudaDevice:
         self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._buffers: queue.SimpleQueue[_WeightBuffer] = queue.SimpleQueue()
+        self._num_buffers = 0
         self._free_sums: dict[int, list[torch.Tensor]] = {}
         self._registration: _Registration | None = None
         self._offloads = _OffloadThread()
 
-    def attach(self, memory: NodeMemory, stage_bytes: int) -> None:
-        """Register the segments and allocate the two weight buffers."""
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
+        """Register the segments and allocate the weight buffers."""
         self.detach()
         found = [memory.segment_buffer(kind) for kind in _REGISTERED]
         self._registration = _Registration([buffer for buffer in found if buffer is not None])
-        for _ in range(NUM_WEIGHT_BUFFERS):
+        self._num_buffers = num_buffers
+        for _ in range(num_buffers):
             device_bytes = torch.empty(stage_bytes, dtype=torch.uint8, device=self.torch_device)
             free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._buffers.put(_WeightBuffer(device_bytes, free))
@@ -198,7 +200,7 @@ class CudaDevice:
             buffer = self._buffers.get(timeout=_BUFFER_TIMEOUT_S)
         except queue.Empty as error:
             raise LostMemberError(
-                f"waited {_BUFFER_TIMEOUT_S:g} s for a free weight buffer of {NUM_WEIGHT_BUFFERS}:"
+                f"waited {_BUFFER_TIMEOUT_S:g} s for a free weight buffer of {self._num_buffers}:"
                 " the plan fetches a stage before it releases another"
             ) from error
         tensors, offset = [], 0

@@ -29,6 +29,6 @@ HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
         Opcode.OFFLOAD_GRADIENTS: memory.offload_gradients,
     }
 )
-"""Opcodes that workers execute."""
+"""Those in :data:`penstock.protocol.executable.EXECUTED`."""
 
 __all__ = ["HANDLERS", "Handler"]

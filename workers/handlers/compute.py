@@ -10,8 +10,16 @@ import torch
 
 from penstock.models.binding import BoundBlock
 from penstock.models.runtime import StageOutput
-from penstock.protocol.instructions import Backward, Forward, Keep, Phase, Recompute
+from penstock.protocol.instructions import (
+    Backward,
+    Forward,
+    Keep,
+    Phase,
+    Recompute,
+    RecomputeAfter,
+)
 from penstock.workers.attempt import Attempt
+from penstock.workers.flow import TransferKind
 from penstock.workers.inbox import NamedTensors
 from penstock.workers.weights import StageKey
 
@@ -40,8 +48,11 @@ def forward(instruction: Forward, attempt: Attempt) -> None:
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
     """Run a backward stage forward, with autograd, from its checkpoint."""
     stage, m = instruction.stage, instruction.micro_batch
-    # Backward stage 0 starts from the batch, so nobody left it a checkpoint.
-    inputs = attempt.take("checkpoint", stage, m) if stage else {}
+    layout = attempt.bench.flow.layout
+    # The first stage of a route starts from the batch, so nobody left it a checkpoint.
+    inputs = {} if layout.is_first_backward(stage) else attempt.take("checkpoint", stage, m)
+    if instruction.after is RecomputeAfter.GRADIENT:
+        attempt.await_posted("gradient", stage + 1, m)
     bound = attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
     output = _run(attempt, bound, inputs, m, autograd=True)
     attempt.count_loss(m, output)
@@ -52,10 +63,11 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
 def backward(instruction: Backward, attempt: Attempt) -> None:
     """Gradients of a stage's weights, added up, and of its inputs, kept for the stage before."""
     stage, m = instruction.stage, instruction.micro_batch
-    last = stage == len(attempt.bench.plan.backward_stages) - 1
+    layout = attempt.bench.flow.layout
+    last = layout.is_last_backward(stage)
     gradients = {} if last else attempt.take("gradient", stage + 1, m)
     found = attempt.bench.runtime.backward(attempt.take_graph(stage, m), gradients)
-    if stage:
+    if not layout.is_first_backward(stage):
         attempt.keep("gradient", stage, m, found)
 
 
@@ -73,15 +85,19 @@ def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
 def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
     """``keep=input``: leave the inputs of the backward stages that start inside this stage.
 
-    Nobody needs the output of the last forward stage, so it stops where the last checkpoint is; the
-    loss is counted by RECOMPUTE.
+    Where nobody needs the output (that of the last forward stage, whose loss RECOMPUTE counts), it
+    stops where the last checkpoint is.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    plan = attempt.bench.plan
-    blocks = plan.forward_stages[stage].blocks
-    starts = {plan.backward_stages[b].start: b for b in plan.checkpoints_of(stage) if b > 0}
+    layout = attempt.bench.flow.layout
+    blocks = layout.forward[stage].blocks
+    starts = {
+        layout.backward[b].start: b
+        for b in layout.checkpoints_of(stage)
+        if not layout.is_first_backward(b)
+    }
     stop = blocks.stop
-    if stage == len(plan.forward_stages) - 1:
+    if _output(attempt, stage, m) is None:
         stop = max(starts, default=blocks.start)
     tensors = _inputs(attempt, stage, m)
     inner = [start for start in starts if blocks.start < start < stop]
@@ -114,14 +130,23 @@ _FORWARDS: Mapping[Keep, Callable[[Forward, Attempt], None]] = {
 
 
 def _inputs(attempt: Attempt, stage: int, micro_batch: int) -> NamedTensors:
-    return attempt.take("activation", stage - 1, micro_batch) if stage else {}
+    if attempt.bench.flow.layout.is_first_forward(stage):
+        return {}
+    return attempt.take("activation", stage - 1, micro_batch)
+
+
+def _output(attempt: Attempt, stage: int, micro_batch: int) -> tuple[TransferKind, int] | None:
+    training = attempt.job.phase == "train"
+    return attempt.bench.flow.output(stage, micro_batch, training=training)
 
 
 def _hand_on(
     attempt: Attempt, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    if stage < len(attempt.bench.plan.forward_stages) - 1:
-        attempt.keep("activation", stage, micro_batch, tensors)
+    output = _output(attempt, stage, micro_batch)
+    if output is not None:
+        kind, of_stage = output
+        attempt.keep(kind, of_stage, micro_batch, tensors)
 
 
 def _run(

@@ -19,4 +19,5 @@ def release_weights(instruction: ReleaseWeights, attempt: Attempt) -> None:
 
 def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
     """Publish the sums of a backward stage."""
-    attempt.gradients.publish(attempt.bench.plan.backward_stages[instruction.stage].blocks)
+    layout, stage = attempt.bench.flow.layout, instruction.stage
+    attempt.gradients.publish(layout.backward[stage].blocks, layout.backward_routes[stage])

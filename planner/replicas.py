@@ -1,0 +1,102 @@
+"""Data parallelism: a schedule repeated on other devices, each copy with its share of the batch.
+
+Replicas are routes (:class:`penstock.protocol.plan.Plan`): replica r has the stages of the original
+on the next devices, and the next of equal, consecutive shares of the micro-batches. Each computes
+gradients of every block. They are summed inside the optimizer's pass over the block, replica after
+replica; only those computed on another node than the block's travel. So no REDUCE_GRADIENTS is
+needed, and the result is that of one replica with all the micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.schedule import Schedule
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import (
+    BackwardWeight,
+    Forward,
+    Keep,
+    SwapIn,
+    SwapOut,
+    Update,
+)
+from penstock.protocol.plan import StageRange
+
+
+def replicate(schedule: Schedule, replicas: int) -> Schedule:
+    """The schedule ``replicas`` times: as many times the devices, micro-batches and routes.
+
+    Updates on devices stay with the first replica, whose nodes own the blocks.
+
+    Raises:
+        ConfigError: activations are kept, and forward and backward stages are not as many.
+    """
+    layout = schedule.layout
+    if replicas == 1:
+        return schedule
+    keeps = any(
+        isinstance(i, Forward) and i.keep in (Keep.ALL, Keep.SELECTIVE)
+        for order in schedule.orders
+        for i in order
+    )
+    if keeps and len(layout.forward) != len(layout.backward):
+        # A stage whose graph stays has one number in both lists, which the shift would undo.
+        raise ConfigError(
+            f"schedule.replicas = {replicas}: {schedule.scheme} keeps activations with"
+            f" {len(layout.forward)} forward and {len(layout.backward)} backward stages; with"
+            " replicas both must be as many, or schedule.recompute full"
+        )
+    copies = range(replicas)
+    return replace(
+        schedule,
+        layout=StageLayout(
+            num_devices=layout.num_devices * replicas,
+            num_microbatches=layout.num_microbatches * replicas,
+            forward=tuple(_on(stage, r, layout) for r in copies for stage in layout.forward),
+            backward=tuple(_on(stage, r, layout) for r in copies for stage in layout.backward),
+            routes=tuple(
+                r * layout.num_routes + layout.route_of(m)
+                for r in copies
+                for m in range(layout.num_microbatches)
+            ),
+        ),
+        orders=tuple(_order(order, r, layout) for r in copies for order in schedule.orders),
+    )
+
+
+def _on(stage: StageRange, replica: int, layout: StageLayout) -> StageRange:
+    return replace(stage, device=stage.device + replica * layout.num_devices)
+
+
+def _order(order: Order, replica: int, layout: StageLayout) -> Order:
+    return tuple(
+        _moved(instruction, replica, layout)
+        for instruction in order
+        if not replica or not isinstance(instruction, Update)
+    )
+
+
+def _moved(
+    instruction: OrderedInstruction, replica: int, layout: StageLayout
+) -> OrderedInstruction:
+    micro_batches = replica * layout.num_microbatches
+    match instruction:
+        case Update():
+            return instruction
+        case BackwardWeight(stage=stage, micro_batches=several):
+            return replace(
+                instruction,
+                stage=stage + replica * len(layout.backward),
+                micro_batches=tuple(m + micro_batches for m in several),
+            )
+        case SwapOut(peer=peer) | SwapIn(peer=peer) if peer is not None:
+            instruction = replace(instruction, peer=peer + replica * layout.num_devices)
+    forward = isinstance(instruction, Forward | SwapOut | SwapIn)
+    stages = len(layout.forward if forward else layout.backward)
+    return replace(
+        instruction,
+        stage=instruction.stage + replica * stages,
+        micro_batch=instruction.micro_batch + micro_batches,
+    )

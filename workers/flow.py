@@ -1,0 +1,42 @@
+"""Where tensors go in a plan: stages by route, and what becomes of a forward's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.protocol.layout import StageLayout, skipped_forwards
+from penstock.protocol.plan import Plan
+
+TransferKind = Literal["activation", "gradient", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """The stages of a plan; ``skipped`` are the forwards (stage, micro-batch) that training leaves
+    out.
+    """
+
+    layout: StageLayout
+    skipped: frozenset[tuple[int, int]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Flow:
+        """From all programs of the plan."""
+        layout = StageLayout.of(plan)
+        return cls(layout=layout, skipped=skipped_forwards(layout, plan.programs))
+
+    def output(
+        self, stage: int, micro_batch: int, *, training: bool
+    ) -> tuple[TransferKind, int] | None:
+        """What the output of a forward is, and of which stage; ``None`` where nobody needs it.
+
+        It is the input of the next forward or, where that is left out, the checkpoint of the
+        backward stage that starts there. Evaluation leaves none out.
+        """
+        if self.layout.is_last_forward(stage):
+            return None
+        if not training or (stage + 1, micro_batch) not in self.skipped:
+            return "activation", stage
+        following = self.layout.checkpoint_after(stage)
+        return None if following is None else ("checkpoint", following)
