@@ -24,17 +24,9 @@ from penstock.planner.layout import Residency
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.sources import AnalyticSource, Prices
+from penstock.planner.space import Candidate, Space, known_pass_sets
 from penstock.planner.trial import OPTIMIZERS, operators_named
-from penstock.planner.tune import (
-    Candidate,
-    Limits,
-    Outcome,
-    Pricer,
-    Search,
-    Space,
-    fragment,
-    known_pass_sets,
-)
+from penstock.planner.tune import Limits, Outcome, Pricer, Search, fragment
 from penstock.protocol.config import Config, ScheduleConfig, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.shm.table import BlockTable

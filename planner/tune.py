@@ -11,23 +11,21 @@ work could beat the candidates in the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import product
 from math import inf
 from typing import Any
 
 from penstock.planner.bounds import lower_bound_s
-from penstock.planner.build import ScheduleRequest
 from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.footprint import device_peaks, swapped_peaks
 from penstock.planner.layout import Residency
-from penstock.planner.passes import PASSES
-from penstock.planner.schemes import SCHEMES, RecomputeMode
+from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
 from penstock.planner.sources import Prices
-from penstock.planner.trial import Recipe, Terms, lowered, make_schedule
+from penstock.planner.space import Candidate, Space
+from penstock.planner.trial import Terms, lowered, make_schedule
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
 
@@ -37,56 +35,16 @@ Pricer = Callable[[int], Prices]
 Progress = Callable[[int, int, "Outcome | None"], None]
 """Called with candidates done, candidates in all so far, and the best outcome."""
 
-REFINED = 8
-"""Passes are tried on so many of the best candidates of the grid."""
-
-PASS_SETS: tuple[tuple[str, ...], ...] = (("mario",), ("2bp",), ("mario", "2bp"))
-"""What is tried there."""
+BEST = 3
+SCHEMES_REFINED = 4
+RESCUED = 3
+"""Passes are tried on so many of the best candidates of the grid, on the best of so many other
+schemes, and on so many that would be fast but need too much device memory.
+"""
 
 _MASTER_AND_MOMENTS_BYTES = 12.0
 _COPIES = 2
-"""Of weights and of gradients in host memory (DESIGN, section 3)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Candidate:
-    """One point of the grid. ``replicas`` pipelines of ``num_devices`` devices each.
-
-    ``micro_batch``: sequences. ``forward_stages``, ``backward_stages``: of one route. ``drop``: the
-    operators of selective recomputation.
-    """
-
-    scheme: str
-    num_devices: int
-    replicas: int
-    micro_batch: int
-    num_microbatches: int
-    forward_stages: int
-    backward_stages: int
-    recompute: RecomputeMode
-    drop: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ()
-
-    @property
-    def length(self) -> int:
-        """About how many instructions a replica runs."""
-        return self.num_microbatches * (self.forward_stages + self.backward_stages)
-
-    @property
-    def recipe(self) -> Recipe:
-        """One replica's schedule."""
-        return Recipe(
-            request=ScheduleRequest(
-                scheme=self.scheme,
-                num_devices=self.num_devices,
-                num_microbatches=self.num_microbatches,
-                forward_stages=self.forward_stages,
-                backward_stages=self.backward_stages,
-                recompute=self.recompute,
-                drop=self.drop,
-            ),
-            passes=self.passes,
-        )
+"""Of weights (two slots) and of gradients (of this attempt and the next) in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,82 +71,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """What to search. ``num_devices`` of all replicas together, ``global_batch`` in sequences.
-
-    Empty ``schemes`` or ``micro_batches``: all that make sense. ``recomputations``: mode and
-    operators. ``max_replicas``: 1 for one pipeline over all devices.
-    """
-
-    num_devices: int
-    global_batch: int
-    num_blocks: int
-    schemes: tuple[str, ...] = tuple(SCHEMES)
-    micro_batches: tuple[int, ...] = ()
-    recomputations: tuple[tuple[RecomputeMode, tuple[str, ...]], ...] = (("none", ()), ("full", ()))
-    stages_per_device: tuple[int, ...] = (1, 2, 4)
-    backward_per_forward: tuple[int, ...] = (1, 2, 3)
-    pass_sets: tuple[tuple[str, ...], ...] = PASS_SETS
-    max_replicas: int | None = None
-
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Every combination that its scheme accepts, without passes; short programs first, so that
-        a good candidate is known before the expensive ones are looked at.
-        """
-        return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c)))
-
-    def _combinations(self) -> Iterator[Candidate]:
-        for scheme, replicas in product(self.schemes, _divisors(self.num_devices)):
-            num_devices = self.num_devices // replicas
-            if replicas > (self.max_replicas or replicas) or self.global_batch % replicas:
-                continue
-            share = self.global_batch // replicas
-            sizes = self.micro_batches or _powers_of_two(share)
-            for micro_batch in (size for size in sizes if share % size == 0):
-                yield from self._of_scheme(
-                    scheme, num_devices, replicas, micro_batch, share // micro_batch
-                )
-
-    def _of_scheme(
-        self, name: str, num_devices: int, replicas: int, micro_batch: int, count: int
-    ) -> Iterator[Candidate]:
-        scheme = SCHEMES[name]
-        if scheme.check_devices(num_devices) is not None:
-            return
-        if scheme.whole_model_per_device and replicas > 1:
-            return  # it is data parallel by itself
-        for forward, backward in self._stages(name, num_devices):
-            if scheme.check_microbatches(count, num_devices, forward) is not None:
-                continue
-            for mode, drop in self.recomputations:
-                if mode in scheme.recompute_modes:
-                    yield Candidate(
-                        scheme=name,
-                        num_devices=num_devices,
-                        replicas=replicas,
-                        micro_batch=micro_batch,
-                        num_microbatches=count,
-                        forward_stages=forward,
-                        backward_stages=backward,
-                        recompute=mode,
-                        drop=drop,
-                    )
-
-    def _stages(self, name: str, num_devices: int) -> Iterable[tuple[int, int]]:
-        """Numbers of stages that the scheme accepts: its own choice, and those of the space."""
-        scheme = SCHEMES[name]
-        found = {scheme.default_stages(num_devices, self.num_blocks, None)}
-        per_route = 1 if scheme.whole_model_per_device else num_devices
-        for chunks, finer in product(self.stages_per_device, self.backward_per_forward):
-            found.add((chunks * per_route, finer * chunks * per_route))
-        return sorted(
-            stages
-            for stages in found
-            if max(stages) <= self.num_blocks and scheme.check_stages(*stages, num_devices) is None
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bytes of one device and of one node's memory, and how many outcomes are wanted."""
 
@@ -212,6 +94,8 @@ class Search:
     accepts: Callable[[Candidate], bool] | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    _best_of: dict[str, Outcome] = field(default_factory=dict)
+    _too_large: list[tuple[float, Candidate]] = field(default_factory=list)
     _prices: dict[int, Prices] = field(default_factory=dict)
 
     def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
@@ -221,17 +105,32 @@ class Search:
             for candidate in space.candidates()
             if self.accepts is None or self.accepts(candidate)
         ]
-        refinements = len(space.pass_sets) * REFINED
+        refinements = len(space.pass_sets) * (BEST + SCHEMES_REFINED + RESCUED)
         for done, candidate in enumerate(candidates):
             progress(done, len(candidates) + refinements, self.best)
             self.consider(candidate)
-        bases = [outcome.candidate for outcome in self.outcomes[:REFINED]]
-        refined = [replace(base, passes=passes) for base in bases for passes in space.pass_sets]
+        refined = [
+            replace(base, passes=passes) for base in self._bases() for passes in space.pass_sets
+        ]
         total = len(candidates) + len(refined)
         for done, candidate in enumerate(refined):
             progress(len(candidates) + done, total, self.best)
             self.consider(candidate)
         progress(total, total, self.best)
+
+    def _bases(self) -> list[Candidate]:
+        """What passes are tried on."""
+        best = self.outcomes[:BEST]
+        seen = {outcome.candidate.scheme for outcome in best}
+        others = sorted(
+            (outcome for scheme, outcome in self._best_of.items() if scheme not in seen),
+            key=lambda outcome: outcome.rank,
+        )
+        too_large = sorted(self._too_large)[:RESCUED]
+        return [
+            *(outcome.candidate for outcome in (*best, *others[:SCHEMES_REFINED])),
+            *(candidate for _, candidate in too_large),
+        ]
 
     @property
     def best(self) -> Outcome | None:
@@ -248,6 +147,8 @@ class Search:
         if isinstance(outcome, str):
             self.left_out[outcome] = self.left_out.get(outcome, 0) + 1
             return
+        known = self._best_of.setdefault(candidate.scheme, outcome)
+        self._best_of[candidate.scheme] = min(known, outcome, key=lambda o: o.rank)
         if any(outcome.plan == other.plan for other in self.outcomes if other.same_size(outcome)):
             self.left_out["the same"] = self.left_out.get("the same", 0) + 1
             return
@@ -265,11 +166,13 @@ class Search:
         schedule = make_schedule(candidate.recipe, terms)
         if candidate.replicas > 1:
             schedule = replace(schedule, reduces_gradients=True)
-        if self._too_slow(lower_bound_s(schedule.layout, schedule.orders, costs)):
+        bound_s = lower_bound_s(schedule.layout, schedule.orders, costs)
+        if self._too_slow(bound_s):
             return "slower"
         plan = lowered(schedule, candidate.scheme)
         device_bytes = max(peak.total_bytes for peak in device_peaks(plan, costs))
         if device_bytes > limits.device_bytes:
+            self._too_large.append((bound_s, candidate))
             return "device memory"
         host_bytes = _host_bytes(plan, prices, candidate.replicas)
         if host_bytes > limits.host_bytes:
@@ -335,11 +238,6 @@ def fragment(outcome: Outcome) -> dict[str, Any]:
     return {"train": {"micro_batch": candidate.micro_batch}, "schedule": schedule}
 
 
-def known_pass_sets() -> tuple[tuple[str, ...], ...]:
-    """Those of :data:`PASS_SETS` whose passes exist."""
-    return tuple(names for names in PASS_SETS if all(name in PASSES for name in names))
-
-
 def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
     """What devices keep on average of a model whose weights stay on them."""
     if SCHEMES[candidate.scheme].residency is Residency.STREAMED:
@@ -386,11 +284,3 @@ def _host_bytes(plan: Plan, prices: Prices, replicas: int) -> float:
 
 def _finite(limit: float) -> float | None:
     return None if limit == inf else limit
-
-
-def _divisors(number: int) -> Sequence[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _powers_of_two(at_most: int) -> Sequence[int]:
-    return [1 << k for k in range(at_most.bit_length()) if 1 << k <= at_most]

@@ -9,15 +9,8 @@ import pytest
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.sources import Prices
-from penstock.planner.tune import (
-    Candidate,
-    Limits,
-    Outcome,
-    Search,
-    Space,
-    fragment,
-    replicated,
-)
+from penstock.planner.space import Candidate, Space
+from penstock.planner.tune import Limits, Outcome, Search, fragment, replicated
 from penstock.protocol.instructions import ReduceGradients
 
 BLOCK = BlockCost(
