@@ -277,59 +277,64 @@ def table_5() -> tuple[PaperTable, PaperTable]:
             overhead_s = case.overhead_s()
         context = case.context(overhead_s)
         fitted.append(_rate_row(case, case.runs(context), context, overhead_s))
-    return (
-        PaperTable(
-            title="Mario: table 5 from data sheets",
-            text=(
-                "13B models on 32 A100-40G, global batch 128; ckpt is pass 1, ovlp all four. Costs"
-                " are analytic, nothing is fitted; compute and one latency per hop (25 GB/s, since"
-                " the paper does not name its network). Assumed: MLP width of LLaMA by its rule, 16"
-                " bytes of state a parameter, no fused attention. The paper's base rows of more"
-                " than 40 GB are estimates of its own simulator (out of memory). For LLaMA2-13B"
-                " ckpt loses less than a forward takes, and all its rates are lower: time outside"
-                " of kernels, which recomputation adds little to; see the next table. LLaMA2-13B"
-                " on V hides recomputation almost wholly because the last stage has the head, is"
-                " the slowest, and keeps everything."
-            ),
-            columns=(
-                "model",
-                "shape",
-                "ckpt/base paper",
-                "ours",
-                "ovlp/base paper",
-                "ours",
-                "ovlp/ckpt paper",
-                "ours",
-                "most GB base paper",
-                "ours",
-                "ovlp paper",
-                "ours",
-            ),
-            rows=tuple(plain),
+    return _plain_table(tuple(plain)), _fitted_table(tuple(fitted))
+
+
+def _plain_table(rows: tuple[tuple[str, ...], ...]) -> PaperTable:
+    return PaperTable(
+        title="Mario: table 5 from data sheets",
+        text=(
+            "13B models on 32 A100-40G, global batch 128; ckpt is pass 1, ovlp all four. Costs"
+            " are analytic, nothing is fitted; compute and one latency per hop (25 GB/s, since"
+            " the paper does not name its network). Assumed: MLP width of LLaMA by its rule, 16"
+            " bytes of state a parameter, no fused attention. The paper's base rows of more"
+            " than 40 GB are estimates of its own simulator (out of memory). For LLaMA2-13B"
+            " ckpt loses less than a forward takes, and all its rates are lower: time outside"
+            " of kernels, which recomputation adds little to; see the next table. LLaMA2-13B"
+            " on V hides recomputation almost wholly because the last stage has the head, is"
+            " the slowest, and keeps everything."
         ),
-        PaperTable(
-            title="Mario: table 5 with one overhead per model",
-            text=(
-                "As before, but every forward and every backward of a stage takes longer by one"
-                " constant (the paper's bias b of section 5.2), chosen so that V-base of the model"
-                " is as slow as the paper says (measured for LLaMA2, estimated there for GPT3). All"
-                " other figures, in samples/s, follow from it. The paper's W-base of GPT3-13B, an"
-                " estimate, is above V-base while W-ckpt is below V-ckpt; one overhead cannot give"
-                " both."
-            ),
-            columns=(
-                "model",
-                "shape",
-                "overhead ms",
-                "base paper",
-                "ours",
-                "ckpt paper",
-                "ours",
-                "ovlp paper",
-                "ours",
-            ),
-            rows=tuple(fitted),
+        columns=(
+            "model",
+            "shape",
+            "ckpt/base paper",
+            "ours",
+            "ovlp/base paper",
+            "ours",
+            "ovlp/ckpt paper",
+            "ours",
+            "most GB base paper",
+            "ours",
+            "ovlp paper",
+            "ours",
         ),
+        rows=rows,
+    )
+
+
+def _fitted_table(rows: tuple[tuple[str, ...], ...]) -> PaperTable:
+    return PaperTable(
+        title="Mario: table 5 with one overhead per model",
+        text=(
+            "As before, but every forward and every backward of a stage takes longer by one"
+            " constant (the paper's bias b of section 5.2), chosen so that V-base of the model"
+            " is as slow as the paper says (measured for LLaMA2, estimated there for GPT3). All"
+            " other figures, in samples/s, follow from it. The paper's W-base of GPT3-13B, an"
+            " estimate, is above V-base while W-ckpt is below V-ckpt; one overhead cannot give"
+            " both."
+        ),
+        columns=(
+            "model",
+            "shape",
+            "overhead ms",
+            "base paper",
+            "ours",
+            "ckpt paper",
+            "ours",
+            "ovlp paper",
+            "ours",
+        ),
+        rows=rows,
     )
 
 
