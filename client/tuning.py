@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,19 +21,17 @@ from penstock.client.outputs import write_file
 from penstock.client.planning import config_prices
 from penstock.daemons.node.prepare import table_of
 from penstock.planner.build import build_plan
-from penstock.planner.layout import Residency
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.sources import AnalyticSource, Prices
 from penstock.planner.space import Candidate, Space, known_pass_sets
-from penstock.planner.trial import OPTIMIZERS, operators_named
-from penstock.planner.tune import Limits, Outcome, Pricer, Search, fragment
+from penstock.planner.trial import OPTIMIZERS, Terms, operators_named
+from penstock.planner.tune import Limits, Outcome, Planner, Pricer, Search, fragment
 from penstock.protocol.config import Config, ScheduleConfig, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.executable import check_executable
+from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
-
-TRAINABLE_SCHEMES: tuple[str, ...] = get_args(ScheduleConfig.model_fields["scheme"].annotation)
-"""What ``schedule.scheme`` accepts, and so what ``train`` can run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,35 +117,66 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
     """
     table = table_of(config)
     runs = not settings.everything
+    if settings.device_bytes is not None:
+        config = with_fragment(config, _memory_fragment(settings.device_bytes))
     space = Space(
         num_devices=config.num_workers,
         global_batch=config.train.global_batch,
         num_blocks=len(table.blocks),
-        schemes=_schemes(settings.schemes or (TRAINABLE_SCHEMES if runs else tuple(SCHEMES))),
-        pass_sets=() if runs else known_pass_sets(),
-        max_replicas=1 if runs else None,
+        schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
+        pass_sets=known_pass_sets(),
     )
     limits = Limits(
-        device_bytes=_limit(settings.device_bytes, config.memory.device_limit),
+        device_bytes=_limit(None, config.memory.device_limit),
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
         keep=settings.keep,
     )
     tried = Search(
         pricer=lambda size: config_prices(config, table, settings.profile, size),
         limits=limits,
+        planner=_config_planner(config, table) if runs else None,
         optimizer=OPTIMIZERS[settings.optimizer],
         stops_early=True,
-        accepts=_runs_on_workers if runs else None,
     )
     _run(tried, space, console)
     what = (
         f"{config.run.name} on {space.num_devices} workers, {space.global_batch} sequences a step,"
-        f" {'schemes that train runs (--all: every one)' if runs else 'every scheme'}"
+        f" {'what train runs (--all: everything)' if runs else 'every scheme'}"
     )
     report = _report(tried, space, what, trainable=runs)
-    if runs:
-        _check_fragment(config, table, report)
-    return report
+    if settings.device_bytes is None:
+        return report
+    limit = _memory_fragment(settings.device_bytes)
+    return replace(report, fragment={**report.fragment, **limit})
+
+
+def _memory_fragment(device_bytes: float) -> dict[str, Any]:
+    return {"memory": {"device_limit": int(device_bytes)}}
+
+
+def _config_planner(config: Config, table: BlockTable) -> Planner:
+    """Plans as ``train`` makes them, refused as ``train`` refuses them."""
+
+    def planner(candidate: Candidate, terms: Terms) -> Plan:
+        del terms
+        plan = build_plan(with_fragment(config, fragment(candidate)), table)
+        check_executable(plan)
+        return plan
+
+    return planner
+
+
+def trainable_schemes() -> tuple[str, ...]:
+    """What ``schedule.scheme`` accepts."""
+    return tuple(name for name in SCHEMES if _is_accepted({"scheme": name}))
+
+
+def _is_accepted(schedule: dict[str, Any]) -> bool:
+    try:
+        ScheduleConfig.model_validate(schedule)
+    except ValidationError:
+        return False
+    return True
 
 
 def tune_names(settings: TuneWish, console: Console) -> TuneReport:
@@ -234,20 +264,15 @@ def _limit(given: float | None, otherwise: float | None) -> float:
     return given if given is not None else otherwise if otherwise is not None else inf
 
 
-def _runs_on_workers(candidate: Candidate) -> bool:
-    """Workers keep activations only where weights stay: they do not bind weights anew."""
-    streamed = SCHEMES[candidate.scheme].residency is Residency.STREAMED
-    return candidate.recompute == "full" or not streamed
-
-
 def _is_trainable(tried: Search) -> bool:
     """Whether ``train`` can run the winner."""
     if tried.best is None:
         return False
-    candidate = tried.best.candidate
-    known = candidate.scheme in TRAINABLE_SCHEMES and candidate.recompute in ("none", "full")
-    plain = candidate.replicas == 1 and not candidate.passes
-    return known and plain and _runs_on_workers(candidate)
+    try:
+        check_executable(tried.best.plan)
+    except ConfigError:
+        return False
+    return _is_accepted(fragment(tried.best.candidate)["schedule"])
 
 
 def _with_cluster(parts: dict[str, Any], settings: TuneWish, space: Space) -> dict[str, Any]:
@@ -299,17 +324,9 @@ def _report(tried: Search, space: Space, what: str, *, trainable: bool) -> TuneR
         num_candidates=len(tried.outcomes) + sum(tried.left_out.values()),
         outcomes=tuple(tried.outcomes),
         left_out=dict(tried.left_out),
-        fragment=fragment(tried.best),
+        fragment=fragment(tried.best.candidate),
         trainable=trainable,
     )
-
-
-def _check_fragment(config: Config, table: BlockTable, report: TuneReport) -> None:
-    """The fragment gives the plan that was simulated."""
-    best = report.outcomes[0]
-    plan = build_plan(with_fragment(config, report.fragment), table)
-    if plan != best.plan:
-        raise AssertionError("the configuration's plan is not the plan that was simulated")
 
 
 def with_fragment(config: Config, parts: dict[str, Any]) -> Config:

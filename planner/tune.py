@@ -17,10 +17,12 @@ from math import inf
 from typing import Any
 
 from penstock.planner.bounds import lower_bound_s
-from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
+from penstock.planner.cluster import ADVANCE, OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.footprint import device_peaks, swapped_peaks
 from penstock.planner.layout import Residency
+from penstock.planner.replicas import replicate
+from penstock.planner.schedule import schedule_of
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
 from penstock.planner.sources import Prices
@@ -31,6 +33,13 @@ from penstock.protocol.plan import Plan
 
 Pricer = Callable[[int], Prices]
 """Prices of the model and one node's worth of cluster, for micro-batches of so many sequences."""
+
+Planner = Callable[[Candidate, Terms], Plan]
+"""Makes the plan of a candidate.
+
+Raises:
+    ConfigError: there is none.
+"""
 
 Progress = Callable[[int, int, "Outcome | None"], None]
 """Called with candidates done, candidates in all so far, and the best outcome."""
@@ -64,10 +73,14 @@ class Outcome:
         """Fastest first, then least memory."""
         return self.step_s, self.device_bytes, self.candidate
 
-    def same_size(self, other: Outcome) -> bool:
-        """Whether equal plans mean the same work."""
-        mine, others = self.candidate, other.candidate
-        return (mine.micro_batch, mine.replicas) == (others.micro_batch, others.replicas)
+    def is_like(self, other: Outcome) -> bool:
+        """Whether devices do the same, whatever the scheme is called."""
+        return (
+            self.step_s == other.step_s
+            and self.candidate.micro_batch == other.candidate.micro_batch
+            and self.plan.forward_stages == other.plan.forward_stages
+            and self.plan.programs == other.plan.programs
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +96,15 @@ class Limits:
 class Search:
     """The best outcomes so far, and why others are not among them.
 
-    ``accepts``: which candidates count at all. ``optimizer``, ``stops_early``: as in
-    :func:`penstock.planner.simulate.simulate`.
+    ``planner`` makes the plan of a candidate, or raises ConfigError. ``optimizer`` and
+    ``stops_early``: as in :func:`penstock.planner.simulate.simulate`.
     """
 
     pricer: Pricer
     limits: Limits
+    planner: Planner | None = None
     optimizer: OptimizerModel = ADVANCE
     stops_early: bool = False
-    accepts: Callable[[Candidate], bool] | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     _best_of: dict[str, Outcome] = field(default_factory=dict)
@@ -100,11 +113,7 @@ class Search:
 
     def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
         """Try the grid, then the passes of the space on the best of it."""
-        candidates = [
-            candidate
-            for candidate in space.candidates()
-            if self.accepts is None or self.accepts(candidate)
-        ]
+        candidates = space.candidates()
         refinements = len(space.pass_sets) * (BEST + SCHEMES_REFINED + RESCUED)
         for done, candidate in enumerate(candidates):
             progress(done, len(candidates) + refinements, self.best)
@@ -142,14 +151,15 @@ class Search:
         prices = self._priced(candidate)
         try:
             outcome = self._tried(candidate, prices)
-        except ConfigError:
-            outcome = "impossible"
+        except ConfigError as error:
+            memory = str(error).startswith("memory.device_limit")
+            outcome = "device memory" if memory else "impossible"
         if isinstance(outcome, str):
             self.left_out[outcome] = self.left_out.get(outcome, 0) + 1
             return
         known = self._best_of.setdefault(candidate.scheme, outcome)
         self._best_of[candidate.scheme] = min(known, outcome, key=lambda o: o.rank)
-        if any(outcome.plan == other.plan for other in self.outcomes if other.same_size(outcome)):
+        if any(map(outcome.is_like, self.outcomes)):
             self.left_out["the same"] = self.left_out.get("the same", 0) + 1
             return
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: o.rank)
@@ -162,19 +172,21 @@ class Search:
             return "device memory"
         if self._too_slow(_work_s(candidate, costs)):
             return "slower"
-        terms = Terms(prices=prices, memory_limit_bytes=_finite(limits.device_bytes))
-        schedule = make_schedule(candidate.recipe, terms)
-        if candidate.replicas > 1:
-            schedule = replace(schedule, reduces_gradients=True)
+        terms = Terms(
+            prices=prices,
+            optimizer=self.optimizer,
+            memory_limit_bytes=None if limits.device_bytes == inf else limits.device_bytes,
+        )
+        plan = (self.planner or make_plan)(candidate, terms)
+        schedule = schedule_of(plan)
         bound_s = lower_bound_s(schedule.layout, schedule.orders, costs)
         if self._too_slow(bound_s):
             return "slower"
-        plan = lowered(schedule, candidate.scheme)
         device_bytes = max(peak.total_bytes for peak in device_peaks(plan, costs))
         if device_bytes > limits.device_bytes:
             self._too_large.append((bound_s, candidate))
             return "device memory"
-        host_bytes = _host_bytes(plan, prices, candidate.replicas)
+        host_bytes = _host_bytes(plan, prices)
         if host_bytes > limits.host_bytes:
             return "host memory"
         simulation = simulate(
@@ -193,49 +205,38 @@ class Search:
     def _priced(self, candidate: Candidate) -> Prices:
         if candidate.micro_batch not in self._prices:
             self._prices[candidate.micro_batch] = self.pricer(candidate.micro_batch)
-        prices = self._prices[candidate.micro_batch]
-        cluster = replicated(prices.cluster, candidate.num_devices, candidate.replicas)
-        return replace(prices, cluster=cluster)
+        return self._prices[candidate.micro_batch]
 
     def _too_slow(self, at_least_s: float) -> bool:
         full = len(self.outcomes) >= self.limits.keep
         return full and at_least_s >= self.outcomes[-1].step_s
 
 
-def replicated(cluster: Cluster, num_devices: int, replicas: int) -> Cluster:
-    """What one of several replicas sees: those in its node take their share of NIC and DRAM.
-
-    Replicas fill nodes one after the other. A node's optimizer works on its blocks once, whoever
-    adds to their gradients.
-    """
-    if replicas == 1:
-        return cluster
-    together = max(1, min(replicas, cluster.devices_per_node // num_devices))
-    elsewhere = together < replicas
-    return replace(
-        cluster,
-        replicas=replicas,
-        replica_bandwidth=inf if elsewhere else cluster.peer_bandwidth,
-        replicas_on_other_nodes=elsewhere,
-        nic_bandwidth=cluster.nic_bandwidth / together,
-        dram_bandwidth=cluster.dram_bandwidth / together,
-    )
-
-
-def fragment(outcome: Outcome) -> dict[str, Any]:
-    """The part of a configuration that an outcome decides."""
-    candidate = outcome.candidate
+def fragment(candidate: Candidate) -> dict[str, Any]:
+    """The part of a configuration that a candidate decides."""
     schedule: dict[str, Any] = {
         "scheme": candidate.scheme,
         "forward_stages": candidate.forward_stages,
         "backward_stages": candidate.backward_stages,
         "recompute": candidate.recompute,
     }
+    if candidate.replicas > 1:
+        schedule["replicas"] = candidate.replicas
     if candidate.passes:
         schedule["passes"] = list(candidate.passes)
     if candidate.drop:
         schedule["drop"] = list(candidate.drop)
     return {"train": {"micro_batch": candidate.micro_batch}, "schedule": schedule}
+
+
+def make_plan(candidate: Candidate, terms: Terms) -> Plan:
+    """The plan of a candidate: its recipe, as many times as it has replicas.
+
+    Raises:
+        ConfigError: impossible combination.
+    """
+    schedule = replicate(make_schedule(candidate.recipe, terms), candidate.replicas)
+    return lowered(schedule, candidate.scheme)
 
 
 def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
@@ -255,18 +256,17 @@ def _work_s(candidate: Candidate, costs: Costs) -> float:
     return once * candidate.num_microbatches / candidate.num_devices
 
 
-def _host_bytes(plan: Plan, prices: Prices, replicas: int) -> float:
+def _host_bytes(plan: Plan, prices: Prices) -> float:
     """Model state, gradients and swapped activations of the node that needs most.
 
     Per parameter two copies of weights and gradients as they travel, and 12 bytes of master weight
     and moments; nothing where the optimizer's state stays on the devices. A node owns the blocks
-    whose backward it runs, and holds gradients of all replicas in it.
+    whose backward it runs (for the first route), and holds the gradients that its devices make.
     """
     costs, cluster = prices.costs, prices.cluster
-    together = max(1, min(replicas, cluster.devices_per_node // plan.num_devices))
     nodes = [0.0] * (cluster.node_of(plan.num_devices - 1) + 1)
     for device, swapped in enumerate(swapped_peaks(plan, costs)):
-        nodes[cluster.node_of(device)] += swapped * together
+        nodes[cluster.node_of(device)] += swapped
     owned: set[int] = set()
     for stage in plan.backward_stages:
         node = cluster.node_of(stage.device)
@@ -274,13 +274,9 @@ def _host_bytes(plan: Plan, prices: Prices, replicas: int) -> float:
             block = costs.blocks[index]
             if block.static_bytes:
                 continue
-            nodes[node] += _COPIES * block.gradient_bytes * together
+            nodes[node] += _COPIES * block.gradient_bytes
             if index not in owned:
                 owned.add(index)
                 state = _MASTER_AND_MOMENTS_BYTES * block.parameters
                 nodes[node] += _COPIES * block.weight_bytes + state
     return max(nodes)
-
-
-def _finite(limit: float) -> float | None:
-    return None if limit == inf else limit

@@ -17,6 +17,7 @@ from penstock.client.main import app
 from penstock.planner.build import build_plan
 from penstock.planner.schemes import SCHEMES
 from penstock.protocol.config import load_config
+from penstock.protocol.executable import check_executable
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 
 CONFIG = {
@@ -82,9 +83,7 @@ def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_pat
     parts = yaml.safe_load(out.read_text())
     assert parts == report["fragment"] and report["trainable"] is True
     best = report["outcomes"][0]
-    assert {o["scheme"] for o in report["outcomes"]} <= set(tuning.TRAINABLE_SCHEMES)
-    assert {o["replicas"] for o in report["outcomes"]} == {1}
-    assert [o["passes"] for o in report["outcomes"]] == [[]] * len(report["outcomes"])
+    assert {o["scheme"] for o in report["outcomes"]} <= set(tuning.trainable_schemes())
     settings = [
         f"{section}.{key}={value}"
         for section, values in parts.items()
@@ -93,7 +92,8 @@ def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_pat
     merged = load_config(config, tuple(settings))
     assert merged.schedule.scheme == best["scheme"] and best["step_seconds"] > 0
     plan = build_plan(merged, TABLE)
-    assert plan.num_microbatches == best["micro_batches"]
+    check_executable(plan)
+    assert plan.num_microbatches == best["micro_batches"] * best["replicas"]
     assert len(plan.backward_stages) == best["backward_stages"] * plan.num_routes
 
 
@@ -111,7 +111,7 @@ def test_a_table_for_people(config: Path) -> None:
     code, out, _ = penstock("tune", str(config), "--schemes", "gpipe,1f1b", "--keep", "2")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].startswith("small on 2 workers, 4 sequences a step, schemes that train runs")
+    assert lines[0].startswith("small on 2 workers, 4 sequences a step, what train runs")
     header = next(line for line in lines if "scheme" in line and "PPxDP" in line)
     rows = lines[lines.index(header) + 1 :][:2]
     schemes = [row.split()[1] for row in rows]
@@ -157,8 +157,8 @@ def test_errors_name_the_option(
     assert [word for word in words if word not in err] == []
 
 
-def test_trainable_schemes_exist() -> None:
-    assert set(tuning.TRAINABLE_SCHEMES) <= set(SCHEMES)
+def test_trainable_schemes_are_those_that_a_configuration_accepts() -> None:
+    assert {"gpipe", "1f1b", "mobius", "spipe"} <= set(tuning.trainable_schemes()) < set(SCHEMES)
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
