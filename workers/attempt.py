@@ -18,8 +18,9 @@ from penstock.models.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime, StageOutput
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.frames import GradientReady, Transfer
-from penstock.protocol.instructions import Instruction, Opcode
+from penstock.protocol.instructions import FetchWeights, Instruction, Opcode
 from penstock.protocol.plan import Plan
+from penstock.protocol.trace import TraceEvent, TraceLane
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
@@ -28,10 +29,10 @@ from penstock.workers.flow import Flow, TransferKind
 from penstock.workers.gradients import GradientBook
 from penstock.workers.inbox import NamedTensors, TransferKey
 from penstock.workers.stages import Stages
-from penstock.workers.trace import TraceEvent, TraceRing
+from penstock.workers.trace import Executed, TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
-from penstock.workers.weights import FetchScope, WeightLoader
+from penstock.workers.weights import FetchScope, StageKey, WeightLoader
 
 JobPhase = Literal["train", "eval"]
 
@@ -129,6 +130,7 @@ class Attempt:
                 version=job.base_version,
                 abort=bench.abort,
                 timeout_s=bench.timeout_s,
+                loaded=self._loaded,
             ),
         )
         self._kept: dict[tuple[str, int, int], NamedTensors] = {}
@@ -240,11 +242,14 @@ class Attempt:
         self._posted.clear()
         self.stages.drop()
 
-    def record(self, instruction: Instruction, start: float, end: float) -> None:
+    def record(self, instruction: Instruction, start: float, end: float, waited_s: float) -> None:
         """One executed instruction; readings of ``time.perf_counter``."""
         self.tally.seconds[instruction.opcode] += end - start
         self.tally.counts[instruction.opcode] += 1
-        self.bench.trace.add(TraceEvent(self.job.phase, self.job.number, instruction, start, end))
+        job = self.job
+        self.bench.trace.executed(
+            Executed(job.phase, job.number, instruction, start, end, waited_s)
+        )
 
     def _receive(self, kind: TransferKind, stage: int, micro_batch: int) -> NamedTensors:
         key = TransferKey(
@@ -258,6 +263,8 @@ class Attempt:
         start = time.perf_counter()
         tensors = bench.transport.inbox.take(key, bench.abort, bench.timeout_s)
         self.tally.received_s[kind] += time.perf_counter() - start
+        arrived = bench.transport.inbox.arrival_s(key)
+        self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)
         return bench.device.from_host(tensors)
 
     def _notify(self, block: int, contribution: int) -> None:
@@ -271,3 +278,20 @@ class Attempt:
         )
         owner = bench.ownership.owner[block]
         bench.transport.notify(owner, message, bench.abort, bench.timeout_s)
+        published = time.perf_counter()
+        self._trace(TraceLane.OFFLOAD, f"{block} {contribution}", published, published)
+
+    def _loaded(self, key: StageKey, start: float, end: float, beside: bool) -> None:
+        lane = TraceLane.FETCH if beside else TraceLane.COMPUTE
+        self._trace(lane, str(FetchWeights(stage=key.stage, phase=key.phase)), start, end)
+
+    def _trace(self, lane: TraceLane, text: str, start: float, end: float) -> None:
+        event = TraceEvent(
+            lane=lane,
+            text=text,
+            phase=self.job.phase,
+            attempt=self.job.number,
+            start_s=start,
+            end_s=end,
+        )
+        self.bench.trace.add(event)

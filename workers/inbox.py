@@ -8,6 +8,7 @@ number in all.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,7 @@ class Inbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._tensors: dict[TransferKey, NamedTensors] = {}
+        self._arrivals: dict[TransferKey, float] = {}
         self._run_id = ""
         self._epoch = -1
         self._expected = Expected(receives=frozenset(), limit=0)
@@ -104,6 +106,7 @@ class Inbox:
         """Empty it and accept what belongs to ``epoch`` from now on."""
         with self._changed:
             self._tensors.clear()
+            self._arrivals.clear()
             self._run_id, self._epoch, self._expected = run_id, epoch, expected
 
     def close(self) -> None:
@@ -126,7 +129,8 @@ class Inbox:
         """Keep the tensors of a message unless the epoch ended meanwhile."""
         with self._changed:
             if (header.run_id, header.epoch) == (self._run_id, self._epoch):
-                self._tensors[TransferKey.of(header)] = tensors
+                key = TransferKey.of(header)
+                self._tensors[key], self._arrivals[key] = tensors, time.perf_counter()
                 self._changed.notify_all()
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
@@ -144,6 +148,11 @@ class Inbox:
                 patience.spend(str(key))
                 self._changed.wait(POLL_S)
             return self._tensors.pop(key)
+
+    def arrival_s(self, key: TransferKey) -> float:
+        """When a transfer that was just taken out had arrived (``time.perf_counter``)."""
+        with self._changed:
+            return self._arrivals.pop(key)
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
         """What arrived for an attempt and was not taken."""

@@ -66,7 +66,7 @@ def run_job(
 
 def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> None:
     attempt.bench.abort.check()
-    start = time.perf_counter()
+    start, waited_s = time.perf_counter(), attempt.waited_s
     try:
         handler(instruction, attempt)
     except Interrupted:
@@ -75,7 +75,7 @@ def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> No
         # A handler may trip over what the abort tore down; then the abort is the reason.
         attempt.bench.abort.check()
         raise _failure(instruction, attempt, error) from error
-    attempt.record(instruction, start, time.perf_counter())
+    attempt.record(instruction, start, time.perf_counter(), attempt.waited_s - waited_s)
 
 
 def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> InstructionError:

@@ -95,14 +95,12 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         )
         stack.callback(workshop.detach)
         workshop.runtime()
-        trace_path = files.path / "trace" / f"worker-{device}.jsonl"
         session = Session(
             link=link,
             workshop=workshop,
             fence=fence,
             metrics=metrics,
             global_batch=config.train.global_batch,
-            trace_path=trace_path if config.observability.trace else None,
         )
         session.run(lambda: stop.is_set)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.models.batch import MicroBatch
@@ -78,14 +77,12 @@ class Session:
         fence: EpochFence,
         metrics: WorkerMetrics,
         global_batch: int,
-        trace_path: Path | None,
     ) -> None:
         self._link = link
         self._workshop = workshop
         self._fence = fence
         self._metrics = metrics
         self._global_batch = global_batch
-        self._trace_path = trace_path
         self._bench: Bench | None = None
         self._done = False
         self._handlers: Mapping[str, Callable[[Any], None]] = {
@@ -161,6 +158,7 @@ class Session:
                 wall_seconds=result.wall_s,
             )
             self._link.send(pb.MemberMessage(attempt_done=done))
+        bench.trace.flush()  # while the optimizer works
 
     def _evaluate(self, message: pb.Evaluate) -> None:
         bench = self._current(message.epoch)
@@ -191,6 +189,7 @@ class Session:
             loss_tokens=loss_tokens,
         )
         self._link.send(pb.MemberMessage(evaluation_done=done))
+        bench.trace.flush()
 
     def _run(self, bench: Bench, job: Job, program: Program) -> JobResult | None:
         try:
@@ -204,8 +203,6 @@ class Session:
             raise
         self._metrics.add_outcome("done")
         self._measure(result)
-        if self._trace_path is not None:
-            bench.trace.flush(self._trace_path)
         return result
 
     def _measure(self, result: JobResult) -> None:

@@ -1,67 +1,80 @@
-"""What a worker did when: a bounded ring of executed instructions.
+"""What a worker did when: its instructions, the last of them for errors, all of them for traces.
 
-Written to ``RUN_DIR/trace/worker-N.jsonl`` after each attempt when ``observability.trace`` is on,
-one array ``[phase, attempt, opcode, stage, micro_batch, start, end]`` a line; times in seconds
-since 1970.
+Readings of ``time.perf_counter`` throughout. The file form, and who reads it, is in
+:mod:`penstock.protocol.trace`.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from penstock.protocol.instructions import Instruction
+from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Recompute,
+    Update,
+)
+from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog
 
-RING_EVENTS = 16384
+REMEMBERED = 16
+"""Instructions kept for error messages."""
+
+_COMPUTE = frozenset({Forward, Recompute, Backward, BackwardInput, BackwardWeight, Update})
 
 
 @dataclass(frozen=True, slots=True)
-class TraceEvent:
-    """One executed instruction. ``start`` and ``end`` are readings of ``time.perf_counter``."""
+class Executed:
+    """One executed instruction; the first ``waited_s`` seconds of it went by waiting for input."""
 
     phase: str
     attempt: int
     instruction: Instruction
-    start: float
-    end: float
+    start_s: float
+    end_s: float
+    waited_s: float
 
 
 class TraceRing:
-    """The last :data:`RING_EVENTS` events."""
+    """The last instructions, and the log that gets all events if the run is traced."""
 
-    def __init__(self, capacity: int = RING_EVENTS) -> None:
-        self._events: deque[TraceEvent] = deque(maxlen=capacity)
-        self._clock_offset_s = time.time() - time.perf_counter()
+    def __init__(self, log: TraceLog | None = None) -> None:
+        self._log = log or TraceLog(None, "worker")
+        self._recent: deque[Executed] = deque(maxlen=REMEMBERED)
+        self._unwritten: deque[Executed] = deque()
+
+    def executed(self, event: Executed) -> None:
+        """An instruction is done."""
+        self._recent.append(event)
+        if self._log.enabled:
+            self._unwritten.append(event)
+
+    def last(self, count: int) -> tuple[Executed, ...]:
+        """The newest ``count`` instructions, oldest first; :data:`REMEMBERED` at most."""
+        return tuple(self._recent)[-count:]
 
     def add(self, event: TraceEvent) -> None:
-        """Append one event; the oldest goes when the ring is full."""
-        self._events.append(event)
+        """Anything else that happened; from any thread."""
+        self._log.add(event)
 
-    def last(self, count: int) -> tuple[TraceEvent, ...]:
-        """The newest ``count`` events, oldest first."""
-        return tuple(self._events)[-count:]
+    def flush(self) -> None:
+        """Write all events since the last time, if the run is traced."""
+        while self._unwritten:
+            self._log.add(_event(self._unwritten.popleft()))
+        self._log.flush()
 
-    def flush(self, path: Path) -> None:
-        """Append all events to a file and forget them."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in self._lines(self._events))
-        self._events.clear()
 
-    def _lines(self, events: Iterable[TraceEvent]) -> Iterable[str]:
-        for event in events:
-            yield json.dumps(
-                [
-                    event.phase,
-                    event.attempt,
-                    event.instruction.opcode.name,
-                    getattr(event.instruction, "stage", None),
-                    getattr(event.instruction, "micro_batch", None),
-                    round(event.start + self._clock_offset_s, 6),
-                    round(event.end + self._clock_offset_s, 6),
-                ]
-            )
+def _event(executed: Executed) -> TraceEvent:
+    computes = type(executed.instruction) in _COMPUTE
+    return TraceEvent(
+        lane=TraceLane.COMPUTE if computes else TraceLane.ISSUE,
+        text=str(executed.instruction),
+        phase=executed.phase,
+        attempt=executed.attempt,
+        start_s=executed.start_s,
+        end_s=executed.end_s,
+        waited_s=executed.waited_s,
+    )

@@ -8,6 +8,7 @@ borrowed from its owner's arrays, which come with the stage that needs them.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class StageKey:
     phase: Phase
 
 
+Loaded = Callable[[StageKey, float, float, bool], None]
+"""Told of a stage's load: from when to when, and whether beside the interpreter's thread."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchScope:
     """What all fetches of one attempt have in common."""
@@ -55,6 +60,7 @@ class FetchScope:
     version: int
     abort: Abort
     timeout_s: float
+    loaded: Loaded
 
 
 class LoadedStage:
@@ -175,8 +181,11 @@ class RemoteBlocks:
 class _Fetch:
     """One stage's weights on their way: ``arrive`` on the host, then ``load`` onto the device."""
 
-    def __init__(self, loader: WeightLoader, ids: tuple[ArrayId, ...], scope: FetchScope) -> None:
+    def __init__(
+        self, loader: WeightLoader, key: StageKey, ids: tuple[ArrayId, ...], scope: FetchScope
+    ) -> None:
         self._loader = loader
+        self._key = key
         self._ids = ids
         self._scope = scope
         self._future: Future[list[HostArray]] | None = None
@@ -186,13 +195,13 @@ class _Fetch:
 
     def start(self, submit: Callable[..., Future[list[HostArray]]], load: bool) -> None:
         """Begin on the background thread; otherwise everything happens in :meth:`wait`."""
-        self._future = submit(self._arrive_and_load if load else self._arrive)
+        self._future = submit(self._arrive_and_load if load else self._arrive_beside)
 
     def wait(self) -> LoadedStage:
         """The loaded stage, as soon as it is there."""
         if self._stage is None:
             arrays = self._arrive() if self._future is None else self._result(self._future)
-            buffer = self._early or self._loader.device.load(arrays)
+            buffer = self._early or self._load(arrays)
             buffer.acquire()
             self._stage = LoadedStage(self._ids, buffer)
         return self._stage
@@ -219,9 +228,23 @@ class _Fetch:
                 if future.done():  # a TimeoutError of its own
                     raise
 
+    def _load(self, arrays: list[HostArray]) -> StageBuffer:
+        start = time.perf_counter()
+        buffer = self._loader.device.load(arrays)
+        self._scope.loaded(self._key, start, time.perf_counter(), False)
+        return buffer
+
+    def _arrive_beside(self) -> list[HostArray]:
+        start = time.perf_counter()
+        arrays = self._arrive()
+        self._scope.loaded(self._key, start, time.perf_counter(), True)
+        return arrays
+
     def _arrive_and_load(self) -> list[HostArray]:
+        start = time.perf_counter()
         arrays = self._arrive()
         self._early = self._loader.device.load(arrays)
+        self._scope.loaded(self._key, start, time.perf_counter(), True)
         return arrays
 
     def _arrive(self) -> list[HostArray]:
@@ -277,7 +300,7 @@ class WeightLoader:
         if key in self._fetches:
             raise ProtocolError(f"weights of {key.phase} stage {key.stage} are fetched already")
         ids = arrays_of(self.table, blocks)
-        fetch = _Fetch(self, ids, scope)
+        fetch = _Fetch(self, key, ids, scope)
         remote = any(self.ownership.owner[array.block] != self.node for array in ids)
         if self.device.prefetches or remote:
             fetch.start(self._executor.submit, load=self.device.prefetches)

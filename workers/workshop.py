@@ -31,6 +31,7 @@ from penstock.protocol.names import (
 )
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.trace import TraceLog
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
@@ -115,7 +116,10 @@ class EpochWorkshop:
         self._node = node_of_device(files.config, device_index)
         self._device = device
         self._transport = transport
-        self._trace = TraceRing()
+        log = TraceLog.of_run(
+            files.path, worker_name(device_index), files.config.observability.trace
+        )
+        self._trace = TraceRing(log)
         self._runtime: ModelRuntime | None = None
         self._weights: WeightLoader | None = None
         self._memory: tuple[tuple[int, int, int, int], NodeMemory] | None = None
@@ -172,6 +176,7 @@ class EpochWorkshop:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
+        self._trace.flush()  # what an attempt did that was aborted or failed
         self._transport.disconnect()
         self._transport.inbox.close()
 

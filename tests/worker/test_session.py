@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,10 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.trace import TraceLane, TraceLog, read_traces
 from penstock.workers.attempt import Bench
 from penstock.workers.epochs import EpochFence
+from penstock.workers.evaluation import job_number
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.session import Session, fence_listener
+from penstock.workers.trace import TraceRing
 from penstock.workers.waiting import Abort
 
 
@@ -54,8 +56,9 @@ class Scheduler:
 class OneWorker:
     """A session over a cluster of one device."""
 
-    def __init__(self, cluster: Any, trace_path: Path | None) -> None:
+    def __init__(self, cluster: Any, trace_path: Path) -> None:
         self.cluster = cluster
+        self.trace = TraceRing(TraceLog(trace_path, "worker.0"))
         self.closed = 0
         self.fence = EpochFence()
         self.scheduler = Scheduler(fence_listener(self.fence))
@@ -66,12 +69,11 @@ class OneWorker:
             fence=self.fence,
             metrics=WorkerMetrics(self.registry),
             global_batch=cluster.config.train.global_batch,
-            trace_path=trace_path,
         )
 
     def open(self, begin: pb.Begin, abort: Abort) -> Bench:
         self.cluster.begin(begin.epoch)
-        return replace(self.cluster.workers[0].bench, abort=abort)
+        return replace(self.cluster.workers[0].bench, abort=abort, trace=self.trace)
 
     def close(self) -> None:
         self.closed += 1
@@ -91,7 +93,7 @@ class OneWorker:
 
 @pytest.fixture
 def worker(make_cluster: Any, tmp_path: Path) -> Iterator[OneWorker]:
-    yield OneWorker(make_cluster(workers=1), tmp_path / "trace" / "worker-0.jsonl")
+    yield OneWorker(make_cluster(workers=1), tmp_path / "trace" / "worker.0.jsonl")
 
 
 def attempt(epoch: int, number: int) -> pb.RunAttempt:
@@ -122,13 +124,27 @@ def test_an_epoch_with_attempts_and_an_evaluation(worker: OneWorker, tmp_path: P
         worker.cluster.job(seed=position).counted_tokens for position in (0, 8)
     )
     assert worker.outcomes("done") == 4
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "trace" / "worker-0.jsonl").read_text().splitlines()
+    check_trace(worker, tmp_path)
+
+
+def check_trace(worker: OneWorker, run_dir: Path) -> None:
+    """Every instruction of two attempts and of an evaluation of two batches, in order."""
+    (run_dir / "run.json").write_text("{}")
+    (life,) = read_traces(run_dir).members
+    executed = [
+        (event.phase, event.attempt, event.text)
+        for event in life.events
+        if event.lane is TraceLane.ISSUE
+        or (event.lane is TraceLane.COMPUTE and not event.text.startswith("FW"))
     ]
-    program = worker.cluster.plan.programs[0]
-    assert len(lines) == 2 * len(program) + 2 * len(worker.cluster.plan.evaluation[0])
-    assert [line[2] for line in lines[: len(program)]] == [i.opcode.name for i in program]
+    plan = worker.cluster.plan
+    evaluated = [job_number(1, index) for index in range(2)]
+    assert executed == [
+        *(("train", n, str(i)) for n in (1, 2) for i in plan.programs[0]),
+        *(("eval", n, str(i)) for n in evaluated for i in plan.evaluation[0]),
+    ]
+    computes = [event for event in life.events if event.lane is TraceLane.COMPUTE]
+    assert all(event.start_s + event.waited_s <= event.end_s for event in computes)
 
 
 def test_attempt_done_carries_loss_and_times(worker: OneWorker) -> None:
