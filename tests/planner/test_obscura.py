@@ -198,6 +198,13 @@ def test_other_shapes_are_refused_by_name() -> None:
     first = mixed.orders[0][0]
     assert isinstance(first, Forward)
     kept = (replace(first, keep=Keep.INPUT), *mixed.orders[0][1:])
+    recomputing = build_schedule(
+        ScheduleRequest(scheme="1f1b", num_devices=4, num_microbatches=8, recompute="full"),
+        [1.0] * 4,
+    )
+    skipping = PASSES["skip-dead-forward"].run(recomputing, context)
+    with pytest.raises(ConfigError, match="stage 3 has 0 for 8"):
+        identify(skipping, context)
     with pytest.raises(ConfigError, match="all forwards of a stage to keep the same"):
         stage_orders(replace(mixed, orders=(kept, *mixed.orders[1:])))
     split = PASSES["split-backward"].run(mixed, context)

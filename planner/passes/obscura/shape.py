@@ -134,6 +134,11 @@ def _read(stage: int, order: Sequence[OrderedInstruction]) -> StageOrder:
                     f" in the order of micro-batches; stage {stage} has {instruction}. Apply them"
                     " first, to scheme 1f1b"
                 )
+    if len(forwards) != len(ahead):
+        raise ConfigError(
+            f"schedule.passes: the passes of Obscura expect a forward for every backward; stage"
+            f" {stage} has {len(forwards)} for {len(ahead)}. Apply skip-dead-forward after them"
+        )
     return StageOrder(
         stage=stage, recompute=_recomputation(forwards), ahead=tuple(ahead), after=after
     )
