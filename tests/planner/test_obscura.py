@@ -198,11 +198,11 @@ def test_other_shapes_are_refused_by_name() -> None:
     first = mixed.orders[0][0]
     assert isinstance(first, Forward)
     kept = (replace(first, keep=Keep.INPUT), *mixed.orders[0][1:])
-    recomputing = build_schedule(
+    recomputed = build_schedule(
         ScheduleRequest(scheme="1f1b", num_devices=4, num_microbatches=8, recompute="full"),
         [1.0] * 4,
     )
-    skipping = PASSES["skip-dead-forward"].run(recomputing, context)
+    skipping = PASSES["skip-dead-forward"].run(recomputed, context)
     with pytest.raises(ConfigError, match="stage 3 has 0 for 8"):
         identify(skipping, context)
     with pytest.raises(ConfigError, match="all forwards of a stage to keep the same"):
