@@ -60,12 +60,13 @@ class TraceLane(StrEnum):
     ARRIVAL = "arrival"
     """Nothing: the moment at which a peer's tensor arrived, ``activation 3 0``."""
     PULL = "pull"
-    """The network, with gradients of another node: ``block contribution``."""
+    """Nothing: the moment at which another node's gradients had arrived, ``block contribution``."""
     OPTIMIZER = "optimizer"
     """A node's optimizer threads with a pass over a block: ``advance 7``."""
     SCHEDULER = "scheduler"
-    """The scheduler: ``attempt`` from its announcement to the decision, then ``commit``, ``skip``
-    or ``amend`` until that is journaled and announced.
+    """The scheduler: ``attempt`` from its announcement to the decision (or ``broken``),
+    ``amending`` while optimizers clip, then ``commit``, ``amend`` or ``skip`` until that is
+    journaled and announced; ``evaluation``, ``save``, ``restore``.
     """
 
 

@@ -92,10 +92,12 @@ class ControlWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPass:
-    """A pass with its outcome."""
+    """A pass with its outcome; readings of ``time.perf_counter``."""
 
     work: Pass
     event: PassDone | Broken
+    start_s: float
+    end_s: float
 
 
 class PassThread:
@@ -122,16 +124,20 @@ class PassThread:
 
     def _run(self) -> None:
         while (work := self._orders.get()) is not None:
-            self._report(FinishedPass(work=work, event=self._outcome(work)))
+            self._report(self._outcome(work))
 
-    def _outcome(self, work: Pass) -> PassDone | Broken:
-        start = time.perf_counter()
+    def _outcome(self, work: Pass) -> FinishedPass:
+        start_s = time.perf_counter()
+        event: PassDone | Broken
         try:
             status = self._kernels.run(work)
         except Exception as error:
             # Reported, not raised: the state machine tells the scheduler why the run ends.
-            return Broken(error=f"{work}: {error!r}")
-        return PassDone(status=status, seconds=time.perf_counter() - start)
+            event, end_s = Broken(error=f"{work}: {error!r}"), time.perf_counter()
+        else:
+            end_s = time.perf_counter()
+            event = PassDone(status=status, seconds=end_s - start_s)
+        return FinishedPass(work=work, event=event, start_s=start_s, end_s=end_s)
 
 
 class PullOrders(Protocol):

@@ -37,6 +37,7 @@ from penstock.protocol.process import (
     serve_metrics,
 )
 from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS, RunDirectory
+from penstock.protocol.trace import TraceLog
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 
@@ -123,6 +124,7 @@ def _build(
         status_socket=_status_socket(stack, ipc_address(run.run_id, node, STATUS_SOCKET)),
         metrics=metrics,
         stop=stop,
+        trace=TraceLog.of_run(run.path, member, config.observability.trace),
     )
     service = Service(machine=OptimizerState(blocks), inbox=inbox, parts=parts)
     return service, link, (LinkReader(link, inbox), gradients)

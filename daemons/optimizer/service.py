@@ -27,6 +27,7 @@ from penstock.daemons.optimizer.events import (
     GradientsReady,
     OwnedBlock,
     PassDone,
+    Pulled,
     SettleAsked,
     SkipAsked,
     StopAsked,
@@ -47,6 +48,7 @@ from penstock.protocol.errors import (
 from penstock.protocol.frames import GradientReady, OptimizerStatus, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.process import StopSignal
+from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, now_s
 from penstock.shm.control import CommitRecord, ControlView, Decision
 
 RESCAN_AFTER_S = 1.0
@@ -87,6 +89,10 @@ _EVENTS: dict[str, Callable[[Any], Event]] = {
 """Messages that are events as they stand; Begin needs the memory, Refused ends the process."""
 
 
+_ENDINGS = frozenset({"commit", "skip", "drain"})
+"""Messages after which an attempt is over, and its trace is written."""
+
+
 class StatusSocket(Protocol):
     """The part of a PUB socket that is used."""
 
@@ -107,6 +113,7 @@ class Parts:
     status_socket: StatusSocket
     metrics: OptimizerMetrics
     stop: StopSignal
+    trace: TraceLog
 
 
 class Service:
@@ -143,6 +150,7 @@ class Service:
                 continue
             self._idle_s = 0.0
             self._handlers[type(item)](item)
+        self._parts.trace.flush()
         self._leave(self._parts.effects.end.code)
 
     def hello(self, metrics_port: int, member: str, endpoint: str) -> pb.Hello:
@@ -181,6 +189,8 @@ class Service:
             if kind == "shutdown":
                 _log.info("shutdown: %s", message.shutdown.reason)
             self._feed(_EVENTS[kind](getattr(message, kind)))
+            if kind in _ENDINGS:
+                self._parts.trace.flush()
 
     def _on_begin(self, begin: pb.Begin) -> None:
         if self._parts.puller is not None:
@@ -224,6 +234,8 @@ class Service:
         self._feed(event)
         if isinstance(event, PassDone):
             self._publish(finished.work, event, epoch, attempt)
+            text = f"{finished.work.name} {finished.work.block}"
+            self._trace(TraceLane.OPTIMIZER, text, attempt, finished.start_s, finished.end_s)
             elements = self._parts.kernels.num_elements(finished.work.block)
             self._parts.metrics.pass_done(finished.work.name, event.seconds, elements)
 
@@ -244,6 +256,17 @@ class Service:
     def _on_pull(self, outcome: PullOutcome) -> None:
         self._parts.metrics.pulled_bytes.inc(outcome.num_bytes)
         self._feed(outcome.event)
+        event = outcome.event
+        if isinstance(event, Pulled):
+            arrived = now_s()
+            text = f"{event.block} {event.contribution}"
+            self._trace(TraceLane.PULL, text, event.attempt, arrived, arrived)
+
+    def _trace(
+        self, lane: TraceLane, text: str, attempt: int, start_s: float, end_s: float
+    ) -> None:
+        event = TraceEvent(lane=lane, text=text, attempt=attempt, start_s=start_s, end_s=end_s)
+        self._parts.trace.add(event)
 
     def _on_lost(self, lost: Lost) -> None:
         raise LostMemberError(f"link to the scheduler: {lost.error}") from lost.error

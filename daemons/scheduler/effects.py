@@ -35,6 +35,7 @@ from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import Service
+from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.errors import ExitCode, StateError
 
 _log = logging.getLogger("penstock.scheduler")
@@ -51,6 +52,7 @@ class Executor:
         saved: SavedStates,
         metrics_file: MetricsFile,
         metrics: SchedulerMetrics,
+        trace: DecisionTrace,
     ) -> None:
         self.exit: Exit | None = None
         self._service = service
@@ -58,6 +60,7 @@ class Executor:
         self._saved = saved
         self._metrics_file = metrics_file
         self._metrics = metrics
+        self._trace = trace
 
     def perform(self, effects: list[Effect]) -> list[Event]:
         """Carry out effects; what happened is to be fed to the machine before anything else.
@@ -67,6 +70,7 @@ class Executor:
         """
         events: list[Event] = []
         for effect in effects:
+            self._trace.begins(effect)
             try:
                 event = self._PERFORMERS[type(effect)](self, effect)
             except (sqlite3.Error, OSError) as error:
@@ -75,6 +79,7 @@ class Executor:
                 return [*events, Broken(code=int(ExitCode.NO_MEMORY), error=text)]
             if event is not None:
                 events.append(event)
+        self._trace.done()
         return events
 
     def _accept(self, effect: Accept) -> None:

@@ -24,6 +24,7 @@ from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import Events, Service
 from penstock.daemons.scheduler.state import Machine
 from penstock.daemons.scheduler.status import status_reply
+from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.process import (
@@ -34,6 +35,7 @@ from penstock.protocol.process import (
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.trace import TraceLog
 
 TICK_S = 0.05
 STATUS_INTERVAL_S = 1.0
@@ -124,6 +126,7 @@ def _open(
         saved=saved_states,
         metrics_file=metrics_file,
         metrics=metrics,
+        trace=DecisionTrace(TraceLog.of_run(run.path, PROCESS, run.config.observability.trace)),
     )
     ledger = Ledger(rules, facts, newest, _draw_incarnation)
     machine = Machine(rules, ledger, Membership(rules, facts.pids), monotonic_s())

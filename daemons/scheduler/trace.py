@@ -1,0 +1,100 @@
+"""The scheduler's part of a run's trace: attempts, decisions, evaluations and saves, told from the
+effects that are carried out.
+
+One thing follows the other, so each ends where the next begins::
+
+    attempt (announced) | amending | commit, amend, skip (journaled, announced) | attempt …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from penstock.daemons.scheduler.events import (
+    CompleteSave,
+    Effect,
+    JournalDecision,
+    JournalEpoch,
+    JournalEvaluation,
+    PrepareSave,
+    Send,
+)
+from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, now_s
+
+
+class DecisionTrace:
+    """Writes to ``log``, if that is kept at all."""
+
+    def __init__(self, log: TraceLog) -> None:
+        self._log = log
+        self._open: tuple[str, int, float] | None = None  # what, attempt, since
+        self._ends = False  # whether it ends with the list of effects
+
+    def begins(self, effect: Effect) -> None:
+        """An effect is about to be carried out."""
+        if self._log.enabled:
+            handler = self._HANDLERS.get(type(effect))
+            if handler is not None:
+                handler(self, effect)
+
+    def done(self) -> None:
+        """A list of effects was carried out."""
+        if self._ends:
+            self._close()
+            self._log.flush()
+
+    def _begin(self, what: str, attempt: int, *, ends: bool = False) -> None:
+        self._close()
+        self._open = what, attempt, now_s()
+        self._ends = ends
+
+    def _close(self, what: str = "") -> None:
+        if self._open is not None:
+            named, attempt, since_s = self._open
+            event = TraceEvent(
+                lane=TraceLane.SCHEDULER,
+                text=what or named,
+                attempt=attempt,
+                start_s=since_s,
+                end_s=now_s(),
+            )
+            self._log.add(event)
+        self._open, self._ends = None, False
+
+    def _on_send(self, effect: Send) -> None:
+        """Of messages to several members the first counts."""
+        kind = effect.message.WhichOneof("body")
+        what = None if self._open is None else self._open[0]
+        if kind == "run_attempt" and what != "attempt":
+            self._begin("attempt", effect.message.run_attempt.attempt)
+        elif kind == "amend" and what == "attempt":
+            self._begin("amending", effect.message.amend.attempt)
+        elif kind == "evaluate" and what != "evaluation":
+            self._begin("evaluation", 0)
+
+    def _on_decision(self, effect: JournalDecision) -> None:
+        record = effect.record
+        self._begin(record.decision.name.lower(), record.attempt, ends=True)
+
+    def _on_epoch(self, effect: JournalEpoch) -> None:
+        """What was under way is lost."""
+        self._close("broken")
+
+    def _on_evaluated(self, effect: JournalEvaluation) -> None:
+        self._ends = True
+
+    def _on_prepare(self, effect: PrepareSave) -> None:
+        self._begin("save", 0)
+
+    def _on_complete(self, effect: CompleteSave) -> None:
+        self._ends = True
+
+    _HANDLERS: ClassVar[Mapping[type, Callable[[DecisionTrace, Any], None]]] = {
+        Send: _on_send,
+        JournalDecision: _on_decision,
+        JournalEpoch: _on_epoch,
+        JournalEvaluation: _on_evaluated,
+        PrepareSave: _on_prepare,
+        CompleteSave: _on_complete,
+    }
