@@ -10,6 +10,7 @@ from typing import Any
 from penstock.client.reports import heading, stages_text
 from penstock.daemons.node.capacity import human_bytes, render_needs
 from penstock.daemons.node.prepare import Prospect, look_ahead, table_of
+from penstock.planner.emulation import Emulation
 from penstock.planner.grid import program_grid
 from penstock.planner.memory import MemoryRow
 from penstock.planner.profile import block_costs, cluster_of, guess_of
@@ -130,6 +131,10 @@ def config_prices(
     Raises:
         ConfigError: as :func:`config_terms`.
     """
+    if profile is None and config.cluster.emulated is not None:
+        train = config.train.model_copy(update={"micro_batch": micro_batch})
+        emulation = Emulation.of(config.model_copy(update={"train": train}))
+        return Prices(costs=emulation.costs, cluster=emulation.cluster)
     source = load_profile(profile) if profile is not None else guess_of(config.cluster.device)
     return Prices(
         costs=block_costs(table, source, tokens=micro_batch * config.data.sequence_length),

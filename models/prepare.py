@@ -32,12 +32,15 @@ _SCAN_TOKENS = 1 << 24
 def prepare(config: Config, run_dir: Path, *, table_only: bool = False) -> None:
     """Make the files of a run directory. ``table_only`` leaves the data out.
 
+    Emulated devices bring their model; then only the data is made here.
+
     Raises:
         ConfigError: the configuration, the model or the data cannot be used; names key and value.
         StateError: files of a local model directory are damaged.
     """
     tokenizer = None if config.data.tokens is not None else open_tokenizer(config.data.tokenizer)
-    _prepare_model(config, run_dir, tokenizer)
+    if config.cluster.emulated is None:
+        _prepare_model(config, run_dir, tokenizer)
     if not table_only:
         _prepare_data(config, run_dir, tokenizer)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.planner.costs import Costs
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.memory import table_costs
 from penstock.planner.partition import partition
@@ -23,8 +24,10 @@ from penstock.protocol.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
 
 
-def build_plan(config: Config, table: BlockTable) -> Plan:
+def build_plan(config: Config, table: BlockTable, costs: Costs | None = None) -> Plan:
     """The plan that a configuration asks for: its scheme, or what is in ``schedule.file``.
+
+    ``costs``: what memory is counted with; the table's own unless given.
 
     Raises:
         ConfigError: impossible combination; names key, value, and what would be accepted. A
@@ -38,10 +41,11 @@ def build_plan(config: Config, table: BlockTable) -> Plan:
         schedule = replicate(_after_passes(schedule, config, table), config.schedule.replicas)
         plan = _lowered(schedule)
     _check_fits(plan, config)
+    tokens = config.train.micro_batch * config.data.sequence_length
     validate(
         plan,
         table,
-        costs=table_costs(table, tokens=config.train.micro_batch * config.data.sequence_length),
+        costs=costs or table_costs(table, tokens=tokens),
         memory_limit=config.memory.device_limit,
         devices_per_node=config.cluster.workers,
     )

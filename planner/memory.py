@@ -26,7 +26,9 @@ __all__ = [
     "Resource",
     "TableCosts",
     "device_peaks",
+    "device_rows",
     "memory_table",
+    "node_rows",
     "table_costs",
 ]
 
@@ -43,6 +45,8 @@ class Resource(StrEnum):
     """Private RAM of a CPU worker; of any worker, what it swaps out."""
     DEVICE = "device"
     """Memory of a GPU."""
+    EMULATED = "emulated"
+    """Host memory that the nodes of an emulated cluster would need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +61,24 @@ class MemoryRow:
 
 def memory_table(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
     """Rows of all nodes, then of all devices."""
+    costs = table_costs(table, tokens=config.train.micro_batch * config.data.sequence_length)
+    return (*node_rows(config, table, plan), *device_rows(config, plan, costs))
+
+
+def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
+    """Shared memory of all nodes."""
     owners = ownership(config, table, plan)
     rows: list[MemoryRow] = []
     for node, node_config in enumerate(config.cluster.nodes):
         layout = NodeLayout.compute(table, owners, node)
         rows += _node_rows(f"node {node_config.name}", layout)
-    costs = table_costs(table, tokens=config.train.micro_batch * config.data.sequence_length)
+    return tuple(rows)
+
+
+def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ...]:
+    """Memory of all devices, and of hosts for what they swap out."""
     all_footprints = footprints(plan, costs)
-    rows += _swap_rows(config, all_footprints)
+    rows = list(_swap_rows(config, all_footprints))
     resource = Resource.HOST if config.cluster.device == "cpu" else Resource.DEVICE
     for device, footprint in enumerate(all_footprints):
         rows += _device_rows(f"device {device}", resource, footprint.peak)
@@ -94,6 +108,8 @@ def _device_rows(place: str, resource: Resource, peak: DevicePeak) -> Iterable[M
         "gradients": peak.gradient_bytes,
         "activations": peak.activation_bytes,
     }
+    if peak.workspace_bytes:
+        uses["workspace"] = peak.workspace_bytes
     for use, num_bytes in uses.items():
         yield MemoryRow(place=place, resource=resource, use=use, num_bytes=ceil(num_bytes))
 

@@ -40,6 +40,23 @@ def parse_size(value: Any) -> int:
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 
 
+def parse_share(value: Any) -> float:
+    """A share from ``0.001`` or ``1/1000``.
+
+    Raises:
+        ValueError: not a share.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    match = re.fullmatch(r"\s*(\d{1,12})\s*/\s*(\d{1,12})\s*", str(value))
+    if match is None or int(match[2]) == 0:
+        raise ValueError("a share is a number or a fraction such as 1/1000")
+    return int(match[1]) / int(match[2])
+
+
+Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0.0, le=1.0)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_enum_values=False, allow_inf_nan=False
@@ -59,6 +76,9 @@ class _Section(BaseModel):
         return data
 
 
+_ONE_MODEL = "give exactly one of model.hf and model.path"
+
+
 class RunConfig(_Section):
     """Identity and place of a run."""
 
@@ -69,7 +89,7 @@ class RunConfig(_Section):
 
 class ModelConfig(_Section):
     """The model: ``hf`` (a Hugging Face configuration as a mapping) or ``path`` (a local
-    directory).
+    directory). Emulated devices know their model by themselves.
     """
 
     hf: dict[str, Any] | None = None
@@ -78,8 +98,8 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.hf is None) == (self.path is None):
-            raise ValueError("give exactly one of model.hf and model.path")
+        if self.hf is not None and self.path is not None:
+            raise ValueError(_ONE_MODEL)
         if self.hf is not None and "model_type" not in self.hf:
             raise ValueError("model.hf needs model_type, such as llama, gpt2, qwen2, mistral")
         return self
@@ -223,10 +243,14 @@ class NodeConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """Nodes and workers. ``workers`` counts per node. Ports of 0 are chosen by the system."""
+    """Nodes and workers. ``workers`` counts per node. Ports of 0 are chosen by the system.
+
+    ``device``: ``cpu``, ``cuda``, or ``emulated:`` and where costs come from, as in
+    :mod:`penstock.planner.emulation`.
+    """
 
     workers: int = Field(default=2, ge=1, le=64)
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda|emulated:.+)$")
     nodes: tuple[NodeConfig, ...] = (NodeConfig(name="a"),)
     scheduler_port: int = Field(default=0, ge=0, le=65535)
     threads_per_worker: int = Field(default=0, ge=0)
@@ -243,7 +267,16 @@ class ClusterConfig(_Section):
             raise ValueError(
                 "cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s"
             )
+        if self.emulated is not None and len({node.host for node in self.nodes}) > 1:
+            raise ValueError(
+                "cluster.nodes of an emulated cluster run on one machine; give them one host"
+            )
         return self
+
+    @property
+    def emulated(self) -> str | None:
+        """Where the costs of emulated devices come from; ``None``: devices are real."""
+        return self.device.removeprefix("emulated:") if ":" in self.device else None
 
 
 class MemoryConfig(_Section):
@@ -253,6 +286,17 @@ class MemoryConfig(_Section):
 
     host_limit: Size | None = None
     device_limit: Size | None = None
+
+
+class EmulationConfig(_Section):
+    """Emulated devices (``cluster.device: emulated:…``).
+
+    ``scale``: share of each block's parameters that is stored, computed with and sent.
+    ``time_scale``: seconds on the clock for a second of the emulated cluster.
+    """
+
+    scale: Share = 1e-3
+    time_scale: float = Field(default=1.0, gt=0.0, le=1e3)
 
 
 class ObservabilityConfig(_Section):
@@ -274,7 +318,14 @@ class Config(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     cluster: ClusterConfig = ClusterConfig()
     memory: MemoryConfig = MemoryConfig()
+    emulation: EmulationConfig = EmulationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    @model_validator(mode="after")
+    def _has_model(self) -> Config:
+        if self.model.hf is None and self.model.path is None and self.cluster.emulated is None:
+            raise ValueError(_ONE_MODEL)
+        return self
 
     @property
     def run_dir(self) -> Path:

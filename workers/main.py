@@ -25,7 +25,9 @@ from penstock.protocol.process import (
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.workers.emulated.handlers import EMULATED_HANDLERS
 from penstock.workers.epochs import EpochFence
+from penstock.workers.handlers import HANDLERS
 from penstock.workers.inbox import Inbox
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.session import Session, fence_listener
@@ -101,6 +103,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             fence=fence,
             metrics=metrics,
             global_batch=config.train.global_batch,
+            handlers=HANDLERS if config.cluster.emulated is None else EMULATED_HANDLERS,
         )
         session.run(lambda: stop.is_set)
 

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 from penstock.models.batch import MicroBatch
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.instructions import Program
+from penstock.protocol.instructions import Opcode, Program
 from penstock.workers.attempt import Bench, Job, JobPhase
 from penstock.workers.epochs import FOREVER, EpochFence
 from penstock.workers.evaluation import job_number
+from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.waiting import Abort, Interrupted
@@ -77,12 +78,14 @@ class Session:
         fence: EpochFence,
         metrics: WorkerMetrics,
         global_batch: int,
+        handlers: Mapping[Opcode, Handler] = HANDLERS,
     ) -> None:
         self._link = link
         self._workshop = workshop
         self._fence = fence
         self._metrics = metrics
         self._global_batch = global_batch
+        self._instructions = handlers
         self._bench: Bench | None = None
         self._done = False
         self._handlers: Mapping[str, Callable[[Any], None]] = {
@@ -193,7 +196,7 @@ class Session:
 
     def _run(self, bench: Bench, job: Job, program: Program) -> JobResult | None:
         try:
-            result = run_job(bench, job, program)
+            result = run_job(bench, job, program, self._instructions)
         except Interrupted as interruption:
             self._metrics.add_outcome("aborted")
             _log.info("epoch %d, %s %d: %s", bench.epoch, job.phase, job.number, interruption)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from typing import cast
 
 import zmq
 
 from penstock.models.hf import load_run_config
 from penstock.models.runtime import ModelRuntime
+from penstock.planner.emulation import Emulation
 from penstock.protocol.blocks import attach
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
@@ -41,6 +43,8 @@ from penstock.workers.data import TokenDataset, micro_batches
 from penstock.workers.devices.base import Device
 from penstock.workers.devices.cpu import CpuDevice
 from penstock.workers.devices.cuda import ALIGNMENT_BYTES, CudaDevice
+from penstock.workers.emulated.device import EmulatedDevice
+from penstock.workers.emulated.runtime import EmulatedRuntime
 from penstock.workers.flow import Flow
 from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.metrics import WorkerMetrics
@@ -68,6 +72,8 @@ def make_device(config: Config, table: BlockTable, device_index: int) -> Device:
         ConfigError: there is no such GPU.
     """
     weight_dtype, grad_dtype = table.weight_dtype, table.grad_dtype
+    if config.cluster.emulated is not None:
+        return EmulatedDevice(Emulation.of(config), table)
     if config.cluster.device == "cuda":
         local = device_index % config.cluster.workers
         return CudaDevice(local, weight_dtype=weight_dtype, grad_dtype=grad_dtype)
@@ -201,6 +207,11 @@ class EpochWorkshop:
 
     def runtime(self) -> ModelRuntime:
         """The model without weights; made once, takes seconds."""
+        if self._runtime is None and self._config.cluster.emulated is not None:
+            # It has the methods of a model's runtime, over blocks of its own.
+            self._runtime = cast(
+                ModelRuntime, EmulatedRuntime(self._table, seed=self._config.run.seed)
+            )
         if self._runtime is None:
             self._runtime = ModelRuntime(
                 load_run_config(self._files.path),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,7 @@ from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.service import MemoryService
 from penstock.daemons.memory.state import MemoryState
 from penstock.protocol.blocks import MEMORY_SOCKET
+from penstock.protocol.config import Config
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
@@ -100,7 +102,8 @@ def _run(
             memory=memory,
             link=link,
             metrics=metrics,
-            load_initial=load_initial or partial(run_loader, directory.path, node),
+            load_initial=load_initial
+            or partial(run_loader, directory.path, node, command=_loader(config)),
         )
         service = MemoryService(state=state, effects=effects, link=link, server=server, stop=stop)
         # Unmapped only when nobody can touch it any more: jobs and block server have ended.
@@ -108,6 +111,13 @@ def _run(
         cleanup.callback(server.close)
         cleanup.callback(effects.close)
         return service.run()
+
+
+def _loader(config: Config) -> tuple[str, ...]:
+    """Who makes initial weights: the model's code, or what emulated devices have instead."""
+    if config.cluster.emulated is None:
+        return ()
+    return (sys.executable, "-m", "penstock.workers.emulated.loader")
 
 
 def _report(link: MemberLink, error: PenstockError) -> None:

@@ -20,6 +20,7 @@ FIXED = (
     "optimizer.weight_decay",
     "optimizer.grad_dtype",
     "optimizer.rollback",
+    "emulation.scale",
 )
 """Keys (and all keys below them) that saved state, data order or a pending update depend on."""
 
@@ -50,12 +51,16 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
     """All keys with different values, in the order of the configuration."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     same_split = _held_out(old) == _held_out(new)
+    # An emulated device brings its model: another one would be another model.
+    emulated = any(config.cluster.emulated is not None for config in (old, new))
     return tuple(
         Change(
             key=key,
             old=before.get(key),
             new=after.get(key),
-            allowed=_allowed(key) and (same_split or key not in SPLITTING),
+            allowed=_allowed(key)
+            and (same_split or key not in SPLITTING)
+            and (key != "cluster.device" or not emulated),
         )
         for key in dict.fromkeys((*before, *after))
         if before.get(key) != after.get(key)

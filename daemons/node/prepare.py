@@ -15,8 +15,10 @@ from pathlib import Path
 
 from penstock.daemons.node.capacity import MachineMemory, Need, check_capacity, needs
 from penstock.daemons.node.changes import Change, check_resume, find_changes
+from penstock.daemons.node.emulated import emulated_needs, emulated_rows, write_model
 from penstock.daemons.node.tool import run_tool
 from penstock.planner.build import build_plan
+from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.protocol.config import Config
 from penstock.protocol.errors import StateError
@@ -55,6 +57,8 @@ def prepare_run(
     if _inputs_changed(changes) or not _inputs_exist(run_dir):
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         progress("preparing the model's block table and the data")
+        if config.cluster.emulated is not None:
+            write_model(Emulation.of(config), run_dir)
         run_models_prepare(run_dir)
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
@@ -72,20 +76,38 @@ def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospec
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
     """
+    machine = MachineMemory.probe(run_id)
+    nodes = range(len(config.cluster.nodes))
+    if config.cluster.emulated is not None:
+        return _look_ahead_emulated(config, machine, nodes)
     plan = build_plan(config, table)
     check_executable(plan)
     rows = memory_table(config, table, plan)
-    machine = MachineMemory.probe(run_id)
-    nodes = range(len(config.cluster.nodes))
     return Prospect(table=table, plan=plan, rows=rows, needs=needs(config, rows, machine, nodes))
 
 
+def _look_ahead_emulated(config: Config, machine: MachineMemory, nodes: Sequence[int]) -> Prospect:
+    """With the block table at full size, and limits of the emulated machines."""
+    emulation = Emulation.of(config)
+    plan = build_plan(config, emulation.table, emulation.costs)
+    check_executable(plan)
+    rows = emulated_rows(config, emulation, plan)
+    return Prospect(
+        table=emulation.table,
+        plan=plan,
+        rows=rows,
+        needs=emulated_needs(config, emulation, rows, machine, nodes),
+    )
+
+
 def table_of(config: Config) -> BlockTable:
-    """The block table of a configuration that has no run directory.
+    """The block table of a configuration that has no run directory; at full size.
 
     Raises:
         ConfigError: the model is impossible.
     """
+    if config.cluster.emulated is not None:
+        return Emulation.of(_absolute_paths(config)).table
     directory = Path(tempfile.mkdtemp(prefix="penstock-plan-"))
     try:
         RunDirectory.create(directory)
@@ -131,6 +153,7 @@ def _inputs_changed(changes: Sequence[Change]) -> bool:
     return any(
         change.key.startswith(("model.", "data.", "optimizer.grad_dtype", "optimizer.name"))
         or change.key in ("run.seed", "train.freeze", "train.eval_every")
+        or change.key in ("cluster.device", "emulation.scale")
         for change in changes
     )
 
@@ -153,10 +176,14 @@ def _absolute_paths(config: Config) -> Config:
         changes["tokenizer"] = str(Path(data.tokenizer).absolute())
     tokens = data.tokens and data.tokens.absolute()
     file = config.schedule.file and config.schedule.file.absolute()
+    device = config.cluster.device
+    if (config.cluster.emulated or "").endswith(".json"):
+        device = f"emulated:{Path(str(config.cluster.emulated)).absolute()}"
     return config.model_copy(
         update={
             "model": model.model_copy(update={"path": model_path}),
             "data": data.model_copy(update={**changes, "tokens": tokens}),
             "schedule": config.schedule.model_copy(update={"file": file}),
+            "cluster": config.cluster.model_copy(update={"device": device}),
         }
     )

@@ -40,8 +40,7 @@ from penstock.daemons.optimizer.events import (
     UndoWords,
     WriteRecord,
 )
-from penstock.daemons.optimizer.kernels import Kernels
-from penstock.daemons.optimizer.passes import Pass
+from penstock.daemons.optimizer.passes import Pass, PassStatus
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import ControlView, PassIntent
 
@@ -100,10 +99,17 @@ class FinishedPass:
     end_s: float
 
 
+class PassRunner(Protocol):
+    """What is asked of :class:`penstock.daemons.optimizer.kernels.Kernels`."""
+
+    def run(self, work: Pass) -> PassStatus | None:
+        """Run one pass to its end."""
+
+
 class PassThread:
     """Runs passes one after the other and reports each."""
 
-    def __init__(self, kernels: Kernels, report: Callable[[FinishedPass], None]) -> None:
+    def __init__(self, kernels: PassRunner, report: Callable[[FinishedPass], None]) -> None:
         self._kernels = kernels
         self._report = report
         self._orders: queue.SimpleQueue[Pass | None] = queue.SimpleQueue()

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock._native import Pool
 from penstock.daemons.optimizer.effects import Effects, PassThread
+from penstock.daemons.optimizer.emulated import EmulatedKernels
 from penstock.daemons.optimizer.events import OwnedBlock
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
@@ -18,8 +19,9 @@ from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import Parts, Service
 from penstock.daemons.optimizer.state import OptimizerState
+from penstock.planner.emulation import Emulation
 from penstock.protocol.blocks import attach
-from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.config import Config, OptimizerConfig
 from penstock.protocol.member import MemberLink
 from penstock.protocol.names import (
     ipc_address,
@@ -106,7 +108,7 @@ def _build(
     stack.callback(memory.close)
     blocks = owned_blocks(memory)
     remote = RemoteGradients(memory, blocks)
-    kernels, passes = _passes(stack, run.config.optimizer, memory, blocks, remote, inbox)
+    kernels, passes = _passes(stack, run.config, memory, blocks, remote, inbox)
     puller = _puller(stack, run, blocks, remote, inbox)
     link = MemberLink(
         address=scheduler,
@@ -132,16 +134,19 @@ def _build(
 
 def _passes(
     stack: ExitStack,
-    config: OptimizerConfig,
+    config: Config,
     memory: NodeMemory,
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
     inbox: Inbox,
 ) -> tuple[Kernels, PassThread]:
-    pool = stack.enter_context(Pool(_cores(config)))
-    kernels = Kernels(pool, memory, config, blocks, remote)
+    pool = stack.enter_context(Pool(_cores(config.optimizer)))
+    kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
     stack.callback(kernels.close)
-    passes = PassThread(kernels, inbox.put)
+    emulated = config.cluster.emulated is not None
+    passes = PassThread(
+        EmulatedKernels(kernels, Emulation.of(config)) if emulated else kernels, inbox.put
+    )
     passes.start()
     stack.callback(passes.close)
     return kernels, passes

@@ -124,6 +124,7 @@ class Evaluation(Activity):
             reports=[self._reports[worker] for worker in self.rules.workers],
             epoch=self.ledger.epoch,
             seconds=now_s - self._started_s,
+            emulated=self.rules.emulated,
         )
         return [self.ledger.evaluate(self._number, line), AppendMetrics(metrics_json=line)]
 

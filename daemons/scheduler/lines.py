@@ -30,8 +30,11 @@ def attempt_line(
     loss_scale: float,
     epoch: int,
     times: AttemptTimes,
+    emulated: bool = False,
 ) -> str:
     """The line of a decided attempt. ``grad_norm`` is the unclipped norm of unscaled gradients.
+
+    ``emulated``: devices were; the line says so, because loss and norm are made up.
 
     ``bubble_ratio`` is the share of the workers' time, from the first instruction to the last of
     the slowest, in which they computed nothing. Values that are no finite number become null.
@@ -56,6 +59,7 @@ def attempt_line(
         epoch=epoch,
         bubble_ratio=max(0.0, 1.0 - busy / (len(done) * wall)) if wall > 0 else 0.0,
         optimizer_tail_seconds=max(0.0, times.decided_s - times.workers_done_s),
+        **_mark(emulated),
     )
 
 
@@ -66,6 +70,7 @@ def evaluation_line(
     reports: Iterable[pb.EvaluationDone],
     epoch: int,
     seconds: float,
+    emulated: bool = False,
 ) -> str:
     """The line of an evaluation: loss and perplexity on held-out data at ``version``."""
     done = list(reports)
@@ -87,7 +92,12 @@ def evaluation_line(
         epoch=epoch,
         bubble_ratio=None,
         optimizer_tail_seconds=None,
+        **_mark(emulated),
     )
+
+
+def _mark(emulated: bool) -> dict[str, bool]:
+    return {"emulated": True} if emulated else {}
 
 
 def _mean_loss(reports: Iterable[pb.AttemptDone | pb.EvaluationDone], tokens: int) -> float | None:

@@ -116,6 +116,11 @@ class Rules:
             growth_interval=self.config.optimizer.loss_scale_growth_interval,
         )
 
+    @property
+    def emulated(self) -> bool:
+        """Whether devices are emulated."""
+        return self.config.cluster.emulated is not None
+
     @cached_property
     def workers(self) -> tuple[str, ...]:
         """Member names of the workers."""

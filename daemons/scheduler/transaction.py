@@ -195,6 +195,7 @@ class Transaction(Activity):
                 workers_done_s=self._workers_done_s,
                 decided_s=now_s,
             ),
+            emulated=self.rules.emulated,
         )
 
     def _tell_all(self, message: pb.SchedulerMessage) -> list[Effect]:

@@ -1,0 +1,316 @@
+"""Emulated devices: what ``cluster.device: emulated:…`` stands for.
+
+``emulated:analytic:GPU:MODEL[:option=…]`` is a model and a GPU by name (as ``--costs`` has them;
+lengths of sequences and micro-batches are the configuration's), ``emulated:FILE.json`` what
+``penstock profile`` measured. Both bring the model's block table, so the ``model`` section needs
+its ``dtype`` only.
+
+An emulated run has two tables. The **full** one is what plans, memory and durations are reckoned
+with. The **stored** one has the same blocks and tensors at ``emulation.scale`` of their size: that
+is what lies in shared memory, is updated, and is sent. How workers spend the durations is
+:mod:`penstock.workers.emulated`'s matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.planner.analytic import AnalyticCosts, analytic_costs
+from penstock.planner.cluster import ADVANCE, PREVIEW_SETTLE, Cluster
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.profile import block_costs, cluster_of
+from penstock.planner.sources import AnalyticSource, parse_costs
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.profile import Profile
+from penstock.protocol.profile_json import load_profile
+from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
+
+_STATE_ARRAYS = ("exp_avg", "exp_avg_sq")
+_TOKENS = "tokens"
+"""The embedding's matrix, which a tied head borrows."""
+
+_STATUS_BYTES = 4.0
+_CAST_BYTES = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRates:
+    """Parameters/s of the optimizer's passes on all cores of an emulated node, by name."""
+
+    advance: float
+    preview: float
+    settle: float
+    gradient_status: float
+    cast: float
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster) -> PassRates:
+        """Each pass at the speed of the cores or of DRAM, whichever is slower."""
+
+        def rate(num_bytes: float) -> float:
+            return min(cluster.optimizer_rate, cluster.dram_bandwidth / num_bytes)
+
+        return cls(
+            advance=rate(ADVANCE.tail_bytes),
+            preview=rate(PREVIEW_SETTLE.tail_bytes),
+            settle=rate(PREVIEW_SETTLE.settle_bytes),
+            gradient_status=rate(_STATUS_BYTES),
+            cast=rate(_CAST_BYTES),
+        )
+
+    @classmethod
+    def measured(cls, profile: Profile) -> PassRates:
+        """Those of a profile; passes that it does not know take a preview's time."""
+        machine = profile.machine
+        return cls(
+            advance=machine.advance_rate,
+            preview=machine.preview_rate,
+            settle=machine.settle_rate,
+            gradient_status=machine.preview_rate,
+            cast=machine.preview_rate,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """An emulated cluster: both tables, what blocks take, and the machines. Seconds are emulated
+    ones; :attr:`time_scale` makes seconds on the clock of them.
+    """
+
+    name: str
+    table: BlockTable
+    stored: BlockTable
+    costs: Costs
+    cluster: Cluster
+    passes: PassRates
+    time_scale: float
+
+    @classmethod
+    def of(cls, config: Config) -> Emulation:
+        """What a configuration with an emulated device stands for.
+
+        Raises:
+            ConfigError: no emulated device, an unknown GPU or model, a profile that does not fit.
+        """
+        text = config.cluster.emulated
+        if text is None:
+            raise ConfigError(f"cluster.device = {config.cluster.device!r}: is no emulated device")
+        _check_supported(config)
+        made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
+        _check_model(config, made["table"])
+        return cls(
+            **made,
+            stored=stored_table(made["table"], config.emulation.scale),
+            time_scale=config.emulation.time_scale,
+        )
+
+    def pass_s(self, name: str, block: int) -> float:
+        """Seconds on the clock of an optimizer pass (its name as in its class) over a block."""
+        if name == "finish":
+            return 0.0  # a repair: nobody knows how much of the block was left
+        rate: float = getattr(self.passes, name)
+        return self.costs.blocks[block].parameters / rate * self.time_scale
+
+
+def stored_table(table: BlockTable, scale: float) -> BlockTable:
+    """The same blocks and tensors at ``scale`` of their size, at least one vector each."""
+    blocks = tuple(_stored_block(block, scale) for block in table.blocks)
+    stored = replace(
+        table,
+        blocks=blocks,
+        num_parameters=sum(t.num_elements for block in blocks for t in block.tensors),
+    )
+    stored.validate()
+    return stored
+
+
+def _stored_block(block: BlockSpec, scale: float) -> BlockSpec:
+    ends = {True: 0, False: 0}
+    tensors = []
+    for tensor in sorted(block.tensors, key=lambda t: (t.trainable, t.offset)):
+        count = padded(max(1, round(tensor.num_elements * scale)))
+        tensors.append(replace(tensor, shape=(count,), offset=ends[tensor.trainable]))
+        ends[tensor.trainable] += count
+    return replace(
+        block,
+        tensors=tuple(tensors),
+        trainable_elements=ends[True],
+        frozen_elements=ends[False],
+    )
+
+
+def _check_supported(config: Config) -> None:
+    if config.train.freeze:
+        raise ConfigError(
+            f"train.freeze = {list(config.train.freeze)}: emulated devices train every parameter"
+        )
+    if config.model.path is not None:
+        raise ConfigError(
+            f"model.path = {str(config.model.path)!r}: emulated devices have no weights to read;"
+            " leave it out, the model follows from cluster.device"
+        )
+
+
+def _check_model(config: Config, table: BlockTable) -> None:
+    """A Hugging Face configuration left in the file must at least have the model's layers."""
+    hf = config.model.hf or {}
+    layers = hf.get("num_hidden_layers", hf.get("n_layer"))
+    there = len({block.layer_index for block in table.blocks} - {None})
+    if layers not in (None, there):
+        raise ConfigError(
+            f"model.hf: has {layers} layers, the model of cluster.device ="
+            f" {config.cluster.device!r} has {there}; leave model.hf out or name the same model"
+        )
+
+
+def _of_profile(path: Path, config: Config) -> dict[str, Any]:
+    profile = load_profile(path)
+    length = config.data.sequence_length
+    if profile.sequence_length != length:
+        raise ConfigError(
+            f"cluster.device: {path} was measured with sequences of {profile.sequence_length}"
+            f" tokens, data.sequence_length is {length}; measure again, or change it"
+        )
+    table = replace(
+        profile.table,
+        weight_dtype=config.model.dtype,
+        grad_dtype=config.optimizer.grad_dtype,
+        state_arrays=_STATE_ARRAYS,
+    )
+    return {
+        "name": profile.device,
+        "table": table,
+        "costs": block_costs(table, profile, tokens=config.train.micro_batch * length),
+        "cluster": cluster_of(profile, devices_per_node=config.cluster.workers),
+        "passes": PassRates.measured(profile),
+    }
+
+
+def _named(text: str, config: Config) -> dict[str, Any]:
+    try:
+        source = parse_costs(text)
+    except ConfigError as error:
+        raise ConfigError(f"cluster.device = {config.cluster.device!r}: {error}") from error
+    if not isinstance(source, AnalyticSource):
+        raise ConfigError(
+            f"cluster.device = {config.cluster.device!r}: accepted are"
+            " emulated:analytic:GPU:MODEL[:option=…] and emulated:FILE.json"
+        )
+    _check_options(text, source)
+    found = analytic_costs(
+        source.gpu,
+        source.model,
+        sequence_length=config.data.sequence_length,
+        micro_batch=config.train.micro_batch,
+        half_layers=source.half_layers,
+        flash=source.flash,
+        itemsize=config.model.dtype.itemsize,
+        efficiency=source.efficiency,
+        devices_per_node=config.cluster.workers,
+    )
+    table = _table(found, config)
+    return {
+        "name": source.gpu,
+        "table": table,
+        "costs": Costs(
+            blocks=tuple(_published(block, table) for block in found.costs.blocks),
+            instruction_s=found.costs.instruction_s,
+        ),
+        "cluster": found.cluster,
+        "passes": PassRates.of_cluster(found.cluster),
+    }
+
+
+def _check_options(text: str, source: AnalyticSource) -> None:
+    """What the configuration says elsewhere is not said here."""
+    elsewhere = {
+        "sequence_length": "data.sequence_length",
+        "micro_batch": "train.micro_batch",
+        "devices_per_node": "cluster.workers",
+    }
+    for option, key in elsewhere.items():
+        if f"{option}=" in text:
+            raise ConfigError(f"cluster.device: {option} is said by {key}; leave it out here")
+    if not source.offloaded:
+        raise ConfigError(
+            "cluster.device: offloaded=no: the state of the optimizer is always on the host"
+        )
+
+
+def _published(block: BlockCost, table: BlockTable) -> BlockCost:
+    """Gradients leave in the configured type."""
+    return replace(block, gradient_bytes=block.parameters * table.grad_dtype.itemsize)
+
+
+def _table(found: AnalyticCosts, config: Config) -> BlockTable:
+    """The block table of a named model: one tensor a block, and the one that a tied head borrows.
+
+    Work is in operations that the GPU would do in the block's time, so that cuts are balanced by
+    time.
+    """
+    names = found.block_names
+    blocks = tuple(
+        _block(found, index, name, cost)
+        for index, (name, cost) in enumerate(zip(names, found.costs.blocks, strict=True))
+    )
+    table = BlockTable(
+        blocks=blocks,
+        weight_dtype=config.model.dtype,
+        grad_dtype=config.optimizer.grad_dtype,
+        state_arrays=_STATE_ARRAYS,
+        vocab_size=found.model.vocab_size,
+        num_parameters=sum(t.num_elements for block in blocks for t in block.tensors),
+    )
+    table.validate()
+    return table
+
+
+def _block(found: AnalyticCosts, index: int, name: str, cost: BlockCost) -> BlockSpec:
+    tokens, tied = found.shape.tokens, found.model.tied
+    first, last = index == 0, index == len(found.block_names) - 1
+    tensors = _tensors(found, name.replace(" ", "."), int(cost.parameters), lends=first and tied)
+    borrows = (
+        BorrowedTensor(
+            name=f"{found.block_names[0]}.{_TOKENS}", local_name=_TOKENS, owner=0, contribution=1
+        ),
+    )
+    words = name.split()
+    return BlockSpec(
+        index=index,
+        name=name.replace(" ", "."),
+        kind=" ".join(word for word in words if not word.isdigit()),
+        layer_index=int(words[1]) if len(words) > 1 else None,
+        tensors=tensors,
+        borrows=borrows if last and tied else (),
+        trainable_elements=sum(padded(t.num_elements) for t in tensors),
+        frozen_elements=0,
+        contributions=2 if first and tied else 1,
+        forward_flops=cost.forward_s * found.gpu.peak_flops * found.gpu.efficiency / tokens,
+        activation_bytes=cost.activation_bytes / tokens,
+        output_bytes=0.0 if last else cost.output_bytes / tokens,
+    )
+
+
+def _tensors(
+    found: AnalyticCosts, name: str, parameters: int, *, lends: bool
+) -> tuple[TensorSpec, ...]:
+    matrix = found.model.vocab_size * found.model.hidden_size if lends else 0
+    parts = {_TOKENS: matrix, "weight": parameters - matrix}
+    tensors: list[TensorSpec] = []
+    offset = 0
+    for part, count in parts.items():
+        if count:
+            tensors.append(
+                TensorSpec(
+                    name=f"{name}.{part}",
+                    shape=(count,),
+                    trainable=True,
+                    decay=True,
+                    offset=offset,
+                )
+            )
+            offset += padded(count)
+    return tuple(tensors)

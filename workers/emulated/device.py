@@ -1,0 +1,249 @@
+"""The emulated device: weights and gradients as stored, transfers with the time they would take."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.planner.emulation import Emulation
+from penstock.protocol.layout import StageLayout
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import BlockTable
+from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
+from penstock.workers.devices.pool import BufferPool
+from penstock.workers.emulated.clock import Stream, sleep_until
+from penstock.workers.emulated.durations import Durations
+from penstock.workers.waiting import Abort
+
+ARRIVAL = "arrival"
+"""Name of the tensor that says when a transfer arrives on the clock: (1,), the bits of an fp64 as
+int64.
+"""
+
+_PAYLOAD = "payload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """The transfer that an instruction starts: to whom, and its bytes at full size."""
+
+    peer: int
+    num_bytes: float
+    bandwidth: float
+
+
+class EmulatedStageBuffer:
+    """A stage's weights where they lie in host memory, usable from ``arrives_at`` on."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], arrives_at: float, device: EmulatedDevice
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self._arrives_at = arrives_at
+        self._device = device
+
+    def acquire(self) -> None:
+        """The instruction under way starts no sooner."""
+        self._device.needs(self._arrives_at)
+
+    def release(self) -> None:
+        """Nothing was copied."""
+        self.tensors = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Offload:
+    gradients: torch.Tensor
+    target: HostArray
+    arrives_at: float
+    complete: Callable[[], None]
+
+
+class EmulatedDevice:
+    """See :class:`penstock.workers.devices.base.Device`.
+
+    ``compute`` is the compute stream. Between :meth:`begin` and :meth:`compute_for` an instruction
+    collects what it has to wait for.
+    """
+
+    torch_device = torch.device("cpu")
+    compute_dtype = torch.float32
+    prefetches = True
+
+    def __init__(self, emulation: Emulation, table: BlockTable) -> None:
+        """``table``: the stored one of the run."""
+        self.emulation = emulation
+        self.compute = Stream()
+        self.sending: Sending | None = None
+        cluster = emulation.cluster
+        share = cluster.switch_bandwidth / cluster.devices_per_switch
+        self._fetch_bandwidth = min(cluster.fetch_bandwidth, share)
+        self._offload_bandwidth = min(cluster.offload_bandwidth, share)
+        self._growth = emulation.table.num_parameters / table.num_parameters
+        self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
+        self._fetches, self._offloads = Stream(), Stream()
+        self._links: dict[int, Stream] = {}
+        self._needed_at = 0.0
+        self._idle = True
+        self._durations: tuple[StageLayout, Durations] | None = None
+        self._pool = BufferPool()
+        self._publisher: _Publisher | None = None
+
+    def durations(self, layout: StageLayout) -> Durations:
+        """Those of the plan under way."""
+        if self._durations is None or self._durations[0] is not layout:
+            self._durations = layout, Durations(layout, self.emulation.costs)
+        return self._durations[1]
+
+    def begin(self) -> None:
+        """An instruction starts to collect what it needs; the first of an attempt starts now."""
+        self._needed_at = 0.0
+        if self._idle:
+            self._idle = False
+            self.compute.occupy(time.monotonic(), 0.0)
+
+    def needs(self, at: float) -> None:
+        """The instruction under way starts no sooner than ``at``."""
+        self._needed_at = max(self._needed_at, at)
+
+    def compute_for(self, seconds: float, abort: Abort) -> tuple[float, float]:
+        """Spend emulated seconds on the compute stream; start and end on the clock.
+
+        Raises:
+            Interrupted: aborted.
+        """
+        start, end = self.compute.occupy(self._needed_at, self._scaled(seconds))
+        sleep_until(end, abort)
+        return start, end
+
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
+        """Start the thread that writes gradients."""
+        self._publisher = _Publisher(self._publish)
+
+    def detach(self) -> None:
+        """End that thread, and free the pooled buffers."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        self._pool.clear()
+
+    def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
+        """A fetch from now on, or from when the one before it ends."""
+        num_bytes = sum(array.nbytes for array in arrays) * self._growth
+        seconds = self._scaled(num_bytes / self._fetch_bandwidth)
+        _, arrives_at = self._fetches.occupy(time.monotonic(), seconds)
+        tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
+        return EmulatedStageBuffer(tensors, arrives_at, self)
+
+    def gradients(self, target: HostArray) -> torch.Tensor:
+        """A private sum."""
+        return self._pool.take(target.size, torch.float32).zero_()
+
+    def offload(
+        self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
+    ) -> None:
+        """Written when the copy would have ended."""
+        seconds = self._scaled(target.nbytes * self._growth / self._offload_bandwidth)
+        _, arrives_at = self._offloads.occupy(self.compute.free_at, seconds)
+        assert self._publisher is not None, "not attached"
+        self._publisher.put(_Offload(gradients, target, arrives_at, complete))
+
+    def finish(self) -> None:
+        """Wait for the last copy."""
+        if self._publisher is not None:
+            self._publisher.wait(discard=False)
+
+    def drop(self) -> None:
+        """What is still under way is not written; the attempt is over."""
+        if self._publisher is not None:
+            self._publisher.wait(discard=True)
+        self.compute, self._fetches, self._offloads = Stream(), Stream(), Stream()
+        self._links.clear()
+        self._idle = True
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A message of the stored size that says when it would arrive."""
+        assert self.sending is not None, "only sends move tensors to the host"
+        sending, self.sending = self.sending, None
+        link = self._links.setdefault(sending.peer, Stream())
+        seconds = self._scaled(sending.num_bytes / sending.bandwidth)
+        _, sent_at = link.occupy(self.compute.free_at, seconds)
+        arrives_at = sent_at + self._scaled(self.emulation.cluster.latency_s)
+        payload = torch.zeros(max(1, int(sending.num_bytes / self._growth / 4)), dtype=torch.int32)
+        arrival = torch.tensor([arrives_at], dtype=torch.float64).view(torch.int64)
+        return {**tensors, ARRIVAL: arrival, _PAYLOAD: payload}
+
+    def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The instruction under way starts no sooner than the message arrives."""
+        self.needs(float(tensors[ARRIVAL].view(torch.float64)[0]))
+        return {n: tensor for n, tensor in tensors.items() if n not in (ARRIVAL, _PAYLOAD)}
+
+    def _scaled(self, seconds: float) -> float:
+        return seconds * self.emulation.time_scale
+
+    def _publish(self, offload: _Offload) -> None:
+        as_tensor(offload.target, self._grad_dtype).copy_(
+            offload.gradients.to(storage_dtype(self._grad_dtype))
+        )
+        self._pool.give(offload.gradients)
+        offload.complete()
+
+
+class _Publisher:
+    """Writes gradients once their copy would have ended, in order, on a thread of its own."""
+
+    def __init__(self, publish: Callable[[_Offload], None]) -> None:
+        self._publish = publish
+        self._queue: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._discard = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="worker-offload", daemon=True)
+        self._thread.start()
+
+    def put(self, offload: _Offload) -> None:
+        with self._changed:
+            self._pending += 1
+        self._queue.put(offload)
+
+    def wait(self, *, discard: bool) -> None:
+        """Until nothing is pending. ``discard``: nothing more is written, errors are forgotten."""
+        with self._changed:
+            self._discard = discard
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pending)
+            error, self._error, self._discard = self._error, None, False
+        if error is not None and not discard:
+            raise error
+
+    def close(self) -> None:
+        """End the thread; nothing is pending."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (offload := self._queue.get()) is not None:
+            try:
+                if self._due(offload) and self._error is None:
+                    self._publish(offload)
+            except Exception as error:  # kept for the interpreter, which raises it in finish()
+                self._error = self._error or error
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
+
+    def _due(self, offload: _Offload) -> bool:
+        """Wait for the copy's end; False once what is pending is discarded."""
+        with self._changed:
+            while not self._discard:
+                left_s = offload.arrives_at - time.monotonic()
+                if left_s <= 0.0:
+                    return True
+                self._changed.wait(left_s)
+            return False

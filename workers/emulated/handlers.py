@@ -1,0 +1,79 @@
+"""The workers' handlers on an emulated device: each as it is, and then the time that it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from penstock.protocol.instructions import Instruction, Opcode
+from penstock.workers.attempt import Attempt
+from penstock.workers.emulated.device import EmulatedDevice, Sending
+from penstock.workers.handlers import HANDLERS, Handler
+
+
+def _device(attempt: Attempt) -> EmulatedDevice:
+    device = attempt.bench.device
+    assert isinstance(device, EmulatedDevice)
+    return device
+
+
+def _issued(handler: Handler) -> Handler:
+    def run(instruction: Instruction, attempt: Attempt) -> None:
+        _device(attempt).begin()
+        handler(instruction, attempt)
+
+    return run
+
+
+def _computed(handler: Handler) -> Handler:
+    """The numbers first: they say what the instruction waits for. Then its time."""
+
+    def run(instruction: Instruction, attempt: Attempt) -> None:
+        device, tally = _device(attempt), attempt.tally
+        begun_at, waited_s, busy_s = time.monotonic(), attempt.waited_s, tally.busy_s
+        device.begin()
+        handler(instruction, attempt)
+        seconds = device.durations(attempt.bench.flow.layout).seconds(instruction)
+        start, end = device.compute_for(seconds, attempt.bench.abort)
+        tally.busy_s = busy_s + end - start
+        known_s = attempt.waited_s - waited_s
+        tally.received_s["copies"] += max(0.0, start - begun_at - known_s)
+
+    return run
+
+
+def _sent(handler: Handler) -> Handler:
+    def run(instruction: Any, attempt: Attempt) -> None:
+        device = _device(attempt)
+        cluster, sender = device.emulation.cluster, attempt.bench.device_index
+        here = cluster.node_of(sender) == cluster.node_of(instruction.peer)
+        device.begin()
+        device.sending = Sending(
+            peer=instruction.peer,
+            num_bytes=device.durations(attempt.bench.flow.layout).num_bytes(instruction),
+            bandwidth=cluster.peer_bandwidth if here else cluster.nic_bandwidth,
+        )
+        handler(instruction, attempt)
+
+    return run
+
+
+_KINDS: Mapping[Opcode, Callable[[Handler], Handler]] = MappingProxyType(
+    {
+        Opcode.FORWARD: _computed,
+        Opcode.RECOMPUTE: _computed,
+        Opcode.BACKWARD: _computed,
+        Opcode.BACKWARD_INPUT: _computed,
+        Opcode.BACKWARD_WEIGHT: _computed,
+        Opcode.SEND_ACTIVATION: _sent,
+        Opcode.SEND_GRADIENT: _sent,
+        Opcode.SEND_CHECKPOINT: _sent,
+    }
+)
+
+EMULATED_HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
+    {opcode: _KINDS.get(opcode, _issued)(handler) for opcode, handler in HANDLERS.items()}
+)
+"""For the same opcodes as :data:`penstock.workers.handlers.HANDLERS`."""
