@@ -31,8 +31,9 @@ def load(name: str) -> ModuleType:
 
 
 def case(scheme: str, nodes: int, workers: int, clip: bool, tied: bool) -> dict[str, Any]:
-    """Configuration changes of one cell of the matrix."""
-    schedule: dict[str, Any] = {"scheme": scheme}
+    """Configuration changes of one cell of the matrix; ``gpipe x2`` are two replicas of gpipe."""
+    name, _, replicas = scheme.partition(" x")
+    schedule: dict[str, Any] = {"scheme": name, "replicas": int(replicas or 1)}
     return {
         "model": {"hf": {"tie_word_embeddings": tied}},
         "train": {"clip_grad_norm": 1.6 if clip else None, "steps": STEPS},
@@ -46,6 +47,20 @@ PAIRWISE = [
     ("1f1b", 2, 2, True, False),
     ("mobius", 1, 1, False, False),
     ("spipe", 2, 1, True, True),
+    ("chimera", 1, 2, True, True),
+]
+OTHER_SCHEMES = [
+    ("chimera", 2, 2, True, False),
+    ("chimera", 2, 1, False, True),
+    ("hanayo", 2, 1, True, True),
+    ("interleaved", 1, 2, False, False),
+    ("1f1b-2", 2, 1, True, True),
+    ("naive", 1, 2, True, True),
+    ("megatron-offload", 2, 1, True, True),
+    ("gpipe x2", 2, 1, True, True),
+    ("1f1b x2", 1, 4, True, False),
+    ("spipe x2", 2, 2, False, True),
+    ("chimera x2", 2, 2, True, True),
 ]
 FULL = [
     cell
@@ -53,7 +68,7 @@ FULL = [
         ("gpipe", "1f1b", "mobius", "spipe"), (1, 2), (1, 2, 4), (True, False), (True, False)
     )
     if cell not in PAIRWISE and cell[1] * cell[2] <= 4
-]
+] + OTHER_SCHEMES
 
 
 def final_weights(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
