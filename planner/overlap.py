@@ -1,0 +1,91 @@
+"""How much of some work happens while other work does: copies and optimizer behind computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.planner.simulate import Lane, Span
+
+Interval = tuple[float, float]
+
+_COPIES = (Lane.FETCH, Lane.OFFLOAD, Lane.SWAP, Lane.LINK, Lane.REDUCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """``seconds`` of work, of which ``hidden_s`` while there was computation."""
+
+    seconds: float
+    hidden_s: float
+
+    @property
+    def share(self) -> float | None:
+        """Hidden share; ``None`` where there is no work."""
+        return self.hidden_s / self.seconds if self.seconds > 0.0 else None
+
+    def __add__(self, other: Overlap) -> Overlap:
+        """Work of both."""
+        return Overlap(
+            seconds=self.seconds + other.seconds, hidden_s=self.hidden_s + other.hidden_s
+        )
+
+
+def copies_behind_compute(spans: Iterable[Span]) -> Overlap:
+    """Of what each device copies and sends, what happens while it computes itself."""
+    work = list(spans)
+    devices = {span.place for span in work if span.lane in _COPIES}
+    total = Overlap(seconds=0.0, hidden_s=0.0)
+    for device in devices:
+        own = [span for span in work if span.place == device]
+        total += overlap(
+            (_interval(span) for span in own if span.lane in _COPIES),
+            (_interval(span) for span in own if span.lane is Lane.COMPUTE),
+        )
+    return total
+
+
+def optimizer_behind_compute(spans: Iterable[Span], devices_per_node: int) -> Overlap:
+    """Of what each node's optimizer does, what happens while a device of the node computes."""
+    work = list(spans)
+    nodes = {span.place for span in work if span.lane is Lane.OPTIMIZER}
+    total = Overlap(seconds=0.0, hidden_s=0.0)
+    for node in nodes:
+        total += overlap(
+            (_interval(s) for s in work if s.lane is Lane.OPTIMIZER and s.place == node),
+            (
+                _interval(s)
+                for s in work
+                if s.lane is Lane.COMPUTE and s.place // devices_per_node == node
+            ),
+        )
+    return total
+
+
+def overlap(work: Iterable[Interval], cover: Iterable[Interval]) -> Overlap:
+    """Time in the union of ``work``, and how much of that is in the union of ``cover``."""
+    mine, others = union(work), union(cover)
+    hidden_s, place = 0.0, 0
+    for start, end in mine:
+        while place < len(others) and others[place][1] <= start:
+            place += 1
+        index = place
+        while index < len(others) and others[index][0] < end:
+            hidden_s += min(end, others[index][1]) - max(start, others[index][0])
+            index += 1
+    return Overlap(seconds=sum(end - start for start, end in mine), hidden_s=hidden_s)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as disjoint intervals, ascending."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _interval(span: Span) -> Interval:
+    return span.start_s, span.end_s
