@@ -17,7 +17,7 @@ from penstock.planner.profile import Guess, block_costs
 from penstock.protocol.config import Config
 from penstock.protocol.names import ownership
 from penstock.protocol.plan import Plan
-from penstock.shm.layout import NodeLayout
+from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
 from penstock.shm.table import BlockTable
 
 __all__ = [
@@ -42,7 +42,9 @@ class Resource(StrEnum):
     SHM = "shm"
     """/dev/shm of a node (part of its RAM; locked when devices are GPUs)."""
     HOST = "host"
-    """Private RAM of a CPU worker; of any worker, what it swaps out."""
+    """Private RAM of a CPU worker; of any worker, what it swaps out; of an optimizer, what it
+    pulls.
+    """
     DEVICE = "device"
     """Memory of a GPU."""
     EMULATED = "emulated"
@@ -66,13 +68,34 @@ def memory_table(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryR
 
 
 def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
-    """Shared memory of all nodes."""
+    """Shared memory of all nodes, and what their optimizers pull from other nodes."""
     owners = ownership(config, table, plan)
     rows: list[MemoryRow] = []
     for node, node_config in enumerate(config.cluster.nodes):
-        layout = NodeLayout.compute(table, owners, node)
-        rows += _node_rows(f"node {node_config.name}", layout)
+        place = f"node {node_config.name}"
+        rows += _node_rows(place, NodeLayout.compute(table, owners, node))
+        pulled = _pulled_bytes(table, owners, node)
+        if pulled:
+            rows.append(
+                MemoryRow(
+                    place=place,
+                    resource=Resource.HOST,
+                    use="gradients of other nodes",
+                    num_bytes=pulled,
+                )
+            )
     return tuple(rows)
+
+
+def _pulled_bytes(table: BlockTable, owners: Ownership, node: int) -> int:
+    """Private copies of what other nodes contribute to the gradients of a node's blocks."""
+    return sum(
+        GRADIENT_COPIES * table.blocks[b].trainable_elements * table.grad_dtype.itemsize
+        for b, owner in enumerate(owners.owner)
+        if owner == node
+        for place in owners.computed_on[b]
+        if place != node
+    )
 
 
 def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ...]:

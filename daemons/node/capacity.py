@@ -137,6 +137,7 @@ def _host_bytes(config: Config, rows: Sequence[MemoryRow], node: int) -> int:
     workers = config.cluster.workers
     devices = range(node * workers, (node + 1) * workers)
     buffers = sum(_sum(rows, f"device {device}", Resource.HOST) for device in devices)
+    buffers += _sum(rows, _node_place(config, node), Resource.HOST)
     return buffers + workers * WORKER_BYTES + 4 * DAEMON_BYTES
 
 

@@ -44,8 +44,12 @@ class Pulls:
         attempt: int,
         version: int,
     ) -> None:
-        """Pull these contributions; their buffers hold nothing until they are there."""
-        for block, contribution in pairs:
+        """Pull these contributions; their buffers hold nothing until they are there.
+
+        Last blocks first, as backwards make them: pulls run one by one, and one that waits for a
+        gradient holds up the others.
+        """
+        for block, contribution in sorted(pairs, key=lambda pair: -pair[0]):
             self._held.pop((block, contribution, version % 2), None)
             self._effects.append(
                 Pull(

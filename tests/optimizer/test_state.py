@@ -544,6 +544,15 @@ def test_a_remote_contribution_is_pulled_from_the_start_of_the_attempt() -> None
     assert machine.handle(arrived(6, 51))[-1] == RunPass(work=Preview(block=0, update=update(6)))
 
 
+def test_pulls_follow_the_backward() -> None:
+    """Pulls run one by one: the blocks whose gradients are there first come first."""
+    blocks = [OwnedBlock(index=b, contributions=2, remote=frozenset([1])) for b in range(3)]
+    machine = OptimizerState(blocks)
+    machine.handle(begin(facts(5, {b: (5, 4, 5) for b in range(3)})))
+    pulls = [effect for effect in machine.handle(attempt(51, 5)) if isinstance(effect, Pull)]
+    assert [(effect.block, effect.contribution) for effect in pulls] == [(2, 1), (1, 1), (0, 1)]
+
+
 def test_begin_pulls_pending_remote_gradients_again_of_whatever_epoch() -> None:
     machine = OptimizerState(REMOTE)
     undo = UndoWords(armed=True, tag=TAG, completed=0)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import pytest
+
 from penstock.planner.build import build_plan
 from penstock.planner.memory import DevicePeak, Resource, device_peaks, memory_table, table_costs
 from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable, BorrowedTensor
 
 Tables = Callable[..., BlockTable]
@@ -85,6 +88,30 @@ def test_a_tied_gradient_is_stored_where_it_is_computed(
     )
     assert tied_peak.weight_bytes - untied_peak.weight_bytes == 1024 * 4
     assert tied_peak.gradient_bytes - untied_peak.gradient_bytes == 1024 * 4
+
+
+def test_replicas_contribute_where_they_run(make_table: Tables, make_config: Configs) -> None:
+    """A replica on each of two nodes: the first owns all blocks, and pulls gradients."""
+    config = make_config("gpipe", workers=2, nodes=2, replicas=2)
+    table = make_table(4)
+    rows = memory_table(config, table, build_plan(config, table))
+    copies = 2 * 4 * 1024 * 4
+    assert [(r.place, r.resource, r.use, r.num_bytes) for r in rows if "grad" in r.use][:3] == [
+        ("node n0", Resource.SHM, "grads", copies),
+        ("node n0", Resource.HOST, "gradients of other nodes", copies),
+        ("node n1", Resource.SHM, "grads", copies),
+    ]
+    assert {r.use for r in rows if r.place == "node n1" and r.num_bytes} == {"grads"}
+
+
+def test_more_routes_than_ready_words(make_table: Tables, make_config: Configs) -> None:
+    config = make_config("gpipe", workers=13, micro_batches=13, replicas=13)
+    table = make_table(4)
+    plan = build_plan(config, table)
+    with pytest.raises(
+        ConfigError, match=r"13 routes .* 'block0', .* at most 12: use 12 routes or"
+    ):
+        memory_table(config, table, plan)
 
 
 def test_peaks_of_gpipe(make_table: Tables, make_config: Configs) -> None:

@@ -55,8 +55,23 @@ def test_a_borrowers_gradient_lies_where_it_is_computed(table: BlockTable) -> No
     assert (1, "weights", 0, 0) in borrower.arrays
 
 
+def test_every_route_contributes_each_use(table: BlockTable) -> None:
+    """Block 0 has two uses; route 1 runs block 0 on node 1 and block 1, the borrower, on node 0."""
+    owners = Ownership.from_backward_nodes(table, [0, 1], [[1, 0]])
+    assert owners == Ownership(owner=(0, 1), computed_on=((0, 1, 1, 0), (1, 0)))
+    layouts = [NodeLayout.compute(table, owners, node) for node in range(2)]
+    assert [layout.contributions for layout in layouts] == [(4, 2)] * 2
+    grads = [
+        [(b, k) for b, name, copy, k in layout.arrays if (name, copy) == ("grads", 0)]
+        for layout in layouts
+    ]
+    assert grads == [[(0, 0), (0, 3), (1, 1)], [(0, 1), (0, 2), (1, 0)]]
+
+
 def test_digest_tells_layouts_apart(table: BlockTable) -> None:
     base = layout_of(table, [0, 0], 0).digest
+    routes = Ownership.from_backward_nodes(table, [0, 0], [[0, 0]])
+    assert NodeLayout.compute(table, routes, 0).digest != base
     assert layout_of(table, [0, 0], 0).digest == base
     assert layout_of(table, [0, 1], 0).digest != base
     assert layout_of(table, [0, 0], 1).digest != base
