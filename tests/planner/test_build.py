@@ -94,6 +94,11 @@ def test_stages_are_balanced_by_forward_work(make_table: Tables, make_config: Co
             {"scheme": "spipe", "passes": ["shuffle"]},
             r"schedule\.passes = \['shuffle'\]: unknown pass 'shuffle'; accepted: apply-checkpoint",
         ),
+        (
+            {"scheme": "interleaved", "stages_per_device": 2, "forward_stages": 6},
+            r"stages_per_device = 2: gives 4 forward stages, but schedule\.forward_stages = 6",
+        ),
+        ({"scheme": "chimera", "workers": 3}, r"3 workers in all; chimera accepts an even number"),
         ({"scheme": "gpipe", "workers": 9}, r"cluster\.workers: 9 workers in all for 8 blocks"),
         ({"scheme": "spipe", "nodes": 5}, r"cluster\.workers: 10 workers in all for 8 blocks"),
         ({"scheme": "spipe", "file": "none.json"}, r"schedule\.file = 'none.json': cannot read it"),
@@ -162,6 +167,66 @@ def test_a_damaged_plan_file_is_refused(
     path.write_text(hanging.to_json(), encoding="utf-8")
     with pytest.raises(PlanError, match="is never used"):
         build_plan(make_config(file=str(path)), make_table(8))
+
+
+ACTIONS = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
+"""GPipe's first device, 1F1B's second."""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_torch_action_text_is_a_schedule(
+    tmp_path: Path,
+    replicas: int,
+    make_table: Tables,
+    make_config: Configs,
+    execute: Callable[[Plan], None],
+) -> None:
+    path = tmp_path / "actions.csv"
+    path.write_text(ACTIONS, encoding="utf-8")
+    config = make_config(
+        file=str(path),
+        workers=2 * replicas,
+        micro_batches=4 * replicas,
+        replicas=replicas,
+        recompute="full",
+    )
+    plan = build_plan(config, make_table(8))
+    assert (plan.scheme, plan.num_routes) == ("torch", replicas)
+    assert [(s.start, s.stop) for s in plan.backward_stages] == [(0, 4), (4, 8)] * replicas
+    opcodes = {type(i).__name__ for program in plan.programs for i in program}
+    assert "Recompute" in opcodes and "ReduceGradients" not in opcodes
+    execute(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "message"),
+    [
+        ("0F0,0X0", {}, r"schedule\.file = .*actions\.csv': line 1, cell 2: '0X0'"),
+        ("0F0,0B0", {}, r"the plan is for 1 devices, the configuration has 2"),
+        ("0B0,0F0\n1F0,1B0", {"micro_batches": 1}, r"schedule: the order of torch cannot run: "),
+    ],
+)
+def test_action_text_that_is_refused(
+    text: str,
+    config: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    make_table: Tables,
+    make_config: Configs,
+) -> None:
+    path = tmp_path / "actions.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        build_plan(make_config(file=str(path), **config), make_table(8))
+
+
+def test_a_plan_file_says_everything(
+    tmp_path: Path, make_table: Tables, make_config: Configs
+) -> None:
+    path = tmp_path / "plan.json"
+    for config in ({"replicas": 2}, {"passes": ["mario"]}):
+        with pytest.raises(ConfigError, match=r"a plan is complete; schedule\.replicas must be 1"):
+            build_plan(make_config(file=str(path), **config), make_table(8))
 
 
 def test_device_limit_is_checked(make_table: Tables, make_config: Configs) -> None:

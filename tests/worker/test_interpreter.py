@@ -22,6 +22,7 @@ from penstock.workers.interpreter import (
     run_job,
 )
 from penstock.workers.waiting import Interrupted
+from penstock.workers.weights import buffers_needed
 
 TOLERANCE = 1e-6
 
@@ -105,6 +106,34 @@ def test_matches_a_plain_loop(
         assert worker.bench.weights.in_use == ()
 
 
+def test_replicas_add_up_to_one_pipeline_with_the_whole_batch(make_cluster: Any) -> None:
+    """Only the order of additions differs."""
+    results = []
+    for workers, replicas in ((2, 1), (4, 2)):
+        cluster = make_cluster(scheme="1f1b", workers=workers, schedule={"replicas": replicas})
+        loss = cluster.train(cluster.job())
+        results.append((loss, cluster.gradients()))
+    (once, gradients), (twice, summed) = results
+    assert once[0] == pytest.approx(twice[0], rel=1e-7) and once[1] == twice[1]
+    assert relative_error(summed, gradients) < TOLERANCE
+
+
+def test_weight_buffers_are_those_that_the_device_fetches_at_a_time(make_cluster: Any) -> None:
+    """One for each resident stage, two where weights are streamed."""
+    found = {}
+    for scheme, schedule in (
+        ("1f1b", {}),
+        ("chimera", {}),
+        ("interleaved", {"stages_per_device": 4}),
+        ("mobius", {"stages_per_device": 4}),
+    ):
+        plan = make_cluster(scheme=scheme, workers=2, schedule=schedule).plan
+        found[scheme] = [
+            buffers_needed(*both) for both in zip(plan.programs, plan.evaluation, strict=True)
+        ]
+    assert found == {"1f1b": [1, 1], "chimera": [2, 2], "interleaved": [4, 4], "mobius": [2, 2]}
+
+
 def test_ready_words_name_epoch_and_attempt(make_cluster: Any) -> None:
     cluster = make_cluster(workers=2, hf={"tie_word_embeddings": True})
     cluster.train(cluster.job(attempt=9))
@@ -167,9 +196,23 @@ def test_a_missing_commit_ends_in_an_error_that_says_so(make_cluster: Any) -> No
     assert "waited 0.2 s for weights of block 0 at version 1: committed is 0" in str(result)
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "spipe"])
-def test_evaluation_counts_every_token_once(make_cluster: Any, scheme: str) -> None:
-    cluster = make_cluster(scheme=scheme, workers=2, nodes=2, hf={"tie_word_embeddings": True})
+@pytest.mark.parametrize(
+    ("scheme", "schedule"),
+    [
+        ("1f1b", {}),
+        ("spipe", {}),
+        ("spipe", {"passes": ["skip-dead-forward"]}),
+        ("chimera", {}),
+        ("hanayo", {}),
+        ("gpipe", {"replicas": 2}),
+    ],
+)
+def test_evaluation_counts_every_token_once(
+    make_cluster: Any, scheme: str, schedule: dict[str, Any]
+) -> None:
+    cluster = make_cluster(
+        scheme=scheme, workers=2, nodes=2, schedule=schedule, hf={"tie_word_embeddings": True}
+    )
     before = cluster.gradient_bytes()
     job = cluster.job(phase="eval", attempt=5)
     loss_sum, loss_tokens = cluster.train(job)
@@ -238,7 +281,7 @@ def test_16_bit_storage(make_cluster: Any, dtype: str, grad_dtype: str) -> None:
     assert relative_error(cluster.gradients(), wanted) < bound
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "spipe"])
+@pytest.mark.parametrize("scheme", ["1f1b", "spipe", "chimera"])
 def test_an_aborted_attempt_leaves_nothing_behind(make_cluster: Any, scheme: str) -> None:
     cluster = make_cluster(scheme=scheme, workers=2, nodes=2, micro_batches=8)
     wanted = cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()
