@@ -1,0 +1,101 @@
+"""Runs on emulated devices: how long steps take, and what is left of them after a kill."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from penstock.planner.emulation import Emulation
+from penstock.planner.simulate import simulate
+from penstock.protocol.rundir import RunDirectory
+
+HERE = Path(__file__).parent
+STEPS = 6
+TIME_SCALE = 2.0
+
+CHANGES: dict[str, Any] = {
+    "model": {"hf": None, "dtype": "fp16"},
+    "data": {"sequence_length": 256},
+    "train": {"steps": STEPS, "global_batch": 16, "clip_grad_norm": 0.3},
+    "optimizer": {"grad_dtype": "bf16"},
+    "cluster": {
+        "workers": 4,
+        "device": "emulated:analytic:V100-32:gpt3-1.3b",
+        "heartbeat_interval_s": 0.2,
+        "heartbeat_timeout_s": 4.0,
+    },
+    "emulation": {"scale": "1/1000", "time_scale": TIME_SCALE},
+}
+
+
+def helpers() -> ModuleType:
+    """The directory's conftest as a module."""
+    spec = importlib.util.spec_from_file_location("system_conftest", HERE / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["system_conftest"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+H = helpers()
+
+
+def configure(runner: Any, name: str, **schedule: Any) -> Path:
+    path: Path = runner.configure(name, {**CHANGES, "schedule": schedule})
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run directory of 1F1B that nobody disturbs."""
+    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"))
+    yield runner.train(configure(runner, "run", scheme="1f1b"))
+    runner.stop_all()
+
+
+def measured_over_simulated(run_dir: Path) -> float:
+    """Median step (the first previews only) over the simulator's, of the same plan and costs."""
+    run = RunDirectory(run_dir)
+    emulation = Emulation.of(run.config)
+    step_s = statistics.median(line["seconds"] for line in H.metrics(run_dir)[1:])
+    simulation = simulate(run.plan, emulation.costs, emulation.cluster, stops_early=True)
+    return float(step_s / TIME_SCALE / simulation.makespan_s)
+
+
+def test_steps_take_as_long_as_simulated_and_say_that_they_are_emulated(undisturbed: Path) -> None:
+    lines = H.metrics(undisturbed)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line["emulated"] is True for line in lines)
+    assert {line["decision"] for line in lines} <= {"commit", "amend"}
+    assert 0.9 < measured_over_simulated(undisturbed) < 1.15
+
+
+@pytest.mark.slow
+def test_another_schedule_and_a_killed_worker_leave_the_same_bytes(
+    runner: Any, undisturbed: Path
+) -> None:
+    """Gradients follow from the weights and tensors that an instruction saw: if one were of
+    another version or micro-batch, the bytes would differ.
+    """
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    run = runner.start(configure(runner, "run", scheme="spipe"))
+    H.wait_for_step(run, 2)
+    time.sleep(random.Random(seed).random() * TIME_SCALE * 0.4)
+    os.kill(run.members()["worker.2"], signal.SIGKILL)
+    code, output = run.wait(120)
+    assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
+    assert H.metrics(run.run_dir)[-1]["epoch"] > 1, "the run has recovered from the kill"
+    assert H.state_bytes(run.run_dir) == H.state_bytes(undisturbed)
+    assert 0.9 < measured_over_simulated(run.run_dir) < 1.15
