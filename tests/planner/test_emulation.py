@@ -1,0 +1,189 @@
+"""What ``cluster.device: emulated:…`` stands for: tables at two sizes, costs, limits, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.daemons.node.capacity import check_capacity
+from penstock.daemons.node.prepare import look_ahead, table_of
+from penstock.planner.emulation import Emulation, stored_table
+from penstock.protocol.config import Config, parse_config
+from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.profile import KindProfile, LinearFit, Machine, Profile
+from penstock.protocol.profile_json import to_json
+
+
+def config(
+    device: str = "emulated:analytic:V100-32:spipe-10b", **sections: dict[str, Any]
+) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"dtype": "fp16"},
+        "data": {"path": "@stdlib", "sequence_length": 1024},
+        "train": {"global_batch": 16, "micro_batch": 2},
+        "optimizer": {"grad_dtype": "bf16"},
+        "schedule": {"scheme": "spipe"},
+        "cluster": {"workers": 4, "device": device},
+    }
+    merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections}
+    return parse_config(merged)
+
+
+def test_a_named_model_is_stored_at_a_thousandth_and_reckoned_in_full() -> None:
+    emulation = Emulation.of(config())
+    assert len(emulation.table.blocks) == len(emulation.stored.blocks) == 50
+    assert emulation.table.num_parameters == 10_050_613_248
+    assert emulation.stored.num_parameters == pytest.approx(10_050_613, rel=1e-4)
+    layer, stored = emulation.table.blocks[1], emulation.stored.blocks[1]
+    assert (layer.name, layer.kind, layer.layer_index) == ("layer.0", "layer", 0)
+    assert (layer.trainable_elements, stored.trainable_elements) == (200_810_496, 200_816)
+    assert stored.forward_flops == layer.forward_flops
+    # 30 bytes a parameter through 164 GB/s.
+    assert emulation.pass_s("advance", 1) == pytest.approx(200_810_496 * 30 / 1.64e11)
+    assert emulation.pass_s("finish", 1) == 0.0
+
+
+def test_time_scale_shortens_passes_and_a_scale_of_one_stores_everything() -> None:
+    whole = Emulation.of(config())
+    slow = Emulation.of(config(emulation={"time_scale": 0.25, "scale": 1}))
+    assert slow.pass_s("preview", 3) == whole.pass_s("preview", 3) / 4
+    assert slow.stored.num_parameters == slow.table.num_parameters
+
+
+def test_a_tied_head_borrows_in_both_tables() -> None:
+    emulation = Emulation.of(config("emulated:analytic:V100-32:gpt3-125m"))
+    for table in (emulation.table, emulation.stored):
+        (borrowed,) = table.blocks[-1].borrows
+        assert (borrowed.name, borrowed.owner, borrowed.contribution) == ("embedding.tokens", 0, 1)
+        assert table.blocks[0].contributions == 2
+
+
+def test_tensors_keep_at_least_a_vector() -> None:
+    table = stored_table(Emulation.of(config()).table, 1e-12)
+    assert {block.trainable_elements for block in table.blocks} == {16}
+
+
+def test_a_plan_that_fits_here_but_not_there_is_refused_with_its_needs() -> None:
+    """One worker cannot hold the 10 billion parameters that 1F1B keeps on the device."""
+    wanted = config(
+        schedule={"scheme": "1f1b"},
+        cluster={"workers": 1, "device": "emulated:analytic:V100-32:spipe-10b"},
+    )
+    prospect = look_ahead(wanted, table_of(wanted), None)
+    short = [(need.place, need.what) for need in prospect.needs if need.short]
+    assert short == [("device 0", "emulated V100-32 memory")]
+    with pytest.raises(CapacityError, match=r"device 0 +emulated V100-32 memory .*<-- short"):
+        check_capacity(prospect.needs)
+
+
+def test_configured_limits_stand_for_the_emulated_machines() -> None:
+    wanted = config(memory={"host_limit": "100G"})
+    prospect = look_ahead(wanted, table_of(wanted), None)
+    by_what = {need.what: need for need in prospect.needs}
+    host = by_what["emulated host memory"]
+    assert host.there == 100 * 2**30
+    # 16-bit weights twice, three fp32 arrays, 16-bit gradients twice: 20 bytes a parameter.
+    assert host.needed == pytest.approx(20 * 10_050_613_248, rel=1e-3)
+    assert host.short
+    assert by_what["/dev/shm"].needed < host.needed / 900
+
+
+FIT = LinearFit(slope=1e-5)
+
+
+def profile_file(path: Path) -> Path:
+    table = Emulation.of(config("emulated:analytic:V100-32:gpt3-125m")).table
+    kind = KindProfile(
+        forward_s=FIT,
+        recompute_s=FIT,
+        backward_input_s=FIT,
+        backward_weight_s=FIT,
+        activation_bytes=FIT,
+        output_bytes=FIT,
+    )
+    machine = Machine(
+        instruction_s=1e-4,
+        fetch_bandwidth=1e10,
+        offload_bandwidth=1e10,
+        peer_bandwidth=1e10,
+        latency_s=1e-5,
+        advance_rate=1e9,
+        preview_rate=2e9,
+        settle_rate=3e9,
+        in_place_rate=1e9,
+        device_memory_bytes=8e9,
+    )
+    profile = Profile(
+        device="a small GPU",
+        sequence_length=1024,
+        micro_batch=1,
+        machine=machine,
+        kinds={block.kind: kind for block in table.blocks},
+        table=table,
+    )
+    path.write_text(to_json(profile))
+    return path
+
+
+def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
+    path = profile_file(tmp_path / "p.json")
+    emulation = Emulation.of(config(f"emulated:{path}"))
+    assert emulation.name == "a small GPU"
+    assert emulation.costs.blocks[3].forward_s == pytest.approx(1e-5 * 2048)
+    assert emulation.pass_s("settle", 3) == pytest.approx(
+        emulation.table.blocks[3].trainable_elements / 3e9
+    )
+    assert emulation.cluster.device_memory_bytes == 8e9
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "message"),
+    [
+        ("emulated:analytic:V1000:spipe-10b", {}, "V1000.*known: .*V100-32"),
+        ("emulated:unit", {}, "accepted are emulated:analytic:GPU:MODEL"),
+        ("emulated:nothing", {}, "'nothing' is no kind of costs"),
+        ("emulated:analytic:V100-32:spipe-10b:micro_batch=4", {}, "said by train.micro_batch"),
+        ("emulated:analytic:V100-32:spipe-10b:offloaded=no", {}, "offloaded=no"),
+        ("emulated:missing.json", {}, "missing.json"),
+        (
+            "emulated:analytic:V100-32:spipe-10b",
+            {"model": {"hf": {"model_type": "llama", "num_hidden_layers": 4}}},
+            "model.hf: has 4 layers, .* has 48",
+        ),
+        ("emulated:analytic:V100-32:spipe-10b", {"model": {"path": "/x"}}, "model.path"),
+        ("emulated:analytic:V100-32:spipe-10b", {"train": {"freeze": ["norm"]}}, "train.freeze"),
+        ("cpu", {"model": {"path": "/x"}}, "is no emulated device"),
+    ],
+)
+def test_what_cannot_be_emulated_is_named(
+    device: str, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Emulation.of(config(device, **sections))
+
+
+def test_a_profile_of_another_length_is_refused(tmp_path: Path) -> None:
+    path = profile_file(tmp_path / "p.json")
+    with pytest.raises(ConfigError, match=r"sequences of 1024 tokens, data.sequence_length is 512"):
+        Emulation.of(config(f"emulated:{path}", data={"sequence_length": 512}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"cluster": {"device": "cpu"}}, "exactly one of model.hf and model.path"),
+        ({"emulation": {"scale": "1/0"}}, "emulation.scale = '1/0'"),
+        ({"emulation": {"scale": 2}}, "emulation.scale = 2"),
+        (
+            {"cluster": {"nodes": [{"name": "a"}, {"name": "b", "host": "10.0.0.2"}]}},
+            "run on one machine",
+        ),
+    ],
+)
+def test_impossible_configurations_are_named(
+    sections: dict[str, dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**{"cluster": {"device": "emulated:p.json"}, **sections})
