@@ -84,7 +84,11 @@ def test_killed_train_continues_from_memory(runner: Any, straight: dict[str, byt
 
 @pytest.mark.timeout(300)
 def test_evaluation_snapshot_and_scheme_change_on_resume(runner: Any) -> None:
-    changes = {"train": {"steps": 6, "eval_every": 3, "save_every": 3, "eval_batches": 1}}
+    """From two routes to one: each block has half as many gradients, in memory laid out anew."""
+    changes = {
+        "train": {"steps": 6, "eval_every": 3, "save_every": 3, "eval_batches": 1},
+        "schedule": {"scheme": "chimera"},
+    }
     path = runner.configure("evaluated", changes)
     run_dir = runner.train(path)
     evaluated = H.metrics(run_dir, "eval")
