@@ -22,6 +22,7 @@ from penstock.planner.passes import PASSES
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, format_bytes, timeline
 from penstock.planner.schedule import schedule_of
 from penstock.planner.schemes import RecomputeMode
+from penstock.planner.search import Effort, Gap, gap
 from penstock.planner.simulate import Simulation
 from penstock.planner.sources import CostSource, Prices, UnitCosts, parse_costs
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
@@ -71,6 +72,7 @@ class Wish:
     costs: str | None = None
     optimizer: str = "advance"
     memory_limit_bytes: float | None = None
+    search_s: float | None = None
 
     def require_nothing(self) -> None:
         """With a configuration, its keys say all this.
@@ -140,6 +142,7 @@ class LabReport:
     costs: str
     abstract: bool
     memory_limit_bytes: float | None
+    gap: Gap | None = None
 
     @property
     def caption(self) -> Caption:
@@ -158,6 +161,7 @@ class LabReport:
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "passes": list(self.passes),
             "costs": self.costs,
+            **({} if self.gap is None else {"search": _gap_dict(self.gap)}),
         }
 
     def to_text(self, width: int, *, instructions: bool) -> str:
@@ -176,6 +180,7 @@ class LabReport:
             f" optimizer tail {unit.format(simulation.optimizer_tail_s)};"
             f" bubbles {simulation.bubble_ratio:.1%}",
             self._distance(),
+            *self._searched(),
             "",
             *self._devices(),
         ]
@@ -190,6 +195,20 @@ class LabReport:
         if saved < 1e-9:
             return f"lower bound {unit.format(bound)}: no order of this work is faster"
         return f"lower bound {unit.format(bound)}: reordering could save at most {saved:.1%}"
+
+    def _searched(self) -> Iterator[str]:
+        if self.gap is None:
+            return
+        unit, best = self.caption.unit, self.gap.best
+        proved = (
+            "proved optimal"
+            if best.optimal
+            else f"not proved; no order takes less than {unit.format(best.lower_bound_s)}"
+        )
+        yield (
+            f"search: the best order found computes in {unit.format(best.makespan_s)} ({proved});"
+            f" this schedule in {unit.format(self.gap.makespan_s)}, {self.gap.at_least:.1%} more"
+        )
 
     def _devices(self) -> Iterator[str]:
         unit = self.caption.unit
@@ -219,7 +238,7 @@ def make_lab_report(wish: Wish) -> LabReport:
         request = _with_operators(settle_stages(wish.request()), source)
         terms = _terms(price(source, request), wish)
         simulation = try_out(Recipe(request=request, passes=wish.passes), terms)
-    return _report(simulation, wish)
+        return _report(simulation, wish, terms)
 
 
 def make_simulation_report(path: Path, wish: Wish) -> LabReport:
@@ -233,13 +252,13 @@ def make_simulation_report(path: Path, wish: Wish) -> LabReport:
     with options_named():
         source = parse_costs(wish.costs_text)
         if path.suffix == ".csv":
-            simulation = _simulate_actions(path, source, wish)
+            simulation, terms = _simulate_actions(path, source, wish)
         else:
-            simulation = _simulate_plan(read_plan(path), source, wish)
-    return _report(simulation, wish)
+            simulation, terms = _simulate_plan(read_plan(path), source, wish)
+        return _report(simulation, wish, terms)
 
 
-def _simulate_plan(plan: Plan, source: CostSource, wish: Wish) -> Simulation:
+def _simulate_plan(plan: Plan, source: CostSource, wish: Wish) -> tuple[Simulation, Terms]:
     prices = source.price(
         forward_stages=len(plan.forward_stages) // plan.num_routes,
         backward_stages=len(plan.backward_stages) // plan.num_routes,
@@ -247,12 +266,12 @@ def _simulate_plan(plan: Plan, source: CostSource, wish: Wish) -> Simulation:
     )
     terms = _terms(prices, wish)
     if not wish.passes:
-        return try_plan(plan, terms)
+        return try_plan(plan, terms), terms
     validate(plan)
-    return try_schedule(schedule_of(plan), wish.passes, terms)
+    return try_schedule(schedule_of(plan), wish.passes, terms), terms
 
 
-def _simulate_actions(path: Path, source: CostSource, wish: Wish) -> Simulation:
+def _simulate_actions(path: Path, source: CostSource, wish: Wish) -> tuple[Simulation, Terms]:
     try:
         actions = parse_actions(path.read_text(encoding="utf-8"))
         num_stages = 1 + max(action.stage for rank in actions for action in rank)
@@ -264,17 +283,42 @@ def _simulate_actions(path: Path, source: CostSource, wish: Wish) -> Simulation:
         raise ConfigError(f"{path}: cannot read it: {error}") from error
     except ProtocolError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return try_schedule(schedule, wish.passes, _terms(prices, wish))
+    terms = _terms(prices, wish)
+    return try_schedule(schedule, wish.passes, terms), terms
 
 
-def _report(simulation: Simulation, wish: Wish) -> LabReport:
+def _report(simulation: Simulation, wish: Wish, terms: Terms) -> LabReport:
     return LabReport(
         simulation=simulation,
         passes=wish.passes,
         costs=wish.costs_text,
         abstract=wish.costs_text.split(":")[0] == "unit",
         memory_limit_bytes=wish.memory_limit_bytes,
+        gap=None if wish.search_s is None else _search(simulation.plan, terms, wish.search_s),
     )
+
+
+def _search(plan: Plan, terms: Terms, time_limit_s: float) -> Gap:
+    """How far the plan's orders are from the best ones: compute and hops only."""
+    context = terms.context
+    return gap(
+        schedule_of(plan),
+        context.costs,
+        memory_limit_bytes=context.memory_limit_bytes,
+        hop_s=context.hop_s,
+        effort=Effort(time_limit_s=time_limit_s),
+    )
+
+
+def _gap_dict(found: Gap) -> dict[str, Any]:
+    return {
+        "makespan": found.makespan_s,
+        "best": found.best.makespan_s,
+        "lower_bound": found.best.lower_bound_s,
+        "optimal": found.best.optimal,
+        "at_least": found.at_least,
+        "at_most": found.at_most,
+    }
 
 
 def _with_operators(request: ScheduleRequest, source: CostSource) -> ScheduleRequest:

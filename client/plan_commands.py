@@ -46,6 +46,7 @@ def plan(
     optimizer: options.OptimizerOption = "advance",
     as_json: JsonOption = False,
     show: options.ShowOption = None,
+    search: options.SearchOption = None,
     svg: options.SvgOption = None,
     png: options.PngOption = None,
     out: options.PlanFileOption = None,
@@ -76,6 +77,7 @@ def plan(
             costs=costs,
             optimizer=options.optimizer_name(optimizer),
             memory_limit_bytes=options.size("--memory", memory),
+            search_s=search,
         )
         if config is not None:
             wish.require_nothing()
@@ -99,6 +101,7 @@ def simulate(
     optimizer: options.OptimizerOption = "advance",
     as_json: JsonOption = False,
     show: options.ShowOption = None,
+    search: options.SearchOption = None,
     svg: options.SvgOption = None,
     png: options.PngOption = None,
     out: options.PlanFileOption = None,
@@ -114,6 +117,7 @@ def simulate(
             costs=options.costs_text(costs, profile),
             optimizer=options.optimizer_name(optimizer),
             memory_limit_bytes=options.size("--memory", memory),
+            search_s=search,
         )
         report = make_simulation_report(plan_file, wish)
         outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
@@ -209,6 +213,7 @@ Examples:
   penstock plan --list
   penstock plan --scheme 1f1b --devices 4 --micro-batches 8
   penstock plan --scheme chimera --devices 4 --micro-batches 4 --png chimera.png
+  penstock plan --scheme hanayo --devices 4 --micro-batches 8 --search 10
   penstock plan --scheme 1f1b --recompute full --passes mario --devices 8
       --costs analytic:A100-40:llama2-7b --memory 40G
   penstock plan --scheme spipe --forward-stages 8 --backward-stages 16

@@ -105,6 +105,15 @@ ShowOption = Annotated[
         "--show", metavar="instructions", help="Print the instructions of all devices, too."
     ),
 ]
+SearchOption = Annotated[
+    float | None,
+    typer.Option(
+        "--search",
+        metavar="SECONDS",
+        min=0.001,
+        help="Search so long for the best order of this work, and say how far this one is from it.",
+    ),
+]
 SvgOption = Annotated[
     Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture as SVG.")
 ]

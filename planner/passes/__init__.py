@@ -14,6 +14,7 @@ from penstock.planner.passes import (
     mario,
     obscura,
     own,
+    reorder,
     spipe,
     two_bp,
 )
@@ -27,6 +28,7 @@ _ALL: tuple[Pass, ...] = (
     *deep_optimizer_states.PASSES,
     *own.PASSES,
     *keeping.PASSES,
+    *reorder.PASSES,
 )
 
 PASSES: Mapping[str, Pass] = MappingProxyType({one.name: one for one in _ALL})
