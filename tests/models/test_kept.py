@@ -1,0 +1,668 @@
+"""Gradients with dropped, swapped and rebound activations are those of a plain run, bit for bit."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
+
+from penstock.models.binding import BoundBlock
+from penstock.models.kept import (
+    BoundWeights,
+    CudaCopies,
+    KeepPolicy,
+    Kept,
+    KeptError,
+    OperatorTracker,
+    keeping,
+    let_go,
+)
+from penstock.models.split import DeferredWeights, backward_input, split_backward
+from penstock.planner.operators import OPERATOR_SETS
+
+MODELS = {"llama": {}, "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}}
+TINY_GPT2 = {
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+SETS = {
+    **{name: frozenset(operators) for name, operators in OPERATOR_SETS.items()},
+    "everything": frozenset().union(*OPERATOR_SETS.values()),
+    "up": frozenset({"up"}),
+}
+
+
+class Run:
+    """One model; forwards of all its blocks, each a graph of its own, into one Kept."""
+
+    def __init__(self, case, batch) -> None:
+        self.case, self.batch = case, batch
+        self.bound = case.bind(range(len(case.table.blocks)))
+        self.weights = BoundWeights(self.bound)
+
+    def forward(self, policy: KeepPolicy, micro_batch: int = 0):
+        """The Kept and the outputs of the blocks."""
+        with keeping(policy, self.weights, self.constants()) as kept:
+            outputs = self.plain_forward(micro_batch, kept.block)
+        return kept, outputs
+
+    def plain_forward(self, micro_batch: int = 0, around=lambda block: torch.enable_grad()):
+        """The outputs of the blocks."""
+        outputs, tensors = [], {}
+        for block in self.bound:
+            with around(block.index):
+                output = self.case.runtime.forward(
+                    [block],
+                    tensors,
+                    self.batch,
+                    data_position=0,
+                    micro_batch_index=micro_batch,
+                    training=True,
+                    loss_weight=0.5,
+                )
+            outputs.append(output)
+            tensors = output.tensors
+        return outputs
+
+    def constants(self) -> list[torch.Tensor]:
+        """What the layers are called with besides hidden states, and the batch."""
+        calls = self.case.runtime._prepare(self.batch, self.bound).calls
+        found = [torch.from_numpy(self.batch.input_ids), torch.from_numpy(self.batch.labels)]
+        for value in (v for call in calls for v in (*call.args, *call.kwargs.values())):
+            values = value if isinstance(value, tuple) else (value,)
+            found += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+        return found
+
+    def backward(self, outputs) -> list[torch.Tensor]:
+        """The gradients of this backward alone."""
+        gradients: dict[str, torch.Tensor] = {}
+        for output in reversed(outputs):
+            gradients = self.case.runtime.backward(output, gradients)
+        flats = [flat for contributions in self.case.grads for flat in contributions]
+        taken = [flat.clone() for flat in flats]
+        for flat in flats:
+            flat.zero_()
+        return taken
+
+    def release_weights(self) -> None:
+        """Another stage's weights overwrite these."""
+        self.saved = [flat.clone() for flat in self.case.weights]
+        for flat in self.case.weights:
+            flat.fill_(float("nan"))
+        self.weights.release()
+
+    def fetch_weights(self) -> None:
+        """The weights arrive in other memory than before."""
+        self.case.weights = self.saved
+        self.weights.bind(self.case.bind(range(len(self.case.table.blocks)), train=False))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts kernels, and follows the memory that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        for value in result if isinstance(result, tuple) else (result,):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in given:
+                    self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    @property
+    def products(self) -> int:
+        return sum(self.counts[name] for name in ("mm", "addmm", "bmm"))
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(size for place, size in self._made.values() if not place.expired())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny kernels: threads cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def built(make_case: Callable, name: str):
+    return make_case(name, **MODELS[name])
+
+
+@functools.cache
+def plain_gradients(make_case: Callable, make_batch: Callable, name: str) -> list[torch.Tensor]:
+    run = Run(built(make_case, name), make_batch())
+    return run.backward(run.plain_forward())
+
+
+@pytest.fixture(name="make_run")
+def _make_run(make_case, make_batch):
+    return lambda name: Run(built(make_case, name), make_batch())
+
+
+@pytest.fixture(name="plain")
+def _plain(make_case, make_batch):
+    return functools.partial(plain_gradients, make_case, make_batch)
+
+
+def kept_bytes(run: Run, policy: KeepPolicy) -> int:
+    kept, graph = run.forward(policy)
+    return kept.bytes if graph else 0
+
+
+def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(got) == len(wanted)
+    for array, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        assert torch.equal(one, other), f"gradients of array {array}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_kept_and_freed_by_the_backward(name, make_run, plain) -> None:
+    run = make_run(name)
+    kept, outputs = run.forward(KeepPolicy())
+    assert kept.bytes > 0
+    assert kept.recompute() == 0
+    assert_same(run.backward(outputs), plain(name))
+    assert kept.bytes == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_full_recomputation_is_the_same_too(name, make_case, make_batch, plain) -> None:
+    wanted = plain(name)
+    case = built(make_case, name)
+    case.train((1, 2, 3, 4), make_batch(), loss_weight=0.5)
+    assert_same(Run(case, make_batch()).backward([]), wanted)
+
+
+@pytest.mark.parametrize("drop", SETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_dropped_operators(name, drop, make_run, plain) -> None:
+    run, wanted = make_run(name), plain(name)
+    whole = kept_bytes(run, KeepPolicy())
+    kept, outputs = run.forward(KeepPolicy(drop=SETS[drop]))
+    early, other = run.forward(KeepPolicy(drop=SETS[drop]))
+    assert kept.bytes == early.bytes < whole
+    torch.rand(7)  # others use the generator in between
+    state = torch.get_rng_state()
+    assert early.recompute() > 0
+    assert early.recompute() == 0
+    # Besides, what the kernels in between would have left is there, and only that.
+    assert kept.bytes < early.bytes <= whole
+    assert_same(run.backward(outputs), wanted)
+    assert_same(run.backward(other), wanted)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert kept.bytes == early.bytes == 0
+
+
+def test_micro_batches_interleave(make_run) -> None:
+    run = make_run("gpt2")
+    wanted = [run.backward(run.plain_forward(m)) for m in (0, 1)]
+    assert not torch.equal(wanted[0][2], wanted[1][2]), "dropout differs by micro-batch"
+    first, first_outputs = run.forward(KeepPolicy(drop=SETS["everything"]), 0)
+    _, second_outputs = run.forward(KeepPolicy(drop=SETS["mlp"]), 1)
+    first.recompute()
+    assert_same(run.backward(second_outputs), wanted[1])
+    assert_same(run.backward(first_outputs), wanted[0])
+
+
+SAVED = {
+    # Three layers and the last norm; shares of what is kept of two sequences of twelve tokens.
+    ("llama", "cmb"): 0.460,
+    ("llama", "mlp"): 0.356,
+    ("gpt2", "cmb"): 0.509,
+    ("gpt2", "mlp"): 0.615,
+}
+
+
+@pytest.mark.parametrize(("name", "drop"), SAVED)
+def test_bytes_saved(name, drop, make_run) -> None:
+    run = make_run(name)
+    whole = kept_bytes(run, KeepPolicy())
+    kept = kept_bytes(run, KeepPolicy(drop=SETS[drop]))
+    assert 1 - kept / whole == pytest.approx(SAVED[name, drop], abs=0.005)
+
+
+PRODUCTS = {
+    # Of three layers. ``down`` and its sum are nobody's input but the next block's, which is kept.
+    ("llama", "cmb"): 0,
+    ("llama", "mlp"): 3 * 2,
+    ("llama", "attention"): 3 * 4,
+    ("llama", "core"): 0,
+    ("llama", "up"): 3,
+    ("gpt2", "cmb"): 0,
+    ("gpt2", "mlp"): 3,
+    ("gpt2", "core"): 3 * 2,  # with dropout scores and values are products of their own
+    ("gpt2", "attention"): 3 * (1 + 2),  # the last dropout, not dropped, needs no product again
+}
+
+
+@pytest.mark.parametrize(("name", "drop"), PRODUCTS)
+def test_only_dropped_operators_run_again(name, drop, make_run) -> None:
+    run = make_run(name)
+    kept, outputs = run.forward(KeepPolicy(drop=SETS[drop]))
+    with Kernels() as kernels:
+        kept.recompute()
+    assert kernels.products == PRODUCTS[name, drop]
+    assert bool(outputs)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+@pytest.mark.parametrize("drop", [None, "cmb", "mlp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_at_once(name, drop, fraction, make_run, plain) -> None:
+    run, wanted = make_run(name), plain(name)
+    policy = KeepPolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
+    kept, outputs = run.forward(policy)
+    before = kept.bytes
+    moved = kept.swap_out(fraction)
+    assert fraction * before <= moved
+    assert (kept.bytes, kept.bytes_elsewhere) == (before - moved, moved)
+    run.release_weights()
+    run.fetch_weights()
+    assert kept.swap_in() == moved
+    assert (kept.bytes, kept.bytes_elsewhere) == (before, 0)
+    assert (kept.recompute() > 0) == (drop is not None)
+    assert_same(run.backward(outputs), wanted)
+
+
+def test_swap_takes_the_largest_first_and_no_more_than_needed() -> None:
+    weights = BoundWeights()
+    with keeping(KeepPolicy(), weights) as kept:
+        leaves = [torch.ones(size, requires_grad=True) for size in (10, 40, 20, 30)]
+        result = sum((leaf * leaf).sum() for leaf in leaves)
+    assert kept.bytes == 4 * 100
+    assert kept.swap_out(0.0) == 0
+    assert kept.swap_out(0.5) == 4 * (40 + 10)
+    assert kept.swap_out(1.0) == 4 * (20 + 30)
+    assert kept.swap_in() == 4 * 100
+    result.backward()
+    assert all(torch.equal(leaf.grad, torch.full_like(leaf, 2.0)) for leaf in leaves)
+    with pytest.raises(ValueError, match=r"fraction = 1.5: expected 0 to 1"):
+        kept.swap_out(1.5)
+
+
+def test_use_while_swapped_out_names_the_tensor() -> None:
+    layer = torch.nn.Linear(3, 5)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    with keeping(KeepPolicy(drop=frozenset({"dropout"})), BoundWeights()) as kept, kept.block(4):
+        result = F.silu(layer(inputs)).sum()
+    kept.swap_out(1.0)
+    wanted = (
+        r"saved tensor 2 of block 4, output of AddmmBackward0 \(2, 5\) float32 \(40 bytes\)"
+        r" is swapped out; bring it back"
+    )
+    with pytest.raises(KeptError, match=wanted):
+        result.backward()
+    kept.swap_in()
+    result.backward()
+    assert inputs.grad is not None
+
+
+def test_recompute_of_what_is_swapped_out_runs_nothing(make_run, plain) -> None:
+    run = make_run("llama")
+    kept, outputs = run.forward(KeepPolicy(drop=SETS["cmb"]))
+    kept.swap_out(1.0)
+    with Kernels() as kernels, pytest.raises(KeptError, match="is swapped out"):
+        kept.recompute()
+    assert not kernels.counts
+    kept.swap_in()
+    assert_same(run.backward(outputs), plain("llama"))
+
+
+class LateCopies:
+    """Copies that happen as late as they may: when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def follow(self, arrival: LateCopies) -> None:
+        self.pending = arrival.pending + self.pending
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.pending.append((target.fill_(255), source))
+
+    def record(self) -> LateCopies:
+        return self
+
+    def wait(self) -> None:
+        for target, source in self.pending:
+            target.copy_(source)
+        self.pending.clear()
+
+
+def test_copies_are_waited_for_at_the_first_use(make_run, plain) -> None:
+    run, wanted = make_run("gpt2"), plain("gpt2")
+    kept, outputs = run.forward(KeepPolicy(drop=SETS["cmb"]))
+    out, back = LateCopies(), LateCopies()
+    places: list[torch.Tensor] = []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        places.append(torch.empty(num_bytes + 64, dtype=torch.uint8))
+        return places[-1]
+
+    kept.swap_out(0.5, allocate=allocate, copies=out)
+    kept.swap_in(copies=back)
+    assert len(back.pending) == 2 * len(places) > 0
+    assert_same(run.backward(outputs), wanted)
+    assert not back.pending
+
+
+def test_memory_is_free_after_a_swap(make_run) -> None:
+    run = make_run("llama")
+    hidden, constants = torch.randn(2, 12, 32), run.constants()
+    with Kernels() as kernels, keeping(KeepPolicy(), run.weights, constants) as kept:
+        output = run.case.runtime.forward(
+            [run.bound[1]],
+            {"hidden": hidden.clone()},
+            run.batch,
+            data_position=0,
+            micro_batch_index=0,
+            training=True,
+            loss_weight=1.0,
+        )
+    assert kernels.live_bytes == kept.bytes + output.tensors["hidden"].nbytes
+    let_go(output.inputs["hidden"])
+    kept.swap_out(1.0)
+    assert kernels.live_bytes == output.tensors["hidden"].nbytes
+    kept.swap_in()
+    gradient = run.case.runtime.backward(output, {"hidden": torch.ones(2, 12, 32)})["hidden"]
+    run.backward([])
+    assert gradient.shape == hidden.shape and gradient.is_contiguous() and gradient.any()
+
+
+@pytest.mark.parametrize("drop", ["cmb", "mlp", "everything"])
+def test_dropped_memory_is_free_during_the_forward(drop, make_run) -> None:
+    run = make_run("llama")
+    run.constants()  # so that rotary tables exist
+    with Kernels() as kernels:
+        kept, outputs = run.forward(KeepPolicy(drop=SETS[drop]))
+    hidden = outputs[0].tensors["hidden"].nbytes
+    # The hidden states are kept as inputs of blocks; the loss and its weighted value are scalars.
+    assert kept.bytes <= kernels.live_bytes <= kept.bytes + hidden + 16
+
+
+def test_unbound_weights_are_named(make_run) -> None:
+    run = make_run("llama")
+    kept, outputs = run.forward(KeepPolicy(drop=SETS["mlp"], rebind=True))
+    run.weights.release()
+    wanted = r"weight 'model.layers.0.mlp.gate_proj.weight' of block 1 is needed and not bound"
+    with pytest.raises(KeptError, match=wanted):
+        kept.recompute()
+    with pytest.raises(KeptError, match=r"weight 'lm_head.weight' of block 4 is needed"):
+        run.backward(outputs)
+
+
+def test_without_rebinding_the_old_memory_is_read(make_run, plain) -> None:
+    run = make_run("llama")
+    _, outputs = run.forward(KeepPolicy())
+    run.weights.release()
+    assert_same(run.backward(outputs), plain("llama"))
+
+
+def test_discarded_activations_are_freed_and_missed(make_run) -> None:
+    run = make_run("llama")
+    kept, outputs = run.forward(KeepPolicy(drop=SETS["cmb"]))
+    kept.swap_out(0.5)
+    kept.discard()
+    assert (kept.bytes, kept.bytes_elsewhere, kept.recompute()) == (0, 0, 0)
+    with pytest.raises(KeptError, match="was discarded"):
+        run.backward(outputs)
+    run.backward([])
+
+
+@pytest.mark.parametrize("inner", ["eager", "grouped_mm"])
+def test_experts(inner) -> None:
+    config = MixtralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        experts_implementation=inner,
+    )
+    check_whole_model(config, ["cmb", "mlp", "everything"])
+
+
+def test_eager_attention_with_dropout() -> None:
+    config = GPT2Config(**TINY_GPT2, attn_implementation="eager")
+    check_whole_model(config, ["cmb", "core", "attention", "everything"])
+
+
+@pytest.mark.parametrize("drop", [None, "cmb", "mlp", "everything"])
+def test_split_backward(drop) -> None:
+    torch.manual_seed(1)
+    config = GPT2Config(**TINY_GPT2)
+    model = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.randint(0, 61, (2, 12))
+    parameters = list(model.parameters())
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(2)
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    wanted = torch.autograd.grad(loss(), parameters)
+    leaves = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
+    policy = KeepPolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
+    store = DeferredWeights()
+    with keeping(policy, weights, [ids]) as kept, split_backward(store, inputs=[]):
+        value = loss()
+    kept.swap_out(0.5)
+    weights.release()
+    kept.swap_in()
+    weights.bind([BoundBlock(index=0, leaves=leaves)])
+    kept.recompute()
+    backward_input(store, [value], [None])
+    del value
+    assert kept.bytes > 0, "what weight gradients need is still kept"
+    weights.release()
+    for leaf in leaves.values():
+        leaf.fill_(float("nan"))
+    store.run()
+    assert kept.bytes == 0
+    assert_same([parameter.grad for parameter in parameters], list(wanted))
+
+
+def check_whole_model(config, drops: list[str]) -> None:
+    """All of a model as one block, its weights moved before the backward."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.randint(0, 61, (2, 12))
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(2)
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def gradients(value: torch.Tensor) -> list[torch.Tensor]:
+        value.backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return [gradient for gradient in found if gradient is not None]
+
+    wanted, whole = gradients(loss()), None
+    for drop in (frozenset(), *(SETS[name] for name in drops)):
+        leaves = {name: p.detach() for name, p in model.named_parameters()}
+        weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
+        with keeping(KeepPolicy(drop=drop, rebind=True), weights) as kept:
+            value = loss()
+        whole = whole or kept.bytes
+        assert kept.bytes <= whole and (kept.bytes < whole) == bool(drop)
+        copies = {name: leaf.clone() for name, leaf in leaves.items()}
+        for leaf in leaves.values():
+            leaf.fill_(float("nan"))
+        weights.bind([BoundBlock(index=0, leaves=copies)])
+        assert_same(gradients(value), wanted)
+        for name, leaf in leaves.items():
+            leaf.copy_(copies[name])
+
+
+class InPlace(torch.nn.Module):
+    """Reads a tensor, then changes it; ``mul`` is what an MLP itself computes."""
+
+    class MLP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            with torch.no_grad():
+                early = y * 2.0  # what it read is changed by the next line
+            y.add_(1.0)
+            z = (x * 2.0).add_(y).mul_(0.5)  # a chain of changes to new memory
+            return early * x + torch.sin(z) * y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = self.MLP()
+        self.norm = torch.nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.mlp(x))
+
+
+@pytest.mark.parametrize("drop", [{"mul"}, {"inner"}, {"mul", "inner"}, {"mul", "inner", "norm"}])
+def test_changes_in_place(drop) -> None:
+    torch.manual_seed(3)
+    module, inputs = InPlace(), torch.randn(5, 4, requires_grad=True)
+    weight = module.mlp.inner.weight
+    wanted = torch.autograd.grad(module(inputs).sin().sum(), [inputs, weight])
+    with keeping(KeepPolicy(drop=frozenset(drop)), BoundWeights()) as kept:
+        result = module(inputs).sin().sum()
+    kept.recompute()
+    assert_same(list(torch.autograd.grad(result, [inputs, weight])), list(wanted))
+
+
+class Named(TorchDispatchMode):
+    """Kernels that make new memory or products, by operator."""
+
+    def __init__(self, tracker: OperatorTracker) -> None:
+        super().__init__()
+        self.tracker, self.found = tracker, collections.defaultdict(list)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        operator = self.tracker.operator_of(name)
+        result = func(*args, **(kwargs or {}))
+        views = ("view", "t", "transpose", "slice", "detach", "unsqueeze", "expand", "split")
+        if name.strip("_") not in (*views, "unsafe_view", "alias"):
+            self.found[operator].append(name)
+        return result
+
+
+def test_names_of_llamas_kernels(make_run) -> None:
+    run = make_run("llama")
+    tracker = OperatorTracker()
+    with tracker.watching(), Named(tracker) as named:
+        run.plain_forward()
+    layers = {operator: names for operator, names in named.found.items()}
+    assert layers == {
+        "embedding": ["embedding"],
+        "norm": ["pow", "mean", "add", "rsqrt", "mul", "mul"] * 7,
+        "qkv": [*["mm"] * 3, *["mul", "neg", "cat", "mul", "add"] * 2] * 3,
+        "attention_core": ["_scaled_dot_product_flash_attention_for_cpu"] * 3,
+        "attention_output": ["mm", "add"] * 3,
+        "gate": ["mm"] * 3,
+        "silu": ["silu"] * 3,
+        "up": ["mm"] * 3,
+        "mul": ["mul"] * 3,
+        "down": ["mm", "add"] * 3,
+        "head": ["mm"],
+        "loss": named.found["loss"],
+    }
+
+
+def test_names_of_gpt2s_kernels(make_run) -> None:
+    run = make_run("gpt2")
+    tracker = OperatorTracker()
+    with tracker.watching(), Named(tracker) as named:
+        run.plain_forward()
+    products = {
+        operator: names.count("addmm") + names.count("mm") + names.count("bmm")
+        for operator, names in named.found.items()
+    }
+    assert (
+        products["qkv"] == products["attention_output"] == products["up"] == products["down"] == 3
+    )
+    assert products["attention_core"] == 6
+    assert named.found["dropout"].count("bernoulli_") == 1 + 3 * 2
+    assert named.found["attention_core"].count("bernoulli_") == 3
+    assert named.found["norm"].count("native_layer_norm") == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drop", [None, "cmb", "mlp", "everything"])
+def test_on_a_gpu(drop) -> None:
+    config = GPT2Config(**{**TINY_GPT2, "n_embd": 256})
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16).train()
+    ids = torch.randint(0, 61, (2, 128), device="cuda")
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(2)
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(loss(), parameters)
+    stream = torch.cuda.Stream()
+    policy = KeepPolicy(drop=SETS[drop] if drop else frozenset())
+    for fraction in (0.0, 0.3, 1.0):
+        with keeping(policy, BoundWeights()) as kept:
+            value = loss()
+        torch.rand(9, device="cuda")
+        copies = CudaCopies(stream)
+        moved = kept.swap_out(
+            fraction,
+            allocate=lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
+            copies=copies,
+        )
+        torch.full((moved // 4 + 1,), float("nan"), device="cuda")  # takes the freed memory
+        kept.swap_in(copies=copies)
+        kept.recompute()
+        assert_same(list(torch.autograd.grad(value, parameters)), list(wanted))
+    gc.collect()
+    assert kept.bytes == 0
+
+
+def test_nests_inside_other_modes(make_run, plain) -> None:
+    run, wanted = make_run("llama"), plain("llama")
+    seen: list[str] = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    with Functions():
+        kept, outputs = run.forward(KeepPolicy(drop=SETS["mlp"]))
+    assert "linear" in seen
+    seen.clear()
+    with Functions():
+        kept.recompute()
+    assert "linear" not in seen
+    assert isinstance(kept, Kept)
+    assert_same(run.backward(outputs), wanted)
