@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from penstock.planner.build import ScheduleRequest
+from penstock.planner.layout import Residency
 from penstock.planner.passes import PASSES
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.trial import Recipe
@@ -109,6 +110,8 @@ class Space:
             return
         if scheme.whole_model_per_device and replicas > 1:
             return  # it is data parallel by itself
+        if num_devices == 1 and self._plainer(name):
+            return
         for forward, backward in self._stages(name, num_devices):
             if scheme.check_microbatches(count, num_devices, forward) is not None:
                 continue
@@ -125,6 +128,11 @@ class Space:
                         recompute=mode,
                         drop=drop,
                     )
+
+    def _plainer(self, name: str) -> bool:
+        """Another scheme does the same on one device, where weights stay and nobody waits."""
+        resident = SCHEMES[name].residency is Residency.RESIDENT
+        return resident and name != "1f1b" and "1f1b" in self.schemes
 
     def _stages(self, name: str, num_devices: int) -> Iterable[tuple[int, int]]:
         """Numbers of stages that the scheme accepts: its own choice, and those of the space."""
