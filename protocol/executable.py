@@ -33,9 +33,18 @@ KEEPS = frozenset({Keep.ALL, Keep.INPUT, Keep.NONE})
 """What forwards of workers can keep."""
 
 
-def check_executable(plan: Plan) -> None:
+EMULATED_EXECUTED = EXECUTED | {
+    Opcode.BACKWARD_INPUT,
+    Opcode.BACKWARD_WEIGHT,
+    Opcode.SWAP_OUT,
+    Opcode.SWAP_IN,
+}
+"""Opcodes that workers execute on emulated devices, where forwards can keep anything."""
+
+
+def check_executable(plan: Plan, *, emulated: bool = False) -> None:
     """Refuse a plan with instructions that workers do not execute, or with weights that they cannot
-    hold as it wants.
+    hold as it wants. ``emulated``: on emulated devices.
 
     Raises:
         ConfigError: naming the first such thing and what workers do.
@@ -43,7 +52,7 @@ def check_executable(plan: Plan) -> None:
     for name, programs in (("plan", plan.programs), ("evaluation", plan.evaluation)):
         for device, program in enumerate(programs):
             for position, instruction in enumerate(program):
-                complaint = _complaint(instruction)
+                complaint = _complaint(instruction, emulated)
                 if complaint is not None:
                     raise ConfigError(
                         f"{name}: {plan.scheme}, device {device}, instruction {position} is"
@@ -53,7 +62,7 @@ def check_executable(plan: Plan) -> None:
         (
             "bind weights anew that were released between a forward and its backward (streamed"
             " weights without recomputation; use schedule.recompute: full)",
-            plan.rebinds_weights,
+            plan.rebinds_weights and not emulated,
         ),
         ("share out weights over devices", plan.shards_weights),
     ):
@@ -61,12 +70,13 @@ def check_executable(plan: Plan) -> None:
             raise ConfigError(f"plan: workers cannot do what {plan.scheme} needs: {what}")
 
 
-def _complaint(instruction: Instruction) -> str | None:
+def _complaint(instruction: Instruction, emulated: bool) -> str | None:
     """What workers do not do."""
-    if instruction.opcode not in EXECUTED:
-        known = ", ".join(opcode.name for opcode in Opcode if opcode in EXECUTED)
+    executed = EMULATED_EXECUTED if emulated else EXECUTED
+    if instruction.opcode not in executed:
+        known = ", ".join(opcode.name for opcode in Opcode if opcode in executed)
         return f"execute {instruction.opcode.name}; they execute {known}"
-    if isinstance(instruction, Forward) and instruction.keep not in KEEPS:
+    if isinstance(instruction, Forward) and instruction.keep not in KEEPS and not emulated:
         known = ", ".join(keep.value for keep in Keep if keep in KEEPS)
         return f"keep activations this way; they support keep={known}"
     return None

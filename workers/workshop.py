@@ -232,7 +232,7 @@ class EpochWorkshop:
                     f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
                     " stop the run and start it again"
                 )
-        check_executable(plan)
+        check_executable(plan, emulated=self._config.cluster.emulated is not None)
         return plan
 
     def _programs(self, plan: Plan) -> tuple[Program, Program]:

@@ -90,7 +90,7 @@ def _look_ahead_emulated(config: Config, machine: MachineMemory, nodes: Sequence
     """With the block table at full size, and limits of the emulated machines."""
     emulation = Emulation.of(config)
     plan = build_plan(config, emulation.table, emulation.costs)
-    check_executable(plan)
+    check_executable(plan, emulated=True)
     rows = emulated_rows(config, emulation, plan)
     return Prospect(
         table=emulation.table,

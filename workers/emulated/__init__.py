@@ -6,6 +6,7 @@
   time.
 - :mod:`.handlers`: the workers' handlers, each with the time of its instruction; :mod:`.durations`
   says how much that is.
+- :mod:`.compute`: split backwards, dropped operators and swaps, which are simpler here.
 - :mod:`.runtime`: instead of a model, numbers that follow from everything the model would use.
 - :mod:`.loader`: initial weights.
 

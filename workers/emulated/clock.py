@@ -9,22 +9,25 @@ with its next kernels queued behaves the same.
 
 from __future__ import annotations
 
+import threading
 import time
 
 from penstock.workers.waiting import POLL_S, Abort
 
 
 class Stream:
-    """Something that does one thing after the other."""
+    """Something that does one thing after the other. Thread-safe."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
+        self._lock = threading.Lock()
 
     def occupy(self, ready_at: float, seconds: float) -> tuple[float, float]:
         """Start and end of work that can start at ``ready_at``."""
-        start = max(self.free_at, ready_at)
-        self.free_at = start + seconds
-        return start, self.free_at
+        with self._lock:
+            start = max(self.free_at, ready_at)
+            self.free_at = start + seconds
+            return start, self.free_at
 
 
 def sleep_until(at: float, abort: Abort | None = None) -> None:

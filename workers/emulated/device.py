@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
 from penstock.workers.devices.pool import BufferPool
 from penstock.workers.emulated.clock import Stream, sleep_until
 from penstock.workers.emulated.durations import Durations
+from penstock.workers.emulated.runtime import Deferred
 from penstock.workers.waiting import Abort
 
 ARRIVAL = "arrival"
@@ -35,6 +37,15 @@ class Sending:
     peer: int
     num_bytes: float
     bandwidth: float
+
+
+class SwapKey(NamedTuple):
+    """What a SWAP_OUT and its SWAP_IN have in common."""
+
+    stage: int
+    micro_batch: int
+    fraction: float
+    peer: int | None
 
 
 class EmulatedStageBuffer:
@@ -67,8 +78,9 @@ class _Offload:
 class EmulatedDevice:
     """See :class:`penstock.workers.devices.base.Device`.
 
-    ``compute`` is the compute stream. Between :meth:`begin` and :meth:`compute_for` an instruction
-    collects what it has to wait for.
+    ``compute`` is the compute stream. By (stage, micro-batch): ``dropped``, forwards that dropped
+    operators, and ``deferred``, what BACKWARD_INPUT left. Between :meth:`begin` and
+    :meth:`compute_for` an instruction collects what it has to wait for.
     """
 
     torch_device = torch.device("cpu")
@@ -79,6 +91,8 @@ class EmulatedDevice:
         """``table``: the stored one of the run."""
         self.emulation = emulation
         self.compute = Stream()
+        self.dropped: set[tuple[int, int]] = set()
+        self.deferred: dict[tuple[int, int], Deferred] = {}
         self.sending: Sending | None = None
         cluster = emulation.cluster
         share = cluster.switch_bandwidth / cluster.devices_per_switch
@@ -88,6 +102,9 @@ class EmulatedDevice:
         self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
         self._fetches, self._offloads = Stream(), Stream()
         self._links: dict[int, Stream] = {}
+        self._guests: dict[tuple[int, bool], Stream] = {}
+        self._swapped: dict[SwapKey, float] = {}
+        self._back_at: dict[tuple[int, int], float] = {}
         self._needed_at = 0.0
         self._idle = True
         self._durations: tuple[StageLayout, Durations] | None = None
@@ -120,6 +137,35 @@ class EmulatedDevice:
         start, end = self.compute.occupy(self._needed_at, self._scaled(seconds))
         sleep_until(end, abort)
         return start, end
+
+    def swap_out(self, key: SwapKey, num_bytes: float) -> None:
+        """Start to move what a forward kept to the host, or to a peer's memory."""
+        stream, bandwidth, latency_s = self._way(key, out=True)
+        _, end = stream.occupy(self.compute.free_at, self._scaled(num_bytes / bandwidth))
+        self._swapped[key] = end + self._scaled(latency_s)
+
+    def swap_in(self, key: SwapKey, num_bytes: float) -> None:
+        """Start to bring it back, once it is out."""
+        stream, bandwidth, latency_s = self._way(key, out=False)
+        ready_at = max(self.compute.free_at, self._swapped.pop(key))
+        _, end = stream.occupy(ready_at, self._scaled(num_bytes / bandwidth))
+        place = key.stage, key.micro_batch
+        back_at = end + self._scaled(latency_s)
+        self._back_at[place] = max(self._back_at.get(place, 0.0), back_at)
+
+    def await_swap(self, stage: int, micro_batch: int) -> None:
+        """The instruction under way starts no sooner than what was swapped is back."""
+        self.needs(self._back_at.get((stage, micro_batch), 0.0))
+
+    def _way(self, key: SwapKey, *, out: bool) -> tuple[Stream, float, float]:
+        """Stream, bytes/s and latency."""
+        cluster = self.emulation.cluster
+        if key.peer is not None:
+            link = self._guests.setdefault((key.peer, out), Stream())
+            return link, cluster.peer_bandwidth, cluster.latency_s
+        if out:
+            return self._offloads, self._offload_bandwidth, 0.0
+        return self._fetches, self._fetch_bandwidth, 0.0
 
     def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
         """Start the thread that writes gradients."""
@@ -163,7 +209,9 @@ class EmulatedDevice:
         if self._publisher is not None:
             self._publisher.wait(discard=True)
         self.compute, self._fetches, self._offloads = Stream(), Stream(), Stream()
-        self._links.clear()
+        for kept in (self._links, self._guests, self._swapped, self._back_at, self.deferred):
+            kept.clear()
+        self.dropped.clear()
         self._idle = True
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

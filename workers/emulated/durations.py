@@ -17,10 +17,13 @@ class Durations:
         self._layout = layout
         self._costs = costs
         self._seconds = seconds_of(layout, costs)
+        self._drops: dict[tuple[int, int], tuple[str, ...]] = {}
 
     def seconds(self, instruction: Any) -> float:
         """On the compute stream; a forward of the last stage ends at its last checkpoint."""
         layout = self._layout
+        if isinstance(instruction, Forward):
+            self._drops[instruction.stage, instruction.micro_batch] = instruction.drop
         if (
             isinstance(instruction, Forward)
             and instruction.keep is Keep.INPUT
@@ -39,3 +42,8 @@ class Durations:
         else:
             block = self._layout.backward[send.stage].start - 1
         return self._costs.blocks[block].output_bytes
+
+    def kept_bytes(self, stage: int, micro_batch: int) -> float:
+        """Of what a forward, whose seconds were asked for before, kept."""
+        cost = self._costs.of(self._layout.forward[stage].blocks)
+        return cost.activation_bytes - cost.drop_bytes(self._drops.get((stage, micro_batch), ()))

@@ -7,21 +7,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from penstock.protocol.executable import EMULATED_EXECUTED
 from penstock.protocol.instructions import Instruction, Opcode
 from penstock.workers.attempt import Attempt
-from penstock.workers.emulated.device import EmulatedDevice, Sending
+from penstock.workers.emulated.compute import OWN, device_of
+from penstock.workers.emulated.device import Sending
 from penstock.workers.handlers import HANDLERS, Handler
-
-
-def _device(attempt: Attempt) -> EmulatedDevice:
-    device = attempt.bench.device
-    assert isinstance(device, EmulatedDevice)
-    return device
 
 
 def _issued(handler: Handler) -> Handler:
     def run(instruction: Instruction, attempt: Attempt) -> None:
-        _device(attempt).begin()
+        device_of(attempt).begin()
         handler(instruction, attempt)
 
     return run
@@ -31,7 +27,7 @@ def _computed(handler: Handler) -> Handler:
     """The numbers first: they say what the instruction waits for. Then its time."""
 
     def run(instruction: Instruction, attempt: Attempt) -> None:
-        device, tally = _device(attempt), attempt.tally
+        device, tally = device_of(attempt), attempt.tally
         begun_at, waited_s, busy_s = time.monotonic(), attempt.waited_s, tally.busy_s
         device.begin()
         handler(instruction, attempt)
@@ -46,7 +42,7 @@ def _computed(handler: Handler) -> Handler:
 
 def _sent(handler: Handler) -> Handler:
     def run(instruction: Any, attempt: Attempt) -> None:
-        device = _device(attempt)
+        device = device_of(attempt)
         cluster, sender = device.emulation.cluster, attempt.bench.device_index
         here = cluster.node_of(sender) == cluster.node_of(instruction.peer)
         device.begin()
@@ -74,6 +70,9 @@ _KINDS: Mapping[Opcode, Callable[[Handler], Handler]] = MappingProxyType(
 )
 
 EMULATED_HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
-    {opcode: _KINDS.get(opcode, _issued)(handler) for opcode, handler in HANDLERS.items()}
+    {
+        opcode: _KINDS.get(opcode, _issued)({**HANDLERS, **OWN}[opcode])
+        for opcode in EMULATED_EXECUTED
+    }
 )
-"""For the same opcodes as :data:`penstock.workers.handlers.HANDLERS`."""
+"""For :data:`penstock.protocol.executable.EMULATED_EXECUTED`."""

@@ -48,6 +48,10 @@ class EmulatedOutput(StageOutput):
     amplitude: float
 
 
+Deferred = tuple[tuple[EmulatedBlock, float], ...]
+"""Blocks, and the factors of their patterns."""
+
+
 class EmulatedRuntime:
     """Takes the place of :class:`penstock.models.runtime.ModelRuntime` in a worker."""
 
@@ -55,6 +59,7 @@ class EmulatedRuntime:
         """``table``: the stored one."""
         self.table = table
         self._seed = seed
+        self._elements = sum(block.trainable_elements for block in table.blocks)
 
     def bind(
         self,
@@ -110,20 +115,36 @@ class EmulatedRuntime:
             inputs={},
             steps=tuple(steps),
             end=activation,
-            amplitude=_power_of_two(loss_weight),
+            # The norm of all gradients is then below the loss scale, whatever the model's size.
+            amplitude=_power_of_two(
+                loss_weight * max(1, batch.counted_tokens) / math.sqrt(self._elements)
+            ),
         )
 
     def backward(
         self, output: EmulatedOutput, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Add to the gradients of every block; returns the gradient of the stage's input."""
+        found, deferred = self.backward_input(output, gradients)
+        self.backward_weight(deferred)
+        return found
+
+    def backward_input(
+        self, output: EmulatedOutput, gradients: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], Deferred]:
+        """The gradient of the stage's input, and what :meth:`backward_weight` will add."""
         gradient = _number(gradients) if gradients else _hash(output.end)
+        deferred = []
         for block, activation in reversed(output.steps):
             gradient = _hash(gradient, activation, block.index)
-            factor = ((gradient & 255) - 128) / 128 * output.amplitude
+            deferred.append((block, ((gradient & 255) - 128) / 128 * output.amplitude))
+        return _tensors(gradient), tuple(deferred)
+
+    def backward_weight(self, deferred: Deferred) -> None:
+        """Add to the gradients of every block."""
+        for block, factor in deferred:
             for total in block.gradients:
                 total.add_(_pattern(total.numel()), alpha=factor)
-        return _tensors(gradient)
 
     def _loss(self, activation: int, batch: MicroBatch) -> torch.Tensor:
         noise = (activation & 1023) / 1024 - 0.5
