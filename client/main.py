@@ -237,6 +237,42 @@ def export(
         typer.echo(f"step {state.version} of {run} is in {output}")
 
 
+@app.command(
+    epilog="\b\nExamples:\n  penstock train examples/tiny.yaml --set observability.trace=true\n"
+    "  penstock trace runs/tiny --out tiny.json --svg tiny.svg\n\n"
+    "tiny.json opens in https://ui.perfetto.dev. The picture shows a typical attempt over its"
+    " simulation; figures are medians over all attempts but the first three."
+)
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    attempt: Annotated[int | None, typer.Option(help="This attempt only.")] = None,
+    attempts: Annotated[
+        str | None, typer.Option(metavar="A:B", help="These attempts only.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write Chrome-trace JSON.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw measured over simulated, as SVG.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw measured over simulated, as PNG.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Simulate with a profile, not with the trace's costs."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a traced run did when, beside a simulation of its plan."""
+    with errors_explained():
+        from penstock.client.trace import TraceOutputs, make_trace_report, parse_attempts
+
+        outputs = TraceOutputs(chrome=out, svg=svg, png=png)
+        report = make_trace_report(run, parse_attempts(attempt, attempts), profile, outputs)
+        typer.echo(json.dumps(report.to_dict()) if as_json else report.to_text())
+
+
 @app.command(epilog="--clean removes only what belongs to dead processes, and says what was in it.")
 def doctor(
     run_dir: RunDirOption = None,

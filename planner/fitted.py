@@ -1,9 +1,9 @@
 """Costs from the trace of a run, so that a schedule's own prediction can be judged.
 
 Everything is in seconds, so rates are 1: a block's ``parameters`` are seconds of its optimizer
-pass, its ``weight_bytes`` and ``gradient_bytes`` seconds of a copy, and memory figures of a
-simulation with these costs mean nothing. What is measured per stage is shared out evenly among the
-blocks that the stage computes.
+pass, its ``output_bytes``, ``weight_bytes`` and ``gradient_bytes`` seconds of a transfer or copy,
+and memory figures of a simulation with these costs mean nothing. What is measured per stage is
+shared out evenly among the blocks that the stage computes.
 
 An instruction's time on a device is taken per attempt as the mean over micro-batches (the first one
 also binds weights and clears gradients), then the median over attempts. To that come
@@ -84,12 +84,13 @@ class Fit:
 
     @property
     def cluster(self) -> Cluster:
-        """Rates of 1, and the latency."""
+        """Rates of 1."""
         return Cluster(
             devices_per_node=self.devices_per_node,
             fetch_bandwidth=1.0,
             offload_bandwidth=1.0,
-            latency_s=self.latency_s,
+            peer_bandwidth=1.0,
+            nic_bandwidth=1.0,
             optimizer_rate=1.0,
         )
 
@@ -112,6 +113,7 @@ class Fit:
                 recompute_s=recompute.get(block, 0.0),
                 backward_input_s=inputs.get(block, whole.get(block, 0.0)),
                 backward_weight_s=weights.get(block, 0.0),
+                output_bytes=self.latency_s,
                 parameters=self._pass_s(block),
                 gradient_bytes=gradients.get(block, 0.0),
                 weight_bytes=fetched.get(block, 0.0),

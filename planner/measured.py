@@ -64,7 +64,10 @@ class MeasuredAttempt:
     def spans(self) -> tuple[Span, ...]:
         """Everything that occupied something, by start."""
         found = [*self._device_spans(), *self._link_spans(), *self._pass_spans()]
-        return tuple(sorted(found, key=lambda span: (span.start_s, span.end_s)))
+        # What ends before zero, such as the loads that the first computation waits for, lies
+        # between two attempts.
+        inside = (span for span in found if span.start_s >= 0.0)
+        return tuple(sorted(inside, key=lambda span: (span.start_s, span.end_s)))
 
     @cached_property
     def makespan_s(self) -> float:
