@@ -132,6 +132,25 @@ def test_every_process_is_disturbed_in_one_run(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "schedule", [{"scheme": "gpipe", "replicas": 2}, {"scheme": "chimera"}], ids=str
+)
+def test_routes_on_two_nodes_are_disturbed(runner: Any, schedule: dict[str, Any]) -> None:
+    """Gradients of every block come from both nodes. Of replicas, the second node owns nothing."""
+    changes = {**TWO_NODES, "schedule": schedule}
+    wanted = H.state_bytes(runner.train(runner.configure("undisturbed", changes)))
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    source = random.Random(seed)
+    run = runner.start(runner.configure("run", changes))
+    for target, kind in source.sample(TWO_NODE_CASES, len(TWO_NODE_CASES)):
+        H.wait_for_step(run, H.newest_step(run.run_dir) + 1)
+        disturb(run, target, kind, source)
+    finish_exact(run, wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("target", "kind"), CASES)
