@@ -93,16 +93,6 @@ class Plan:
         """Device that runs the backward of ``block``; its node owns the block."""
         return self.backward_stages[self.backward_stage_of(block)].device
 
-    def checkpoints_of(self, forward_stage: int) -> tuple[int, ...]:
-        """Backward stages that start inside a forward stage: those whose input its forward passes
-        through. Only for plans with one route.
-
-        Backward stage 0 is among those of forward stage 0; its input is the batch, so it is never
-        sent.
-        """
-        blocks = self.forward_stages[forward_stage].blocks
-        return tuple(i for i, stage in enumerate(self.backward_stages) if stage.start in blocks)
-
     def validate_shape(self) -> None:
         """Check numbers: ranges cover all blocks, devices exist, one program per device.
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.errors import ConfigError, ProtocolError
 from penstock.protocol.instructions import Forward, Keep, parse_program
+from penstock.protocol.layout import StageLayout
 from penstock.protocol.plan import Plan, StageRange
 
 PLAN = Plan(
@@ -49,7 +50,8 @@ def test_lookups() -> None:
     assert [PLAN.forward_stage_of(b) for b in range(5)] == [0, 0, 1, 1, 1]
     assert [PLAN.backward_stage_of(b) for b in range(5)] == [0, 1, 2, 2, 3]
     assert [PLAN.owner_device(b) for b in range(5)] == [1, 0, 1, 1, 0]
-    assert [PLAN.checkpoints_of(s) for s in range(2)] == [(0, 1), (2, 3)]
+    layout = StageLayout.of(PLAN)
+    assert [layout.checkpoints_of(s) for s in range(2)] == [(0, 1), (2, 3)]
     with pytest.raises(IndexError, match="block 5"):
         PLAN.owner_device(5)
 
