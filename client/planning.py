@@ -10,6 +10,7 @@ from typing import Any
 from penstock.client.reports import heading, stages_text
 from penstock.daemons.node.capacity import human_bytes, render_needs
 from penstock.daemons.node.prepare import Prospect, look_ahead, table_of
+from penstock.planner.cluster import ADVANCE
 from penstock.planner.emulation import Emulation
 from penstock.planner.grid import program_grid
 from penstock.planner.memory import MemoryRow
@@ -30,6 +31,7 @@ class PlanReport:
     prospect: Prospect
     simulation: Simulation
     measured: bool
+    emulated: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -69,6 +71,8 @@ class PlanReport:
     def _rates(self) -> str:
         if self.measured:
             return "with measured costs"
+        if self.emulated:
+            return "with the costs of the emulated cluster"
         return "default rates, not measured on this machine"
 
     def to_text(self, width: int, *, instructions: bool) -> str:
@@ -109,6 +113,7 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
         prospect=prospect,
         simulation=try_plan(prospect.plan, terms),
         measured=profile is not None,
+        emulated=config.cluster.emulated is not None,
     )
 
 
@@ -118,8 +123,11 @@ def config_terms(config: Config, table: BlockTable, profile: Path | None) -> Ter
     Raises:
         ConfigError: the profile cannot be read, or is of another model.
     """
+    emulated = config.cluster.emulated is not None
     return Terms(
-        prices=config_prices(config, table, profile, config.train.micro_batch), stops_early=True
+        prices=config_prices(config, table, profile, config.train.micro_batch),
+        optimizer=Emulation.of(config).optimizer if emulated else ADVANCE,
+        stops_early=True,
     )
 
 

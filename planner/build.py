@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.planner.costs import Costs
+from penstock.planner.emulation import Emulation
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.memory import table_costs
 from penstock.planner.partition import partition
@@ -113,11 +114,17 @@ def _pass(name: str, config: Config) -> Pass:
 
 
 def _context(config: Config, table: BlockTable) -> PassContext:
-    """Costs as guessed for the configured device; a hop carries the largest output of a block."""
-    guess = guess_of(config.cluster.device)
-    tokens = config.train.micro_batch * config.data.sequence_length
-    costs = block_costs(table, guess, tokens=tokens)
-    cluster = cluster_of(guess, devices_per_node=config.cluster.workers)
+    """Costs as guessed for the configured device, or as emulated; a hop carries the largest output
+    of a block.
+    """
+    if config.cluster.emulated is not None:
+        emulation = Emulation.of(config)
+        costs, cluster = emulation.costs, emulation.cluster
+    else:
+        guess = guess_of(config.cluster.device)
+        tokens = config.train.micro_batch * config.data.sequence_length
+        costs = block_costs(table, guess, tokens=tokens)
+        cluster = cluster_of(guess, devices_per_node=config.cluster.workers)
     largest = max(block.output_bytes for block in costs.blocks)
     return PassContext(
         costs=costs,

@@ -13,12 +13,18 @@ is what lies in shared memory, is updated, and is sent. How workers spend the du
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.planner.analytic import AnalyticCosts, analytic_costs
-from penstock.planner.cluster import ADVANCE, PREVIEW_SETTLE, Cluster
+from penstock.planner.cluster import (
+    ADVANCE,
+    PREVIEW_SETTLE,
+    Cluster,
+    OptimizerModel,
+    OptimizerStart,
+)
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.profile import block_costs, cluster_of
 from penstock.planner.sources import AnalyticSource, parse_costs
@@ -47,14 +53,14 @@ class PassRates:
     cast: float
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster) -> PassRates:
+    def of_cluster(cls, cluster: Cluster, model: OptimizerModel) -> PassRates:
         """Each pass at the speed of the cores or of DRAM, whichever is slower."""
 
         def rate(num_bytes: float) -> float:
             return min(cluster.optimizer_rate, cluster.dram_bandwidth / num_bytes)
 
         return cls(
-            advance=rate(ADVANCE.tail_bytes),
+            advance=rate(model.tail_bytes),
             preview=rate(PREVIEW_SETTLE.tail_bytes),
             settle=rate(PREVIEW_SETTLE.settle_bytes),
             gradient_status=rate(_STATUS_BYTES),
@@ -77,7 +83,8 @@ class PassRates:
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
     """An emulated cluster: both tables, what blocks take, and the machines. Seconds are emulated
-    ones; :attr:`time_scale` makes seconds on the clock of them.
+    ones; :attr:`time_scale` makes seconds on the clock of them. ``optimizer``: what the simulator
+    needs to know of the passes.
     """
 
     name: str
@@ -85,6 +92,7 @@ class Emulation:
     stored: BlockTable
     costs: Costs
     cluster: Cluster
+    optimizer: OptimizerModel
     passes: PassRates
     time_scale: float
 
@@ -99,12 +107,26 @@ class Emulation:
         if text is None:
             raise ConfigError(f"cluster.device = {config.cluster.device!r}: is no emulated device")
         _check_supported(config)
+        wanted = config.emulation
         made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
-        _check_model(config, made["table"])
+        _check_model(config, made.table)
+        cluster = _changed(made.cluster, config)
+        optimizer = OptimizerModel(
+            start=OptimizerStart(wanted.optimizer_start),
+            tail_bytes=wanted.optimizer_bytes or ADVANCE.tail_bytes,
+        )
+        overhead_s = wanted.instruction_s
         return cls(
-            **made,
-            stored=stored_table(made["table"], config.emulation.scale),
-            time_scale=config.emulation.time_scale,
+            name=made.name,
+            table=made.table,
+            stored=stored_table(made.table, wanted.scale),
+            costs=made.costs
+            if overhead_s is None
+            else replace(made.costs, instruction_s=overhead_s),
+            cluster=cluster,
+            optimizer=optimizer,
+            passes=made.passes or PassRates.of_cluster(cluster, optimizer),
+            time_scale=wanted.time_scale,
         )
 
     def pass_s(self, name: str, block: int) -> float:
@@ -113,6 +135,17 @@ class Emulation:
             return 0.0  # a repair: nobody knows how much of the block was left
         rate: float = getattr(self.passes, name)
         return self.costs.blocks[block].parameters / rate * self.time_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What ``cluster.device`` says; ``passes`` only if they were measured."""
+
+    name: str
+    table: BlockTable
+    costs: Costs
+    cluster: Cluster
+    passes: PassRates | None = None
 
 
 def stored_table(table: BlockTable, scale: float) -> BlockTable:
@@ -166,7 +199,25 @@ def _check_model(config: Config, table: BlockTable) -> None:
         )
 
 
-def _of_profile(path: Path, config: Config) -> dict[str, Any]:
+def _changed(cluster: Cluster, config: Config) -> Cluster:
+    """With what ``emulation.machine`` says differently."""
+    changes: dict[str, Any] = dict(config.emulation.machine)
+    fixed = ("devices_per_node", "replicas", "replica_bandwidth", "replicas_on_other_nodes")
+    known = [field.name for field in fields(Cluster) if field.name not in fixed]
+    for name, value in changes.items():
+        if name not in known or value < 0.0:
+            raise ConfigError(
+                f"emulation.machine: {name} = {value}: accepted are numbers of 0 or more for"
+                f" {', '.join(known)}"
+            )
+        kind = type(getattr(cluster, name))
+        changes[name] = kind(value)
+        if name != "latency_s" and not (changes[name] or kind is bool):
+            raise ConfigError(f"emulation.machine: {name} = {value}: must be above 0")
+    return replace(cluster, **changes)
+
+
+def _of_profile(path: Path, config: Config) -> _Source:
     profile = load_profile(path)
     length = config.data.sequence_length
     if profile.sequence_length != length:
@@ -180,16 +231,16 @@ def _of_profile(path: Path, config: Config) -> dict[str, Any]:
         grad_dtype=config.optimizer.grad_dtype,
         state_arrays=_STATE_ARRAYS,
     )
-    return {
-        "name": profile.device,
-        "table": table,
-        "costs": block_costs(table, profile, tokens=config.train.micro_batch * length),
-        "cluster": cluster_of(profile, devices_per_node=config.cluster.workers),
-        "passes": PassRates.measured(profile),
-    }
+    return _Source(
+        name=profile.device,
+        table=table,
+        costs=block_costs(table, profile, tokens=config.train.micro_batch * length),
+        cluster=cluster_of(profile, devices_per_node=config.cluster.workers),
+        passes=PassRates.measured(profile),
+    )
 
 
-def _named(text: str, config: Config) -> dict[str, Any]:
+def _named(text: str, config: Config) -> _Source:
     try:
         source = parse_costs(text)
     except ConfigError as error:
@@ -212,16 +263,15 @@ def _named(text: str, config: Config) -> dict[str, Any]:
         devices_per_node=config.cluster.workers,
     )
     table = _table(found, config)
-    return {
-        "name": source.gpu,
-        "table": table,
-        "costs": Costs(
+    return _Source(
+        name=source.gpu,
+        table=table,
+        costs=Costs(
             blocks=tuple(_published(block, table) for block in found.costs.blocks),
             instruction_s=found.costs.instruction_s,
         ),
-        "cluster": found.cluster,
-        "passes": PassRates.of_cluster(found.cluster),
-    }
+        cluster=found.cluster,
+    )
 
 
 def _check_options(text: str, source: AnalyticSource) -> None:

@@ -293,10 +293,20 @@ class EmulationConfig(_Section):
 
     ``scale``: share of each block's parameters that is stored, computed with and sent.
     ``time_scale``: seconds on the clock for a second of the emulated cluster.
+
+    What else differs from the machines that ``cluster.device`` names: ``machine``, fields of
+    :class:`penstock.planner.cluster.Cluster` (bytes, bytes/s, seconds, parameters/s);
+    ``instruction_s``, overhead of a compute instruction; ``optimizer_bytes``, memory traffic per
+    parameter of the optimizer's pass; ``optimizer_start``: ``flush`` keeps every node's optimizer
+    waiting for its last gradients, as Mobius and Megatron do.
     """
 
     scale: Share = 1e-3
     time_scale: float = Field(default=1.0, gt=0.0, le=1e3)
+    machine: dict[str, float] = {}
+    instruction_s: float | None = Field(default=None, ge=0.0)
+    optimizer_bytes: float | None = Field(default=None, gt=0.0)
+    optimizer_start: Literal["offload", "flush"] = "offload"
 
 
 class ObservabilityConfig(_Section):
@@ -322,9 +332,15 @@ class Config(_Section):
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @model_validator(mode="after")
-    def _has_model(self) -> Config:
-        if self.model.hf is None and self.model.path is None and self.cluster.emulated is None:
+    def _emulated_or_real(self) -> Config:
+        if self.cluster.emulated is not None:
+            return self
+        if self.model.hf is None and self.model.path is None:
             raise ValueError(_ONE_MODEL)
+        if self.emulation != EmulationConfig():
+            raise ValueError(
+                f"emulation: is for cluster.device: emulated:…, which is {self.cluster.device!r}"
+            )
         return self
 
     @property

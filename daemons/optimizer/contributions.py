@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from penstock.daemons.optimizer.events import CancelPulls, Effect, OwnedBlock, Pull, Pulled
 
@@ -12,9 +12,13 @@ class Blocks:
 
     ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are the pairs
     (block, contribution) that this node computes and that others compute.
+
+    ``together``: no block's update begins before all gradients of the node are there, which is the
+    synchronous optimizer of Mobius and Megatron.
     """
 
-    def __init__(self, blocks: Iterable[OwnedBlock]) -> None:
+    def __init__(self, blocks: Iterable[OwnedBlock], *, together: bool = False) -> None:
+        self._together = together
         self.all = tuple(sorted(blocks, key=lambda b: b.index))
         self.active = tuple(b.index for b in self.all if b.contributions)
         self.empty = tuple(b.index for b in self.all if not b.contributions)
@@ -22,6 +26,16 @@ class Blocks:
         self.local = tuple((b.index, k) for b, k in pairs if k not in b.remote)
         self.remote = tuple((b.index, k) for b, k in pairs if k in b.remote)
         self.num_contributions = {b.index: b.contributions for b in self.all}
+
+    def startable(self, block: int, ready: Mapping[int, set[int]]) -> tuple[int, ...]:
+        """Blocks whose update can begin now that the last contribution of ``block`` is there."""
+        if len(ready[block]) < self.num_contributions[block]:
+            return ()
+        if not self._together:
+            return (block,)
+        complete = all(len(ready.get(b, ())) == self.num_contributions[b] for b in self.active)
+        # Last blocks first, as backwards make them.
+        return self.active[::-1] if complete else ()
 
 
 class Pulls:

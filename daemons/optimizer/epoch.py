@@ -196,8 +196,7 @@ class Epoch:
         if contribution in ready:
             return
         ready.add(contribution)
-        if len(ready) == self._blocks.num_contributions[block]:
-            self._plan(Kind.UPDATE, [block])
+        self._plan(Kind.UPDATE, self._blocks.startable(block, attempt.ready))
 
     # ---- decisions ----
 

@@ -128,7 +128,8 @@ def _build(
         stop=stop,
         trace=TraceLog.of_run(run.path, member, config.observability.trace),
     )
-    service = Service(machine=OptimizerState(blocks), inbox=inbox, parts=parts)
+    machine = OptimizerState(blocks, together=config.emulation.optimizer_start == "flush")
+    service = Service(machine=machine, inbox=inbox, parts=parts)
     return service, link, (LinkReader(link, inbox), gradients)
 
 

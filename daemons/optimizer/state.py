@@ -59,12 +59,14 @@ class Phase(Enum):
 
 
 class OptimizerState:
-    """optimizerd of one node, which owns ``blocks``."""
+    """optimizerd of one node, which owns ``blocks``; ``together`` as in
+    :class:`~penstock.daemons.optimizer.contributions.Blocks`.
+    """
 
-    def __init__(self, blocks: Sequence[OwnedBlock]) -> None:
+    def __init__(self, blocks: Sequence[OwnedBlock], *, together: bool = False) -> None:
         self.phase = Phase.IDLE
         self._out: list[Effect] = []
-        self._blocks = Blocks(blocks)
+        self._blocks = Blocks(blocks, together=together)
         self._pulls = Pulls(self._blocks, self._out)
         self._joined: Epoch | None = None  # of the last Begin; abandoned by a Drain or a stop
         self._newest = 0  # epoch of the last Drain or Begin: nothing older is obeyed

@@ -139,10 +139,14 @@ def invalid(block: int, slot: int) -> SetSlot:
 
 
 def live(
-    state: int = 4, committed: int = 5, blocks: tuple[OwnedBlock, ...] = ONE_BLOCK
+    state: int = 4,
+    committed: int = 5,
+    blocks: tuple[OwnedBlock, ...] = ONE_BLOCK,
+    *,
+    together: bool = False,
 ) -> OptimizerState:
     """A machine in epoch 1 at ``committed`` (odd: its weights are in slot 1)."""
-    machine = OptimizerState(blocks)
+    machine = OptimizerState(blocks, together=together)
     words = {b.index: (state, committed - 1, committed) for b in blocks}
     assert machine.handle(begin(facts(committed, words))) == [SetEpoch(epoch=1), SendReady(epoch=1)]
     machine.validate()
@@ -197,6 +201,17 @@ def test_one_pass_at_a_time_in_order_of_arrival() -> None:
         invalid(0, 0),
         RunPass(work=Preview(block=0, update=update(6))),
     ]
+
+
+def test_a_synchronous_optimizer_waits_for_the_last_gradient_of_all_blocks() -> None:
+    machine = live(state=5, blocks=TWO_BLOCKS, together=True)
+    machine.handle(attempt(51, 5))
+    assert machine.handle(ready(51, block=3)) == []
+    assert machine.handle(ready(51, block=0)) == [
+        invalid(3, 0),
+        RunPass(work=Preview(block=3, update=update(6))),
+    ]
+    assert machine.queue_length == 1
 
 
 def test_a_block_waits_for_all_contributions_and_counts_each_once() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.daemons.node.capacity import check_capacity
 from penstock.daemons.node.prepare import look_ahead, table_of
+from penstock.planner.cluster import OptimizerModel, OptimizerStart
 from penstock.planner.emulation import Emulation, stored_table
 from penstock.protocol.config import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
@@ -90,6 +91,21 @@ def test_configured_limits_stand_for_the_emulated_machines() -> None:
     assert by_what["/dev/shm"].needed < host.needed / 900
 
 
+def test_machines_and_systems_can_differ_from_the_named_ones() -> None:
+    wanted = {
+        "machine": {"dram_bandwidth": 128e9, "devices_per_switch": 2},
+        "instruction_s": 0.0065,
+        "optimizer_bytes": 64,
+        "optimizer_start": "flush",
+    }
+    emulation = Emulation.of(config(emulation=wanted))
+    assert emulation.cluster.dram_bandwidth == 128e9
+    assert emulation.cluster.devices_per_switch == 2
+    assert emulation.costs.instruction_s == 0.0065
+    assert emulation.optimizer == OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=64)
+    assert emulation.pass_s("advance", 1) == pytest.approx(200_810_496 * 64 / 128e9)
+
+
 FIT = LinearFit(slope=1e-5)
 
 
@@ -155,6 +171,16 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
         ("emulated:analytic:V100-32:spipe-10b", {"model": {"path": "/x"}}, "model.path"),
         ("emulated:analytic:V100-32:spipe-10b", {"train": {"freeze": ["norm"]}}, "train.freeze"),
         ("cpu", {"model": {"path": "/x"}}, "is no emulated device"),
+        (
+            "emulated:analytic:V100-32:spipe-10b",
+            {"emulation": {"machine": {"dram": 1e9}}},
+            "emulation.machine: dram = .*dram_bandwidth",
+        ),
+        (
+            "emulated:analytic:V100-32:spipe-10b",
+            {"emulation": {"machine": {"nic_bandwidth": 0}}},
+            "nic_bandwidth = 0.0: must be above 0",
+        ),
     ],
 )
 def test_what_cannot_be_emulated_is_named(
@@ -174,6 +200,14 @@ def test_a_profile_of_another_length_is_refused(tmp_path: Path) -> None:
     ("sections", "message"),
     [
         ({"cluster": {"device": "cpu"}}, "exactly one of model.hf and model.path"),
+        (
+            {
+                "cluster": {"device": "cpu"},
+                "model": {"path": "/x"},
+                "emulation": {"time_scale": 0.5},
+            },
+            "emulation: is for cluster.device: emulated",
+        ),
         ({"emulation": {"scale": "1/0"}}, "emulation.scale = '1/0'"),
         ({"emulation": {"scale": 2}}, "emulation.scale = 2"),
         (
