@@ -7,8 +7,8 @@
 One micro-batch through a Hugging Face model with a tiny vocabulary, all of it one stage. ``kept``
 is MiB of activations per layer after the forward, ``saved`` the share that dropping saves, and
 ``planner`` the share by :mod:`penstock.planner.operators` (kernels fused as Megatron's are; Hugging
-Face's norms are not and keep more). Times are medians; ``forward`` and ``backward`` are held against
-a run without the store (first line), and ``recompute`` is the explicit one between them.
+Face's norms are not and keep more). Times are medians; ``forward`` and ``backward`` are held
+against a run without the store (first line), and ``recompute`` is the explicit one between them.
 """
 
 from __future__ import annotations
