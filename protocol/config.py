@@ -206,8 +206,9 @@ class OptimizerConfig(_Section):
 
 
 class ScheduleConfig(_Section):
-    """The pipeline schedule: a scheme that workers run, or a ``file`` (a plan as JSON, or the
-    action text of ``torch.distributed.pipelining`` as .csv).
+    """The pipeline schedule: a scheme of the planner, or a ``file`` (a plan as JSON, or the action
+    text of ``torch.distributed.pipelining`` as .csv). Whether workers run what comes of it is
+    decided by :mod:`penstock.protocol.executable`.
 
     Numbers of stages (of one route) default to what the scheme uses with the workers at hand;
     ``stages_per_device`` says ``forward_stages`` per worker. ``replicas``: as many pipelines share
@@ -222,9 +223,14 @@ class ScheduleConfig(_Section):
         "interleaved",
         "chimera",
         "hanayo",
+        "zb-h1",
+        "zb-v",
+        "dualpipe-v",
+        "bpipe",
         "mobius",
         "megatron-offload",
         "spipe",
+        "zero3-offload",
     ] = "spipe"
     forward_stages: int | None = Field(default=None, ge=1)
     backward_stages: int | None = Field(default=None, ge=1)

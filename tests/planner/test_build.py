@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.build import build_plan
+from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate import PlanError, validate
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, ScheduleConfig
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.executable import check_executable
 from penstock.protocol.instructions import Recompute
 from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
@@ -46,6 +48,28 @@ def test_default_stages(
 ) -> None:
     plan = build_plan(make_config(scheme, workers=workers), make_table(num_blocks))
     assert (len(plan.forward_stages), len(plan.backward_stages)) == stages
+
+
+def test_the_configuration_knows_every_scheme() -> None:
+    assert get_args(ScheduleConfig.model_fields["scheme"].annotation) == tuple(SCHEMES)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (
+            "zb-h1",
+            r"device 0, instruction \d+ is 'BI 0 0', and workers do not execute BACKWARD_INPUT",
+        ),
+        ("zero3-offload", "workers do not execute REDUCE_GRADIENTS"),
+    ],
+)
+def test_what_workers_do_not_run_yet_is_said_of_the_plan(
+    scheme: str, message: str, make_table: Tables, make_config: Configs
+) -> None:
+    plan = build_plan(make_config(scheme), make_table(8))
+    with pytest.raises(ConfigError, match=message):
+        check_executable(plan)
 
 
 def test_stages_are_balanced_by_forward_work(make_table: Tables, make_config: Configs) -> None:
