@@ -63,10 +63,6 @@ class Collection:
         """The storage is no longer the slot's."""
         self._held.pop(storage._cdata, None)
 
-    def close(self) -> None:
-        """The forward is over: storages may come and go, so they are not looked up any more."""
-        self._held.clear()
-
     def new_slot(self, storage: torch.UntypedStorage, label: str, *, movable: bool = True) -> Slot:
         """A slot over this storage that nothing refers to yet."""
         where = "" if self.block is None else f" of block {self.block}"

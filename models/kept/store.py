@@ -158,7 +158,6 @@ class Kept:
     def _end(self) -> None:
         self._running = False
         self._recorder.tape.close()
-        self._saved.close()
 
     def _begin(self, block: int | None) -> None:
         self._recorder.tape.close()

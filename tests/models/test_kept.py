@@ -403,6 +403,50 @@ def test_dropped_memory_is_free_during_the_forward(drop, make_run) -> None:
     assert kept.bytes <= kernels.live_bytes <= kept.bytes + hidden + 16
 
 
+def test_blocks_are_recomputed_one_by_one(make_run, plain) -> None:
+    run, wanted = make_run("llama"), plain("llama")
+    kept, outputs = run.forward(KeepPolicy(drop=SETS["mlp"]))
+    gradients = run.case.runtime.backward(outputs.pop(), {})
+    for output in (outputs.pop(), outputs.pop()):  # of three layers
+        gradients = run.case.runtime.backward(output, gradients)
+    assert kept.recompute() == 4, "gate, SiLU, up and their product of the first layer"
+    gradients = run.case.runtime.backward(outputs.pop(), gradients)
+    run.case.runtime.backward(outputs.pop(), gradients)
+    assert_same(run.backward([]), wanted)
+
+
+def test_what_nobody_saved_is_let_go_during_the_forward() -> None:
+    class MLP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(300):
+                unused = self.inner(x) * 2.0
+            return unused
+
+    model = torch.nn.Sequential(MLP())
+    with keeping(KeepPolicy(drop=frozenset({"mul"})), BoundWeights()) as kept, torch.no_grad():
+        model(torch.ones(4, 8))
+        assert kept.bytes < 100 * 4 * 8 * 4
+    assert kept.bytes == 0
+
+
+def test_tied_weights_are_found_in_the_block_that_uses_them() -> None:
+    flat = torch.arange(24.0)
+    first = BoundBlock(index=0, leaves={"embed": flat[4:16].view(3, 4)})
+    last = BoundBlock(index=4, leaves={"head": flat[4:16].view(3, 4), "norm": flat[16:]})
+    weights = BoundWeights([first, last])
+    used = flat[4:16].view(3, 4).t()[1:]
+    assert [weights.find(used, block).name for block in (0, 4)] == ["embed", "head"]
+    assert weights.find(flat[:4], 0) is None
+    view = weights.find(used, 4)
+    weights.bind([BoundBlock(index=4, leaves={"head": flat.clone()[4:16].view(3, 4)})])
+    flat.zero_()
+    assert torch.equal(view.tensor(), torch.arange(4.0, 16.0).view(3, 4).t()[1:])
+
+
 def test_unbound_weights_are_named(make_run) -> None:
     run = make_run("llama")
     kept, outputs = run.forward(KeepPolicy(drop=SETS["mlp"], rebind=True))
