@@ -13,7 +13,9 @@ is what lies in shared memory, is updated, and is sent. How workers spend the du
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
@@ -44,40 +46,50 @@ _CAST_BYTES = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRates:
-    """Parameters/s of the optimizer's passes on all cores of an emulated node, by name."""
+    """The optimizer's passes on all cores of an emulated node, by name: parameters/s, or what they
+    move (bytes per parameter) where that many parameters/s are one limit and memory is the other.
+    """
 
-    advance: float
-    preview: float
-    settle: float
-    gradient_status: float
-    cast: float
+    parameters_per_s: Mapping[str, float]
+    bytes_per_parameter: Mapping[str, float]
 
     @classmethod
     def of_cluster(cls, cluster: Cluster, model: OptimizerModel) -> PassRates:
-        """Each pass at the speed of the cores or of DRAM, whichever is slower."""
-
-        def rate(num_bytes: float) -> float:
-            return min(cluster.optimizer_rate, cluster.dram_bandwidth / num_bytes)
-
+        """Each pass at the speed of the cores, and of what copies leave of DRAM."""
+        moved = {
+            "advance": model.tail_bytes,
+            "preview": PREVIEW_SETTLE.tail_bytes,
+            "settle": PREVIEW_SETTLE.settle_bytes,
+            "gradient_status": _STATUS_BYTES,
+            "cast": _CAST_BYTES,
+        }
         return cls(
-            advance=rate(model.tail_bytes),
-            preview=rate(PREVIEW_SETTLE.tail_bytes),
-            settle=rate(PREVIEW_SETTLE.settle_bytes),
-            gradient_status=rate(_STATUS_BYTES),
-            cast=rate(_CAST_BYTES),
+            parameters_per_s=dict.fromkeys(moved, cluster.optimizer_rate), bytes_per_parameter=moved
         )
 
     @classmethod
     def measured(cls, profile: Profile) -> PassRates:
         """Those of a profile; passes that it does not know take a preview's time."""
         machine = profile.machine
-        return cls(
-            advance=machine.advance_rate,
-            preview=machine.preview_rate,
-            settle=machine.settle_rate,
-            gradient_status=machine.preview_rate,
-            cast=machine.preview_rate,
-        )
+        rates = {
+            "advance": machine.advance_rate,
+            "preview": machine.preview_rate,
+            "settle": machine.settle_rate,
+            "gradient_status": machine.preview_rate,
+            "cast": machine.preview_rate,
+        }
+        return cls(parameters_per_s=rates, bytes_per_parameter=dict.fromkeys(rates, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassWork:
+    """A pass on an emulated node: bytes it moves, at most at ``limit`` bytes/s of the clock, while
+    the memory moves ``capacity``. (Without memory traffic bytes are parameters.)
+    """
+
+    num_bytes: float
+    limit: float
+    capacity: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +141,20 @@ class Emulation:
             time_scale=wanted.time_scale,
         )
 
-    def pass_s(self, name: str, block: int) -> float:
-        """Seconds on the clock of an optimizer pass (its name as in its class) over a block."""
+    def pass_work(self, name: str, block: int) -> PassWork | None:
+        """An optimizer pass (its name as in its class) over a block, in seconds of the clock."""
         if name == "finish":
-            return 0.0  # a repair: nobody knows how much of the block was left
-        rate: float = getattr(self.passes, name)
-        return self.costs.blocks[block].parameters / rate * self.time_scale
+            return None  # a repair: nobody knows how much of the block was left
+        parameters = self.costs.blocks[block].parameters
+        moved, capacity = self.passes.bytes_per_parameter[name], self.cluster.dram_bandwidth
+        if not moved or isinf(capacity):
+            moved, capacity = 1.0, inf
+        limit = self.passes.parameters_per_s[name] * moved
+        return PassWork(
+            num_bytes=parameters * moved,
+            limit=limit / self.time_scale,
+            capacity=capacity / self.time_scale,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

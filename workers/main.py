@@ -92,7 +92,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         workshop = EpochWorkshop(
             files=files,
             device_index=device,
-            device=make_device(config, files.table, device),
+            device=make_device(config, files.table, device, files.path),
             transport=transport,
         )
         stack.callback(workshop.detach)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import cast
 
 import zmq
@@ -34,6 +36,7 @@ from penstock.protocol.names import (
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.trace import TraceLog
+from penstock.protocol.traffic import TrafficBoard
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
@@ -65,15 +68,23 @@ heartbeats.
 _SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
 
 
-def make_device(config: Config, table: BlockTable, device_index: int) -> Device:
+def make_device(
+    config: Config, table: BlockTable, device_index: int, run_dir: Path | None = None
+) -> Device:
     """The device that ``cluster.device`` names; GPUs are counted per node.
+
+    Emulated ones announce their copies in ``run_dir``.
 
     Raises:
         ConfigError: there is no such GPU.
     """
     weight_dtype, grad_dtype = table.weight_dtype, table.grad_dtype
     if config.cluster.emulated is not None:
-        return EmulatedDevice(Emulation.of(config), table)
+        assert run_dir is not None, "emulated devices share a run directory"
+        node = config.cluster.nodes[node_of_device(config, device_index)].name
+        traffic = TrafficBoard.of_node(run_dir, node, config.cluster.workers)
+        local = device_index % config.cluster.workers
+        return EmulatedDevice(Emulation.of(config), table, partial(traffic.post, local))
     if config.cluster.device == "cuda":
         local = device_index % config.cluster.workers
         return CudaDevice(local, weight_dtype=weight_dtype, grad_dtype=grad_dtype)

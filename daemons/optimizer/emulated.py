@@ -1,4 +1,8 @@
-"""Passes of an emulated node: the same arithmetic on what is stored, in the time of the whole."""
+"""Passes of an emulated node: the same arithmetic on what is stored, in the time of the whole.
+
+Copies of the node's devices go through the same memory; passes have what these leave
+(:mod:`penstock.protocol.traffic`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import time
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.passes import Pass, PassStatus
 from penstock.planner.emulation import Emulation
+from penstock.protocol.traffic import TrafficBoard, finish_at
 
 TURN_S = 5e-3
 """A pass that is ordered so soon after the last one ended was waiting for its turn: it starts where
@@ -14,14 +19,19 @@ that one ended, so that what happens in between does not add up.
 """
 
 
+_LOOK_S = 2e-3
+"""So often does a pass look for new copies."""
+
+
 class EmulatedKernels:
     """Wraps :class:`~penstock.daemons.optimizer.kernels.Kernels`: a pass takes at least as long as
     on the emulated cluster.
     """
 
-    def __init__(self, kernels: Kernels, emulation: Emulation) -> None:
+    def __init__(self, kernels: Kernels, emulation: Emulation, traffic: TrafficBoard) -> None:
         self._kernels = kernels
         self._emulation = emulation
+        self._traffic = traffic
         self._busy_until = 0.0
 
     def run(self, work: Pass) -> PassStatus | None:
@@ -30,6 +40,23 @@ class EmulatedKernels:
         waited_for_turn = now - self._busy_until < TURN_S
         start = self._busy_until if waited_for_turn else now
         status = self._kernels.run(work)
-        self._busy_until = start + self._emulation.pass_s(work.name, work.block)
-        time.sleep(max(0.0, self._busy_until - time.monotonic()))
+        self._busy_until = self._wait(start, work)
         return status
+
+    def _wait(self, start: float, work: Pass) -> float:
+        """Return when a pass that began at ``start`` would have ended; says when that was."""
+        whole = self._emulation.pass_work(work.name, work.block)
+        if whole is None:
+            return start
+        while True:
+            end = finish_at(
+                start,
+                whole.num_bytes,
+                limit=whole.limit,
+                capacity=whole.capacity,
+                copies=self._traffic.since(start),
+            )
+            left_s = end - time.monotonic()
+            if left_s <= 0.0:
+                return end
+            time.sleep(min(left_s, _LOOK_S))

@@ -10,7 +10,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from penstock._native import Pool
-from penstock.daemons.optimizer.effects import Effects, PassThread
+from penstock.daemons.optimizer.effects import Effects, PassRunner, PassThread
 from penstock.daemons.optimizer.emulated import EmulatedKernels
 from penstock.daemons.optimizer.events import OwnedBlock
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
@@ -21,7 +21,7 @@ from penstock.daemons.optimizer.service import Parts, Service
 from penstock.daemons.optimizer.state import OptimizerState
 from penstock.planner.emulation import Emulation
 from penstock.protocol.blocks import attach
-from penstock.protocol.config import Config, OptimizerConfig
+from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.member import MemberLink
 from penstock.protocol.names import (
     ipc_address,
@@ -40,6 +40,7 @@ from penstock.protocol.process import (
 )
 from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS, RunDirectory
 from penstock.protocol.trace import TraceLog
+from penstock.protocol.traffic import TrafficBoard
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 
@@ -108,7 +109,7 @@ def _build(
     stack.callback(memory.close)
     blocks = owned_blocks(memory)
     remote = RemoteGradients(memory, blocks)
-    kernels, passes = _passes(stack, run.config, memory, blocks, remote, inbox)
+    kernels, passes = _passes(stack, run, memory, blocks, remote, inbox)
     puller = _puller(stack, run, blocks, remote, inbox)
     link = MemberLink(
         address=scheduler,
@@ -135,19 +136,24 @@ def _build(
 
 def _passes(
     stack: ExitStack,
-    config: Config,
+    run: RunDirectory,
     memory: NodeMemory,
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
     inbox: Inbox,
 ) -> tuple[Kernels, PassThread]:
+    config = run.config
     pool = stack.enter_context(Pool(_cores(config.optimizer)))
     kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
     stack.callback(kernels.close)
-    emulated = config.cluster.emulated is not None
-    passes = PassThread(
-        EmulatedKernels(kernels, Emulation.of(config)) if emulated else kernels, inbox.put
-    )
+    runner: PassRunner = kernels
+    if config.cluster.emulated is not None:
+        node = memory.spec.node_name
+        traffic = TrafficBoard.of_node(run.path, node, config.cluster.workers)
+        stack.callback(traffic.close)
+        traffic.clear()
+        runner = EmulatedKernels(kernels, Emulation.of(config), traffic)
+    passes = PassThread(runner, inbox.put)
     passes.start()
     stack.callback(passes.close)
     return kernels, passes

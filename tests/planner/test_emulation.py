@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from penstock.daemons.node.capacity import check_capacity
 from penstock.daemons.node.prepare import look_ahead, table_of
 from penstock.planner.cluster import OptimizerModel, OptimizerStart
-from penstock.planner.emulation import Emulation, stored_table
+from penstock.planner.emulation import Emulation, PassWork, stored_table
 from penstock.protocol.config import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.profile import KindProfile, LinearFit, Machine, Profile
@@ -41,15 +42,18 @@ def test_a_named_model_is_stored_at_a_thousandth_and_reckoned_in_full() -> None:
     assert (layer.name, layer.kind, layer.layer_index) == ("layer.0", "layer", 0)
     assert (layer.trainable_elements, stored.trainable_elements) == (200_810_496, 200_816)
     assert stored.forward_flops == layer.forward_flops
-    # 30 bytes a parameter through 164 GB/s.
-    assert emulation.pass_s("advance", 1) == pytest.approx(200_810_496 * 30 / 1.64e11)
-    assert emulation.pass_s("finish", 1) == 0.0
+    assert emulation.pass_work("advance", 1) == PassWork(
+        num_bytes=200_810_496 * 30, limit=2e10 * 30, capacity=1.64e11
+    )
+    assert emulation.pass_work("finish", 1) is None
 
 
 def test_time_scale_shortens_passes_and_a_scale_of_one_stores_everything() -> None:
     whole = Emulation.of(config())
     slow = Emulation.of(config(emulation={"time_scale": 0.25, "scale": 1}))
-    assert slow.pass_s("preview", 3) == whole.pass_s("preview", 3) / 4
+    (before, after) = (e.pass_work("preview", 3) for e in (whole, slow))
+    assert before is not None and after is not None
+    assert (after.num_bytes, after.capacity) == (before.num_bytes, before.capacity * 4)
     assert slow.stored.num_parameters == slow.table.num_parameters
 
 
@@ -103,7 +107,9 @@ def test_machines_and_systems_can_differ_from_the_named_ones() -> None:
     assert emulation.cluster.devices_per_switch == 2
     assert emulation.costs.instruction_s == 0.0065
     assert emulation.optimizer == OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=64)
-    assert emulation.pass_s("advance", 1) == pytest.approx(200_810_496 * 64 / 128e9)
+    work = emulation.pass_work("advance", 1)
+    assert work is not None
+    assert (work.num_bytes, work.capacity) == (200_810_496 * 64, 128e9)
 
 
 FIT = LinearFit(slope=1e-5)
@@ -148,8 +154,9 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
     emulation = Emulation.of(config(f"emulated:{path}"))
     assert emulation.name == "a small GPU"
     assert emulation.costs.blocks[3].forward_s == pytest.approx(1e-5 * 2048)
-    assert emulation.pass_s("settle", 3) == pytest.approx(
-        emulation.table.blocks[3].trainable_elements / 3e9
+    parameters = emulation.table.blocks[3].trainable_elements
+    assert emulation.pass_work("settle", 3) == PassWork(
+        num_bytes=parameters, limit=3e9, capacity=inf
     )
     assert emulation.cluster.device_memory_bytes == 8e9
 

@@ -39,7 +39,7 @@ EMULATION = Emulation.of(CONFIG)
 
 @pytest.fixture
 def device() -> Iterator[EmulatedDevice]:
-    made = EmulatedDevice(EMULATION, EMULATION.stored)
+    made = EmulatedDevice(EMULATION, EMULATION.stored, lambda copy: None)
     yield made
     made.detach()
 
@@ -181,7 +181,9 @@ def test_sends_carry_the_output_of_the_stage_before() -> None:
 
 
 def test_the_time_scale_applies_to_everything(device: EmulatedDevice) -> None:
-    fast = EmulatedDevice(dataclasses.replace(EMULATION, time_scale=0.1), EMULATION.stored)
+    fast = EmulatedDevice(
+        dataclasses.replace(EMULATION, time_scale=0.1), EMULATION.stored, lambda copy: None
+    )
     fast.begin()
     start, end = fast.compute_for(0.02, Abort())
     assert end - start == pytest.approx(0.002)

@@ -12,7 +12,8 @@
 
 Modelled: the compute stream, both copy streams and every link of a device, each serving one thing
 at a time in program order, at the rates of :class:`penstock.planner.cluster.Cluster`. Devices that
-share a PCIe switch have equal fixed shares of it. Not modelled: that DRAM, NICs, and links through
-the host are shared (the simulator shares them, :mod:`penstock.planner.simulate.network`), and a
+share a PCIe switch have equal fixed shares of it. The optimizer has what copies leave of a node's
+memory bandwidth (:mod:`penstock.protocol.traffic`). Not modelled: that NICs, and links through the
+host, are shared (the simulator shares them, :mod:`penstock.planner.simulate.network`), and a
 transfer that waits for its receive to be posted.
 """

@@ -13,6 +13,7 @@ import torch
 
 from penstock.planner.emulation import Emulation
 from penstock.protocol.layout import StageLayout
+from penstock.protocol.traffic import Copy
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
@@ -87,9 +88,14 @@ class EmulatedDevice:
     compute_dtype = torch.float32
     prefetches = True
 
-    def __init__(self, emulation: Emulation, table: BlockTable) -> None:
-        """``table``: the stored one of the run."""
+    def __init__(
+        self, emulation: Emulation, table: BlockTable, announce: Callable[[Copy], None]
+    ) -> None:
+        """``table``: the stored one of the run. ``announce`` is told of copies through the node's
+        memory; their rates are in bytes per second of the clock.
+        """
         self.emulation = emulation
+        self._announce = announce
         self.compute = Stream()
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}
@@ -141,14 +147,14 @@ class EmulatedDevice:
     def swap_out(self, key: SwapKey, num_bytes: float) -> None:
         """Start to move what a forward kept to the host, or to a peer's memory."""
         stream, bandwidth, latency_s = self._way(key, out=True)
-        _, end = stream.occupy(self.compute.free_at, self._scaled(num_bytes / bandwidth))
+        end = self._copy(stream, self.compute.free_at, num_bytes, bandwidth, key.peer is None)
         self._swapped[key] = end + self._scaled(latency_s)
 
     def swap_in(self, key: SwapKey, num_bytes: float) -> None:
         """Start to bring it back, once it is out."""
         stream, bandwidth, latency_s = self._way(key, out=False)
         ready_at = max(self.compute.free_at, self._swapped.pop(key))
-        _, end = stream.occupy(ready_at, self._scaled(num_bytes / bandwidth))
+        end = self._copy(stream, ready_at, num_bytes, bandwidth, key.peer is None)
         place = key.stage, key.micro_batch
         back_at = end + self._scaled(latency_s)
         self._back_at[place] = max(self._back_at.get(place, 0.0), back_at)
@@ -181,8 +187,7 @@ class EmulatedDevice:
     def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
         """A fetch from now on, or from when the one before it ends."""
         num_bytes = sum(array.nbytes for array in arrays) * self._growth
-        seconds = self._scaled(num_bytes / self._fetch_bandwidth)
-        _, arrives_at = self._fetches.occupy(time.monotonic(), seconds)
+        arrives_at = self._copy(self._fetches, time.monotonic(), num_bytes, self._fetch_bandwidth)
         tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
         return EmulatedStageBuffer(tensors, arrives_at, self)
 
@@ -194,8 +199,10 @@ class EmulatedDevice:
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> None:
         """Written when the copy would have ended."""
-        seconds = self._scaled(target.nbytes * self._growth / self._offload_bandwidth)
-        _, arrives_at = self._offloads.occupy(self.compute.free_at, seconds)
+        num_bytes = target.nbytes * self._growth
+        arrives_at = self._copy(
+            self._offloads, self.compute.free_at, num_bytes, self._offload_bandwidth
+        )
         assert self._publisher is not None, "not attached"
         self._publisher.put(_Offload(gradients, target, arrives_at, complete))
 
@@ -219,8 +226,11 @@ class EmulatedDevice:
         assert self.sending is not None, "only sends move tensors to the host"
         sending, self.sending = self.sending, None
         link = self._links.setdefault(sending.peer, Stream())
-        seconds = self._scaled(sending.num_bytes / sending.bandwidth)
-        _, sent_at = link.occupy(self.compute.free_at, seconds)
+        # Through the host a message is written to memory and read from it.
+        crossings = 2 if self.emulation.cluster.peer_through_host else 0
+        sent_at = self._copy(
+            link, self.compute.free_at, sending.num_bytes, sending.bandwidth, crossings
+        )
         arrives_at = sent_at + self._scaled(self.emulation.cluster.latency_s)
         payload = torch.zeros(max(1, int(sending.num_bytes / self._growth / 4)), dtype=torch.int32)
         arrival = torch.tensor([arrives_at], dtype=torch.float64).view(torch.int64)
@@ -230,6 +240,20 @@ class EmulatedDevice:
         """The instruction under way starts no sooner than the message arrives."""
         self.needs(float(tensors[ARRIVAL].view(torch.float64)[0]))
         return {n: tensor for n, tensor in tensors.items() if n not in (ARRIVAL, _PAYLOAD)}
+
+    def _copy(
+        self,
+        stream: Stream,
+        ready_at: float,
+        num_bytes: float,
+        bandwidth: float,
+        crossings: int = 1,
+    ) -> float:
+        """When a copy ends that crosses the node's memory so many times."""
+        start, end = stream.occupy(ready_at, self._scaled(num_bytes / bandwidth))
+        if crossings and end > start:
+            self._announce(Copy(start, end, crossings * num_bytes / (end - start)))
+        return end
 
     def _scaled(self, seconds: float) -> float:
         return seconds * self.emulation.time_scale
