@@ -21,7 +21,6 @@ from penstock.client.cli import (
     load,
     terminal_width,
 )
-from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.client.laboratory import LabReport
@@ -79,17 +78,15 @@ def plan(
             memory_limit_bytes=options.size("--memory", memory),
             search_s=search,
         )
+        report: LabReport | PlanReport
         if config is not None:
             wish.require_nothing()
             report = make_report(load(config, settings), options.profile_path(costs))
-            outputs.write(report.simulation, report.caption)
-            _print(report, as_json, show)
-            return
-        if settings:
-            raise ConfigError("--set changes a configuration; without one there are options")
-        lab_report = make_lab_report(wish)
-        outputs.write(lab_report.simulation, lab_report.caption)
-        _print(lab_report, as_json, show)
+        else:
+            options.require_configuration(settings)
+            report = make_lab_report(wish)
+        outputs.write(report.simulation, report.caption)
+        _print(report, as_json, show)
 
 
 def simulate(

@@ -198,6 +198,16 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
+def require_configuration(settings: list[str] | None) -> None:
+    """``--set`` needs a configuration to change.
+
+    Raises:
+        ConfigError: it was given without one.
+    """
+    if settings:
+        raise ConfigError("--set changes a configuration; without one there are options")
+
+
 def recompute_mode(text: str | None) -> RecomputeMode | None:
     """The value of ``--recompute``.
 
