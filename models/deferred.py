@@ -240,14 +240,14 @@ class GraphEntry:
     ``records``. ``derived``: it reaches a parameter through tensors that other entries may share.
     """
 
-    __slots__ = ("_edges", "_roots", "_seeds", "derived", "inputs", "kept", "lent", "records")
+    __slots__ = ("_edges", "_kept", "_lent", "_roots", "_seeds", "derived", "inputs", "records")
 
     def __init__(self, records: tuple[ParameterRecord, ...], *, derived: bool) -> None:
         self.records = records
         self.derived = derived
         self.inputs: list[GradientEdge] = []
-        self.kept: list[Kept] = []
-        self.lent: list[Lent] = []
+        self._kept: list[Kept] = []
+        self._lent: list[Lent] = []
         self._edges: list[GradientEdge] = []
         self._roots: list[GradientEdge] = []
         self._seeds: list[torch.Tensor] = []
@@ -261,6 +261,16 @@ class GraphEntry:
         """The edges of its outputs."""
         self._edges = list(edges)
 
+    def keep(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> Kept:
+        """Pack a tensor that its graph saves."""
+        self._kept.append(Kept(tensor, hooks))
+        return self._kept[-1]
+
+    def lend(self, tensor: torch.Tensor) -> Lent:
+        """Pack weights that its graph saves."""
+        self._lent.append(Lent(tensor))
+        return self._lent[-1]
+
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Keep the gradients of the outputs; returns those of the inputs."""
         pairs = [(e, g) for e, g in zip(self._edges, gradients, strict=True) if g is not None]
@@ -273,9 +283,9 @@ class GraphEntry:
                     self._roots, self.inputs, self._seeds, retain_graph=True, allow_unused=True
                 )
             )
-        for lent in self.lent:
+        for lent in self._lent:
             lent.forget()
-        self.inputs, self.lent, self._edges = [], [], []
+        self.inputs, self._lent, self._edges = [], [], []
         return found
 
     def roots(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
@@ -285,7 +295,7 @@ class GraphEntry:
     def held(self) -> Iterator[torch.Tensor]:
         """What it keeps alive."""
         yield from self._seeds
-        for kept in self.kept:
+        for kept in self._kept:
             yield from kept.held()
 
 
@@ -300,16 +310,16 @@ class ProductEntry:
     def __init__(
         self,
         rows: Kept | None,
-        *,
         weight: ParameterRecord | None,
         bias: ParameterRecord | None,
+        *,
         transposed: bool,
         gradient: torch.Tensor | None = None,
     ) -> None:
         self._rows, self._weight, self._bias = rows, weight, bias
         self._transposed = transposed
         self._gradient = gradient
-        self.records = tuple(record for record in (weight, bias) if record is not None)
+        self.records = tuple(filter(None, (weight, bias)))
 
     @property
     def reached(self) -> bool:
@@ -331,7 +341,7 @@ class ProductEntry:
         assert self._gradient is not None
         gradient = self._gradient.reshape(-1, self._gradient.shape[-1])
         if self._bias is not None:
-            yield self._bias, gradient.sum_to_size(gradient.shape[1])
+            yield self._bias, self._gradient.sum_to_size(gradient.shape[1])
         if self._weight is not None:
             assert self._rows is not None
             rows = self._rows.get()
@@ -361,8 +371,8 @@ class ProductEntry:
                 rows.append(kept.reshape(-1, kept.shape[-1]))
         return ProductEntry(
             Kept(torch.cat(rows), None) if rows else None,
-            weight=first._weight,
-            bias=first._bias,
+            first._weight,
+            first._bias,
             transposed=first._transposed,
             gradient=torch.cat(gradients),
         )
