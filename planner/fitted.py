@@ -10,7 +10,8 @@ also binds weights and clears gradients), then the median over attempts. To that
 
 - the **overhead** of an instruction: what the interpreter does between compute instructions (sends,
   loads of weights where the device has no copy engine, its own work), per compute instruction;
-- the **latency** of a transfer: from the end of a send until a waiting consumer has its input;
+- the **latency** of a transfer: from the end of a send (and the arrival of what went before it)
+  until a waiting consumer has its input;
 - the **hops** of the optimizer: from the last byte of gradients to the start of the pass, and from
   one pass to the next.
 
@@ -192,7 +193,7 @@ def _latency_s(attempts: Iterable[MeasuredAttempt]) -> float:
     way: list[float] = []
     waking: list[float] = []
     for attempt in attempts:
-        way += [max(0.0, m.arrived_s - m.sent_s) for m in attempt.trace.moved]
+        way += [max(0.0, m.arrived_s - max(m.sent_s, m.start_s)) for m in attempt.trace.moved]
         for trace in attempt.trace.devices.values():
             moments = sorted(trace.arrivals.values())
             waking += _wakings(trace.computed, moments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.planner.tensors import Tensor, TensorKind, transferred
@@ -134,12 +134,27 @@ class TracedRun:
         sorter = _Sorter(node_names)
         for life in trace.members:
             sorter.take(life.member, life.events)
+        for attempt in sorter.attempts.values():
+            for device in attempt.devices.values():
+                _put_loads_first(device)
         return cls(
             attempts=sorter.attempts,
             passes={node: _by_start(events) for node, events in sorted(sorter.passes.items())},
             scheduled=_by_start(sorter.scheduled),
             strange=sorter.strange,
         )
+
+
+def _put_loads_first(trace: DeviceTrace) -> None:
+    """An instruction is ready when the loads within it are done. The wait that they are part of is
+    known by its length only, and began a little after the instruction did.
+    """
+    for load in trace.loads:
+        for index, work in enumerate(trace.computed):
+            if work.event.start_s <= load.event.start_s < work.event.end_s:
+                waited_s = max(work.event.waited_s, load.event.end_s - work.event.start_s)
+                event = replace(work.event, waited_s=waited_s)
+                trace.computed[index] = replace(work, event=event)
 
 
 def _by_start(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:

@@ -1,0 +1,384 @@
+"""``penstock trace`` on traces whose times are known: those of a simulation, written as the
+processes of a run write them. What is measured must be that simulation, and so must be the
+simulation with costs fitted from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from penstock.client.main import app
+from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.planner.cluster import Cluster
+from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.fitted import Fit
+from penstock.planner.measured import MeasuredAttempt, measure, overlapping, short_label
+from penstock.planner.overlap import Overlap, overlap
+from penstock.planner.render import Caption, png
+from penstock.planner.schedule import lower
+from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.traced import TracedRun
+from penstock.protocol.instructions import OffloadGradients
+from penstock.protocol.plan import Plan
+from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, read_traces
+
+NUM_BLOCKS = 8
+BLOCK = BlockCost(
+    forward_s=0.01,
+    recompute_s=0.011,
+    backward_input_s=0.012,
+    backward_weight_s=0.008,
+    output_bytes=0.003,
+    parameters=0.004,
+    gradient_bytes=0.002,
+)
+"""Bytes and parameters in seconds: the cluster's rates are 1."""
+CLUSTER = Cluster(devices_per_node=2, offload_bandwidth=1.0, peer_bandwidth=1.0, optimizer_rate=1.0)
+LAUNCH_S = 0.05
+"""From an attempt's announcement to the first computation."""
+DECISION_S = 0.02
+COMPUTE = {"F", "R", "B", "BI", "BW"}
+
+
+def make_plan(scheme: str, **changes: Any) -> Plan:
+    request = ScheduleRequest(scheme=scheme, num_devices=2, num_microbatches=4, **changes)
+    return lower(build_schedule(request, [1.0] * NUM_BLOCKS))
+
+
+PLANS = {
+    "1f1b": make_plan("1f1b"),
+    "gpipe": make_plan("gpipe"),
+    "interleaved": make_plan("interleaved", stages_per_device=2),
+    "chimera": make_plan("chimera"),
+    "zb-h1": make_plan("zb-h1"),
+    "spipe": make_plan("spipe", forward_stages=4, backward_stages=8, recompute="full"),
+}
+
+
+def simulated(plan: Plan) -> Simulation:
+    costs = Costs(blocks=(BLOCK,) * NUM_BLOCKS, instruction_s=0.001)
+    return simulate(plan, costs, CLUSTER, stops_early=True)
+
+
+class FakeRun:
+    """A run directory of a plan, traced; ``write`` adds attempts that go as simulated."""
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.path = path
+        self.plan = plan
+        self.simulation = simulated(plan)
+        self.now_s = 1000.0
+        (path / "run.json").write_text("{}")
+        (path / "plan.json").write_text(plan.to_json())
+        (path / "resolved.yaml").write_text(
+            yaml.safe_dump(
+                {
+                    "run": {"name": "fake", "dir": str(path)},
+                    "model": {"hf": {"model_type": "llama"}},
+                    "data": {"path": "@stdlib", "tokenizer": "byte", "sequence_length": 8},
+                    "train": {"steps": 1, "global_batch": 4, "micro_batch": 1},
+                    "cluster": {"workers": 2},
+                }
+            )
+        )
+        members = [*(f"worker.{d}" for d in range(plan.num_devices)), "optimizerd.a", "schedulerd"]
+        self.logs = {member: TraceLog.of_run(path, member, enabled=True) for member in members}
+
+    def write(self, attempt: int, *, decided: bool = True) -> None:
+        zero_s = self.now_s + LAUNCH_S
+        for device in range(self.plan.num_devices):
+            for event in self._device(device, attempt, zero_s):
+                self.logs[f"worker.{device}"].add(event)
+        for event in self._passes(attempt, zero_s):
+            self.logs["optimizerd.a"].add(event)
+        end_s = zero_s + self.simulation.makespan_s
+        what = "attempt" if decided else "broken"
+        self._scheduled(what, attempt, self.now_s, end_s)
+        if decided:
+            self._scheduled("commit", attempt, end_s, end_s + DECISION_S)
+        self.now_s = end_s + DECISION_S
+        for log in self.logs.values():
+            log.flush()
+
+    def _scheduled(self, text: str, attempt: int, start_s: float, end_s: float) -> None:
+        self.logs["schedulerd"].add(
+            TraceEvent(
+                lane=TraceLane.SCHEDULER,
+                text=text,
+                attempt=attempt,
+                start_s=start_s,
+                end_s=end_s,
+            )
+        )
+
+    def _device(self, device: int, attempt: int, zero_s: float) -> Iterator[TraceEvent]:
+        """Instructions that do not compute take no time; compute instructions wait until the
+        simulation starts them.
+        """
+        spans = self.simulation.spans
+        times = {s.label: s for s in spans if s.lane is Lane.COMPUTE and s.place == device}
+        clock_s = 0.0
+
+        def event(lane: TraceLane, text: str, start_s: float, end_s: float) -> TraceEvent:
+            waited_s = max(0.0, times[label(text)].start_s - start_s) if lane == "compute" else 0.0
+            return TraceEvent(
+                lane=lane,
+                text=text,
+                attempt=attempt,
+                start_s=zero_s + start_s,
+                end_s=zero_s + end_s,
+                waited_s=waited_s,
+            )
+
+        for instruction in self.plan.programs[device]:
+            if instruction.opcode.value in COMPUTE:
+                end_s = times[short_label(instruction)].end_s
+                yield event(TraceLane.COMPUTE, str(instruction), clock_s, end_s)
+                clock_s = end_s
+            else:
+                yield event(TraceLane.ISSUE, str(instruction), clock_s, clock_s)
+            if isinstance(instruction, OffloadGradients):
+                yield from self._published(device, instruction, event)
+        for span in spans:
+            if span.lane is Lane.LINK and span.peer == device:
+                yield event(TraceLane.ARRIVAL, span.label, span.end_s, span.end_s)
+
+    def _published(self, device: int, offload: OffloadGradients, event: Any) -> Iterator[Any]:
+        (span,) = (
+            s
+            for s in self.simulation.spans
+            if s.lane is Lane.OFFLOAD and s.label == f"OG {offload.stage}"
+        )
+        stage = self.plan.backward_stages[offload.stage]
+        contribution = sum(s.start == 0 for s in self.plan.backward_stages[: offload.stage + 1]) - 1
+        for block in stage.blocks:
+            yield event(TraceLane.OFFLOAD, f"{block} {contribution}", span.end_s, span.end_s)
+
+    def _passes(self, attempt: int, zero_s: float) -> Iterator[TraceEvent]:
+        for span in self.simulation.spans:
+            if span.lane is Lane.OPTIMIZER:
+                blocks = self.plan.backward_stages[int(span.label.split()[1])].blocks
+                each_s = (span.end_s - span.start_s) / len(blocks)
+                for place, block in enumerate(blocks):
+                    start_s = zero_s + span.start_s + place * each_s
+                    yield TraceEvent(
+                        lane=TraceLane.OPTIMIZER,
+                        text=f"advance {block}",
+                        attempt=attempt,
+                        start_s=start_s,
+                        end_s=start_s + each_s,
+                    )
+
+    @property
+    def attempts(self) -> tuple[MeasuredAttempt, ...]:
+        return measure(TracedRun.of(read_traces(self.path), ["a"]), self.plan).attempts
+
+
+def label(text: str) -> str:
+    """The label of an instruction by its text."""
+    return LABELS[text]
+
+
+LABELS = {
+    str(instruction): short_label(instruction)
+    for plan in PLANS.values()
+    for program in plan.programs
+    for instruction in program
+}
+
+
+@pytest.fixture(params=list(PLANS))
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> FakeRun:
+    found = FakeRun(tmp_path, PLANS[request.param])
+    for attempt in range(1, 4):
+        found.write(attempt)
+    return found
+
+
+@pytest.fixture
+def simple(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path, PLANS["1f1b"])
+
+
+def penstock(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_what_is_measured_is_what_happened(run: FakeRun) -> None:
+    simulation = run.simulation
+    last = run.attempts[-1]
+    assert len(run.attempts) == 3
+    close = pytest.approx
+    assert last.makespan_s == close(simulation.makespan_s, abs=1e-5)
+    assert last.pipeline_s == close(simulation.pipeline_s, abs=1e-5)
+    assert [d.busy_s for d in last.devices] == close(
+        [d.busy_s for d in simulation.devices], abs=1e-4
+    )
+    assert last.bubble_ratio == close(simulation.bubble_ratio, abs=1e-4)
+    assert overlapping(last.spans) is None
+    first = run.attempts[0]
+    assert first.step_s == close(LAUNCH_S + simulation.makespan_s + DECISION_S, abs=1e-5)
+    assert first.between_s == close(LAUNCH_S + DECISION_S, abs=2e-5)
+    assert last.step_s is None, "nothing follows"
+
+
+def test_every_span_is_where_the_simulation_has_it(run: FakeRun) -> None:
+    def by_lane(spans: Any) -> dict[Any, list[tuple[str, float, float]]]:
+        found = defaultdict(list)
+        for s in spans:
+            if s.lane is not Lane.OPTIMIZER and s.end_s > s.start_s:
+                key = s.lane, s.place, s.peer
+                found[key].append((s.label, round(s.start_s, 4), round(s.end_s, 4)))
+        return {key: sorted(values) for key, values in found.items()}
+
+    measured = by_lane(run.attempts[0].spans)
+    wanted = by_lane(run.simulation.spans)
+    assert {k: [v[0] for v in vs] for k, vs in measured.items()} == {
+        k: [v[0] for v in vs] for k, vs in wanted.items()
+    }
+    for key, values in measured.items():
+        for (_, start, end), (_, wanted_start, wanted_end) in zip(values, wanted[key], strict=True):
+            assert end == pytest.approx(wanted_end, abs=2e-4)
+            if key[0] is not Lane.LINK:  # simulated ones start when the receive is posted
+                assert start == pytest.approx(wanted_start, abs=2e-4)
+
+
+def test_fitted_costs_give_the_simulation_back(run: FakeRun) -> None:
+    """The one fitted transfer time is exact, too: all have the same size."""
+    fit = Fit.of(run.attempts, 2)
+    again = simulate(run.plan, fit.costs, fit.cluster, stops_early=True)
+    assert again.makespan_s == pytest.approx(run.simulation.makespan_s, rel=1e-3)
+    assert again.pipeline_s == pytest.approx(run.simulation.pipeline_s, rel=1e-3)
+    assert again.bubble_ratio == pytest.approx(run.simulation.bubble_ratio, abs=1e-3)
+    assert fit.overhead_s == pytest.approx(0.0, abs=1e-6)
+    assert fit.latency_s == pytest.approx(0.003, abs=1e-5)
+
+
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """matplotlib keeps the fonts it has used open; before any test is watched for leaks."""
+    png(simulated(PLANS["1f1b"]), Caption(heading="bold"))
+
+
+@pytest.mark.usefixtures("fonts")
+def test_report_and_files(simple: FakeRun, tmp_path: Path) -> None:
+    for attempt in range(1, 9):
+        simple.write(attempt)
+    files = [tmp_path / name for name in ("out.json", "out.svg", "out.png")]
+    options = [text for file in files for text in (f"--{file.suffix[1:]}", str(file))]
+    options[0] = "--out"
+    code, out, err = penstock("trace", str(tmp_path), *options, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["attempts"] == [4, 5, 6, 7, 8], "three to warm up"
+    assert report["error"] == pytest.approx(0.0, abs=1e-3)
+    assert report["opcodes"]["FORWARD"]["count"] == 8
+    assert report["opcodes"]["FORWARD"]["median_seconds"] == pytest.approx(0.041, abs=1e-4)
+    svg = files[1].read_text()
+    assert "measured, attempt" in svg and "simulated with its own costs" in svg
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    code, out, err = penstock("trace", str(tmp_path))
+    assert "error +0.0%" in out or "error -0.0%" in out
+    assert "attempts 4 to 8: 5 (5 commit)" in out
+
+
+def test_chrome_trace(run: FakeRun, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, _, err = penstock("trace", str(tmp_path), "--attempt", "2", "--out", str(out))
+    assert code == 0, err
+    events = json.loads(out.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert set(names.values()) == {"device 0", "device 1", "optimizer a", "scheduler"}
+    for device, program in enumerate(run.plan.programs):
+        executed = [
+            e["args"]["what"]
+            for e in sorted(spans, key=lambda e: float(e["ts"]))
+            if e["pid"] == device + 1 and e["tid"] == 1 and e["cat"] != "wait"
+        ]
+        assert executed == [str(i) for i in program if i.opcode.value in COMPUTE]
+    check_lanes(spans)
+    starts = {e["id"] for e in events if e["ph"] == "s"}
+    ends = {e["id"] for e in events if e["ph"] == "f"}
+    assert starts == ends
+    sends = sum(i.opcode.value in ("SA", "SG", "SC") for p in run.plan.programs for i in p)
+    assert len(starts) == sends + NUM_BLOCKS, "each tensor to its user, each block to its pass"
+
+
+def check_lanes(spans: list[dict[str, Any]]) -> None:
+    """Nothing overlaps within a lane."""
+    lanes = defaultdict(list)
+    for event in spans:
+        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for found in lanes.values():
+        for (_, end), (start, _) in pairwise(sorted(found)):
+            assert start >= end - 0.21, "tenths of microseconds, rounded"
+
+
+def test_attempts_that_are_not_of_the_plan_are_left_out(simple: FakeRun, tmp_path: Path) -> None:
+    simple.write(1, decided=False)
+    simple.write(2)
+    other = FakeRun(tmp_path, PLANS["gpipe"])
+    other.now_s = simple.now_s
+    other.write(3)
+    (tmp_path / "plan.json").write_text(simple.plan.to_json())
+    code, out, err = penstock("trace", str(tmp_path), "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["attempts"] == [2]
+    assert report["left_out"] == {"broken off": 1, "of another plan": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attempt", "9"], "attempt 9 is not in the trace: traced are attempts 1 to 2"),
+        (["--attempts", "5:"], "is not in the trace: traced are attempts 1 to 2"),
+        (["--attempts", "2:1"], "--attempts 2:1: ends before it begins"),
+        (["--attempts", "two"], "--attempts two: expected A:B, such as 10:20, 10: or :20"),
+        (["--attempt", "1", "--attempts", "1:2"], "give one of them"),
+        (["--attempt", "2"], "no complete attempt of the plan in plan.json to compare (1 broken"),
+        (["--svg", "no/such/place.svg"], "no/such/place.svg: cannot write it"),
+    ],
+)
+def test_errors_name_what_is_wrong(
+    simple: FakeRun, tmp_path: Path, options: list[str], message: str
+) -> None:
+    simple.write(1)
+    simple.write(2, decided=False)
+    code, _, err = penstock("trace", str(tmp_path), *options)
+    assert (code, message in err) == (2, True), err
+
+
+def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
+    code, _, err = penstock("trace", str(tmp_path))
+    assert (code, "no run directory" in err) == (2, True)
+    (tmp_path / "run.json").write_text("{}")
+    code, _, err = penstock("trace", str(tmp_path))
+    assert (code, "--set observability.trace=true" in err) == (2, True)
+
+
+def test_overlap_of_intervals() -> None:
+    work = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]
+    cover = [(2.5, 5.5), (0.5, 1.0), (5.75, 9.0)]
+    assert overlap(work, cover) == Overlap(seconds=4.0, hidden_s=1.75)
+    assert overlap([], cover).share is None
+
+
+def test_labels_are_those_of_simulations() -> None:
+    for plan in PLANS.values():
+        simulation = simulated(plan)
+        wanted = {s.label for s in simulation.spans if s.lane is Lane.COMPUTE}
+        found = {short_label(i) for p in plan.programs for i in p if i.opcode.value in COMPUTE}
+        assert found == wanted

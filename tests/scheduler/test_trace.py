@@ -1,0 +1,92 @@
+"""Attempts and decisions in the scheduler's trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.daemons.scheduler.events import (
+    Effect,
+    JournalDecision,
+    JournalEpoch,
+    JournalEvaluation,
+    Send,
+)
+from penstock.daemons.scheduler.position import Position
+from penstock.daemons.scheduler.trace import DecisionTrace
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.trace import TraceLog, read_traces
+from penstock.shm.control import CommitRecord, Decision
+
+
+def send(**body: Any) -> list[Effect]:
+    """One message to two members."""
+    message = pb.SchedulerMessage(**body)
+    return [Send(member=member, message=message) for member in ("optimizerd.a", "worker.0")]
+
+
+def decision(attempt: int, kind: Decision) -> JournalDecision:
+    record = CommitRecord(
+        version=1,
+        attempt=attempt,
+        decision=kind,
+        coefficient=1.0,
+        inverse_loss_scale=1.0,
+        learning_rate=0.1,
+        bias_step=1,
+        incarnation=1,
+    )
+    position = Position(version=1, data_position=8, loss_scale=1.0)
+    return JournalDecision(epoch=1, record=record, position=position, metrics_json="")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run.json").write_text("{}")
+    return tmp_path
+
+
+def test_one_thing_ends_where_the_next_begins(run: Path) -> None:
+    log = TraceLog.of_run(run, "schedulerd", enabled=True)
+    trace = DecisionTrace(log)
+    for effects in (
+        send(run_attempt=pb.RunAttempt(attempt=1)),
+        [decision(1, Decision.COMMIT), *send(commit=pb.Commit())],
+        send(run_attempt=pb.RunAttempt(attempt=2)),
+        send(amend=pb.Amend(attempt=2)),
+        [decision(2, Decision.AMEND), *send(commit=pb.Commit())],
+        send(evaluate=pb.Evaluate(evaluation=1)),
+        [JournalEvaluation(version=2, evaluation=1, metrics_json="")],
+        send(run_attempt=pb.RunAttempt(attempt=3)),
+        [JournalEpoch(epoch=2, next_attempt=4, pids=())],
+        send(run_attempt=pb.RunAttempt(attempt=4)),
+        [decision(4, Decision.SKIP), *send(skip=pb.Skip(attempt=4))],
+    ):
+        for effect in effects:
+            trace.begins(effect)
+        trace.done()
+    (life,) = read_traces(run).members
+    assert [(event.text, event.attempt) for event in life.events] == [
+        ("attempt", 1),
+        ("commit", 1),
+        ("attempt", 2),
+        ("amending", 2),
+        ("amend", 2),
+        ("evaluation", 0),
+        ("broken", 3),
+        ("attempt", 4),
+        ("skip", 4),
+    ]
+    ends = [event.end_s for event in life.events]
+    starts = [event.start_s for event in life.events]
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_nothing_is_looked_at_unless_traced(run: Path) -> None:
+    trace = DecisionTrace(TraceLog.of_run(run, "schedulerd", enabled=False))
+    for effect in send(run_attempt=pb.RunAttempt(attempt=1)):
+        trace.begins(effect)
+    trace.done()
+    assert not (run / "trace").exists()

@@ -1,0 +1,80 @@
+"""Short real runs, traced: nothing is missing from the trace, nothing in it contradicts itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.client.main import app
+from penstock.protocol.rundir import RunDirectory
+
+STEPS = 6
+COMPUTE = {"F", "R", "B", "BI", "BW"}
+
+
+def penstock(*arguments: str) -> str:
+    """Standard output of a command that succeeds."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scheme", ["1f1b", "spipe"])
+def test_a_traced_run_beside_its_simulation(runner: Any, tmp_path: Path, scheme: str) -> None:
+    changes = {
+        "train": {"steps": STEPS, "clip_grad_norm": None},
+        "schedule": {"scheme": scheme},
+        "observability": {"trace": True},
+    }
+    run_dir = runner.train(runner.configure("traced", changes))
+    out = tmp_path / "chrome.json"
+    report = json.loads(penstock("trace", str(run_dir), "--out", str(out), "--json"))
+    check_report(report)
+    check_chrome(json.loads(out.read_text())["traceEvents"], RunDirectory(run_dir))
+    assert "error" in penstock("trace", str(run_dir), "--attempts", "2:3")
+
+
+def check_report(report: dict[str, Any]) -> None:
+    assert report["attempts"] == list(range(3, STEPS + 1)), "two of six to warm up"
+    assert (report["left_out"], report["skipped_lines"]) == ({}, 0)
+    assert math.isfinite(report["error"]) and report["step_seconds"] > 0.0
+    assert 0.0 < report["measured"]["bubble_ratio"] < 1.0
+    assert report["measured"]["makespan_seconds"] <= report["step_seconds"]
+
+
+def check_chrome(events: list[dict[str, Any]], run: RunDirectory) -> None:
+    spans = [event for event in events if event["ph"] == "X"]
+    for device, program in enumerate(run.plan.programs):
+        executed = Counter(
+            (event["args"]["attempt"], event["args"]["what"])
+            for event in spans
+            if event["pid"] == device + 1 and "what" in event["args"] and event["tid"] == 1
+        )
+        wanted = [str(i) for i in program if i.opcode.value in COMPUTE]
+        for attempt in range(1, STEPS + 1):
+            assert [executed[attempt, text] for text in wanted] == [1] * len(wanted)
+    trainable = [b.index for b in run.table.blocks if b.trainable_elements]
+    passes = Counter(event["name"] for event in spans if event["pid"] == 1000)
+    for block in trainable:
+        assert passes[f"preview {block}"] >= 1, "the first attempt settles nothing"
+        assert passes[f"advance {block}"] >= STEPS - 2
+    decisions = [event["name"] for event in spans if event["name"].startswith("commit")]
+    assert decisions == [f"commit {attempt}" for attempt in range(1, STEPS + 1)]
+    check_lanes(spans)
+
+
+def check_lanes(spans: list[dict[str, Any]]) -> None:
+    lanes = defaultdict(list)
+    for event in spans:
+        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for found in lanes.values():
+        for (_, end), (start, _) in pairwise(sorted(found)):
+            assert start >= end - 2.0, "microseconds: what is written is rounded to them"
