@@ -13,6 +13,7 @@ from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.memory.tensorfile import sha256_of
 from penstock.daemons.node.tool import run_tool
 from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.rundir import RunDirectory
 
 
 def choose_state(run_dir: Path, step: int | None) -> SavedState:
@@ -39,10 +40,15 @@ def export(run_dir: Path, output: Path, step: int | None) -> SavedState:
     """Write ``output``, a directory that must not hold anything yet.
 
     Raises:
-        ConfigError: nothing saved, or the output is in the way.
+        ConfigError: nothing saved, no model (an emulated run), or the output is in the way.
         StateError: the saved state is damaged.
     """
     state = choose_state(run_dir, step)
+    cluster = RunDirectory(run_dir).config.cluster
+    if cluster.emulated is not None:
+        raise ConfigError(
+            f"{run_dir}: ran on {cluster.device!r}; what an emulated run saves is no model"
+        )
     verify(state.path)
     log = run_dir / "logs" / "export.txt"
     run_tool("penstock.models.export", str(run_dir), str(state.path), str(output), log=log)

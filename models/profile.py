@@ -50,6 +50,7 @@ def measure(
     Raises:
         ConfigError: the model is impossible, or there is no such device.
     """
+    device = _device(config)
     tokenizer = None if config.data.tokens is not None else open_tokenizer(config.data.tokenizer)
     hf_config = resolve_hf_config(
         config,
@@ -57,7 +58,6 @@ def measure(
         eos=None if tokenizer is None else tokenizer.eos,
     )
     table = build_table(config, hf_config)
-    device = _device(config)
     compute_dtype = torch.float32 if device.type == "cpu" else _COMPUTE_OF[table.weight_dtype]
     micro_batches = sorted({1, 2, config.train.micro_batch})
     with _threads(config) as num_threads:
@@ -106,6 +106,11 @@ def _machine(
 
 
 def _device(config: Config) -> torch.device:
+    if config.cluster.emulated is not None:
+        raise ConfigError(
+            f"cluster.device = {config.cluster.device!r}: there is nothing to measure on an"
+            " emulated device; use --set cluster.device=cpu or cuda"
+        )
     if config.cluster.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
