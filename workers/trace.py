@@ -45,6 +45,7 @@ class TraceRing:
         self._log = log or TraceLog(None, "worker")
         self._recent: deque[Executed] = deque(maxlen=REMEMBERED)
         self._unwritten: deque[Executed] = deque()
+        self._texts: dict[Instruction, str] = {}
 
     def executed(self, event: Executed) -> None:
         """An instruction is done."""
@@ -63,18 +64,20 @@ class TraceRing:
     def flush(self) -> None:
         """Write all events since the last time, if the run is traced."""
         while self._unwritten:
-            self._log.add(_event(self._unwritten.popleft()))
+            self._log.add(self._event(self._unwritten.popleft()))
         self._log.flush()
 
-
-def _event(executed: Executed) -> TraceEvent:
-    computes = type(executed.instruction) in _COMPUTE
-    return TraceEvent(
-        lane=TraceLane.COMPUTE if computes else TraceLane.ISSUE,
-        text=str(executed.instruction),
-        phase=executed.phase,
-        attempt=executed.attempt,
-        start_s=executed.start_s,
-        end_s=executed.end_s,
-        waited_s=executed.waited_s,
-    )
+    def _event(self, executed: Executed) -> TraceEvent:
+        instruction = executed.instruction
+        text = self._texts.get(instruction)
+        if text is None:  # a plan's instructions come again in every attempt
+            text = self._texts[instruction] = str(instruction)
+        return TraceEvent(
+            lane=TraceLane.COMPUTE if type(instruction) in _COMPUTE else TraceLane.ISSUE,
+            text=text,
+            phase=executed.phase,
+            attempt=executed.attempt,
+            start_s=executed.start_s,
+            end_s=executed.end_s,
+            waited_s=executed.waited_s,
+        )

@@ -94,9 +94,9 @@ def test_machines_are_moved_by_the_difference_of_their_clocks(run: Path) -> None
         origin = TraceOrigin(
             member=member, pid=1, boot_id=boot_id, monotonic_s=monotonic_s, realtime_s=5000.0
         )
-        lines = [origin.to_list(), event(1, monotonic_s + 2.0).to_list()]
+        text = origin.to_line() + event(1, monotonic_s + 2.0).to_line()
         (run / "trace").mkdir(exist_ok=True)
-        (run / "trace" / f"{member}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        (run / "trace" / f"{member}.jsonl").write_text(text)
     wanted = (event(1, 102.0),)
     assert read_traces(run) == RunTrace(
         members=(
@@ -114,7 +114,7 @@ def test_a_later_life_on_one_machine_is_not_moved(run: Path) -> None:
     origin = TraceOrigin.here("a")
     later = replace(origin, realtime_s=origin.realtime_s + 3600.0)
     with path.open("a") as file:
-        file.writelines(json.dumps(x) + "\n" for x in (later.to_list(), event(2, 20.0).to_list()))
+        file.write(later.to_line() + event(2, 20.0).to_line())
     starts = [e.start_s for life in read_traces(run).members for e in life.events]
     assert starts == [10.0, 20.0]
 
