@@ -46,12 +46,11 @@ def parse_share(value: Any) -> float:
     Raises:
         ValueError: not a share.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    match = re.fullmatch(r"\s*(\d{1,12})\s*/\s*(\d{1,12})\s*", str(value))
-    if match is None or int(match[2]) == 0:
-        raise ValueError("a share is a number or a fraction such as 1/1000")
-    return int(match[1]) / int(match[2])
+    numerator, slash, denominator = str(value).partition("/")
+    try:
+        return float(numerator) / float(denominator if slash else 1.0)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError("a share is a number or a fraction such as 1/1000") from error
 
 
 Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0.0, le=1.0)]

@@ -65,6 +65,11 @@ def test_a_tied_head_borrows_in_both_tables() -> None:
         assert table.blocks[0].contributions == 2
 
 
+@pytest.mark.parametrize("scale", [0.001, "1/1000", "1e-3", "2 / 2000"])
+def test_a_share_is_a_number_or_a_fraction(scale: object) -> None:
+    assert config(emulation={"scale": scale}).emulation.scale == 0.001
+
+
 def test_tensors_keep_at_least_a_vector() -> None:
     table = stored_table(Emulation.of(config()).table, 1e-12)
     assert {block.trainable_elements for block in table.blocks} == {16}
@@ -217,6 +222,7 @@ def test_a_profile_of_another_length_is_refused(tmp_path: Path) -> None:
         ),
         ({"emulation": {"scale": "1/0"}}, "emulation.scale = '1/0'"),
         ({"emulation": {"scale": 2}}, "emulation.scale = 2"),
+        ({"emulation": {"scale": True}}, "scale = True: a number"),
         (
             {"cluster": {"nodes": [{"name": "a"}, {"name": "b", "host": "10.0.0.2"}]}},
             "run on one machine",
