@@ -5,8 +5,9 @@ pass, its ``output_bytes``, ``weight_bytes`` and ``gradient_bytes`` seconds of a
 and memory figures of a simulation with these costs mean nothing. What is measured per stage is
 shared out evenly among the blocks that the stage computes.
 
-An instruction's time on a device is taken per attempt as the mean over micro-batches (the first one
-also binds weights and clears gradients), then the median over attempts. To that come
+Times of instructions and transfers are means over an attempt (the first micro-batch of a stage also
+binds weights and clears gradients, so a median would be too little), then medians over attempts. To
+those of compute instructions come
 
 - the **overhead** of an instruction: what the interpreter does between compute instructions (sends,
   loads of weights where the device has no copy engine, its own work), per compute instruction;
@@ -75,7 +76,7 @@ class Fit:
             devices_per_node=devices_per_node,
             stages=_medians(map(_stage_means, attempts)),
             overhead_s=median(map(_overhead_s, attempts)),
-            latency_s=_latency_s(attempts),
+            latency_s=median(map(_latency_s, attempts)),
             gradients_s=_median(ready),
             pass_hop_s=_median(hops),
             passes=_medians(map(_pass_seconds, attempts)),
@@ -188,16 +189,17 @@ def _overhead_s(attempt: MeasuredAttempt) -> float:
     return total_s / max(1, count)
 
 
-def _latency_s(attempts: Iterable[MeasuredAttempt]) -> float:
-    """Way of a message, and what a consumer that waits for it takes to go on."""
-    way: list[float] = []
+def _latency_s(attempt: MeasuredAttempt) -> float:
+    """Way of a message, and what a consumer that waits for it takes to go on: means."""
+    way = [max(0.0, m.arrived_s - max(m.sent_s, m.start_s)) for m in attempt.trace.moved]
     waking: list[float] = []
-    for attempt in attempts:
-        way += [max(0.0, m.arrived_s - max(m.sent_s, m.start_s)) for m in attempt.trace.moved]
-        for trace in attempt.trace.devices.values():
-            moments = sorted(trace.arrivals.values())
-            waking += _wakings(trace.computed, moments)
-    return _median(way) + _median(waking)
+    for trace in attempt.trace.devices.values():
+        waking += _wakings(trace.computed, sorted(trace.arrivals.values()))
+    return _mean(way) + _mean(waking)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
 
 
 def _wakings(works: Iterable[Work], moments: Sequence[float]) -> Iterator[float]:
