@@ -190,8 +190,14 @@ def _overhead_s(attempt: MeasuredAttempt) -> float:
 
 
 def _latency_s(attempt: MeasuredAttempt) -> float:
-    """Way of a message, and what a consumer that waits for it takes to go on: means."""
-    way = [max(0.0, m.arrived_s - max(m.sent_s, m.start_s)) for m in attempt.trace.moved]
+    """Way of a message that the receiver expects already (when others are noticed does not matter),
+    and what a consumer that waits for it takes to go on: means.
+    """
+    way = [
+        max(0.0, moved.arrived_s - max(moved.sent_s, moved.start_s))
+        for moved in attempt.trace.moved
+        if moved.posted_s <= moved.sent_s
+    ]
     waking: list[float] = []
     for trace in attempt.trace.devices.values():
         waking += _wakings(trace.computed, sorted(trace.arrivals.values()))

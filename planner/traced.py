@@ -16,6 +16,9 @@ from penstock.protocol.errors import ProtocolError
 from penstock.protocol.instructions import (
     FetchWeights,
     Instruction,
+    RecvActivation,
+    RecvCheckpoint,
+    RecvGradient,
     SendActivation,
     SendCheckpoint,
     SendGradient,
@@ -24,6 +27,7 @@ from penstock.protocol.instructions import (
 from penstock.protocol.trace import RunTrace, TraceEvent, TraceLane
 
 _SENDS = (SendActivation, SendGradient, SendCheckpoint)
+_RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +52,15 @@ class Work:
 class Moved:
     """A tensor that went from one device to another.
 
-    ``sent_s``: the sender had handed it over; ``start_s``: it was being sent and what went before
-    it on the same way had arrived; ``arrived_s`` is never before that.
+    ``posted_s``: the receiver had said that it expects it; ``sent_s``: the sender had handed it
+    over; ``start_s``: it was being sent and what went before it on the same way had arrived;
+    ``arrived_s`` is never before that.
     """
 
     tensor: Tensor
     source: int
     target: int
+    posted_s: float
     start_s: float
     sent_s: float
     arrived_s: float
@@ -98,6 +104,11 @@ class AttemptTrace:
         found: list[Moved] = []
         free: dict[tuple[int, int], float] = defaultdict(float)
         for target, trace in sorted(self.devices.items()):
+            posted = {
+                transferred(work.instruction): work.event.start_s
+                for work in trace.issued
+                if isinstance(work.instruction, _RECEIVES)
+            }
             for tensor, arrived_s in sorted(trace.arrivals.items(), key=lambda item: item[1]):
                 if (tensor, target) in sends:
                     source, work = sends[tensor, target]
@@ -108,6 +119,7 @@ class AttemptTrace:
                             tensor=tensor,
                             source=source,
                             target=target,
+                            posted_s=posted.get(tensor, arrived_s),
                             start_s=start_s,
                             sent_s=work.event.end_s,
                             arrived_s=arrived_s,
