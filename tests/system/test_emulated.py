@@ -99,3 +99,21 @@ def test_another_schedule_and_a_killed_worker_leave_the_same_bytes(
     assert H.metrics(run.run_dir)[-1]["epoch"] > 1, "the run has recovered from the kill"
     assert H.state_bytes(run.run_dir) == H.state_bytes(undisturbed)
     assert 0.9 < measured_over_simulated(run.run_dir) < 1.15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param({"scheme": "zb-h1"}, id="split backward"),
+        pytest.param({"scheme": "bpipe"}, id="swaps to peers"),
+        pytest.param({"scheme": "mobius", "recompute": "none"}, id="weights bound anew"),
+        pytest.param({"scheme": "megatron-offload"}, id="recomputation"),
+    ],
+)
+def test_every_kind_of_instruction_leaves_the_same_bytes(
+    runner: Any, undisturbed: Path, schedule: dict[str, Any]
+) -> None:
+    run_dir = runner.train(configure(runner, "run", **schedule))
+    assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
+    assert 0.9 < measured_over_simulated(run_dir) < 1.15
