@@ -36,7 +36,10 @@ class DeferredWeights:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._records: list[ParameterRecord] = []
+        self._kept: list[Kept] = []
         self._unsplit: Counter[Unsplit] = Counter()
+        self.anchor = torch.zeros((), requires_grad=True)
+        """Stands for what needs no gradient, where autograd wants something that does."""
 
     @property
     def bytes(self) -> int:
@@ -72,11 +75,13 @@ class DeferredWeights:
         for record in records:
             while record.waiting:
                 sums.add(record, record.waiting.pop())
+        self._kept.clear()
 
     def discard(self) -> None:
         """Forget everything: the micro-batch is given up."""
         self._entries.clear()
         self._records.clear()
+        self._kept.clear()
 
     def seal(self) -> None:
         """BACKWARD_INPUT is over: drop the entries that it did not reach, with the weights they
@@ -95,6 +100,11 @@ class DeferredWeights:
         record = ParameterRecord(parameter)
         self._records.append(record)
         return record
+
+    def keep(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> Kept:
+        """Pack a tensor that entries share."""
+        self._kept.append(Kept(tensor, hooks))
+        return self._kept[-1]
 
     def note_unsplit(self, unsplit: Unsplit) -> None:
         """Remember that a use of parameters is left to BACKWARD_INPUT."""
@@ -124,6 +134,8 @@ class DeferredWeights:
     def _held(self) -> Iterator[torch.Tensor]:
         for entry in self._entries:
             yield from entry.held()
+        for kept in self._kept:
+            yield from kept.held()
         for record in self._records:
             yield from record.waiting
 
@@ -237,17 +249,18 @@ class GraphEntry:
     """A use of parameters with a small autograd graph of its own.
 
     The graph ends at ``inputs`` (edges of the activations that went in) and at the edges of
-    ``records``. ``derived``: it reaches a parameter through tensors that other entries may share.
+    ``records``; it saved ``kept`` and ``lent``. ``derived``: it reaches a parameter through tensors
+    that other entries may share.
     """
 
-    __slots__ = ("_edges", "_kept", "_lent", "_roots", "_seeds", "derived", "inputs", "records")
+    __slots__ = ("_edges", "_roots", "_seeds", "derived", "inputs", "kept", "lent", "records")
 
     def __init__(self, records: tuple[ParameterRecord, ...], *, derived: bool) -> None:
         self.records = records
         self.derived = derived
         self.inputs: list[GradientEdge] = []
-        self._kept: list[Kept] = []
-        self._lent: list[Lent] = []
+        self.kept: list[Kept] = []
+        self.lent: list[Lent] = []
         self._edges: list[GradientEdge] = []
         self._roots: list[GradientEdge] = []
         self._seeds: list[torch.Tensor] = []
@@ -261,16 +274,6 @@ class GraphEntry:
         """The edges of its outputs."""
         self._edges = list(edges)
 
-    def keep(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> Kept:
-        """Pack a tensor that its graph saves."""
-        self._kept.append(Kept(tensor, hooks))
-        return self._kept[-1]
-
-    def lend(self, tensor: torch.Tensor) -> Lent:
-        """Pack weights that its graph saves."""
-        self._lent.append(Lent(tensor))
-        return self._lent[-1]
-
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Keep the gradients of the outputs; returns those of the inputs."""
         pairs = [(e, g) for e, g in zip(self._edges, gradients, strict=True) if g is not None]
@@ -283,9 +286,10 @@ class GraphEntry:
                     self._roots, self.inputs, self._seeds, retain_graph=True, allow_unused=True
                 )
             )
-        for lent in self._lent:
+        for lent in self.lent:
             lent.forget()
-        self.inputs, self._lent, self._edges = [], [], []
+        self.lent.clear()
+        self.inputs, self._edges = [], []
         return found
 
     def roots(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
@@ -295,7 +299,7 @@ class GraphEntry:
     def held(self) -> Iterator[torch.Tensor]:
         """What it keeps alive."""
         yield from self._seeds
-        for kept in self._kept:
+        for kept in self.kept:
             yield from kept.held()
 
 

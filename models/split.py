@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from penstock.models.deferred import (
@@ -53,7 +53,6 @@ from penstock.models.deferred import (
 )
 from penstock.models.torch_calls import (
     ONLY_LIKE,
-    READ_NO_INPUT,
     TREATMENTS,
     Call,
     MatrixProduct,
@@ -123,7 +122,9 @@ class _Source(torch.autograd.Function):
 
 
 class _Hollow(torch.autograd.Function):
-    """An activation as a graph of the store sees it, where nobody will read its values."""
+    """An activation as a graph of the store sees it: the node does not refer to its values, which
+    are kept only if some operation saves them.
+    """
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, box: list[torch.Tensor]) -> Any:
@@ -178,7 +179,6 @@ class _SplitMode(TorchFunctionMode):
         self._sources: dict[int, torch.Tensor] = {}
         self._detached: dict[int, torch.Tensor] = {}
         self._catchers: dict[int, torch.Tensor] = {}
-        self._anchor = torch.zeros((), requires_grad=True)
 
     def close(self) -> None:
         """Let go of all tensors of the forward."""
@@ -245,10 +245,10 @@ class _SplitMode(TorchFunctionMode):
         source = self._sources.get(key)
         if source is None:
             record = parameter.records[0]
-            made: torch.Tensor = _apply(_Source, self._anchor, record, [parameter.tensor])
-            record.edge = get_gradient_edge(made)
+            made: torch.Tensor = _apply(_Source, self._store.anchor, record, [parameter.tensor])
+            record.edge = _node_edge(made)
             # A function that changes nothing (``weight.float()``) may return the source itself.
-            self._own[id(made)] = _Own(made, parameter.records, True)
+            self._own[id(made)] = parameter
             self._sources[key] = source = made
         return source
 
@@ -259,14 +259,18 @@ class _SplitMode(TorchFunctionMode):
         weights = {storage_of(tensor) for tensor in own}
 
         def pack(tensor: torch.Tensor) -> Kept:
-            # Buffers of weights may hold another stage when BACKWARD_WEIGHT runs.
-            return Kept(tensor.clone() if storage_of(tensor) in weights else tensor, hooks)
+            if storage_of(tensor) in weights:
+                # Their buffers may hold another stage when BACKWARD_WEIGHT runs. A mode that
+                # replays operations must not see one more.
+                with torch._C._DisableTorchDispatch():
+                    tensor = tensor.clone()
+            return self._store.keep(tensor, hooks)
 
         with _packing(pack):
             result = call.run(self._sources_of(own))
         records = self._records(own)
         for tensor in tensors_in(result):
-            if tensor.requires_grad:
+            if tensor.requires_grad and id(tensor) not in self._own:
                 self._own[id(tensor)] = _Own(tensor, records, True)
         return result
 
@@ -275,8 +279,7 @@ class _SplitMode(TorchFunctionMode):
         if not call.in_place or id(call.args[0]) not in self._own:
             return call.run(self._catchers_of(own))
         # What shares its memory is no longer made of parameters alone, and nobody knows what does.
-        keep = {id(source) for source in self._sources.values()}
-        for key in [k for k, known in self._own.items() if known.derived and k not in keep]:
+        for key in [key for key, known in self._own.items() if known.derived]:
             del self._own[key]
             self._catchers.pop(key, None)
         return call.run({})
@@ -303,7 +306,7 @@ class _SplitMode(TorchFunctionMode):
     def _defer_from(self, own: _Own) -> Callable[[torch.Tensor], None]:
         """From a derived tensor on, the gradients of its parameters are deferred."""
         entry = GraphEntry(own.records, derived=True)
-        entry.attach([get_gradient_edge(own.tensor)])
+        entry.attach([_edge(own.tensor)])
         self._store.append(entry)
 
         def receive(gradient: torch.Tensor) -> None:
@@ -354,32 +357,42 @@ class _SplitMode(TorchFunctionMode):
         """Run it on detached activations, and link its graph into the main one."""
         entry = GraphEntry(self._records(own), derived=any(self._own[id(t)].derived for t in own))
         activations = {id(t): t for t in others if t.requires_grad}
-        alone = {key: self._alone(call, t) for key, t in activations.items()}
-        entry.inputs = [get_gradient_edge(t) for t in alone.values()]
+        alone = {k: _apply(_Hollow, self._store.anchor, [t]) for k, t in activations.items()}
+        entry.inputs = [_node_edge(t) for t in alone.values()]
         frozen = [t for t in others if id(t) in self._parameters]
         weights = {storage_of(t) for t in (*own, *frozen)}
 
+        kept, lent = entry.kept, entry.lent  # the graph keeps ``pack``, so not the entry itself
+
         def pack(tensor: torch.Tensor) -> Kept | Lent:
             if storage_of(tensor) in weights:
-                return entry.lend(tensor)
-            return entry.keep(tensor, hooks)
+                lent.append(Lent(tensor))
+                return lent[-1]
+            kept.append(Kept(tensor, hooks))
+            return kept[-1]
 
         with _packing(pack):
             result = call.run(self._sources_of(own) | alone)
         outputs = {id(t): t for t in tensors_in(result) if t.requires_grad}
         if not outputs:
             return result
-        entry.attach(get_gradient_edge(t) for t in outputs.values())
+        entry.attach(map(_edge, outputs.values()))
         self._store.append(entry)
-        beneath = activations.values() or (self._anchor,)
+        beneath = activations.values() or (self._store.anchor,)
         linked = _apply(_Link, entry, list(outputs.values()), *beneath)
         return replaced(result, dict(zip(outputs, linked, strict=True)))
 
-    def _alone(self, call: Call, activation: torch.Tensor) -> torch.Tensor:
-        if call.name in READ_NO_INPUT:
-            hollow: torch.Tensor = _apply(_Hollow, self._anchor, [activation])
-            return hollow
-        return activation.detach().requires_grad_()
+
+def _node_edge(tensor: torch.Tensor) -> GradientEdge:
+    """For nodes that another graph keeps alive; makes no operation, unlike torch's own function."""
+    assert tensor.grad_fn is not None
+    return GradientEdge(tensor.grad_fn, tensor.output_nr)
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge:
+    if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+        return get_gradient_edge(tensor)  # its Python object does not keep the node alive
+    return _node_edge(tensor)
 
 
 def _apply(function: type[torch.autograd.Function], *values: Any) -> Any:

@@ -29,21 +29,17 @@ _PRODUCTS = """
     embedding embedding_bag __getitem__ index_select gather
     matmul __matmul__ __rmatmul__ mm bmm mv addmm baddbmm
 """
-_SUMS = """
-    add __add__ __radd__ sub subtract __sub__ __rsub__ rsub cat concat concatenate stack where
+_REDUCTIONS = """
+    mul multiply __mul__ __rmul__ add __add__ __radd__ sub subtract __sub__ __rsub__ rsub
+    layer_norm rms_norm group_norm instance_norm batch_norm
+    cat concat concatenate stack where
 """
-_REDUCTIONS = (
-    "mul multiply __mul__ __rmul__ layer_norm rms_norm group_norm instance_norm batch_norm"
-)
 
 TREATMENTS: Mapping[str, Treatment] = {
     **dict.fromkeys(_PRODUCTS.split(), Treatment.PRODUCT),
-    **dict.fromkeys((_SUMS + _REDUCTIONS).split(), Treatment.REDUCTION),
+    **dict.fromkeys(_REDUCTIONS.split(), Treatment.REDUCTION),
 }
 """Functions whose weight gradients read no weights."""
-
-READ_NO_INPUT = frozenset(_SUMS.split())
-"""Functions whose weight gradients read no activations either."""
 
 ONLY_LIKE = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 """Methods that take no values from tensors other than the first."""
