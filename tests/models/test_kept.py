@@ -513,7 +513,7 @@ def test_split_backward(drop) -> None:
     weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
     policy = KeepPolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
     store = DeferredWeights()
-    with keeping(policy, weights, [ids]) as kept, split_backward(store, inputs=[]):
+    with keeping(policy, weights, [ids]) as kept, split_backward(store, parameters):
         value = loss()
     kept.swap_out(0.5)
     weights.release()
