@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +18,12 @@ from transformers import PretrainedConfig
 
 from penstock.models.batch import MicroBatch
 from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block
+from penstock.models.kept import let_go
+from penstock.models.kept.tape import tensors_in
 from penstock.models.loss import chunked_cross_entropy
 from penstock.models.pieces import BatchTensors, LayerCall, Pieces, check_documents_apart
 from penstock.models.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
+from penstock.models.storing import Stored, Storing
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
 
@@ -37,7 +40,8 @@ class StageOutput:
     ``tensors`` are the named tensors for the next block (empty after the head). ``checkpoints[b]``
     are the detached inputs of block ``b``. ``loss_sum`` is the detached sum over counted tokens
     (head only), ``loss`` the same times ``loss_weight`` with its graph. ``inputs`` are the leaves
-    whose gradient :meth:`ModelRuntime.backward` returns.
+    whose gradient :meth:`ModelRuntime.backward` returns. ``stored``: what the forward left, if it
+    was told how.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -45,6 +49,7 @@ class StageOutput:
     loss_sum: torch.Tensor | None
     loss: torch.Tensor | None
     inputs: dict[str, torch.Tensor]
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +82,12 @@ class ModelRuntime:
         self._seed = seed
         skeleton = build_skeleton(hf_config)
         _check_same_parts(skeleton, table)
+        self._buffers: list[torch.Tensor] = []
         for module in skeleton.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[key] = buffer.to(self._device)
+                    module._buffers[key] = moved = buffer.to(self._device)
+                    self._buffers.append(moved)
         self._pieces = Pieces(skeleton, device=self._device, compute_dtype=compute_dtype)
         self._layers = skeleton.layers
         self._prefixes = _prefixes(skeleton)
@@ -131,13 +138,15 @@ class ModelRuntime:
         loss_weight: float,
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
+        storing: Storing | None = None,
     ) -> StageOutput:
         """Run consecutive blocks on one micro-batch.
 
         ``inputs`` are the named tensors that the block before handed on (empty for block 0).
         ``training`` switches dropout. ``autograd``: record a graph for :meth:`backward`; by default
         when any bound block collects gradients. ``checkpoints_at``: blocks (numbers in the model)
-        whose inputs are wanted.
+        whose inputs are wanted. ``storing``: how to keep what the backward needs; where activations
+        are kept, the inputs are let go of.
         """
         if autograd is None:
             autograd = any(block.trains for block in bound)
@@ -148,25 +157,34 @@ class ModelRuntime:
         }
         tensors, checkpoints = dict(leaves), {}
         prepared = self._prepare(batch, bound)
-        loss = None
-        with torch.set_grad_enabled(autograd):
+        loss = stored = None
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(autograd))
+            if storing is not None:
+                constants = self._constants(prepared)
+                stored = stack.enter_context(storing.around(bound, constants))
             for block in bound:
                 if block.index in checkpoints_at:
                     checkpoints[block.index] = {k: v.detach() for k, v in tensors.items()}
                 if training:
                     self._reseed(data_position, micro_batch_index, block.index)
-                if block.index == len(self._table.blocks) - 1:
-                    loss, tensors = self._run_head(block, tensors[HIDDEN], prepared, training), {}
-                else:
-                    hidden = self._run_block(block, tensors, prepared, training)
-                    tensors = {HIDDEN: hidden}
+                with nullcontext() if stored is None else stored.block(block.index):
+                    if block.index == len(self._table.blocks) - 1:
+                        hidden, tensors = tensors[HIDDEN], {}
+                        loss = self._run_head(block, hidden, prepared, training, storing)
+                    else:
+                        tensors = {HIDDEN: self._run_block(block, tensors, prepared, training)}
             weighted = None if loss is None else loss * loss_weight
+        if stored is not None and stored.kept is not None:
+            for leaf in leaves.values():
+                let_go(leaf)
         return StageOutput(
             tensors=tensors,
             checkpoints=checkpoints,
             loss_sum=None if loss is None else loss.detach(),
             loss=weighted,
             inputs=leaves,
+            stored=stored,
         )
 
     def backward(
@@ -177,7 +195,8 @@ class ModelRuntime:
 
         ``gradients`` are those of ``output.tensors`` (what the next stage returned); the head
         starts from its weighted loss and takes none. A stage without anything to train below it
-        returns nothing.
+        returns nothing. After a forward that was told to split, the weights' gradients wait in
+        ``output.stored.deferred`` instead.
         """
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor | None] = []
@@ -190,6 +209,8 @@ class ModelRuntime:
                 seeds.append(gradients[name])
         if roots:
             torch.autograd.backward(roots, seeds)
+        if output.stored is not None and output.stored.deferred is not None:
+            output.stored.deferred.seal()
         return {name: leaf.grad for name, leaf in output.inputs.items() if leaf.grad is not None}
 
     def _run_block(
@@ -208,23 +229,33 @@ class ModelRuntime:
             return prepared.calls[layer_index].run(self._representative[kind], tensors[HIDDEN])
 
     def _run_head(
-        self, block: BoundBlock, hidden: torch.Tensor, prepared: _Prepared, training: bool
+        self,
+        block: BoundBlock,
+        hidden: torch.Tensor,
+        prepared: _Prepared,
+        training: bool,
+        storing: Storing | None,
     ) -> torch.Tensor:
         labels = torch.from_numpy(prepared.batch.labels).to(self._device).reshape(-1)
+        again = False
         with self._installed(block, training):
             finished = self._pieces.finish(hidden)
 
         def logits_of(rows: torch.Tensor) -> torch.Tensor:
             # Installed per call: chunks run again in the backward, when the forward is long over.
-            with self._installed(block, training):
+            # Gradients go to the leaves of the first run, which may have lost their memory since.
+            now = storing.block_now(block) if storing is not None and again else block
+            with self._installed(now, training):
                 return self._pieces.logits(rows)
 
-        return chunked_cross_entropy(
+        loss = chunked_cross_entropy(
             logits_of,
             finished.reshape(-1, finished.shape[-1]),
             labels,
             vocab_size=self._table.vocab_size,
         )
+        again = True
+        return loss
 
     def _prepare(self, batch: MicroBatch, bound: Sequence[BoundBlock]) -> _Prepared:
         """What all blocks of the stage share, before any random number is drawn for a block."""
@@ -239,6 +270,14 @@ class ModelRuntime:
         layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
         calls = self._layer_calls(batch, tensors) if layers else ()
         return _Prepared(batch=batch, tensors=tensors, calls=calls)
+
+    def _constants(self, prepared: _Prepared) -> list[torch.Tensor]:
+        """What outlives the forward: the micro-batch, and what layers are called with."""
+        batch = prepared.batch
+        found = [torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), *self._buffers]
+        for call in prepared.calls:
+            found += tensors_in((call.args, call.kwargs))
+        return found
 
     def _layer_calls(self, batch: MicroBatch, batch_tensors: BatchTensors) -> tuple[LayerCall, ...]:
         """Masks, positions and rotary embeddings: by shape, else for the latest micro-batch."""

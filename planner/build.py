@@ -10,6 +10,7 @@ from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.memory import table_costs
+from penstock.planner.operators import OPERATOR_SETS
 from penstock.planner.partition import partition
 from penstock.planner.passes import PASSES, Pass, PassContext
 from penstock.planner.profile import block_costs, cluster_of, guess_of
@@ -74,6 +75,7 @@ def _build(config: Config, table: BlockTable) -> Schedule:
             backward_stages=config.schedule.backward_stages,
             stages_per_device=config.schedule.stages_per_device,
             recompute=config.schedule.recompute,
+            drop=_operators(config.schedule.drop),
         ),
         _block_work(table),
     )
@@ -86,6 +88,20 @@ def _lowered(schedule: Schedule) -> Plan:
         raise ConfigError(
             f"schedule: the order of {schedule.scheme} cannot run: {error}"
         ) from error
+
+
+def _operators(words: Sequence[str]) -> tuple[str, ...]:
+    """The operators that names of operators and of sets stand for; the model may lack some."""
+    known = dict.fromkeys(name for members in OPERATOR_SETS.values() for name in members)
+    found: dict[str, None] = {}
+    for word in words:
+        if word not in OPERATOR_SETS and word not in known:
+            raise ConfigError(
+                f"schedule.drop = {list(words)}: unknown operator {word!r}; accepted:"
+                f" {', '.join(known)}, or the sets {', '.join(OPERATOR_SETS)}"
+            )
+        found |= dict.fromkeys(OPERATOR_SETS.get(word, (word,)))
+    return tuple(sorted(found))
 
 
 def _block_work(table: BlockTable) -> list[float]:
@@ -155,7 +171,9 @@ def _read_actions(path: Path, config: Config, table: BlockTable) -> Schedule:
     It does not say what forwards keep; ``schedule.recompute`` does. Its REDUCE_GRAD sums over
     replicas, which the optimizer's passes do here.
     """
-    recompute = Recomputation(mode=config.schedule.recompute or "none")
+    recompute = Recomputation(
+        mode=config.schedule.recompute or "none", drop=_operators(config.schedule.drop)
+    )
     try:
         actions = parse_actions(path.read_text(encoding="utf-8"))
         schedule = schedule_of_actions(actions, block_work=_block_work(table), recompute=recompute)

@@ -211,7 +211,8 @@ class ScheduleConfig(_Section):
 
     Numbers of stages (of one route) default to what the scheme uses with the workers at hand;
     ``stages_per_device`` says ``forward_stages`` per worker. ``replicas``: as many pipelines share
-    the workers and the batch (data parallelism).
+    the workers and the batch (data parallelism). ``drop``: what ``recompute: selective`` makes
+    again, names of operators or of sets of them (:mod:`penstock.planner.operators`).
     """
 
     scheme: Literal[
@@ -235,7 +236,8 @@ class ScheduleConfig(_Section):
     backward_stages: int | None = Field(default=None, ge=1)
     stages_per_device: int | None = Field(default=None, ge=1)
     replicas: int = Field(default=1, ge=1)
-    recompute: Literal["full", "none"] | None = None
+    recompute: Literal["full", "selective", "none"] | None = None
+    drop: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
     file: Path | None = None
 

@@ -8,7 +8,7 @@ a test holds the two together). Whether a plan makes sense at all is decided by
 from __future__ import annotations
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Forward, Instruction, Keep, Opcode
+from penstock.protocol.instructions import Instruction, Opcode, SwapIn, SwapOut
 from penstock.protocol.plan import Plan
 
 EXECUTED = frozenset(
@@ -16,6 +16,8 @@ EXECUTED = frozenset(
         Opcode.FORWARD,
         Opcode.RECOMPUTE,
         Opcode.BACKWARD,
+        Opcode.BACKWARD_INPUT,
+        Opcode.BACKWARD_WEIGHT,
         Opcode.SEND_ACTIVATION,
         Opcode.RECV_ACTIVATION,
         Opcode.SEND_GRADIENT,
@@ -25,26 +27,16 @@ EXECUTED = frozenset(
         Opcode.FETCH_WEIGHTS,
         Opcode.RELEASE_WEIGHTS,
         Opcode.OFFLOAD_GRADIENTS,
+        Opcode.SWAP_OUT,
+        Opcode.SWAP_IN,
     }
 )
 """Opcodes that workers execute."""
 
-KEEPS = frozenset({Keep.ALL, Keep.INPUT, Keep.NONE})
-"""What forwards of workers can keep."""
-
-
-EMULATED_EXECUTED = EXECUTED | {
-    Opcode.BACKWARD_INPUT,
-    Opcode.BACKWARD_WEIGHT,
-    Opcode.SWAP_OUT,
-    Opcode.SWAP_IN,
-}
-"""Opcodes that workers execute on emulated devices, where forwards can keep anything."""
-
 
 def check_executable(plan: Plan, *, emulated: bool = False) -> None:
     """Refuse a plan with instructions that workers do not execute, or with weights that they cannot
-    hold as it wants. ``emulated``: on emulated devices.
+    hold as it wants. ``emulated``: on emulated devices, which swap to each other, too.
 
     Raises:
         ConfigError: naming the first such thing and what workers do.
@@ -58,25 +50,17 @@ def check_executable(plan: Plan, *, emulated: bool = False) -> None:
                         f"{name}: {plan.scheme}, device {device}, instruction {position} is"
                         f" {str(instruction)!r}, and workers do not {complaint}"
                     )
-    for what, wanted in (
-        (
-            "bind weights anew that were released between a forward and its backward (streamed"
-            " weights without recomputation; use schedule.recompute: full)",
-            plan.rebinds_weights and not emulated,
-        ),
-        ("share out weights over devices", plan.shards_weights),
-    ):
-        if wanted:
-            raise ConfigError(f"plan: workers cannot do what {plan.scheme} needs: {what}")
+    if plan.shards_weights:
+        raise ConfigError(
+            f"plan: workers cannot do what {plan.scheme} needs: share out weights over devices"
+        )
 
 
 def _complaint(instruction: Instruction, emulated: bool) -> str | None:
     """What workers do not do."""
-    executed = EMULATED_EXECUTED if emulated else EXECUTED
-    if instruction.opcode not in executed:
-        known = ", ".join(opcode.name for opcode in Opcode if opcode in executed)
+    if instruction.opcode not in EXECUTED:
+        known = ", ".join(opcode.name for opcode in Opcode if opcode in EXECUTED)
         return f"execute {instruction.opcode.name}; they execute {known}"
-    if isinstance(instruction, Forward) and instruction.keep not in KEEPS and not emulated:
-        known = ", ".join(keep.value for keep in Keep if keep in KEEPS)
-        return f"keep activations this way; they support keep={known}"
+    if isinstance(instruction, (SwapOut, SwapIn)) and instruction.peer is not None and not emulated:
+        return "swap to other devices; they swap to host memory (no peer=)"
     return None

@@ -15,7 +15,10 @@ from typing import Literal
 import torch
 
 from penstock.models.batch import MicroBatch
+from penstock.models.kept import KeepPolicy, Kept
 from penstock.models.runtime import ModelRuntime, StageOutput
+from penstock.models.split import DeferredWeights
+from penstock.models.storing import Storing
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.frames import GradientReady, Transfer
 from penstock.protocol.instructions import FetchWeights, Instruction, Opcode
@@ -29,6 +32,7 @@ from penstock.workers.flow import Flow, TransferKind
 from penstock.workers.gradients import GradientBook
 from penstock.workers.inbox import NamedTensors, TransferKey
 from penstock.workers.stages import Stages
+from penstock.workers.swaps import SwapStreams
 from penstock.workers.trace import Executed, TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
@@ -135,6 +139,8 @@ class Attempt:
         )
         self._kept: dict[tuple[str, int, int], NamedTensors] = {}
         self._graphs: dict[tuple[int, int], StageOutput] = {}
+        self._deferred: dict[tuple[int, int], DeferredWeights] = {}
+        self._swaps: SwapStreams | None = None
         self._posted: set[tuple[str, int, int]] = set()
         self._losses: dict[int, torch.Tensor] = {}
 
@@ -182,6 +188,20 @@ class Attempt:
         tensors = bench.device.to_host(self.take(kind, stage, micro_batch))
         bench.transport.send(peer, header, tensors, bench.abort, bench.timeout_s)
 
+    def storing(self, stage: int, micro_batch: int, drop: Sequence[str] = ()) -> Storing | None:
+        """How a forward of a backward stage is to be stored for what the plan does to it before and
+        in its backward, without the outputs of operators ``drop``; ``None``: as autograd does.
+        """
+        key, flow, rebind = (stage, micro_batch), self.bench.flow, self.bench.plan.rebinds_weights
+        keeps, splits = bool(drop) or rebind or key in flow.swapped, key in flow.split
+        if not keeps and not splits:
+            return None
+        return Storing(
+            weights=self.stages.places(stage),
+            policy=KeepPolicy(drop=frozenset(drop), rebind=rebind) if keeps else None,
+            split=splits,
+        )
+
     def keep_graph(self, stage: int, micro_batch: int, output: StageOutput) -> None:
         """Leave an autograd graph for BACKWARD of the stage."""
         assert (stage, micro_batch) not in self._graphs, f"graph of {stage} {micro_batch} exists"
@@ -192,6 +212,40 @@ class Attempt:
         if (stage, micro_batch) not in self._graphs:
             raise UnusedWorkError(f"graph of stage {stage}, micro-batch {micro_batch} is not here")
         return self._graphs.pop((stage, micro_batch))
+
+    def has_graph(self, stage: int, micro_batch: int) -> bool:
+        """Whether a forward left a graph, without the dropped operators' outputs perhaps."""
+        return (stage, micro_batch) in self._graphs
+
+    def kept(self, stage: int, micro_batch: int) -> Kept:
+        """What the graph of a stage keeps, to swap it or to make again what was dropped."""
+        output = self._graphs.get((stage, micro_batch))
+        if output is None or output.stored is None or output.stored.kept is None:
+            raise UnusedWorkError(
+                f"activations of stage {stage}, micro-batch {micro_batch} are not kept here"
+            )
+        return output.stored.kept
+
+    def defer(self, stage: int, micro_batch: int, deferred: DeferredWeights) -> None:
+        """Leave weight gradients for BACKWARD_WEIGHT."""
+        assert (stage, micro_batch) not in self._deferred, f"{stage} {micro_batch} is deferred"
+        self._deferred[stage, micro_batch] = deferred
+
+    def take_deferred(self, stage: int, micro_batch: int) -> DeferredWeights:
+        """Weight gradients that BACKWARD_INPUT left."""
+        if (stage, micro_batch) not in self._deferred:
+            raise UnusedWorkError(
+                f"deferred weight gradients of stage {stage}, micro-batch {micro_batch}"
+                " are not here"
+            )
+        return self._deferred.pop((stage, micro_batch))
+
+    @property
+    def swaps(self) -> SwapStreams:
+        """What copies swapped activations."""
+        if self._swaps is None:
+            self._swaps = SwapStreams.of(self.bench.device.torch_device)
+        return self._swaps
 
     def count_loss(self, micro_batch: int, output: StageOutput) -> None:
         """Take the micro-batch's loss into the sum, once; a stage without the head has none."""
@@ -225,6 +279,7 @@ class Attempt:
         left: dict[str, Sequence[object]] = {
             "kept": sorted(self._kept),
             "graphs": sorted(self._graphs),
+            "deferred weight gradients": sorted(self._deferred),
             "posted": sorted(self._posted),
             "received": [str(key) for key in inbox.leftovers(self.job.phase, self.job.number)],
             "weights": self.stages.in_use,
@@ -237,7 +292,14 @@ class Attempt:
     def drop(self) -> None:
         """Forget everything; nothing is written to shared memory after this."""
         self.gradients.drop()
+        # Freed now, though an exception's traceback may still refer to the graphs.
+        for output in self._graphs.values():
+            if output.stored is not None:
+                output.stored.discard()
+        for deferred in self._deferred.values():
+            deferred.discard()
         self._graphs.clear()
+        self._deferred.clear()
         self._kept.clear()
         self._posted.clear()
         self.stages.drop()

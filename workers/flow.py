@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.protocol.instructions import BackwardInput, SwapOut
 from penstock.protocol.layout import StageLayout, skipped_forwards
 from penstock.protocol.plan import Plan
 
@@ -13,18 +14,32 @@ TransferKind = Literal["activation", "gradient", "checkpoint"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The stages of a plan; ``skipped`` are the forwards (stage, micro-batch) that training leaves
-    out.
+    """The stages of a plan, and what training does to some (stage, micro-batch).
+
+    ``skipped``: forwards that it leaves out. ``split``: backwards in two halves. ``swapped``: what
+    a forward keeps is swapped.
     """
 
     layout: StageLayout
     skipped: frozenset[tuple[int, int]]
+    split: frozenset[tuple[int, int]]
+    swapped: frozenset[tuple[int, int]]
 
     @classmethod
     def of(cls, plan: Plan) -> Flow:
         """From all programs of the plan."""
         layout = StageLayout.of(plan)
-        return cls(layout=layout, skipped=skipped_forwards(layout, plan.programs))
+        found: dict[type, set[tuple[int, int]]] = {BackwardInput: set(), SwapOut: set()}
+        for program in plan.programs:
+            for instruction in program:
+                if isinstance(instruction, (BackwardInput, SwapOut)):
+                    found[type(instruction)].add((instruction.stage, instruction.micro_batch))
+        return cls(
+            layout=layout,
+            skipped=skipped_forwards(layout, plan.programs),
+            split=frozenset(found[BackwardInput]),
+            swapped=frozenset(found[SwapOut]),
+        )
 
     def output(
         self, stage: int, micro_batch: int, *, training: bool

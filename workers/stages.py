@@ -7,6 +7,7 @@ import time
 import torch
 
 from penstock.models.binding import Borrowed, BoundBlock
+from penstock.models.kept import BoundWeights
 from penstock.models.runtime import ModelRuntime
 from penstock.protocol.instructions import Phase
 from penstock.protocol.layout import StageLayout
@@ -35,6 +36,7 @@ class Stages:
         self._gradients = gradients
         self._scope = scope
         self._bound: dict[tuple[StageKey, bool], tuple[BoundBlock, ...]] = {}
+        self._places: dict[int, BoundWeights] = {}
         self.waited_s = 0.0
 
     def blocks(self, key: StageKey) -> range:
@@ -49,9 +51,19 @@ class Stages:
 
     def release(self, key: StageKey) -> None:
         """Give a stage's weights back."""
-        for grads in (False, True):
-            self._bound.pop((key, grads), None)
+        self._bound.pop((key, False), None)
+        if self._bound.pop((key, True), None) is not None:
+            self._bind_places(key.stage)
         self._weights.release(key)
+
+    def places(self, stage: int) -> BoundWeights:
+        """Where the weights are that a backward of the stage reads, followed from buffer to
+        buffer.
+        """
+        if stage not in self._places:
+            self._places[stage] = BoundWeights()
+            self._bind_places(stage)
+        return self._places[stage]
 
     def backward_key(self, stage: int) -> StageKey:
         """The buffer that RECOMPUTE and BACKWARD of a stage use."""
@@ -72,6 +84,8 @@ class Stages:
             route = self._route(key) if grads else None
             found = tuple(self._bind(block, loaded, route) for block in self.blocks(key))
             self._bound[key, grads] = found
+            if grads:
+                self._bind_places(key.stage)
         return found
 
     @property
@@ -82,7 +96,15 @@ class Stages:
     def drop(self) -> None:
         """Release everything; graphs made with the bound blocks must be gone."""
         self._bound.clear()
+        self._places.clear()
         self._weights.drop()
+
+    def _bind_places(self, stage: int) -> None:
+        """Say where the stage's weights are; backwards prefer the buffer that is theirs."""
+        places = self._places.get(stage)
+        if places is not None:
+            both = ((StageKey(stage, phase), True) for phase in (Phase.BACKWARD, Phase.FORWARD))
+            places.bind(next((self._bound[key] for key in both if key in self._bound), ()))
 
     def _route(self, key: StageKey) -> int:
         forward = key.phase is Phase.FORWARD

@@ -17,6 +17,7 @@ Batch norms have no name: they change their running statistics, so they never ru
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class _Call:
 
 
 class OperatorTracker:
-    """Follows the calls of modules on this process; one forward at a time."""
+    """Follows the calls of modules on one thread; one forward at a time."""
 
     def __init__(self) -> None:
         self._stack: list[_Call] = []
@@ -91,13 +92,16 @@ class OperatorTracker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Modules called inside are followed, whatever model they belong to."""
+        """Modules that this thread calls inside are followed, whatever model they belong to."""
+        thread = threading.get_ident()  # the hooks see all threads
 
         def before(module: nn.Module, _: tuple[Any, ...]) -> None:
-            self._enter(module)
+            if threading.get_ident() == thread:
+                self._enter(module)
 
         def after(_: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
-            self._stack.pop()
+            if threading.get_ident() == thread:
+                self._stack.pop()
 
         entered = hooks.register_module_forward_pre_hook(before)
         left = hooks.register_module_forward_hook(after, always_call=True)

@@ -353,17 +353,13 @@ def test_every_opcode_that_is_accepted_has_a_handler() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rebinds_weights": True}, "gpipe needs: bind weights anew"),
         ({"shards_weights": True}, "gpipe needs: share out weights over devices"),
         (
             {"programs": program_of("F 0 0 keep=all", "U 3")},
             r"plan: gpipe, device 0, instruction 1 is 'U 3', and workers do not execute UPDATE",
         ),
         ({"evaluation": program_of("U 3")}, r"evaluation: gpipe, device 0, instruction 0 is 'U 3'"),
-        (
-            {"programs": program_of("F 0 0 keep=selective drop=norm")},
-            r"workers do not keep activations this way; they support keep=all, input, none",
-        ),
+        ({"programs": program_of("F 0 0 keep=all", "RD 0")}, "workers do not execute REDUCE_"),
     ],
 )
 def test_plans_that_workers_cannot_run_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.protocol.executable import EMULATED_EXECUTED
+from penstock.protocol.executable import EXECUTED
 from penstock.protocol.instructions import Instruction, Opcode
 from penstock.workers.attempt import Attempt
 from penstock.workers.emulated.compute import OWN, device_of
@@ -70,9 +70,6 @@ _KINDS: Mapping[Opcode, Callable[[Handler], Handler]] = MappingProxyType(
 )
 
 EMULATED_HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
-    {
-        opcode: _KINDS.get(opcode, _issued)({**HANDLERS, **OWN}[opcode])
-        for opcode in EMULATED_EXECUTED
-    }
+    {opcode: _KINDS.get(opcode, _issued)({**HANDLERS, **OWN}[opcode]) for opcode in EXECUTED}
 )
-"""For :data:`penstock.protocol.executable.EMULATED_EXECUTED`."""
+"""For :data:`penstock.protocol.executable.EXECUTED`."""

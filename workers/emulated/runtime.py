@@ -25,6 +25,7 @@ import torch
 
 from penstock.models.batch import MicroBatch
 from penstock.models.runtime import HIDDEN, Borrowed, StageOutput
+from penstock.models.storing import Storing
 from penstock.shm.table import BlockTable
 
 _MASK = (1 << 64) - 1
@@ -92,9 +93,12 @@ class EmulatedRuntime:
         loss_weight: float,
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
+        storing: Storing | None = None,
     ) -> EmulatedOutput:
-        """Run consecutive blocks; arguments as in the model's runtime."""
-        del training, autograd
+        """Run consecutive blocks; arguments as in the model's runtime. Nothing takes memory, so
+        there is nothing to store otherwise.
+        """
+        del training, autograd, storing
         if inputs:
             activation = _number(inputs)
         else:

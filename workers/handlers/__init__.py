@@ -18,6 +18,8 @@ HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
         Opcode.FORWARD: compute.forward,
         Opcode.RECOMPUTE: compute.recompute,
         Opcode.BACKWARD: compute.backward,
+        Opcode.BACKWARD_INPUT: compute.backward_input,
+        Opcode.BACKWARD_WEIGHT: compute.backward_weight,
         Opcode.SEND_ACTIVATION: transfers.send_activation,
         Opcode.RECV_ACTIVATION: transfers.receive_activation,
         Opcode.SEND_GRADIENT: transfers.send_gradient,
@@ -27,6 +29,8 @@ HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
         Opcode.FETCH_WEIGHTS: memory.fetch_weights,
         Opcode.RELEASE_WEIGHTS: memory.release_weights,
         Opcode.OFFLOAD_GRADIENTS: memory.offload_gradients,
+        Opcode.SWAP_OUT: memory.swap_out,
+        Opcode.SWAP_IN: memory.swap_in,
     }
 )
 """Those in :data:`penstock.protocol.executable.EXECUTED`."""

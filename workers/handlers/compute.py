@@ -1,4 +1,4 @@
-"""FORWARD, RECOMPUTE and BACKWARD."""
+"""FORWARD, RECOMPUTE and BACKWARD, whole or in two halves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 
 from penstock.models.binding import BoundBlock
 from penstock.models.runtime import StageOutput
+from penstock.models.split import run_together
+from penstock.models.storing import Storing
 from penstock.protocol.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Keep,
     Phase,
@@ -23,7 +27,7 @@ from penstock.workers.flow import TransferKind
 from penstock.workers.inbox import NamedTensors
 from penstock.workers.weights import StageKey
 
-_I = TypeVar("_I", Forward, Recompute, Backward)
+_I = TypeVar("_I", Forward, Recompute, Backward, BackwardInput, BackwardWeight)
 
 
 def _counts_as_busy(handler: Callable[[_I, Attempt], None]) -> Callable[[_I, Attempt], None]:
@@ -46,15 +50,20 @@ def forward(instruction: Forward, attempt: Attempt) -> None:
 
 @_counts_as_busy
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
-    """Run a backward stage forward, with autograd, from its checkpoint."""
+    """Run a backward stage forward, with autograd, from its checkpoint; or only what its forward
+    dropped.
+    """
     stage, m = instruction.stage, instruction.micro_batch
     layout = attempt.bench.flow.layout
+    if attempt.has_graph(stage, m):
+        _make_again(instruction, attempt)
+        return
     # The first stage of a route starts from the batch, so nobody left it a checkpoint.
     inputs = {} if layout.is_first_backward(stage) else attempt.take("checkpoint", stage, m)
     if instruction.after is RecomputeAfter.GRADIENT:
         attempt.await_posted("gradient", stage + 1, m)
     bound = attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
-    output = _run(attempt, bound, inputs, m, autograd=True)
+    output = _run(attempt, bound, inputs, m, autograd=True, storing=attempt.storing(stage, m))
     attempt.count_loss(m, output)
     attempt.keep_graph(stage, m, output)
 
@@ -62,21 +71,63 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
 @_counts_as_busy
 def backward(instruction: Backward, attempt: Attempt) -> None:
     """Gradients of a stage's weights, added up, and of its inputs, kept for the stage before."""
+    _backward(attempt, instruction.stage, instruction.micro_batch)
+
+
+@_counts_as_busy
+def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
+    """Gradients of a stage's inputs only; those of its weights wait."""
     stage, m = instruction.stage, instruction.micro_batch
+    output = _backward(attempt, stage, m)
+    assert output.stored is not None and output.stored.deferred is not None
+    attempt.defer(stage, m, output.stored.deferred)
+
+
+@_counts_as_busy
+def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
+    """The gradients of a stage's weights that wait, added up micro-batch by micro-batch.
+
+    Not concatenated: that would round differently from an unsplit backward, and on CPUs saves
+    nothing.
+    """
+    stage = instruction.stage
+    run_together([attempt.take_deferred(stage, m) for m in instruction.micro_batches])
+
+
+def _backward(attempt: Attempt, stage: int, micro_batch: int) -> StageOutput:
     layout = attempt.bench.flow.layout
     last = layout.is_last_backward(stage)
-    gradients = {} if last else attempt.take("gradient", stage + 1, m)
-    found = attempt.bench.runtime.backward(attempt.take_graph(stage, m), gradients)
+    gradients = {} if last else attempt.take("gradient", stage + 1, micro_batch)
+    _bind_anew(attempt, stage)
+    output = attempt.take_graph(stage, micro_batch)
+    found = attempt.bench.runtime.backward(output, gradients)
     if not layout.is_first_backward(stage):
-        attempt.keep("gradient", stage, m, found)
+        attempt.keep("gradient", stage, micro_batch, found)
+    return output
+
+
+def _make_again(instruction: Recompute, attempt: Attempt) -> None:
+    """What the forward dropped, from what it kept."""
+    stage, m = instruction.stage, instruction.micro_batch
+    if instruction.after is RecomputeAfter.GRADIENT:
+        attempt.await_posted("gradient", stage + 1, m)
+    _bind_anew(attempt, stage)
+    attempt.kept(stage, m).recompute()
+
+
+def _bind_anew(attempt: Attempt, stage: int) -> None:
+    """Wait for the weights if they may have been released since the forward."""
+    if attempt.bench.plan.rebinds_weights:
+        attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
 
 
 def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
-    """``keep=all``: forward and backward stages are the same list."""
+    """``keep=all`` or ``selective``: forward and backward stages are the same list."""
     stage, m = instruction.stage, instruction.micro_batch
     inputs = _inputs(attempt, stage, m)
     bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=True)
-    output = _run(attempt, bound, inputs, m, autograd=True)
+    storing = attempt.storing(stage, m, instruction.drop)
+    output = _run(attempt, bound, inputs, m, autograd=True, storing=storing)
     attempt.count_loss(m, output)
     attempt.keep_graph(stage, m, output)
     _hand_on(attempt, stage, m, output.tensors)
@@ -124,6 +175,7 @@ def _forward_only(instruction: Forward, attempt: Attempt) -> None:
 
 _FORWARDS: Mapping[Keep, Callable[[Forward, Attempt], None]] = {
     Keep.ALL: _forward_with_graph,
+    Keep.SELECTIVE: _forward_with_graph,
     Keep.INPUT: _forward_for_checkpoints,
     Keep.NONE: _forward_only,
 }
@@ -157,6 +209,7 @@ def _run(
     *,
     autograd: bool = False,
     checkpoints_at: Collection[int] = (),
+    storing: Storing | None = None,
 ) -> StageOutput:
     job = attempt.job
     return attempt.bench.runtime.forward(
@@ -169,4 +222,5 @@ def _run(
         loss_weight=job.loss_weight,
         checkpoints_at=checkpoints_at,
         autograd=autograd,
+        storing=storing,
     )

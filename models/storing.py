@@ -1,0 +1,86 @@
+"""What a forward leaves for its backward, where autograd alone would not do.
+
+A forward of :class:`~penstock.models.runtime.ModelRuntime` that is given a :class:`Storing` runs
+inside a kept store (:mod:`penstock.models.kept`: operators dropped, swaps, weights bound anew),
+watched for a split backward (:mod:`penstock.models.split`), or both; the :class:`Stored` of its
+:class:`~penstock.models.runtime.StageOutput` is then what the instructions in between work on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from penstock.models.binding import BoundBlock
+from penstock.models.kept import BoundWeights, KeepPolicy, Kept, keeping
+from penstock.models.split import DeferredWeights, split_backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What one forward of one stage on one micro-batch left; ``None``: as autograd has it.
+
+    ``deferred``: the weight gradients that BACKWARD_INPUT leaves for BACKWARD_WEIGHT.
+    """
+
+    kept: Kept | None
+    deferred: DeferredWeights | None
+
+    def block(self, index: int) -> AbstractContextManager[None]:
+        """Block ``index`` runs inside."""
+        return nullcontext() if self.kept is None else self.kept.block(index)
+
+    def discard(self) -> None:
+        """Free everything; the micro-batch is given up."""
+        if self.kept is not None:
+            self.kept.discard()
+        if self.deferred is not None:
+            self.deferred.discard()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storing:
+    """How a forward is stored. ``weights``: where the stage's weights are, now and later.
+
+    ``policy``: what of the graph stays; ``None`` leaves that to autograd. ``split``: whether the
+    backward comes in two halves.
+    """
+
+    weights: BoundWeights
+    policy: KeepPolicy | None = None
+    split: bool = False
+
+    @contextmanager
+    def around(
+        self, bound: Sequence[BoundBlock], constants: Sequence[torch.Tensor]
+    ) -> Iterator[Stored]:
+        """A forward of ``bound`` runs inside; ``constants`` outlive it."""
+        with ExitStack() as stack:
+            kept = deferred = None
+            if self.policy is not None:
+                kept = stack.enter_context(keeping(self.policy, self.weights, constants))
+            if self.split:
+                deferred = DeferredWeights()
+                leaves = [leaf for block in bound for leaf in block.leaves.values()]
+                stack.enter_context(split_backward(deferred, leaves))
+            yield Stored(kept=kept, deferred=deferred)
+
+    def block_now(self, block: BoundBlock) -> BoundBlock:
+        """The block over the memory where its weights are now; gradients go nowhere new.
+
+        For parts of a forward that run again inside the backward.
+
+        Raises:
+            KeptError: they are nowhere.
+        """
+        if self.policy is None or not self.policy.rebind:
+            return block
+        leaves = {name: self._leaf_now(block, name) for name in block.leaves}
+        return BoundBlock(index=block.index, leaves=leaves)
+
+    def _leaf_now(self, block: BoundBlock, name: str) -> torch.Tensor:
+        leaf = self.weights.leaf(block.index, name).detach()
+        return leaf.requires_grad_(block.leaves[name].requires_grad)

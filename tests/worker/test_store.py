@@ -1,0 +1,268 @@
+"""Split backwards, dropped operators, swaps and weights bound anew: against a plain loop, and bit
+for bit against a program that does none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.models import runtime
+from penstock.models.loss import chunked_cross_entropy
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.executable import check_executable
+from penstock.protocol.instructions import Opcode, parse_instruction, parse_program
+from penstock.protocol.plan import StageRange
+from penstock.workers.attempt import UnusedWorkError
+from penstock.workers.devices.cpu import CpuStageBuffer
+from penstock.workers.flow import Flow
+from penstock.workers.handlers import HANDLERS
+from penstock.workers.interpreter import InstructionError, run_job
+
+TOLERANCE = 1e-6
+NONE = {"recompute": "none"}
+CMB = {"recompute": "selective", "drop": ["cmb"]}
+
+CASES = [
+    # scheme, devices, nodes, schedule, tied
+    ("zb-h1", 2, 1, {}, True),
+    ("zb-h1", 4, 2, {}, False),
+    ("zb-v", 2, 1, {}, True),
+    ("zb-v", 2, 2, {}, False),
+    ("dualpipe-v", 2, 1, {}, True),
+    ("1f1b", 2, 1, NONE | {"passes": ["split-backward", "concatenate"]}, True),
+    ("1f1b", 2, 1, NONE | {"passes": ["2bp"]}, True),
+    ("1f1b", 4, 1, NONE | {"passes": ["mario"]}, True),
+    ("1f1b", 4, 1, NONE | {"passes": ["mario", "split-backward"]}, True),
+    ("spipe", 2, 1, {"passes": ["split-backward"]}, True),
+    ("chimera", 2, 1, NONE | {"passes": ["split-backward"]}, True),
+    ("1f1b", 2, 1, CMB, True),
+    ("1f1b", 2, 2, {"recompute": "selective", "drop": ["mlp", "attention"]}, False),
+    ("1f1b", 2, 1, CMB | {"passes": ["split-backward"]}, True),
+    ("mobius", 2, 1, NONE | {"stages_per_device": 4}, True),
+    ("mobius", 2, 2, CMB | {"stages_per_device": 4}, True),
+    ("megatron-offload", 2, 1, NONE | {"stages_per_device": 3}, True),
+    ("mobius", 2, 2, NONE | {"stages_per_device": 4, "passes": ["split-backward"]}, True),
+]
+
+
+def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Largest relative difference of any tensor, in norm."""
+    assert found.keys() == wanted.keys()
+    return max(
+        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-12))
+        for name in wanted
+    )
+
+
+@pytest.mark.parametrize(("scheme", "devices", "nodes", "schedule", "tied"), CASES)
+def test_matches_a_plain_loop(
+    make_cluster: Any, scheme: str, devices: int, nodes: int, schedule: Any, tied: bool
+) -> None:
+    cluster = make_cluster(
+        scheme=scheme,
+        workers=devices,
+        nodes=nodes,
+        schedule=schedule,
+        hf={"tie_word_embeddings": tied},
+    )
+    job = cluster.job(scale=8.0)
+    loss_sum, loss_tokens = cluster.train(job)
+    wanted_loss, wanted = cluster.reference(job)
+    assert loss_tokens == job.counted_tokens
+    assert loss_sum == pytest.approx(wanted_loss, rel=TOLERANCE)
+    assert relative_error(cluster.gradients(), wanted) < TOLERANCE
+    for worker in cluster.workers:
+        assert worker.bench.weights.in_use == ()
+
+
+@pytest.fixture(name="poisoned")
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released weights (of 16 bits, widened) are gone, and come back in other memory."""
+
+    def release(self: CpuStageBuffer) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(float("nan"))
+        self.tensors = ()
+
+    monkeypatch.setattr(CpuStageBuffer, "release", release)
+
+
+def with_program(cluster: Any, text: str, **changes: Any) -> Any:
+    """The one worker of a cluster, to run another program."""
+    (worker,) = cluster.workers
+    plan = replace(cluster.plan, programs=parse_program(text), **changes)
+    check_executable(plan)
+    worker.bench = replace(worker.bench, plan=plan, flow=Flow.of(plan))
+    return worker
+
+
+def round_trip(keep: str, after: str, before: str, backward: str, last: str) -> str:
+    """Two stages on one device, two micro-batches; weights are released whenever they can be.
+
+    ``after`` and ``before`` stand behind each forward and before each ``backward``; ``last`` comes
+    when the weights are released again. ``{}`` is stage and micro-batch, ``{s}`` the stage.
+    """
+    lines = ["device 0:"]
+    for s in (0, 1):
+        lines += [f"FW {s} phase=forward"]
+        for m in (0, 1):
+            lines += [f"F {s} {m} {keep}", after.format(f"{s} {m}")]
+        lines += [f"RW {s} phase=forward"]
+    for s in (1, 0):
+        lines += [f"FW {s} phase=backward"]
+        for m in (0, 1):
+            lines += [before.format(f"{s} {m}"), f"{backward} {s} {m}"]
+        lines += [f"RW {s} phase=backward", last.format(s=s), f"OG {s}"]
+    return "\n".join(lines)
+
+
+ALL, DROP = "keep=all", "keep=selective drop=mul,norm,silu"
+WAYS = {
+    "bound anew": (ALL, "", "", "B", ""),
+    "swapped": (ALL, "SO {} fraction=0.5", "SI {} fraction=0.5", "B", ""),
+    "dropped": (DROP, "", "R {}", "B", ""),
+    "split": (ALL, "", "", "BI", "BW {s} 0,1"),
+    "everything": (
+        "keep=selective drop=attention_core,dropout,gate,mul,norm,silu",
+        "SO {} fraction=1.0",
+        "SI {0} fraction=1.0; R {0} after=gradient",
+        "BI",
+        "BW {s} 1; BW {s} 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk_rows", [24, 7])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_in_every_way(
+    make_cluster: Any,
+    poisoned: None,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    chunk_rows: int,
+) -> None:
+    """Loss and gradients; with chunks of the loss that run again in the backward, too."""
+    chunked = partial(chunked_cross_entropy, chunk_bytes=4 * 61 * chunk_rows)
+    monkeypatch.setattr(runtime, "chunked_cross_entropy", chunked)
+    cluster = make_cluster(
+        scheme="gpipe",
+        workers=1,
+        micro_batches=2,
+        schedule=NONE,
+        model={"dtype": "bf16"},
+        hf={"tie_word_embeddings": True, "num_hidden_layers": 3},
+    )
+    wanted = cluster.train(cluster.job()), cluster.gradient_bytes()
+    stages = (StageRange(start=0, stop=3, device=0), StageRange(start=3, stop=5, device=0))
+    worker = with_program(
+        cluster,
+        round_trip(*WAYS[way]),
+        forward_stages=stages,
+        backward_stages=stages,
+        rebinds_weights=True,
+    )
+    result = worker.run(cluster.job(attempt=2))
+    assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_positions": 32,
+}
+
+
+def test_gpt2_draws_the_same_dropout_again(make_cluster: Any) -> None:
+    results = []
+    for schedule in (
+        NONE,
+        {"recompute": "selective", "drop": ["mlp", "attention"]},
+        CMB | {"passes": ["split-backward"]},
+    ):
+        cluster = make_cluster(
+            scheme="gpipe", workers=1, micro_batches=2, schedule=schedule, model={"hf": GPT2}
+        )
+        results.append((cluster.train(cluster.job()), cluster.gradient_bytes()))
+    assert results[0] == results[1] == results[2]
+
+
+SMALL = {"scheme": "1f1b", "workers": 1, "micro_batches": 2, "schedule": NONE}
+RESIDENT = """device 0:
+FW 0 phase=forward
+F 0 0 keep=selective drop=mul,norm; SO 0 0 fraction=0.5; SI 0 0 fraction=0.5; R 0 0; BI 0 0
+F 0 1 keep=selective drop=mul,norm; SO 0 1 fraction=0.5
+BW 0 0
+SI 0 1 fraction=0.5; R 0 1; B 0 1
+OG 0
+RW 0 phase=forward"""
+
+
+def test_everything_is_freed_when_an_attempt_breaks(make_cluster: Any) -> None:
+    cluster = make_cluster(**SMALL)
+    wanted = cluster.train(cluster.job()), cluster.gradient_bytes()
+    worker = with_program(cluster, RESIDENT)
+    found: list[Any] = []
+
+    def fail(instruction: Any, attempt: Any) -> None:
+        found.extend([attempt.kept(0, 1), attempt.take_deferred(0, 0)])
+        attempt.defer(0, 0, found[1])
+        assert found[0].bytes and found[0].bytes_elsewhere and found[1].bytes
+        raise ZeroDivisionError("no luck")
+
+    handlers = {**HANDLERS, Opcode.BACKWARD_WEIGHT: fail}
+    program = worker.bench.plan.programs[0]
+    with pytest.raises(InstructionError, match="no luck"):
+        run_job(worker.bench, cluster.job(attempt=2), program, handlers)
+    kept, deferred = found
+    assert (kept.bytes, kept.bytes_elsewhere, deferred.bytes) == (0, 0, 0)
+    bench = worker.bench
+    cluster.begin(2)
+    worker.bench = replace(worker.bench, plan=bench.plan, flow=bench.flow)
+    result = worker.run(cluster.job(attempt=3))
+    assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "complaint"),
+    [
+        ("BW 0 0\n", "", r"left behind deferred weight gradients: \[\(0, 0\)\]"),
+        ("BI 0 0\n", "\n", "deferred weight gradients of stage 0, micro-batch 0 are not here"),
+        ("SI 0 0 fraction=0.5; ", "", r"saved tensor \d+ .* is swapped out; bring it back"),
+        ("F 0 1", "SO 0 0 fraction=0.5; F 0 1", "activations of stage 0, micro-batch 0 are not"),
+    ],
+)
+def test_programs_that_leave_something_out(
+    make_cluster: Any, line: str, instead: str, complaint: str
+) -> None:
+    cluster = make_cluster(**SMALL)
+    worker = with_program(cluster, RESIDENT)
+    broken = RESIDENT.replace(line, instead, 1)
+    assert broken != RESIDENT
+    with pytest.raises((InstructionError, UnusedWorkError), match=complaint):
+        worker.run(cluster.job(), parse_program(broken)[0])
+
+
+def test_swaps_to_other_devices_are_for_emulated_ones(make_cluster: Any) -> None:
+    plan = make_cluster(**SMALL).plan
+    program = (parse_instruction("SO 0 0 fraction=0.5 peer=1"), *plan.programs[0])
+    swapping = replace(plan, programs=(program,))
+    check_executable(swapping, emulated=True)
+    with pytest.raises(ConfigError, match=r"workers do not swap to other devices; they swap to"):
+        check_executable(swapping)
+
+
+def test_operators_to_drop_are_known(make_cluster: Any) -> None:
+    with pytest.raises(ConfigError, match=r"schedule.drop = \['cmd'\]: unknown operator 'cmd';"):
+        make_cluster(schedule={"recompute": "selective", "drop": ["cmd"]})
+    with pytest.raises(ConfigError, match=r"operators to drop \(norm\) need 'selective'"):
+        make_cluster(schedule={"recompute": "none", "drop": ["norm"]})
+    with pytest.raises(ConfigError, match=r"'selective': needs operators to drop"):
+        make_cluster(schedule={"recompute": "selective"})
