@@ -7,6 +7,8 @@ made by :mod:`penstock.models.split`, which watches the forward.
 
 Gradients are bit-equal to those of an unsplit backward: the kernels are the same, and a parameter's
 contributions are added up in autograd's order (the latest use first) before they reach ``.grad``.
+Only a parameter with three or more uses of which some are split and some not may be summed up in
+another order.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class DeferredWeights:
         while units:
             for record, gradient in units.pop().gradients():
                 sums.add(record, gradient)
-        # Unsplit uses of a parameter that is also split: their sum was made by BACKWARD_INPUT.
+        # BACKWARD_INPUT summed up the unsplit uses of a parameter that is also split.
         for record in records:
             while record.waiting:
                 sums.add(record, record.waiting.pop())
@@ -167,7 +169,16 @@ class ParameterRecord:
     want to see the gradient) the parameter.
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_parameter", "edge", "place", "uses", "waiting")
+    __slots__ = (
+        "__weakref__",
+        "_gradient",
+        "_parameter",
+        "caught",
+        "edge",
+        "place",
+        "uses",
+        "waiting",
+    )
 
     def __init__(self, parameter: torch.Tensor) -> None:
         hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
@@ -175,7 +186,11 @@ class ParameterRecord:
         self._parameter = parameter if self._gradient is None else None
         self.place = id(parameter) if self._gradient is None else self._gradient.data_ptr()
         self.edge: GradientEdge | None = None
+        """Where graphs of the store end."""
+        self.caught = False
+        """Whether a leaf of the main graph stands for the parameter."""
         self.uses = 0
+        """How many entries have gradients for it."""
         self.waiting: list[torch.Tensor] = []
 
     def accumulate(self, gradient: torch.Tensor) -> None:
@@ -187,8 +202,8 @@ class ParameterRecord:
             torch.autograd.backward([self._parameter], [gradient])
 
     def receive(self, gradient: torch.Tensor) -> None:
-        """BACKWARD_INPUT made all gradients of the unsplit uses."""
-        if self.uses:
+        """A gradient that BACKWARD_INPUT made; it waits if others follow that belong to one sum."""
+        if self.uses or (self.caught and self.edge is not None):
             self.waiting.append(gradient)
         else:
             self.accumulate(gradient)

@@ -292,6 +292,8 @@ class _SplitMode(TorchFunctionMode):
         found = self._catchers.get(id(own.tensor))
         if found is None:
             receive = self._defer_from(own) if own.derived else own.records[0].receive
+            if not own.derived:
+                own.records[0].caught = True
 
             def take(leaf: torch.Tensor) -> None:
                 gradient, leaf.grad = leaf.grad, None
