@@ -64,7 +64,7 @@ def test_the_configuration_knows_every_scheme() -> None:
 def test_what_workers_do_not_run_yet_is_said_of_the_plan(
     scheme: str, message: str, make_table: Tables, make_config: Configs
 ) -> None:
-    plan = build_plan(make_config(scheme), make_table(8))
+    plan = build_plan(make_config(scheme, workers=4), make_table(8))
     with pytest.raises(ConfigError, match=message):
         check_executable(plan)
 
