@@ -40,16 +40,14 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from penstock.models.deferred import (
-    DeferredWeights,
+from penstock.models.deferred import DeferredWeights, Unsplit, run_together
+from penstock.models.deferred_entries import (
     GraphEntry,
     Kept,
     Lent,
     ParameterRecord,
     ProductEntry,
     SavedTensorHooks,
-    Unsplit,
-    run_together,
 )
 from penstock.models.torch_calls import (
     ONLY_LIKE,
@@ -175,6 +173,7 @@ class _SplitMode(TorchFunctionMode):
         self._store = store
         self._reductions = reductions
         self._parameters = {id(tensor): tensor for tensor in parameters}
+        self._memory = {storage_of(tensor) for tensor in self._parameters.values()}
         self._own: dict[int, _Own] = {}
         self._sources: dict[int, torch.Tensor] = {}
         self._detached: dict[int, torch.Tensor] = {}
@@ -255,16 +254,17 @@ class _SplitMode(TorchFunctionMode):
     def _derive(
         self, call: Call, own: Sequence[torch.Tensor], hooks: SavedTensorHooks | None
     ) -> Any:
-        """Nothing but parameters and constants: the result stays on the parameter side."""
-        weights = {storage_of(tensor) for tensor in own}
+        """Nothing but parameters: the result stays on the parameter side."""
+        memory, shared = self._memory, self._store.shared
 
         def pack(tensor: torch.Tensor) -> Kept:
-            if storage_of(tensor) in weights:
+            if storage_of(tensor) in memory:
                 # Their buffers may hold another stage when BACKWARD_WEIGHT runs. A mode that
                 # replays operations must not see one more.
                 with torch._C._DisableTorchDispatch():
                     tensor = tensor.clone()
-            return self._store.keep(tensor, hooks)
+            shared.append(Kept(tensor, hooks))
+            return shared[-1]
 
         with _packing(pack):
             result = call.run(self._sources_of(own))
