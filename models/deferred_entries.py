@@ -66,12 +66,13 @@ class ParameterRecord:
 
 class Kept:
     """A tensor that waits for BACKWARD_WEIGHT, packed by the saved-tensor hooks around the forward
-    (a swap, for example), if any.
+    (a swap, for example), if any. Without its graph, which may be the one that keeps it.
     """
 
     __slots__ = ("_packed", "_unpack", "_version")
 
     def __init__(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
+        tensor = tensor.detach()
         self._packed = tensor if hooks is None else hooks[0](tensor)
         self._unpack = None if hooks is None else hooks[1]
         self._version = tensor._version

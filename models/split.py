@@ -331,7 +331,7 @@ class _SplitMode(TorchFunctionMode):
         hooks: SavedTensorHooks | None,
     ) -> Any:
         weight, bias = self._own.get(id(product.weight)), self._own.get(id(product.bias))
-        rows = None if weight is None else Kept(product.rows.detach(), hooks)
+        rows = None if weight is None else Kept(product.rows, hooks)
         entry = ProductEntry(
             rows,
             weight and weight.records[0],
