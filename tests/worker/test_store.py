@@ -96,7 +96,6 @@ def with_program(cluster: Any, text: str, **changes: Any) -> Any:
     """The one worker of a cluster, to run another program."""
     (worker,) = cluster.workers
     plan = replace(cluster.plan, programs=parse_program(text), **changes)
-    check_executable(plan)
     worker.bench = replace(worker.bench, plan=plan, flow=Flow.of(plan))
     return worker
 
@@ -257,6 +256,16 @@ def test_swaps_to_other_devices_are_for_emulated_ones(make_cluster: Any) -> None
     check_executable(swapping, emulated=True)
     with pytest.raises(ConfigError, match=r"workers do not swap to other devices; they swap to"):
         check_executable(swapping)
+
+
+def test_split_backwards_need_the_weights_of_the_forward(make_cluster: Any) -> None:
+    """Those of the model here would work (see above), convolutions and experts would not."""
+    schedule = NONE | {"stages_per_device": 4, "passes": ["split-backward"]}
+    plan = make_cluster(scheme="mobius", schedule=schedule).plan
+    check_executable(plan, emulated=True)
+    with pytest.raises(ConfigError, match="mobius needs: split the backward of weights that were"):
+        check_executable(plan)
+    check_executable(replace(plan, rebinds_weights=False))
 
 
 def test_operators_to_drop_are_known(make_cluster: Any) -> None:
