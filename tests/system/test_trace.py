@@ -27,7 +27,7 @@ def penstock(*arguments: str) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("scheme", ["1f1b", "spipe"])
+@pytest.mark.parametrize("scheme", ["spipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_traced_run_beside_its_simulation(runner: Any, tmp_path: Path, scheme: str) -> None:
     changes = {
         "train": {"steps": STEPS, "clip_grad_norm": None},
