@@ -96,24 +96,30 @@ class Kept:
 
 
 class Lent:
-    """Weights that a use saved: real until BACKWARD_INPUT has passed, then only their shape."""
+    """Weights that a use saved: real until BACKWARD_INPUT has passed, then only their shape.
 
-    __slots__ = ("_shape", "_tensor")
+    Until then they are where the saved-tensor hooks around the forward find them, if there are any:
+    perhaps in other memory than the forward's.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
+    __slots__ = ("_packed", "_shape", "_unpack")
+
+    def __init__(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
+        self._packed: Any = tensor if hooks is None else hooks[0](tensor)
+        self._unpack = None if hooks is None else hooks[1]
         self._shape = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def get(self) -> torch.Tensor:
         """The weights, or memory of their shape, which no weight gradient reads."""
-        if self._tensor is not None:
-            return self._tensor
-        size, stride, dtype, device = self._shape
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if self._packed is None:
+            size, stride, dtype, device = self._shape
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        tensor: torch.Tensor = self._packed if self._unpack is None else self._unpack(self._packed)
+        return tensor
 
     def forget(self) -> None:
         """Let go of the weights."""
-        self._tensor = None
+        self._packed = None
 
 
 class GraphEntry:

@@ -368,7 +368,7 @@ class _SplitMode(TorchFunctionMode):
 
         def pack(tensor: torch.Tensor) -> Kept | Lent:
             if storage_of(tensor) in weights:
-                lent.append(Lent(tensor))
+                lent.append(Lent(tensor, hooks))
                 return lent[-1]
             kept.append(Kept(tensor, hooks))
             return kept[-1]

@@ -8,7 +8,7 @@ a test holds the two together). Whether a plan makes sense at all is decided by
 from __future__ import annotations
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import BackwardInput, Instruction, Opcode, SwapIn, SwapOut
+from penstock.protocol.instructions import Instruction, Opcode, SwapIn, SwapOut
 from penstock.protocol.plan import Plan
 
 EXECUTED = frozenset(
@@ -50,18 +50,10 @@ def check_executable(plan: Plan, *, emulated: bool = False) -> None:
                         f"{name}: {plan.scheme}, device {device}, instruction {position} is"
                         f" {str(instruction)!r}, and workers do not {complaint}"
                     )
-    # A split backward reads some weights (of convolutions, of experts) where the forward had them.
-    splits = any(type(i) is BackwardInput for program in plan.programs for i in program)
-    for what, wanted in (
-        (
-            "split the backward of weights that were released after the forward (use"
-            " schedule.recompute: full, or no pass that splits)",
-            plan.rebinds_weights and splits and not emulated,
-        ),
-        ("share out weights over devices", plan.shards_weights),
-    ):
-        if wanted:
-            raise ConfigError(f"plan: workers cannot do what {plan.scheme} needs: {what}")
+    if plan.shards_weights:
+        raise ConfigError(
+            f"plan: workers cannot do what {plan.scheme} needs: share out weights over devices"
+        )
 
 
 def _complaint(instruction: Instruction, emulated: bool) -> str | None:

@@ -531,6 +531,33 @@ def test_split_backward(drop) -> None:
     assert_same([parameter.grad for parameter in parameters], list(wanted))
 
 
+def test_a_split_backward_reads_weights_where_they_are_then() -> None:
+    """A convolution and a product with a part of a matrix, whose weights have moved meanwhile."""
+    torch.manual_seed(1)
+    convolution = torch.nn.Conv1d(4, 4, 3, padding=1)
+    pair = torch.nn.Parameter(torch.randn(2, 6, 6))
+    parameters = [*convolution.parameters(), pair]
+    x = torch.randn(2, 4, 6, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return torch.nn.functional.linear(convolution(x).tanh(), pair[1]).square().sum()
+
+    wanted = torch.autograd.grad(loss(), [x, *parameters])
+    leaves = {str(i): parameter.detach() for i, parameter in enumerate(parameters)}
+    weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
+    store = DeferredWeights()
+    with keeping(KeepPolicy(rebind=True), weights, [x]), split_backward(store, parameters):
+        value = loss()
+    moved = {name: leaf.clone() for name, leaf in leaves.items()}
+    for leaf in leaves.values():
+        leaf.fill_(float("nan"))
+    weights.bind([BoundBlock(index=0, leaves=moved)])
+    backward_input(store, [value], [None])
+    del value
+    store.run()
+    assert_same([x.grad, *(parameter.grad for parameter in parameters)], list(wanted))
+
+
 def check_whole_model(config, drops: list[str]) -> None:
     """All of a model as one block, its weights moved before the backward."""
     torch.manual_seed(1)

@@ -258,16 +258,6 @@ def test_swaps_to_other_devices_are_for_emulated_ones(make_cluster: Any) -> None
         check_executable(swapping)
 
 
-def test_split_backwards_need_the_weights_of_the_forward(make_cluster: Any) -> None:
-    """Those of the model here would work (see above), convolutions and experts would not."""
-    schedule = NONE | {"stages_per_device": 4, "passes": ["split-backward"]}
-    plan = make_cluster(scheme="mobius", schedule=schedule).plan
-    check_executable(plan, emulated=True)
-    with pytest.raises(ConfigError, match="mobius needs: split the backward of weights that were"):
-        check_executable(plan)
-    check_executable(replace(plan, rebinds_weights=False))
-
-
 def test_operators_to_drop_are_known(make_cluster: Any) -> None:
     with pytest.raises(ConfigError, match=r"schedule.drop = \['cmd'\]: unknown operator 'cmd';"):
         make_cluster(schedule={"recompute": "selective", "drop": ["cmd"]})
