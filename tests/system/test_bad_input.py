@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,21 @@ def break_manifest_fields(state: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_damaged_state_is_refused_and_left_alone(runner: Any) -> None:
+@pytest.mark.parametrize(
+    "damages",
+    [
+        pytest.param((break_flip, break_manifest_fields), id="contents"),
+        pytest.param((break_truncate, break_manifest), id="lengths", marks=pytest.mark.slow),
+    ],
+)
+def test_damaged_state_is_refused_and_left_alone(
+    runner: Any, damages: tuple[Callable[[Path], None], ...]
+) -> None:
     path = runner.configure("damaged", SHORT)
     run_dir = runner.train(path)
     whole = runner.root / "whole"
     shutil.copytree(run_dir, whole)
-    for damage in (break_truncate, break_flip, break_manifest, break_manifest_fields):
+    for damage in damages:
         shutil.rmtree(run_dir)
         shutil.copytree(whole, run_dir)
         state = max((run_dir / "state").glob("step-*"))
