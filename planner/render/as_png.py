@@ -23,10 +23,14 @@ _ALIGNMENT = {Anchor.START: "left", Anchor.MIDDLE: "center", Anchor.END: "right"
 
 def png(simulation: Picturable, caption: Caption | None = None) -> bytes:
     """The chart of a simulation (:func:`penstock.planner.render.chart.chart`) as a PNG file."""
+    return png_of(chart(simulation, caption))
+
+
+def png_of(drawing: Drawing) -> bytes:
+    """A drawing as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawing = chart(simulation, caption)
     size = (drawing.width / _PIXELS_PER_INCH, drawing.height / _PIXELS_PER_INCH)
     dpi = min(_DPI, _MAX_PIXELS / max(size))
     figure = Figure(figsize=size, dpi=dpi)

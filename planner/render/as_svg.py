@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from penstock.planner.render.chart import Caption, chart
-from penstock.planner.render.drawing import Line, Rectangle, Text
+from penstock.planner.render.drawing import Drawing, Line, Rectangle, Text
 from penstock.planner.render.lanes import Picturable
 
 _HATCH = (
@@ -18,7 +18,11 @@ _HATCH = (
 
 def svg(simulation: Picturable, caption: Caption | None = None) -> str:
     """The chart of a simulation (:func:`penstock.planner.render.chart.chart`) as SVG."""
-    drawing = chart(simulation, caption)
+    return svg_of(chart(simulation, caption))
+
+
+def svg_of(drawing: Drawing) -> str:
+    """A drawing as a standalone SVG document."""
     width, height = _number(drawing.width), _number(drawing.height)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'

@@ -4,17 +4,11 @@ simulated.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.planner.render.as_png import (
-    _DPI,
-    _MAX_PIXELS,
-    _PIXELS_PER_INCH,
-    _paint,
-)
-from penstock.planner.render.as_svg import _HATCH, _element, _number
+from penstock.planner.render.as_png import png_of
+from penstock.planner.render.as_svg import svg_of
 from penstock.planner.render.chart import (
     _CHART_WIDTH,
     _LABEL_WIDTH,
@@ -50,37 +44,12 @@ def compared(upper: Panel, lower: Panel) -> Drawing:
 
 def compared_svg(upper: Panel, lower: Panel) -> str:
     """As a standalone SVG document."""
-    drawing = compared(upper, lower)
-    width, height = _number(drawing.width), _number(drawing.height)
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-            f' viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif">',
-            _HATCH,
-            '<rect width="100%" height="100%" fill="white"/>',
-            *(" ".join(_element(shape)) for shape in drawing.shapes),
-            "</svg>\n",
-        )
-    )
+    return svg_of(compared(upper, lower))
 
 
 def compared_png(upper: Panel, lower: Panel) -> bytes:
     """As a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawing = compared(upper, lower)
-    size = (drawing.width / _PIXELS_PER_INCH, drawing.height / _PIXELS_PER_INCH)
-    figure = Figure(figsize=size, dpi=min(_DPI, _MAX_PIXELS / max(size)))
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set_axis_off()
-    axes.set_xlim(0.0, drawing.width)
-    axes.set_ylim(drawing.height, 0.0)
-    _paint(axes, drawing)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": "penstock"})
-    return buffer.getvalue()
+    return png_of(compared(upper, lower))
 
 
 class _Panel(_Chart):
