@@ -7,7 +7,6 @@ rest.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,8 @@ from transformers import PretrainedConfig
 
 from penstock.models.hf import load_run_config
 from penstock.models.initial import initial_blocks, pack
-from penstock.protocol.errors import ExitCode, PenstockError, StateError
-from penstock.protocol.names import node_index
-from penstock.protocol.process import die_with_parent
+from penstock.protocol.loading import memory_to_fill, run_loader
 from penstock.protocol.rundir import RunDirectory
-from penstock.shm.errors import SegmentError
-from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import Array, NodeMemory
 from penstock.shm.table import DType
 
@@ -35,21 +30,9 @@ def load_node(run_dir: Path, node_name: str) -> None:
         StateError: its memory cannot be attached, or see there.
     """
     files = RunDirectory(run_dir)
-    spec = files.memory_spec(node_index(files.config, node_name))
     hf_config = load_run_config(run_dir)
-    try:
-        memory = NodeMemory.attach(spec, (SegmentKind.STATE, SegmentKind.FROZEN))
-    except SegmentError as error:
-        raise StateError(f"memory of node {node_name}: {error}") from error
-    try:
-        if memory.control.incarnation:
-            raise StateError(
-                f"memory of node {node_name} holds incarnation {memory.control.incarnation} of a"
-                " model; only a restore by memoryd may replace it"
-            )
+    with memory_to_fill(files, node_name) as memory:
         fill(memory, files, hf_config)
-    finally:
-        memory.close()
 
 
 def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -> None:
@@ -70,19 +53,9 @@ def _store(place: Array, values: torch.Tensor, dtype: DType) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="penstock.models.loader", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="RUN_DIR/resolved.yaml")
-    parser.add_argument("--node", required=True, help="name of the node in cluster.nodes")
-    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
-    options = parser.parse_args(arguments)
-    if options.parent_pid is not None:
-        die_with_parent(options.parent_pid)
-    try:
-        load_node(options.config.parent, options.node)
-    except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
-        return error.exit_code
-    return ExitCode.DONE
+    return run_loader(
+        load_node, prog="penstock.models.loader", description=__doc__, arguments=arguments
+    )
 
 
 if __name__ == "__main__":

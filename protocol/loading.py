@@ -1,0 +1,67 @@
+"""What the processes that write initial weights have in common: memory to fill, and a command line.
+
+They are started by memoryd during a restore. What they write is their own matter:
+:mod:`penstock.models.loader`, and :mod:`penstock.workers.emulated.loader` for emulated runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.protocol.errors import ExitCode, PenstockError, StateError
+from penstock.protocol.names import node_index
+from penstock.protocol.process import die_with_parent
+from penstock.protocol.rundir import RunDirectory
+from penstock.shm.errors import SegmentError
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import NodeMemory
+
+
+@contextmanager
+def memory_to_fill(files: RunDirectory, node_name: str) -> Iterator[NodeMemory]:
+    """State and frozen arrays of a node that holds no model yet.
+
+    Raises:
+        ConfigError: no such node. StateError: its memory cannot be attached, or holds a model.
+    """
+    spec = files.memory_spec(node_index(files.config, node_name))
+    try:
+        memory = NodeMemory.attach(spec, (SegmentKind.STATE, SegmentKind.FROZEN))
+    except SegmentError as error:
+        raise StateError(f"memory of node {node_name}: {error}") from error
+    try:
+        if memory.control.incarnation:
+            raise StateError(
+                f"memory of node {node_name} holds incarnation {memory.control.incarnation} of a"
+                " model; only a restore by memoryd may replace it"
+            )
+        yield memory
+    finally:
+        memory.close()
+
+
+def run_loader(
+    load_node: Callable[[Path, str], None],
+    *,
+    prog: str,
+    description: str | None,
+    arguments: Sequence[str] | None,
+) -> int:
+    """The command line of a loader: ``load_node(run_dir, node_name)``; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--config", type=Path, required=True, help="RUN_DIR/resolved.yaml")
+    parser.add_argument("--node", required=True, help="name of the node in cluster.nodes")
+    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
+    options = parser.parse_args(arguments)
+    if options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
+    try:
+        load_node(options.config.parent, options.node)
+    except PenstockError as error:
+        sys.stderr.write(f"penstock: {error}\n")
+        return error.exit_code
+    return ExitCode.DONE
