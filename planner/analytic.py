@@ -95,6 +95,7 @@ def analytic_costs(
     itemsize: int = 2,
     gradient_itemsize: int | None = None,
     efficiency: float | None = None,
+    layers: int | None = None,
     devices_per_node: int = 8,
     devices_per_switch: int = 1,
     host: Host | None = None,
@@ -105,6 +106,7 @@ def analytic_costs(
     otherwise the device keeps 12 bytes a parameter of optimizer state all the time
     (``static_bytes``) beside weights and gradients of ``itemsize`` bytes: 16 bytes a parameter in
     all, or 18 with ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given.
+    ``layers``: as many instead of the model's own number.
 
     A block's ``activation_bytes`` are its input and what its ``operators`` keep.
 
@@ -113,6 +115,8 @@ def analytic_costs(
     """
     chip = _named("GPU", gpu, GPUS)
     language_model = _named("model", model, MODELS)
+    if layers is not None:
+        language_model = replace(language_model, num_layers=layers)
     share = chip.efficiency if efficiency is None else efficiency
     for name, value in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
         if value < 1:

@@ -8,7 +8,7 @@ is :class:`penstock.planner.cluster.Cluster`'s matter. Where costs come from:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 
@@ -74,6 +74,30 @@ class BlockCost:
         """Bytes that dropping the outputs of some operators saves, per micro-batch."""
         names = frozenset(drop)
         return sum(op.activation_bytes for op in self.operators if op.name in names)
+
+    def kept_on_device(self) -> BlockCost:
+        """With weights, gradients and what the optimizer works on all in device memory, for good:
+        nothing of the block moves, and its optimizer step is left out.
+        """
+        return replace(
+            self,
+            static_bytes=self.static_bytes + self.weight_bytes + self.device_gradient_bytes,
+            parameters=0.0,
+            weight_bytes=0.0,
+            device_gradient_bytes=0.0,
+            gradient_bytes=0.0,
+        )
+
+    def with_activations(self, factor: float) -> BlockCost:
+        """With activations so many times as large."""
+        return replace(
+            self,
+            activation_bytes=self.activation_bytes * factor,
+            operators=tuple(
+                replace(operator, activation_bytes=operator.activation_bytes * factor)
+                for operator in self.operators
+            ),
+        )
 
     def __add__(self, other: BlockCost) -> BlockCost:
         """This block followed by another."""

@@ -2,8 +2,10 @@
 
 ``emulated:analytic:GPU:MODEL[:option=…]`` is a model and a GPU by name (as ``--costs`` has them;
 lengths of sequences and micro-batches are the configuration's), ``emulated:FILE.json`` what
-``penstock profile`` measured. Both bring the model's block table, so the ``model`` section needs
-its ``dtype`` only.
+``penstock profile`` measured. With ``offloaded=no`` weights, gradients and the optimizer's state
+are in device memory: they count there, nothing of them moves, and the optimizer's step takes no
+time, as where papers compare schedules of models that fit. Both bring the model's block table, so
+the ``model`` section needs its ``dtype`` only.
 
 An emulated run has two tables. The **full** one is what plans, memory and durations are reckoned
 with. The **stored** one has the same blocks and tensors at ``emulation.scale`` of their size: that
@@ -96,7 +98,7 @@ class PassWork:
 class Emulation:
     """An emulated cluster: both tables, what blocks take, and the machines. Seconds are emulated
     ones; :attr:`time_scale` makes seconds on the clock of them. ``optimizer``: what the simulator
-    needs to know of the passes.
+    needs to know of the passes. ``offloaded``: the model's state is on the host.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Emulation:
     optimizer: OptimizerModel
     passes: PassRates
     time_scale: float
+    offloaded: bool = True
 
     @classmethod
     def of(cls, config: Config) -> Emulation:
@@ -139,6 +142,7 @@ class Emulation:
             optimizer=optimizer,
             passes=made.passes or PassRates.of_cluster(cluster, optimizer),
             time_scale=wanted.time_scale,
+            offloaded=made.offloaded,
         )
 
     def pass_work(self, name: str, block: int) -> PassWork | None:
@@ -166,6 +170,7 @@ class _Source:
     costs: Costs
     cluster: Cluster
     passes: PassRates | None = None
+    offloaded: bool = True
 
 
 def stored_table(table: BlockTable, scale: float) -> BlockTable:
@@ -277,20 +282,24 @@ def _named(text: str, config: Config) -> _Source:
         sequence_length=config.data.sequence_length,
         micro_batch=config.train.micro_batch,
         half_layers=source.half_layers,
+        offloaded=source.offloaded,
         flash=source.flash,
         itemsize=config.model.dtype.itemsize,
         efficiency=source.efficiency,
+        layers=source.layers,
         devices_per_node=config.cluster.workers,
     )
     table = _table(found, config)
+    blocks = (block.with_activations(source.activations) for block in found.costs.blocks)
+    kept = (
+        _published(block, table) if source.offloaded else block.kept_on_device() for block in blocks
+    )
     return _Source(
         name=source.gpu,
         table=table,
-        costs=Costs(
-            blocks=tuple(_published(block, table) for block in found.costs.blocks),
-            instruction_s=found.costs.instruction_s,
-        ),
+        costs=replace(found.costs, blocks=tuple(kept)),
         cluster=found.cluster,
+        offloaded=source.offloaded,
     )
 
 
@@ -304,10 +313,6 @@ def _check_options(text: str, source: AnalyticSource) -> None:
     for option, key in elsewhere.items():
         if f"{option}=" in text:
             raise ConfigError(f"cluster.device: {option} is said by {key}; leave it out here")
-    if not source.offloaded:
-        raise ConfigError(
-            "cluster.device: offloaded=no: the state of the optimizer is always on the host"
-        )
 
 
 def _published(block: BlockCost, table: BlockTable) -> BlockCost:

@@ -7,7 +7,7 @@ theirs has as many equal blocks as both numbers of stages divide.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, lcm
 from pathlib import Path
 from types import MappingProxyType
@@ -77,7 +77,9 @@ class UnitCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticSource:
-    """A named model on a named GPU; options as in :func:`analytic_costs`."""
+    """A named model on a named GPU; options as in :func:`analytic_costs`. ``activations``: so many
+    times as large as reckoned.
+    """
 
     gpu: str
     model: str
@@ -87,6 +89,8 @@ class AnalyticSource:
     offloaded: bool = True
     flash: bool = True
     efficiency: float | None = None
+    layers: int | None = None
+    activations: float = 1.0
     devices_per_node: int = 8
 
     def price(self, *, forward_stages: int, backward_stages: int, num_devices: int) -> Prices:
@@ -105,9 +109,11 @@ class AnalyticSource:
             offloaded=self.offloaded,
             flash=self.flash,
             efficiency=self.efficiency,
+            layers=self.layers,
             devices_per_node=self.devices_per_node,
         )
-        return Prices(costs=found.costs, cluster=found.cluster)
+        blocks = tuple(block.with_activations(self.activations) for block in found.costs.blocks)
+        return Prices(costs=replace(found.costs, blocks=blocks), cluster=found.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +243,8 @@ _ANALYTIC_OPTIONS: Mapping[str, Callable[[str], float]] = MappingProxyType(
         "offloaded": _switch,
         "flash": _switch,
         "efficiency": _number,
+        "layers": _count,
+        "activations": _number,
         "devices_per_node": _count,
     }
 )

@@ -148,19 +148,7 @@ class Case:
 
 def _on_device(block: BlockCost) -> BlockCost:
     """Everything per parameter stays on the device; activations as large as the paper's."""
-    return replace(
-        block,
-        activation_bytes=block.activation_bytes * ACTIVATION_FACTOR,
-        operators=tuple(
-            replace(operator, activation_bytes=operator.activation_bytes * ACTIVATION_FACTOR)
-            for operator in block.operators
-        ),
-        static_bytes=block.static_bytes + block.weight_bytes + block.device_gradient_bytes,
-        parameters=0.0,
-        weight_bytes=0.0,
-        device_gradient_bytes=0.0,
-        gradient_bytes=0.0,
-    )
+    return block.kept_on_device().with_activations(ACTIVATION_FACTOR)
 
 
 @dataclass(frozen=True, kw_only=True)

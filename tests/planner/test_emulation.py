@@ -12,6 +12,7 @@ from penstock.daemons.node.capacity import check_capacity
 from penstock.daemons.node.prepare import look_ahead, table_of
 from penstock.planner.cluster import OptimizerModel, OptimizerStart
 from penstock.planner.emulation import Emulation, PassWork, stored_table
+from penstock.planner.papers.obscura_testbed import SEQUENCE_LENGTH, Case
 from penstock.protocol.config import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.profile import KindProfile, LinearFit, Machine, Profile
@@ -63,6 +64,24 @@ def test_a_tied_head_borrows_in_both_tables() -> None:
         (borrowed,) = table.blocks[-1].borrows
         assert (borrowed.name, borrowed.owner, borrowed.contribution) == ("embedding.tokens", 0, 1)
         assert table.blocks[0].contributions == 2
+
+
+def test_a_model_on_the_device_counts_there_and_moves_nothing() -> None:
+    """As in the paper's tables: one cost model for both."""
+    device = "emulated:analytic:A800-PCIE-80:llama2-13b"
+    options = "half_layers=yes,offloaded=no,layers=8,activations=1.15"
+    sections: dict[str, Any] = {
+        "model": {"dtype": "bf16"},
+        "data": {"sequence_length": SEQUENCE_LENGTH},
+        "train": {"micro_batch": 1},
+    }
+    emulation = Emulation.of(config(f"{device}:{options}", **sections))
+    case = Case(family="llama2", layers=8, num_stages=4, num_microbatches=16, gpu="A800-PCIE-80")
+    assert emulation.costs == case.costs
+    assert not emulation.offloaded
+    assert emulation.table.num_parameters > 2.8e9, "tables know them all the same"
+    work = emulation.pass_work("advance", 1)
+    assert work is not None and work.num_bytes == 0.0
 
 
 @pytest.mark.parametrize("scale", [0.001, "1/1000", "1e-3", "2 / 2000"])
@@ -173,7 +192,6 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
         ("emulated:unit", {}, "accepted are emulated:analytic:GPU:MODEL"),
         ("emulated:nothing", {}, "'nothing' is no kind of costs"),
         ("emulated:analytic:V100-32:spipe-10b:micro_batch=4", {}, "said by train.micro_batch"),
-        ("emulated:analytic:V100-32:spipe-10b:offloaded=no", {}, "offloaded=no"),
         ("emulated:missing.json", {}, "missing.json"),
         (
             "emulated:analytic:V100-32:spipe-10b",

@@ -105,6 +105,7 @@ class EmulatedDevice:
         self._fetch_bandwidth = min(cluster.fetch_bandwidth, share)
         self._offload_bandwidth = min(cluster.offload_bandwidth, share)
         self._growth = emulation.table.num_parameters / table.num_parameters
+        self._moved = self._growth if emulation.offloaded else 0.0
         self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
         self._fetches, self._offloads = Stream(), Stream()
         self._links: dict[int, Stream] = {}
@@ -186,7 +187,7 @@ class EmulatedDevice:
 
     def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
         """A fetch from now on, or from when the one before it ends."""
-        num_bytes = sum(array.nbytes for array in arrays) * self._growth
+        num_bytes = sum(array.nbytes for array in arrays) * self._moved
         arrives_at = self._copy(self._fetches, time.monotonic(), num_bytes, self._fetch_bandwidth)
         tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
         return EmulatedStageBuffer(tensors, arrives_at, self)
@@ -199,7 +200,7 @@ class EmulatedDevice:
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> None:
         """Written when the copy would have ended."""
-        num_bytes = target.nbytes * self._growth
+        num_bytes = target.nbytes * self._moved
         arrives_at = self._copy(
             self._offloads, self.compute.free_at, num_bytes, self._offload_bandwidth
         )
