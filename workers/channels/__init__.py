@@ -1,0 +1,1 @@
+"""How activations, gradients and checkpoints get from one worker to another."""

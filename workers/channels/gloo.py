@@ -1,0 +1,160 @@
+"""The wire over Gloo: TCP between host buffers, without the global process group.
+
+Gloo moves bytes in the background, but its p2p work objects are never polled: they can only be
+waited for, and a wait that times out breaks every connection of the group. So one thread per
+sending peer, and one for what is sent, wait without a deadline of their own; the interpreter waits
+for them, with its deadline. The same property ends them all at once in :meth:`GlooWire.close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+
+from penstock.workers.devices.base import Device
+from penstock.workers.inbox import TransferKey
+from penstock.workers.waiting import POLL_S, Abort, Patience
+
+_NO_DEADLINE = timedelta(days=30)
+_JOIN_S = 5.0
+_BREAKING_TAG = (1 << 31) - 1
+
+_log = logging.getLogger(__name__)
+
+
+def make_group(store: Store, rank: int, size: int, address: str) -> ProcessGroupGloo:
+    """Connect all with all, over the interface of ``address``. Blocks until the others do it too.
+
+    Raises:
+        RuntimeError: they did not, or went away.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub says Options
+    options._timeout = _NO_DEADLINE
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+
+
+class _Waiter:
+    """Waits for work on a thread, in the order in which it was started."""
+
+    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._failed = failed
+        self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work, done: Callable[[], None]) -> None:
+        self._queue.put((work, done))
+
+    def close(self) -> None:
+        """All work has ended or been broken."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            _log.warning("%s: a transfer does not end", self._thread.name)
+
+    def _wait(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, done = item
+            try:
+                work.wait()
+            except RuntimeError as error:  # broken here, or the peer is gone
+                self._failed(error)
+            else:
+                done()
+            del item, work, done  # not until the next item: buffers are large
+
+
+class GlooWire:
+    """See :class:`penstock.workers.channels.group.Wire`. Tensors of GPUs go through the host."""
+
+    def __init__(self, group: ProcessGroupGloo, members: Sequence[int], device: Device) -> None:
+        """``members``: devices by rank."""
+        self._group = group
+        self._ranks = {member: rank for rank, member in enumerate(members)}
+        self._device = device
+        self._changed = threading.Condition()
+        self._arrivals: dict[TransferKey, float] = {}
+        self._broken: str = ""
+        self._sends = _Waiter("worker-sends", self._fail)
+        self._receives: dict[int, _Waiter] = {}
+
+    def outgoing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """On the host."""
+        return self._device.to_host(tensors)
+
+    def incoming(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """From the host."""
+        return self._device.from_host(tensors)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Aligned as torch allocates: kernels repeat their bits for equal alignment only."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
+        """Never blocks. To a peer that is gone nothing is sent, like a message to a dead process:
+        that it is gone is the scheduler's to say.
+        """
+        try:
+            work = self._group.send([buffer], self._ranks[peer], tag)
+        except RuntimeError as error:
+            self._fail(error)
+        else:
+            # The closure keeps the buffer until Gloo has read it.
+            self._sends.put(work, lambda kept=buffer: None)  # type: ignore[misc]
+
+    def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
+        """Never blocks."""
+        if peer not in self._receives:
+            self._receives[peer] = _Waiter(f"worker-receives-{peer}", self._fail)
+        try:
+            work = self._group.recv([buffer], self._ranks[peer], tag)
+        except RuntimeError as error:
+            self._fail(error)
+        else:
+            self._receives[peer].put(work, lambda: self._arrived(key))
+
+    def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
+        """Until its thread says that it is there."""
+        patience = Patience(timeout_s)
+        with self._changed:
+            while key not in self._arrivals:
+                abort.check()
+                broken = f" (a connection broke: {self._broken})" if self._broken else ""
+                patience.spend(f"{key}{broken}")
+                self._changed.wait(POLL_S)
+
+    def arrival_s(self, key: TransferKey) -> float | None:
+        """When Gloo had all its bytes."""
+        with self._changed:
+            return self._arrivals.pop(key, None)
+
+    def check(self) -> None:
+        """What was waited for is there."""
+
+    def close(self) -> None:
+        """Let one wait time out, which breaks the group."""
+        scratch = torch.empty(1, dtype=torch.uint8)
+        for rank in set(range(self._group.size())) - {self._group.rank()}:
+            with suppress(RuntimeError):
+                self._group.recv([scratch], rank, _BREAKING_TAG).wait(timedelta(milliseconds=1))
+        for waiter in (self._sends, *self._receives.values()):
+            waiter.close()
+        self._receives.clear()
+
+    def _arrived(self, key: TransferKey) -> None:
+        with self._changed:
+            self._arrivals[key] = time.perf_counter()
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._broken = self._broken or str(error)[:200]

@@ -1,0 +1,227 @@
+"""Transfers through a process group of ``torch.distributed``, one message each.
+
+Both ends go through the transfers of an ordered pair in the sender's order
+(:mod:`penstock.workers.channels.order`). A receiver needs shapes before the bytes: the first
+transfer of a kind, phase and stage announces them over ZeroMQ, all later ones of the epoch must
+have the same. Receives are posted when the plan posts them, or when a later one of the same sender
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+import torch
+
+from penstock.protocol.errors import ProtocolError
+from penstock.protocol.frames import TensorHeader, TransferShape
+from penstock.workers.channels.messages import MessageChannel
+from penstock.workers.channels.notices import ShapeKey
+from penstock.workers.channels.order import Line, Place, Slot, TransferOrder
+from penstock.workers.inbox import NamedTensors, TransferKey
+from penstock.workers.tensors import Packing, headers_of
+from penstock.workers.transport import Transport
+from penstock.workers.waiting import Abort
+
+
+class Wire(Protocol):
+    """Moves flat buffers between devices; matches by order or by tag."""
+
+    def outgoing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The device's tensors where the wire reads them."""
+
+    def incoming(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors that the wire wrote, on the device."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Memory to receive into, (num_bytes,) uint8."""
+
+    def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
+        """Start to send; keeps the buffer as long as it is read."""
+
+    def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
+        """Start to receive."""
+
+    def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
+        """Until work issued from now on sees what was received.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: it did not come in time.
+        """
+
+    def arrival_s(self, key: TransferKey) -> float | None:
+        """When it had arrived, if the host knows; asked once, after :meth:`wait`."""
+
+    def check(self) -> None:
+        """Raises: LostMemberError: a wait ended without what it waited for."""
+
+    def close(self) -> None:
+        """Break all connections; every wait, here and at the peers, ends."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """Receives of the job under way from one sender: how many of its line are posted."""
+
+    phase: str
+    number: int
+    posted: int = 0
+
+
+class GroupChannel:
+    """See :class:`penstock.workers.channels.base.Channel`."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        epoch: int,
+        device_index: int,
+        order: TransferOrder,
+        wire: Wire,
+        transport: Transport,
+        others: MessageChannel,
+    ) -> None:
+        """``others`` takes transfers that are not in ``order``."""
+        self._run_id = run_id
+        self._epoch = epoch
+        self._own = device_index
+        self._order = order
+        self._arriving = order.arriving(device_index)
+        self._wire = wire
+        self._transport = transport
+        self._others = others
+        self._announced: dict[tuple[int, str, str, int], tuple[TensorHeader, ...]] = {}
+        self._incoming: dict[int, _Incoming] = {}
+        self._buffers: dict[TransferKey, torch.Tensor] = {}
+
+    def send(
+        self,
+        peer: int,
+        key: TransferKey,
+        tensors: Mapping[str, torch.Tensor],
+        abort: Abort,
+        timeout_s: float,
+    ) -> None:
+        """Announce the shapes, if they are the first, and start to send.
+
+        Raises:
+            ProtocolError: shapes, types or names differ from those announced.
+        """
+        place = self._order.places.get((Line(self._own, peer, key.phase), Slot.of(key)))
+        if place is None:
+            self._others.send(peer, key, tensors, abort, timeout_s)
+            return
+        sent = self._wire.outgoing(tensors)
+        headers = headers_of(sent)
+        self._announce(peer, key, headers, abort, timeout_s)
+        packing = Packing(headers)
+        if packing.num_bytes:
+            self._wire.send(peer, packing.pack(sent), place.tag(key.attempt))
+        self._transport.metrics.transferred("sent", key.kind, packing.num_bytes)
+
+    def post(self, key: TransferKey) -> None:
+        """Post the receive, and those before it, as far as shapes are known."""
+        place = self._place(key)
+        if place is not None:
+            self._post(key, place)
+
+    def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
+        """Wait for the bytes; for its shapes first, and those of transfers before it."""
+        place = self._place(key)
+        if place is None:
+            return self._others.take(key, abort, timeout_s)
+        self._post(key, place, abort, timeout_s)
+        buffer = self._buffers.pop(key)
+        if buffer.numel():
+            self._wire.wait(key, abort, timeout_s)
+        packing = self._transport.notices.packing(_shape_key(place.line, Slot.of(key)))
+        assert packing is not None, f"{key} was posted without its shapes"
+        self._transport.metrics.transferred("received", key.kind, packing.num_bytes)
+        return self._wire.incoming(packing.unpack(buffer))
+
+    def arrival_s(self, key: TransferKey) -> float | None:
+        """When the bytes were there."""
+        known = self._place(key) is not None
+        return self._wire.arrival_s(key) if known else self._others.arrival_s(key)
+
+    def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
+        """Posted and not taken."""
+        posted = tuple(k for k in self._buffers if (k.phase, k.attempt) == (phase, attempt))
+        return posted + self._others.leftovers(phase, attempt)
+
+    def check(self) -> None:
+        """Ask the wire."""
+        self._wire.check()
+
+    def close(self) -> None:
+        """Break the connections."""
+        self._wire.close()
+        self._buffers.clear()
+
+    def _place(self, key: TransferKey) -> Place | None:
+        return self._arriving.get((key.phase, Slot.of(key)))
+
+    def _announce(
+        self,
+        peer: int,
+        key: TransferKey,
+        headers: tuple[TensorHeader, ...],
+        abort: Abort,
+        timeout_s: float,
+    ) -> None:
+        what = (peer, key.phase, key.kind, key.stage)
+        announced = self._announced.get(what)
+        if announced is None:
+            notice = TransferShape(
+                run_id=self._run_id,
+                epoch=self._epoch,
+                sender=self._own,
+                phase=cast(Literal["train", "eval"], key.phase),
+                kind=cast(Literal["activation", "gradient", "checkpoint"], key.kind),
+                stage=key.stage,
+                tensors=headers,
+            )
+            self._transport.tell(peer, notice, abort, timeout_s)
+            self._announced[what] = headers
+        elif announced != headers:
+            raise ProtocolError(
+                f"{key} holds {_described(headers)}, others of this stage before it"
+                f" {_described(announced)}: where shapes vary, set cluster.transport: zmq"
+            )
+
+    def _post(
+        self, key: TransferKey, place: Place, abort: Abort | None = None, timeout_s: float = 0.0
+    ) -> None:
+        """Post all up to ``key``; with ``abort``, wait for the shapes of what is posted."""
+        line = place.line
+        incoming = self._incoming.get(line.sender)
+        if incoming is None or (incoming.phase, incoming.number) != (key.phase, key.attempt):
+            incoming = self._incoming[line.sender] = _Incoming(key.phase, key.attempt)
+        while incoming.posted <= place.position:
+            slot = self._order.lines[line][incoming.posted]
+            named = TransferKey(phase=key.phase, attempt=key.attempt, **slot._asdict())
+            shape_key = _shape_key(line, slot)
+            packing = self._transport.notices.packing(shape_key)
+            if packing is None and abort is None:
+                return
+            if packing is None:
+                assert abort is not None
+                packing = self._transport.notices.wait_packing(
+                    shape_key, f"{named} from worker {line.sender}", abort, timeout_s
+                )
+            buffer = self._buffers[named] = self._wire.buffer(packing.num_bytes)
+            if packing.num_bytes:
+                tag = Place(line, incoming.posted).tag(key.attempt)
+                self._wire.receive(line.sender, buffer, tag, named)
+            incoming.posted += 1
+
+
+def _shape_key(line: Line, slot: Slot) -> ShapeKey:
+    return line.sender, line.phase, slot.kind, slot.stage
+
+
+def _described(headers: tuple[TensorHeader, ...]) -> str:
+    return ", ".join(f"{h.name} {h.dtype} {list(h.shape)}" for h in headers) or "nothing"

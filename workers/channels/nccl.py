@@ -1,0 +1,165 @@
+"""The wire over NCCL: from GPU to GPU, without the global process group.
+
+NCCL matches by order and runs what is issued between two devices one after the other. So each
+direction has communicators of its own, in two groups: receives that are posted early never stand in
+front of sends. Waits are the stream's, not the host's: whoever uses a received tensor does so on
+the compute stream, behind the transfer. A thread looks at the abort and the deadline, because the
+host may be inside a synchronisation that only the end of a transfer ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, Store, Work
+
+from penstock.protocol.errors import LostMemberError
+from penstock.workers.inbox import TransferKey
+from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupNCCL
+
+_NO_DEADLINE = timedelta(days=30)
+_JOIN_S = 5.0
+
+Groups = tuple["ProcessGroupNCCL", "ProcessGroupNCCL"]
+"""For transfers to higher ranks, and to lower ones."""
+
+
+def make_groups(store: Store, rank: int, size: int, device: torch.device) -> Groups:
+    """Make the groups and their communicators, pair by pair in one order for all.
+
+    Communicators are made at the first transfer and block the host until the peer makes them too:
+    inside a step, three workers could wait for each other in a circle.
+    """
+    # Otherwise the library ends this process when a peer dies; here the next Drain ends the group.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    groups = _group(store, "up", rank, size), _group(store, "down", rank, size)
+    with torch.cuda.device(device):
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        for low, high in combinations(range(size), 2):
+            for group, sender, receiver in ((groups[0], low, high), (groups[1], high, low)):
+                if rank == sender:
+                    group.send([byte], receiver, 0).wait()
+                elif rank == receiver:
+                    group.recv([byte], sender, 0).wait()
+        torch.cuda.synchronize(device)
+    return groups
+
+
+def _group(store: Store, direction: str, rank: int, size: int) -> ProcessGroupNCCL:
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = _NO_DEADLINE
+    return distributed.ProcessGroupNCCL(PrefixStore(direction, store), rank, size, options)
+
+
+class NcclWire:
+    """See :class:`penstock.workers.channels.group.Wire`. Made and used with the device current."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        members: Sequence[int],
+        device: torch.device,
+        abort: Abort,
+        timeout_s: float,
+    ) -> None:
+        """``members``: devices by rank."""
+        self._up, self._down = groups
+        self._ranks = {member: rank for rank, member in enumerate(members)}
+        self._device = device
+        self._abort = abort
+        self._timeout_s = timeout_s
+        self._sends: deque[tuple[Work, torch.Tensor]] = deque()
+        self._posted: dict[TransferKey, Work] = {}
+        self._lock = threading.Lock()
+        self._awaited: deque[tuple[TransferKey, Work]] = deque()
+        self._overdue = ""
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._watching, name="worker-nccl", daemon=True)
+        self._watch.start()
+
+    def outgoing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Where they are."""
+        return dict(tensors)
+
+    def incoming(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Where they are."""
+        return dict(tensors)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """On the GPU, from the compute stream's memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
+        """Behind the work issued so far; earlier buffers that were sent are let go of."""
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
+        rank = self._ranks[peer]
+        group = self._up if rank > self._up.rank() else self._down
+        self._sends.append((group.send([buffer], rank, 0), buffer))
+
+    def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
+        """On a stream of its own; tags mean nothing to NCCL."""
+        rank = self._ranks[peer]
+        group = self._up if rank < self._up.rank() else self._down
+        self._posted[key] = group.recv([buffer], rank, 0)
+
+    def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
+        """The compute stream waits."""
+        abort.check()
+        self.check()
+        work = self._posted.pop(key)
+        work.wait()
+        with self._lock:
+            self._awaited.append((key, work))
+
+    def arrival_s(self, key: TransferKey) -> float | None:
+        """Only the GPU knows."""
+        return None
+
+    def check(self) -> None:
+        """Whether the deadline of a wait passed; what ran since then is worthless."""
+        if self._overdue:
+            raise LostMemberError(self._overdue)
+
+    def close(self) -> None:
+        """End the kernels of what is under way."""
+        self._closed.set()
+        self._watch.join(_JOIN_S)
+        self._break()
+        self._sends.clear()
+        self._posted.clear()
+
+    def _break(self) -> None:
+        self._up.abort()
+        self._down.abort()
+
+    def _watching(self) -> None:
+        patience, seen = Patience(self._timeout_s), None
+        while not self._closed.wait(POLL_S):
+            with self._lock:
+                while self._awaited and self._awaited[0][1].is_completed():
+                    self._awaited.popleft()
+                first = self._awaited[0] if self._awaited else None
+            if first is None or first is not seen:
+                patience, seen = Patience(self._timeout_s), first
+            try:
+                self._abort.check()
+                if first is not None:
+                    patience.spend(f"{first[0]}")
+            except (Interrupted, LostMemberError) as reason:
+                if isinstance(reason, LostMemberError):
+                    self._overdue = str(reason)
+                self._break()
+                return
+

@@ -1,0 +1,156 @@
+"""In which order each device sends to each other one: a pure function of the plan.
+
+Process groups match by position: both ends must go through the transfers of an ordered pair in the
+same order, the sender's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import (
+    Instruction,
+    Program,
+    RecvActivation,
+    RecvCheckpoint,
+    RecvGradient,
+    SendActivation,
+    SendCheckpoint,
+    SendGradient,
+)
+from penstock.protocol.plan import Plan
+from penstock.workers.inbox import TransferKey
+
+_SENDS: Mapping[type, str] = {
+    SendActivation: "activation",
+    SendGradient: "gradient",
+    SendCheckpoint: "checkpoint",
+}
+_RECEIVES: Mapping[type, str] = {
+    RecvActivation: "activation",
+    RecvGradient: "gradient",
+    RecvCheckpoint: "checkpoint",
+}
+
+_POSITION_BITS = 16
+_NUMBER_BITS = 14
+
+
+class Line(NamedTuple):
+    """One direction between two devices in one phase."""
+
+    sender: int
+    receiver: int
+    phase: str
+
+
+class Slot(NamedTuple):
+    """One transfer of a line."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    @classmethod
+    def of(cls, key: TransferKey) -> Slot:
+        """The transfer, whatever the attempt."""
+        return cls(key.kind, key.stage, key.micro_batch)
+
+
+class Place(NamedTuple):
+    """Where a transfer comes in the order of its line."""
+
+    line: Line
+    position: int
+
+    def tag(self, number: int) -> int:
+        """What tells it from other transfers under way between the same devices: 31 bits.
+
+        A line is at most a few attempts, or evaluation batches, ahead of its receiver.
+        """
+        job = (number % (1 << _NUMBER_BITS)) << 1 | (self.line.phase == "eval")
+        return job << _POSITION_BITS | self.position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOrder:
+    """Transfers of each line, in the order of its sender's program."""
+
+    lines: Mapping[Line, tuple[Slot, ...]]
+    places: Mapping[tuple[Line, Slot], Place]
+
+    @classmethod
+    def of(cls, plan: Plan) -> TransferOrder:
+        """From all programs, training and evaluation.
+
+        Raises:
+            ConfigError: a device does not receive exactly what another sends to it.
+        """
+        sent: dict[Line, list[Slot]] = defaultdict(list)
+        received: dict[Line, list[Slot]] = defaultdict(list)
+        programs: tuple[tuple[str, tuple[Program, ...]], ...] = (
+            ("train", plan.programs),
+            ("eval", plan.evaluation),
+        )
+        for phase, of_devices in programs:
+            for device, program in enumerate(of_devices):
+                for instruction in program:
+                    _note(sent, received, device, phase, instruction)
+        for line in sorted({*sent, *received}):
+            _check(line, sent[line], received[line])
+        return cls(
+            lines={line: tuple(slots) for line, slots in sent.items()},
+            places={
+                (line, slot): Place(line, position)
+                for line, slots in sent.items()
+                for position, slot in enumerate(slots)
+            },
+        )
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Devices that send or receive anything, ascending."""
+        return tuple(sorted({d for line in self.lines for d in (line.sender, line.receiver)}))
+
+    def arriving(self, device: int) -> Mapping[tuple[str, Slot], Place]:
+        """Where each transfer that ``device`` receives comes."""
+        return {
+            (line.phase, slot): place
+            for (line, slot), place in self.places.items()
+            if line.receiver == device
+        }
+
+
+def _note(
+    sent: dict[Line, list[Slot]],
+    received: dict[Line, list[Slot]],
+    device: int,
+    phase: str,
+    instruction: Instruction,
+) -> None:
+    if isinstance(instruction, (SendActivation, SendGradient, SendCheckpoint)):
+        slot = Slot(_SENDS[type(instruction)], instruction.stage, instruction.micro_batch)
+        sent[Line(device, instruction.peer, phase)].append(slot)
+    elif isinstance(instruction, (RecvActivation, RecvGradient, RecvCheckpoint)):
+        slot = Slot(_RECEIVES[type(instruction)], instruction.stage, instruction.micro_batch)
+        received[Line(instruction.peer, device, phase)].append(slot)
+
+
+def _check(line: Line, sent: list[Slot], received: list[Slot]) -> None:
+    odd = sorted(set(sent) ^ set(received))
+    if odd or len(sent) != len(received):
+        named = ", ".join(" ".join(map(str, slot)) for slot in odd[:3]) or "one of them twice"
+        raise ConfigError(
+            f"plan ({line.phase}): device {line.receiver} does not receive what device"
+            f" {line.sender} sends to it: {named}"
+        )
+    if len(sent) > 1 << _POSITION_BITS:
+        raise ConfigError(
+            f"plan ({line.phase}): device {line.sender} sends {len(sent)} tensors to device"
+            f" {line.receiver}; cluster.transport gloo and nccl take {1 << _POSITION_BITS}, zmq"
+            " any number"
+        )

@@ -1,0 +1,163 @@
+"""Where the workers of an epoch meet to make its process group.
+
+The member with the lowest device number, the leader, hosts a store; the others hear its port over
+ZeroMQ, again and again until they have joined, because they may open the epoch later. The group is
+made when all have: a member that is missing shows as one, not as a time-out inside a library.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from penstock.protocol.frames import GroupAddress
+from penstock.protocol.names import worker_name
+from penstock.workers.transport import Transport
+from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
+
+_STORE_TIMEOUT = timedelta(seconds=30)
+_COMPLETE = "complete"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """``members``: devices of the group, ascending, with the addresses of their hosts; ``own`` is
+    one of them.
+    """
+
+    run_id: str
+    epoch: int
+    members: Sequence[int]
+    own: int
+    addresses: Mapping[int, str]
+    transport: Transport = field(repr=False)
+
+    @property
+    def leader(self) -> int:
+        """Hosts the store."""
+        return self.members[0]
+
+    @property
+    def rank(self) -> int:
+        """Of ``own``."""
+        return self.members.index(self.own)
+
+
+class Assembly:
+    """Members that have not come yet, for messages."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._missing: Sequence[int] = [m for m in meeting.members if m != meeting.own]
+
+    def __str__(self) -> str:
+        named = ", ".join(map(worker_name, self._missing))
+        return f"{named} to join the process group of epoch {self._meeting.epoch}"
+
+    def store(self, abort: Abort, timeout_s: float) -> Store:
+        """A store that all members share, when all have come.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: nobody said where. RuntimeError: the leader went
+            away.
+        """
+        meeting = self._meeting
+        leads = meeting.own == meeting.leader
+        tcp = self._host() if leads else self._visit(abort, timeout_s)
+        store = PrefixStore(f"penstock-{meeting.run_id}-{meeting.epoch}", tcp)
+        store.set(f"joined-{meeting.own}", b"1")
+        if leads:
+            self._gather(tcp.port, store, abort, timeout_s)
+            store.set(_COMPLETE, b"1")
+        while not store.check([_COMPLETE]):
+            abort.check()
+            time.sleep(POLL_S / 10)
+        return store
+
+    def _host(self) -> TCPStore:
+        """On the host's own address only; the system chooses the port."""
+        address = self._meeting.addresses[self._meeting.own]
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=_STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _visit(self, abort: Abort, timeout_s: float) -> TCPStore:
+        meeting = self._meeting
+        self._missing = [meeting.leader]
+        port = meeting.transport.notices.wait_port(str(self), abort, timeout_s)
+        address = meeting.addresses[meeting.leader]
+        return TCPStore(address, port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+
+    def _gather(self, port: int, store: Store, abort: Abort, timeout_s: float) -> None:
+        """Say where, until everybody is there."""
+        meeting = self._meeting
+        where = GroupAddress(run_id=meeting.run_id, epoch=meeting.epoch, port=port)
+        told_at = -POLL_S
+        while True:
+            self._missing = [m for m in self._missing if not store.check([f"joined-{m}"])]
+            if not self._missing:
+                return
+            if time.monotonic() - told_at >= POLL_S:
+                told_at = time.monotonic()
+                for member in self._missing:
+                    meeting.transport.tell(member, where, abort, timeout_s)
+            abort.check()
+            time.sleep(POLL_S / 10)
+
+
+class _Outcome(Generic[T]):
+    """Of work on a thread."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.result = self._work()
+        except BaseException as error:  # raised again on the thread that waits
+            self.error = error
+        self.ended.set()
+
+
+def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: float) -> T:
+    """Call into a library that blocks and knows no abort, on a thread that is left behind then.
+
+    A ``RuntimeError`` of the library means that a peer went away: the rest of the time is left to
+    the scheduler, which notices too and aborts.
+
+    Raises:
+        Interrupted: aborted. LostMemberError: the deadline passed; ``str(what)`` was awaited.
+    """
+    outcome = _Outcome(work)
+    threading.Thread(target=outcome.run, name="worker-group", daemon=True).start()
+    patience = Patience(timeout_s)
+    while True:
+        ended = outcome.ended.wait(POLL_S)
+        if ended and outcome.result is not None:
+            return outcome.result
+        if ended and not isinstance(outcome.error, (RuntimeError, Interrupted)):
+            assert outcome.error is not None
+            raise outcome.error
+        abort.check()
+        patience.spend(f"{what} ({outcome.error})" if outcome.error else str(what))
+        if ended:
+            time.sleep(POLL_S)
