@@ -252,6 +252,9 @@ class NodeConfig(_Section):
 class ClusterConfig(_Section):
     """Nodes and workers. ``workers`` counts per node. Ports of 0 are chosen by the system.
 
+    ``attempt_timeout_s``: an attempt or evaluation in which nobody gets on for so long is broken
+    off, and who holds it up is killed and replaced. Longer than any single instruction takes.
+
     ``device``: ``cpu``, ``cuda``, or ``emulated:`` and where costs come from, as in
     :mod:`penstock.planner.emulation`.
     """
@@ -263,6 +266,7 @@ class ClusterConfig(_Section):
     threads_per_worker: int = Field(default=0, ge=0)
     heartbeat_interval_s: float = Field(default=0.5, gt=0.0)
     heartbeat_timeout_s: float = Field(default=10.0, gt=0.0)
+    attempt_timeout_s: float = Field(default=600.0, gt=0.0)
     max_restarts: int = Field(default=20, ge=0)
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import grpc
 
@@ -44,13 +45,29 @@ HelloFactory = Callable[[], pb.Hello]
 Listener = Callable[[pb.SchedulerMessage], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """What a member's work has come to, as its heartbeats say it.
+
+    ``activity``: under way now, empty for nothing. ``waiting``: for another member. ``progress``: a
+    count that grows as long as the work goes on.
+    """
+
+    activity: str = ""
+    waiting: bool = False
+    progress: int = 0
+
+
+IDLE = Doing()
+
 class MemberLink:
     """One member's stream, kept open for as long as the process lives.
 
     ``hello`` is called for every new stream, so that it can say the current epoch. ``listener`` is
     called on the reading thread with every message except heartbeats, before the message is queued
     for :meth:`receive`; it must not block. Messages of a stream that broke stay queued, in order,
-    before those of the next stream. ``Refused`` is delivered like any message: the process is to
+    before those of the next stream. ``doing`` is asked before every heartbeat, on the heartbeats'
+    thread. ``Refused`` is delivered like any message: the process is to
     exit with :class:`~penstock.protocol.errors.RefusedError`.
     """
 
@@ -62,12 +79,14 @@ class MemberLink:
         heartbeat_interval_s: float,
         silence_timeout_s: float,
         listener: Listener | None = None,
+        doing: Callable[[], Doing] = lambda: IDLE,
     ) -> None:
         self.address = address
         self._hello = hello
         self._interval_s = heartbeat_interval_s
         self._silence_timeout_s = silence_timeout_s
         self._listener = listener
+        self._doing = doing
         self._inbox: queue.SimpleQueue[pb.SchedulerMessage | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
@@ -186,7 +205,16 @@ class MemberLink:
                 stream.cut()
                 continue
             sequence += 1
-            stream.put(pb.MemberMessage(heartbeat=pb.Heartbeat(sequence=sequence)))
+            stream.put(pb.MemberMessage(heartbeat=_heartbeat(sequence, self._doing())))
+
+
+def _heartbeat(sequence: int, doing: Doing) -> pb.Heartbeat:
+    return pb.Heartbeat(
+        sequence=sequence,
+        activity=doing.activity,
+        waiting=doing.waiting,
+        progress=doing.progress,
+    )
 
 
 class _Stream:

@@ -31,6 +31,7 @@ from penstock.workers.devices.base import Device
 from penstock.workers.flow import Flow, TransferKind
 from penstock.workers.gradients import GradientBook
 from penstock.workers.inbox import NamedTensors, TransferKey
+from penstock.workers.progress import Progress
 from penstock.workers.stages import Stages
 from penstock.workers.swaps import SwapStreams
 from penstock.workers.trace import Executed, TraceRing
@@ -68,6 +69,7 @@ class Bench:
     trace: TraceRing
     abort: Abort
     timeout_s: float
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,7 @@ class Attempt:
                 version=job.base_version,
                 abort=bench.abort,
                 timeout_s=bench.timeout_s,
+                progress=bench.progress,
                 loaded=self._loaded,
             ),
         )
@@ -323,7 +326,8 @@ class Attempt:
         )
         bench = self.bench
         start = time.perf_counter()
-        tensors = bench.transport.inbox.take(key, bench.abort, bench.timeout_s)
+        with bench.progress.awaiting(key):
+            tensors = bench.transport.inbox.take(key, bench.abort, bench.timeout_s)
         self.tally.received_s[kind] += time.perf_counter() - start
         arrived = bench.transport.inbox.arrival_s(key)
         self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)

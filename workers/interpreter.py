@@ -61,11 +61,13 @@ def run_job(
         bench.abort.set("an instruction failed")  # background work must not be waited for
         raise
     finally:
+        bench.progress.rest()
         attempt.drop()
 
 
 def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> None:
     attempt.bench.abort.check()
+    attempt.bench.progress.begin(attempt.job.phase, attempt.job.number, instruction)
     start, waited_s = time.perf_counter(), attempt.waited_s
     try:
         handler(instruction, attempt)

@@ -30,6 +30,7 @@ from penstock.workers.epochs import EpochFence
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.inbox import Inbox
 from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.progress import Progress
 from penstock.workers.session import Session, fence_listener
 from penstock.workers.workshop import EpochWorkshop, bind_transport, make_device
 
@@ -80,13 +81,13 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
     )
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    fence = EpochFence(stopped=lambda: stop.is_set)
+    fence, progress = EpochFence(stopped=lambda: stop.is_set), Progress()
     with ExitStack() as stack:
         server = serve_metrics(registry, metrics_port(config, name))
         stack.callback(server.close)
         transport = bind_transport(files, device, metrics, Inbox())
         stack.callback(transport.close)
-        link = _connect(files, name, scheduler, fence, transport.address, server.port)
+        link = _connect(files, name, scheduler, fence, progress, transport.address, server.port)
         stack.callback(link.close)
         stack.enter_context(_reported_failure(link, fence))
         workshop = EpochWorkshop(
@@ -94,6 +95,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             device_index=device,
             device=make_device(config, files.table, device, files.path),
             transport=transport,
+            progress=progress,
         )
         stack.callback(workshop.detach)
         workshop.runtime()
@@ -113,6 +115,7 @@ def _connect(
     name: str,
     scheduler: str,
     fence: EpochFence,
+    progress: Progress,
     data_endpoint: str,
     port: int,
 ) -> MemberLink:
@@ -130,6 +133,7 @@ def _connect(
         heartbeat_interval_s=cluster.heartbeat_interval_s,
         silence_timeout_s=cluster.heartbeat_timeout_s,
         listener=fence_listener(fence),
+        doing=progress.doing,
     )
     link.start()
     return link

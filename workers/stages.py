@@ -79,7 +79,8 @@ class Stages:
         found = self._bound.get((key, grads))
         if found is None:
             start = time.perf_counter()
-            loaded = self._weights.use(key)
+            with self._scope.progress.awaiting(f"weights of version {self._scope.version}"):
+                loaded = self._weights.use(key)
             self.waited_s += time.perf_counter() - start
             route = self._route(key) if grads else None
             found = tuple(self._bind(block, loaded, route) for block in self.blocks(key))

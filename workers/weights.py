@@ -26,6 +26,7 @@ from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, BorrowedTensor
 from penstock.workers.devices.base import Device, HostArray, StageBuffer
 from penstock.workers.devices.pool import BufferPool
+from penstock.workers.progress import Progress
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, wait_until
 
 ArrayName = Literal["weights", "frozen"]
@@ -60,6 +61,7 @@ class FetchScope:
     version: int
     abort: Abort
     timeout_s: float
+    progress: Progress
     loaded: Loaded
 
 

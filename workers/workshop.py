@@ -51,6 +51,7 @@ from penstock.workers.emulated.runtime import EmulatedRuntime
 from penstock.workers.flow import Flow
 from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.progress import Progress
 from penstock.workers.session import Batches
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
@@ -60,9 +61,9 @@ from penstock.workers.weights import RemoteBlocks, WeightLoader, buffers_needed,
 OPTIMIZER_SOCKET = "optimizer"
 """Name of optimizerd's local socket, see :func:`penstock.protocol.names.ipc_address`."""
 
-WAIT_TIMEOUT_S = 300.0
-"""Longest wait for a peer or for weights. Lost members are noticed long before, by their
-heartbeats.
+PATIENCE = 2.0
+"""Longest wait for a peer or for weights, in units of ``cluster.attempt_timeout_s``. Lost members
+are noticed long before by their heartbeats, hanging ones after one such time by the scheduler.
 """
 
 _SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
@@ -125,6 +126,7 @@ class EpochWorkshop:
         device_index: int,
         device: Device,
         transport: Transport,
+        progress: Progress,
     ) -> None:
         self._files = files
         self._config = files.config
@@ -133,6 +135,7 @@ class EpochWorkshop:
         self._node = node_of_device(files.config, device_index)
         self._device = device
         self._transport = transport
+        self._progress = progress
         log = TraceLog.of_run(
             files.path, worker_name(device_index), files.config.observability.trace
         )
@@ -184,8 +187,9 @@ class EpochWorkshop:
             weights=self._weights,
             transport=self._transport,
             trace=self._trace,
+            progress=self._progress,
             abort=abort,
-            timeout_s=WAIT_TIMEOUT_S,
+            timeout_s=PATIENCE * self._config.cluster.attempt_timeout_s,
         )
 
     def close(self) -> None:

@@ -112,6 +112,8 @@ class PassThread:
     def __init__(self, kernels: PassRunner, report: Callable[[FinishedPass], None]) -> None:
         self._kernels = kernels
         self._report = report
+        self.running: Pass | None = None
+        """The pass under way; for other threads to look at."""
         self._orders: queue.SimpleQueue[Pass | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="passes")
 
@@ -130,7 +132,10 @@ class PassThread:
 
     def _run(self) -> None:
         while (work := self._orders.get()) is not None:
-            self._report(self._outcome(work))
+            self.running = work
+            outcome = self._outcome(work)
+            self.running = None
+            self._report(outcome)
 
     def _outcome(self, work: Pass) -> FinishedPass:
         start_s = time.perf_counter()

@@ -116,6 +116,7 @@ def _build(
         hello=lambda: service.hello(server.port, member, gradients.endpoint),
         heartbeat_interval_s=config.cluster.heartbeat_interval_s,
         silence_timeout_s=config.cluster.heartbeat_timeout_s,
+        doing=lambda: service.doing(passes.running),
     )
     parts = Parts(
         run_id=run.run_id,

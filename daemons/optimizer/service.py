@@ -47,6 +47,7 @@ from penstock.protocol.errors import (
 )
 from penstock.protocol.frames import GradientReady, OptimizerStatus, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.member import Doing
 from penstock.protocol.process import StopSignal
 from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, now_s
 from penstock.shm.control import CommitRecord, ControlView, Decision
@@ -127,6 +128,8 @@ class Service:
             (b.index, k) for b in parts.blocks for k in range(b.contributions) if k not in b.remote
         }
         self._idle_s = 0.0
+        self._items = 0
+        self._handling = ""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             pb.SchedulerMessage: self._on_message,
             GradientReady: self._on_gradients,
@@ -149,7 +152,10 @@ class Service:
                 self._on_quiet()
                 continue
             self._idle_s = 0.0
+            self._items += 1
+            self._handling = type(item).__name__
             self._handlers[type(item)](item)
+            self._handling = ""
         self._parts.trace.flush()
         self._leave(self._parts.effects.end.code)
 
@@ -162,6 +168,17 @@ class Service:
             epoch=self._machine.joined_epoch,
             data_endpoint=endpoint,
             metrics_port=metrics_port,
+        )
+
+    def doing(self, running: Pass | None) -> Doing:
+        """For heartbeats, on their thread: the pass under way, or what is being handled; without
+        either it waits for gradients, or for the scheduler.
+        """
+        activity = f"{running.name} of block {running.block}" if running else self._handling
+        return Doing(
+            activity=activity or "waiting for gradients",
+            waiting=not activity,
+            progress=self._items,
         )
 
     def _feed(self, event: Event) -> None:

@@ -33,6 +33,13 @@ class Activity:
         self.waiting: set[str] = set()
         self.deadline_s: float | None = None
 
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Members whose work this activity consists of, as long as they owe some; they have to get
+        on (:mod:`.hangs`).
+        """
+        return ()
+
     def start(self, now_s: float) -> list[Effect]:
         """The first effects."""
         raise NotImplementedError

@@ -90,14 +90,22 @@ class Saving(Activity):
 
 
 class Evaluation(Activity):
-    """A forward-only pass over held-out data at the committed version."""
+    """A forward-only pass over held-out data at the committed version.
+
+    ``seconds``: how long it took, once it is done.
+    """
 
     def __init__(self, rules: Rules, ledger: Ledger) -> None:
         super().__init__(rules, ledger)
         self.phase = Phase.EVALUATING
         self._number = ledger.take_evaluation()
         self._reports: dict[str, pb.EvaluationDone] = {}
-        self._started_s = 0.0
+        self._started_s = self.seconds = 0.0
+
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Workers without a result."""
+        return tuple(worker for worker in self.rules.workers if worker in self.waiting)
 
     def start(self, now_s: float) -> list[Effect]:
         """Only workers take part."""
@@ -118,12 +126,13 @@ class Evaluation(Activity):
         if not self.answered(member):
             return []
         self.done = True
+        self.seconds = now_s - self._started_s
         line = evaluation_line(
             version=self.ledger.version,
             attempt=self.ledger.next_attempt - 1,
             reports=[self._reports[worker] for worker in self.rules.workers],
             epoch=self.ledger.epoch,
-            seconds=now_s - self._started_s,
+            seconds=self.seconds,
             emulated=self.rules.emulated,
         )
         return [self.ledger.evaluate(self._number, line), AppendMetrics(metrics_json=line)]

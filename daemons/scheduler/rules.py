@@ -14,6 +14,7 @@ from penstock.protocol.names import (
     memoryd_name,
     node_member_name,
     optimizerd_name,
+    ownership,
     worker_name,
 )
 from penstock.protocol.rundir import RunDirectory
@@ -62,8 +63,9 @@ class MemberSpec:
 class Deadlines:
     """How long the scheduler waits before it acts on its own.
 
-    Restoring, settling, saving, attempts and evaluations have none: how long they take depends on
-    the model, and whoever works on them sends heartbeats.
+    Restoring, settling and saving have none: how long they take depends on the model, and whoever
+    works on them sends heartbeats. In attempts and evaluations somebody has to get on
+    (:mod:`.hangs`).
     """
 
     drain_s: float = 120.0
@@ -74,12 +76,15 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The run. ``blocks``: indexes of the blocks that have trainable parameters."""
+    """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
+    optimizerd of every block.
+    """
 
     run_id: str
     config: Config
     members: tuple[MemberSpec, ...]
     blocks: tuple[int, ...]
+    owners: tuple[str, ...]
     plan_json: str
     plan_scheme: str
     state_dir: str
@@ -97,11 +102,14 @@ class Rules:
             raise ConfigError(
                 f"train.freeze = {list(run.config.train.freeze)} leaves no trainable parameter"
             )
+        nodes = run.config.cluster.nodes
+        owner = ownership(run.config, run.table, run.plan).owner
         return cls(
             run_id=run.run_id,
             config=run.config,
             members=member_specs(run.config),
             blocks=blocks,
+            owners=tuple(optimizerd_name(nodes[node].name) for node in owner),
             plan_json=run.plan.to_json(),
             plan_scheme=run.plan.scheme,
             state_dir=str(run.state_dir.absolute()),

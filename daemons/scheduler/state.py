@@ -37,6 +37,7 @@ from penstock.daemons.scheduler.events import (
     StreamClosed,
     Tick,
 )
+from penstock.daemons.scheduler.hangs import MAX_IN_A_ROW, Hangs
 from penstock.daemons.scheduler.interludes import Ending, Evaluation, Saving
 from penstock.daemons.scheduler.ledger import Ledger, SavedState
 from penstock.daemons.scheduler.membership import Membership
@@ -66,6 +67,7 @@ class Machine:
         """Why the last epoch or save broke, or how the run ends."""
         self.attempt_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
         """How long the last attempts took."""
+        self._hangs = Hangs(rules.config.cluster.attempt_timeout_s)
         self._now_s = now_s
         self._beat_s = now_s
         self._wishes = Wishes()
@@ -96,6 +98,7 @@ class Machine:
         if gap_s <= self.rules.config.cluster.heartbeat_timeout_s / 2:
             return
         self.members.forgive(now_s)
+        self._hangs.moved(now_s)
         if self.activity is not None and self.activity.deadline_s is not None:
             self.activity.deadline_s += gap_s
         if self._wishes.stop_by_s is not None:
@@ -116,6 +119,30 @@ class Machine:
                 lost = late | lost
         for name in sorted(lost):
             effects += self._lose(name, lost[name])
+        return effects + self._end_hang(now_s)
+
+    def _end_hang(self, now_s: float) -> list[Effect]:
+        """Give up whoever holds up an attempt or evaluation; the run, when it happens again and
+        again.
+        """
+        if self.activity is None:
+            return []
+        hung = self._hangs.overdue(self.activity.unfinished, now_s)
+        if not hung:
+            return []
+        what = "the evaluation" if isinstance(self.activity, Evaluation) else "the attempt"
+        names = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
+        self._hangs.in_a_row += 1
+        self._break_epoch(f"{what} hung: {names}", now_s)
+        effects = [effect for name in hung for effect in self._lose(name, hung[name])]
+        if self._hangs.in_a_row >= MAX_IN_A_ROW:
+            error = (
+                f"{what} after step {self.ledger.version} hung {self._hangs.in_a_row} times in a"
+                f" row, the last time {names}; look at logs/ and at that machine, or, if a single"
+                " instruction takes that long, raise cluster.attempt_timeout_s ="
+                f" {self.rules.config.cluster.attempt_timeout_s:g}"
+            )
+            effects += self._fail(error, int(ExitCode.LOST_MEMBERS))
         return effects
 
     # ---- members ----
@@ -143,9 +170,11 @@ class Machine:
             return general(self, name, body, now_s)
         if self.activity is None or body.epoch != self.ledger.epoch:
             return []
+        self._hangs.moved(now_s)
         return self.activity.receive(name, kind, body, now_s)
 
     def _on_heartbeat(self, name: str, body: pb.Heartbeat, now_s: float) -> list[Effect]:
+        self._hangs.heard(name, body, now_s)
         return []
 
     def _on_fenced(self, name: str, body: pb.Fenced, now_s: float) -> list[Effect]:
@@ -198,6 +227,7 @@ class Machine:
                 return effects
             if not self.activity.started:
                 self.activity.started = True
+                self._hangs.started(now_s)
                 effects += self.activity.start(now_s)
             if isinstance(self.activity, Ending):
                 return effects + self.activity.look(now_s)
@@ -271,6 +301,7 @@ class Machine:
 
     def _transaction_done(self, transaction: Transaction) -> list[Effect]:
         self.attempt_seconds.append(transaction.seconds)
+        self._hangs.finished(transaction.seconds)
         if transaction.failure:
             return self._fail(transaction.failure, int(ExitCode.LOST_MEMBERS))
         return []
@@ -286,6 +317,7 @@ class Machine:
         return [*effects, Say(text=f"{error}; training goes on", warning=True)]
 
     def _evaluation_done(self, evaluation: Evaluation) -> list[Effect]:
+        self._hangs.finished(evaluation.seconds)
         return []
 
     def _on_save_prepared(self, event: SavePrepared, now_s: float) -> list[Effect]:

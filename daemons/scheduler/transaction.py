@@ -74,6 +74,18 @@ class Transaction(Activity):
         self._started_s = self._workers_done_s = 0.0
         self._decided: tuple[Verdict, CommitRecord] | None = None
 
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Workers that have not reported, and optimizerds of blocks without a status."""
+        if self._decided is not None:
+            return tuple(name for name in self.rules.optimizerds if name in self.waiting)
+        owners = {self.rules.owners[b] for b in self.rules.blocks if b not in self._statuses}
+        return tuple(
+            name
+            for name in (*self.rules.workers, *self.rules.optimizerds)
+            if name in self.waiting or name in owners
+        )
+
     def start(self, now_s: float) -> list[Effect]:
         """optimizerds first: they are to know of the attempt before its first gradients."""
         self._started_s = now_s

@@ -53,10 +53,16 @@ class Hello(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence",)
+    __slots__ = ("sequence", "activity", "waiting", "progress")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+    activity: str
+    waiting: bool
+    progress: int
+    def __init__(self, sequence: _Optional[int] = ..., activity: _Optional[str] = ..., waiting: _Optional[bool] = ..., progress: _Optional[int] = ...) -> None: ...
 
 class Fenced(_message.Message):
     __slots__ = ("member", "pid")

@@ -66,11 +66,13 @@ def make_config(**sections: dict[str, Any]) -> Config:
 def make_rules(config: Config | None = None, blocks: tuple[int, ...] = (0, 1)) -> Rules:
     """Rules of an invented run; block 2 of its three has nothing to train."""
     config = config or make_config()
+    nodes = config.cluster.nodes
     return Rules(
         run_id=RUN_ID,
         config=config,
         members=member_specs(config),
         blocks=blocks,
+        owners=tuple(f"optimizerd.{nodes[block % len(nodes)].name}" for block in range(3)),
         plan_json="{plan}",
         plan_scheme="gpipe",
         state_dir="/run/state",

@@ -1,0 +1,172 @@
+"""Members that send heartbeats and do not get on: who is replaced, when, and when the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.daemons.scheduler.events import Exit, Request, Say
+from penstock.protocol.generated import scheduler_pb2 as pb
+from tests.scheduler.conftest import Driver
+
+MakeDriver = Callable[..., Driver]
+
+TIMEOUT_S = 20.0
+STUCK = pb.Heartbeat(activity="'B 1 0' of train 1", progress=7)
+WAITING = pb.Heartbeat(
+    activity="'B 0 0' of train 1, waiting for gradient", waiting=True, progress=9
+)
+
+
+@pytest.fixture
+def hanging(live_with: MakeDriver) -> Driver:
+    """A run in its first attempt, in which nobody may be stuck for 20 seconds."""
+    return live_with(cluster={"attempt_timeout_s": TIMEOUT_S})
+
+
+def beat(driver: Driver, seconds: float, beats: dict[str, pb.Heartbeat]) -> list[str]:
+    """Time passes in halves of a second; members send these heartbeats, others empty ones."""
+    lines = []
+    for _ in range(round(seconds / 0.5)):
+        for name in list(driver.streams):
+            lines += driver.say(name, heartbeat=beats.get(name, pb.Heartbeat()))
+        lines += driver.tick(0.5)
+    return lines
+
+
+def come_back(driver: Driver, *names: str, pids: dict[str, int]) -> None:
+    """Lost members are dead and replaced; the next epoch begins."""
+    for name in names:
+        driver.fenced(name, pids[name])
+        driver.join(name)
+    driver.drained(driver.machine.ledger.version)
+    driver.ready()
+
+
+def test_who_waits_for_others_is_not_to_blame(hanging: Driver) -> None:
+    pid = hanging.pids["worker.1"]
+    beats = {"worker.0": WAITING, "worker.1": STUCK, "optimizerd.a": pb.Heartbeat(waiting=True)}
+    assert beat(hanging, TIMEOUT_S, beats) == []
+    assert beat(hanging, 1.0, beats) == [
+        f"disconnect stream {hanging.streams['worker.1']}",
+        f"node.a <- fence worker.1 {pid}",
+    ]
+    assert hanging.status.message == (
+        "the attempt hung: worker.1: no progress for 20.5 s: 'B 1 0' of train 1; waiting until"
+        " worker.1 is dead; waiting for worker.1"
+    )
+    hanging.fenced("worker.1", pid)
+    hanging.join("worker.1")
+    hanging.drained(0)
+    assert hanging.ready()[0] == "optimizerd.a <- run_attempt e2 a2 v0 data 0", "the same data"
+
+
+def test_if_all_wait_nobody_knows_and_all_are_replaced(hanging: Driver) -> None:
+    beats = dict.fromkeys(("worker.0", "worker.1", "optimizerd.a"), WAITING)
+    fenced = [line for line in beat(hanging, TIMEOUT_S + 1.0, beats) if "fence" in line]
+    assert fenced == [
+        f"node.a <- fence {name} {hanging.pids[name]}"
+        for name in ("worker.0", "worker.1", "optimizerd.a")
+    ]
+
+
+def test_an_optimizerd_that_owes_statuses_and_a_worker_that_is_done(hanging: Driver) -> None:
+    for worker in ("worker.0", "worker.1"):
+        hanging.done(worker)
+    hanging.block(0)
+    lines = beat(hanging, TIMEOUT_S + 1.0, {"worker.0": STUCK, "optimizerd.a": STUCK})
+    assert lines[-1] == f"node.a <- fence optimizerd.a {hanging.pids['optimizerd.a']}"
+    assert len(lines) == 2
+
+
+def test_an_amendment_that_never_ends(hanging: Driver) -> None:
+    hanging.run_attempt(sum_squares=9.0)
+    assert hanging.status.phase == "amending"
+    lines = beat(hanging, TIMEOUT_S + 1.0, {})
+    assert lines[-1] == f"node.a <- fence optimizerd.a {hanging.pids['optimizerd.a']}"
+
+
+def test_slow_work_is_no_hang(hanging: Driver) -> None:
+    """Instructions end, or blocks are reported: however long it takes in all."""
+    for count in range(5):
+        at_work = {"worker.0": WAITING, "worker.1": pb.Heartbeat(progress=count)}
+        assert beat(hanging, 15.0, at_work) == []
+    for block in (0, 1):
+        assert hanging.block(block) == []
+        assert beat(hanging, 15.0, at_work) == []
+    hanging.done("worker.0")
+    assert hanging.done("worker.1")[0].startswith("journal COMMIT v1")
+
+
+def test_an_attempt_gets_several_times_what_the_longest_took(hanging: Driver) -> None:
+    for count in range(5):
+        beat(hanging, 15.0, {"worker.0": pb.Heartbeat(progress=count)})
+    hanging.run_attempt()
+    assert beat(hanging, 299.0, {}) == [], "the first took 75 s"
+    assert beat(hanging, 3.0, {}) != []
+
+
+def test_time_in_which_the_scheduler_was_stopped_does_not_count(hanging: Driver) -> None:
+    beat(hanging, 15.0, {})
+    hanging.tick(60.0)
+    assert [line for line in beat(hanging, 15.0, {}) if "fence" in line] == []
+
+
+def test_a_pause_is_no_hang(hanging: Driver) -> None:
+    hanging.ask(Request.PAUSE)
+    hanging.run_attempt()
+    assert hanging.status.phase == "paused"
+    assert beat(hanging, 5 * TIMEOUT_S, {}) == []
+
+
+def test_the_third_hang_in_a_row_ends_the_run(hanging: Driver) -> None:
+    for _ in range(2):
+        pids = dict(hanging.pids)
+        beat(hanging, TIMEOUT_S + 1.0, {"worker.0": WAITING, "worker.1": STUCK})
+        assert hanging.status.phase == "fencing"
+        hanging.tick()
+        come_back(hanging, *hanging.machine.members.fencing, pids=pids)
+    beat(hanging, TIMEOUT_S + 1.0, {"worker.0": WAITING, "worker.1": STUCK})
+    assert hanging.status.phase == "failed"
+    effects = []
+    for name in list(hanging.streams):
+        hanging.close(name)
+        effects += hanging.effects
+    [ended] = [effect for effect in effects if isinstance(effect, Exit)]
+    assert ended.code == 4
+    for words in ("after step 0 hung 3 times", "worker.1: no progress for 20.5 s: 'B 1 0'"):
+        assert words in ended.error
+    assert "cluster.attempt_timeout_s = 20" in ended.error
+
+
+def test_hangs_with_an_attempt_between_them_do_not_add_up(hanging: Driver) -> None:
+    for _ in range(4):
+        pids = dict(hanging.pids)
+        beat(hanging, TIMEOUT_S + 1.0, {"worker.0": WAITING, "worker.1": STUCK})
+        come_back(hanging, *hanging.machine.members.fencing, pids=pids)
+        hanging.run_attempt()
+    assert hanging.status.phase == "running" and hanging.status.version == 4
+
+
+def test_an_evaluation_hangs_too(live_with: MakeDriver) -> None:
+    driver = live_with(cluster={"attempt_timeout_s": TIMEOUT_S}, train={"eval_every": 1})
+    driver.run_attempt()
+    assert driver.status.phase == "evaluating"
+    lines = beat(driver, TIMEOUT_S + 1.0, {"worker.0": WAITING, "worker.1": STUCK})
+    assert lines[-1] == f"node.a <- fence worker.1 {driver.pids['worker.1']}"
+    assert driver.status.message.startswith("the evaluation hung: worker.1: no progress for 20.5 s")
+
+
+def test_the_log_says_who_and_what(hanging: Driver) -> None:
+    said: list[str] = []
+    for _ in range(43):
+        hanging.say("worker.0", heartbeat=WAITING)
+        hanging.say("worker.1", heartbeat=STUCK)
+        for name in ("node.a", "memoryd.a", "optimizerd.a"):
+            hanging.say(name, heartbeat=pb.Heartbeat(waiting=True))
+        hanging.tick(0.5)
+        said += [effect.text for effect in hanging.effects if isinstance(effect, Say)]
+    assert [text.split(" is lost: ")[1] for text in said if "is lost" in text] == [
+        "no progress for 20.5 s: 'B 1 0' of train 1"
+    ]
