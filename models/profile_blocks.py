@@ -13,17 +13,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.models.batch import MicroBatch
+from penstock.models.kept import BoundWeights
+from penstock.models.profile_memory import MemoryMeasure, measure_memory
 from penstock.models.profile_operators import OperatorMeasure, OperatorProbe
 from penstock.models.runtime import HIDDEN, Borrowed, BoundBlock, ModelRuntime, StageOutput
+from penstock.models.storing import Storing
 from penstock.protocol.profile import KindProfile, LinearFit, OperatorProfile
 from penstock.shm.table import BlockTable
 
@@ -70,7 +72,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeasure:
-    """Consecutive blocks of one kind on one micro-batch: seconds and bytes."""
+    """Consecutive blocks of one kind on one micro-batch: seconds, and bytes."""
 
     num_blocks: int
     tokens: int
@@ -78,8 +80,7 @@ class StageMeasure:
     recompute_s: float
     backward_input_s: float
     backward_s: float
-    activation_bytes: float
-    output_bytes: float
+    memory: MemoryMeasure
 
 
 _SECONDS = ("forward_s", "recompute_s", "backward_input_s", "backward_s")
@@ -114,7 +115,7 @@ class BlockBench:
         def forward(*, autograd: bool = True) -> StageOutput:
             return self._forward(bound, inputs, batch, autograd=autograd)
 
-        kept_bytes, output = self._kept_bytes(forward)
+        output = forward()
         seeds = {name: torch.ones_like(value) for name, value in output.tensors.items()}
         return StageMeasure(
             num_blocks=len(blocks),
@@ -125,8 +126,7 @@ class BlockBench:
             backward_s=self._watch.median_after(
                 forward, lambda made: self._runtime.backward(made, seeds)
             ),
-            activation_bytes=kept_bytes,
-            output_bytes=float(sum(value.nbytes for value in output.tensors.values())),
+            memory=self._memory(bound, inputs, batch),
         )
 
     def operators(self, block: int, micro_batch: int) -> tuple[OperatorMeasure, ...]:
@@ -147,6 +147,7 @@ class BlockBench:
         batch: MicroBatch,
         *,
         autograd: bool,
+        storing: Storing | None = None,
     ) -> StageOutput:
         return self._runtime.forward(
             bound,
@@ -157,6 +158,7 @@ class BlockBench:
             training=True,
             loss_weight=1.0,
             autograd=autograd,
+            storing=storing,
         )
 
     def _backward_input_s(
@@ -172,21 +174,17 @@ class BlockBench:
 
         return self._watch.median_after(forward, run)
 
-    def _kept_bytes(self, forward: Callable[[], StageOutput]) -> tuple[float, StageOutput]:
-        """Bytes of all memory that the graph refers to, weights apart, each once."""
-        weights = self._weight_addresses()
-        kept: dict[int, int] = {}
+    def _memory(
+        self, bound: Sequence[BoundBlock], inputs: Mapping[str, torch.Tensor], batch: MicroBatch
+    ) -> MemoryMeasure:
+        weights = BoundWeights()
+        weights.bind(bound)
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
+        def forward(*, autograd: bool = True, split: bool = False) -> StageOutput:
+            storing = Storing(weights=weights, split=True) if split else None
+            return self._forward(bound, inputs, batch, autograd=autograd, storing=storing)
 
-        # The graph must live until all is counted: freed memory would be handed out again.
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = forward()
-        return float(sum(kept.values())), output
+        return measure_memory(forward, self._runtime.backward)
 
     def _weight_addresses(self) -> frozenset[int]:
         return frozenset(array.untyped_storage().data_ptr() for array in self._arrays.values())
@@ -317,11 +315,13 @@ def _kind(
         backward_weight_s=LinearFit.through(
             [(m.tokens, weight_s(m) / m.num_blocks) for m in measures]
         ),
-        activation_bytes=LinearFit.through(
-            [(m.tokens, m.activation_bytes / m.num_blocks) for m in measures]
-        ),
-        output_bytes=LinearFit.through([(m.tokens, m.output_bytes) for m in single]),
         operators=operators,
+        **{
+            field.name: LinearFit.through(
+                [(m.tokens, getattr(m.memory, field.name)) for m in single]
+            )
+            for field in fields(MemoryMeasure)
+        },
     )
 
 

@@ -26,6 +26,34 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Workspaces:
+    """Bytes that each kind of computation needs for one micro-batch while it runs, beyond what a
+    device then holds anyway: input, output, and all that the stage keeps. ``forward``: without a
+    graph; ``graph``: FORWARD that keeps one, RECOMPUTE; the others: BACKWARD and its halves.
+
+    Of a stage less than of its greediest block, if that runs while others keep nothing yet, or
+    nothing any more.
+    """
+
+    forward: float = 0.0
+    graph: float = 0.0
+    backward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    @property
+    def greatest(self) -> float:
+        """Of all kinds."""
+        return max(
+            self.forward,
+            self.graph,
+            self.backward,
+            self.backward_input,
+            self.backward_weight,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
     """One block, or (by ``+``) one stage.
 
@@ -35,7 +63,8 @@ class BlockCost:
     Bytes per micro-batch: ``output_bytes``, of its output, and so of the next block's checkpoint or
     gradient (of a stage: of its last block); ``activation_bytes``, what a forward keeps for the
     backward; ``deferred_bytes``, what stays between BACKWARD_INPUT and BACKWARD_WEIGHT;
-    ``workspace_bytes``, what compute needs while it runs (of a stage: of its greediest block).
+    ``workspace_bytes``, what compute needs while it runs (of a stage: of its greediest block);
+    ``workspaces``, the same by kind of computation, where that is known.
 
     Per attempt: trainable ``parameters``; ``weight_bytes``, of a weight buffer;
     ``device_gradient_bytes``, accumulated on the device; ``gradient_bytes``, as offloaded;
@@ -59,6 +88,17 @@ class BlockCost:
     gradient_bytes: float = 0.0
     static_bytes: float = 0.0
     operators: tuple[OperatorCost, ...] = ()
+    workspaces: Workspaces | None = None
+
+    @property
+    def by_kind(self) -> Workspaces:
+        """Workspaces; all alike where only one number is known."""
+        if self.workspaces is not None:
+            return self.workspaces
+        same = self.workspace_bytes
+        return Workspaces(
+            forward=same, graph=same, backward=same, backward_input=same, backward_weight=same
+        )
 
     @property
     def backward_s(self) -> float:
@@ -107,13 +147,31 @@ class BlockCost:
             output_bytes=other.output_bytes,
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
             operators=self.operators + other.operators,
+            workspaces=_one_after_the_other(self, other),
         )
+
+
+def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | None:
+    """While the first computes, the second keeps nothing: not yet in forwards, no longer in
+    backwards.
+    """
+    if second.workspaces is None:
+        return None
+    early, late = first.workspaces or Workspaces(), second.workspaces
+    kept, left = second.activation_bytes, second.deferred_bytes
+    return Workspaces(
+        forward=max(early.forward, late.forward),
+        graph=max(early.graph - kept, late.graph),
+        backward=max(early.backward - kept, late.backward),
+        backward_input=max(early.backward_input - (kept - left), late.backward_input),
+        backward_weight=max(early.backward_weight - left, late.backward_weight),
+    )
 
 
 _SUMMED = tuple(
     field.name
     for field in fields(BlockCost)
-    if field.name not in ("output_bytes", "workspace_bytes", "operators")
+    if field.name not in ("output_bytes", "workspace_bytes", "operators", "workspaces")
 )
 
 

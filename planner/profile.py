@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.costs import BlockCost, Costs, OperatorCost, Workspaces
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.profile import KindProfile, Machine, Profile
 from penstock.shm.table import BlockSpec, BlockTable
@@ -124,8 +124,13 @@ def _guessed(block: BlockSpec, table: BlockTable, guess: Guess, tokens: int) -> 
 
 
 def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: int) -> BlockCost:
-    """Between BACKWARD_INPUT and BACKWARD_WEIGHT everything stays: autograd's graph does."""
-    activation_bytes = kind.activation_bytes.at(tokens)
+    workspaces = Workspaces(
+        forward=kind.forward_workspace_bytes.at(tokens),
+        graph=kind.graph_workspace_bytes.at(tokens),
+        backward=kind.backward_workspace_bytes.at(tokens),
+        backward_input=kind.backward_input_workspace_bytes.at(tokens),
+        backward_weight=kind.backward_weight_workspace_bytes.at(tokens),
+    )
     return replace(
         _state(block, table),
         forward_s=kind.forward_s.at(tokens),
@@ -133,8 +138,10 @@ def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: in
         backward_input_s=kind.backward_input_s.at(tokens),
         backward_weight_s=kind.backward_weight_s.at(tokens),
         output_bytes=kind.output_bytes.at(tokens),
-        activation_bytes=activation_bytes,
-        deferred_bytes=activation_bytes,
+        activation_bytes=kind.activation_bytes.at(tokens),
+        deferred_bytes=kind.deferred_bytes.at(tokens),
+        workspace_bytes=workspaces.greatest,
+        workspaces=workspaces,
         operators=tuple(
             OperatorCost(
                 name=operator.name,

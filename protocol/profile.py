@@ -49,7 +49,8 @@ class OperatorProfile:
 class KindProfile:
     """One kind of block, per micro-batch as functions of its tokens.
 
-    Fields as in :class:`~penstock.planner.costs.BlockCost`. ``operators``: those that were told
+    Fields as in :class:`~penstock.planner.costs.BlockCost`; of the workspaces, ``forward`` is that
+    of a forward without a graph, ``graph`` that of one with. ``operators``: those that were told
     apart, in the order in which they run; they need not make up the whole block.
     """
 
@@ -58,7 +59,13 @@ class KindProfile:
     backward_input_s: LinearFit
     backward_weight_s: LinearFit
     activation_bytes: LinearFit
+    deferred_bytes: LinearFit
     output_bytes: LinearFit
+    forward_workspace_bytes: LinearFit
+    graph_workspace_bytes: LinearFit
+    backward_workspace_bytes: LinearFit
+    backward_input_workspace_bytes: LinearFit
+    backward_weight_workspace_bytes: LinearFit
     operators: tuple[OperatorProfile, ...] = ()
 
 

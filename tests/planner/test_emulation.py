@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -141,14 +142,7 @@ FIT = LinearFit(slope=1e-5)
 
 def profile_file(path: Path) -> Path:
     table = Emulation.of(config("emulated:analytic:V100-32:gpt3-125m")).table
-    kind = KindProfile(
-        forward_s=FIT,
-        recompute_s=FIT,
-        backward_input_s=FIT,
-        backward_weight_s=FIT,
-        activation_bytes=FIT,
-        output_bytes=FIT,
-    )
+    kind = KindProfile(**{f.name: FIT for f in fields(KindProfile) if f.name != "operators"})
     machine = Machine(
         instruction_s=1e-4,
         fetch_bandwidth=1e10,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.costs import BlockCost, Costs, OperatorCost, Workspaces
 from penstock.planner.profile import (
     CPU_GUESS,
     GPU_GUESS,
@@ -48,7 +48,13 @@ _LAYER = KindProfile(
     backward_input_s=LinearFit(slope=4.0),
     backward_weight_s=LinearFit(slope=5.0, intercept=-100.0),
     activation_bytes=LinearFit(slope=6.0),
+    deferred_bytes=LinearFit(slope=4.0),
     output_bytes=LinearFit(slope=7.0),
+    forward_workspace_bytes=LinearFit(slope=1.0),
+    graph_workspace_bytes=LinearFit(slope=2.0),
+    backward_workspace_bytes=LinearFit(slope=3.0, intercept=8.0),
+    backward_input_workspace_bytes=LinearFit(slope=4.0),
+    backward_weight_workspace_bytes=LinearFit(slope=0.0, intercept=9.0),
     operators=(
         OperatorProfile(
             name="norm", forward_s=LinearFit(slope=0.5), activation_bytes=LinearFit(slope=1.5)
@@ -87,7 +93,11 @@ def test_costs_of_a_table(profile: Profile) -> None:
         backward_weight_s=0.0,
         output_bytes=70.0,
         activation_bytes=60.0,
-        deferred_bytes=60.0,
+        deferred_bytes=40.0,
+        workspace_bytes=40.0,
+        workspaces=Workspaces(
+            forward=10.0, graph=20.0, backward=38.0, backward_input=40.0, backward_weight=9.0
+        ),
         parameters=1024,
         weight_bytes=4096,
         device_gradient_bytes=4096,
@@ -145,7 +155,7 @@ def _changed(data: dict[str, Any], path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 2, "profile: format is 2, this version reads 1; run penstock profile again"),
+        ("format", 1, "profile: format is 1, this version reads 2; run penstock profile again"),
         ("extra", 1, "profile: profile: found keys format, device"),
         ("device", 5, "device is 5, expected a text up to 200 long"),
         ("micro_batch", 0, "micro_batch is 0, expected a count of 1 or more"),
@@ -181,7 +191,7 @@ def test_bad_files_name_what_is_wrong(
         ("[" * 100_000, "profile: not valid JSON"),
         ("[]", "profile: profile: found no object; expected format, device"),
         ("{}", "profile: format is None"),
-        ('{"format": 1}', "profile: profile: found keys format; expected format, device"),
+        ('{"format": 2}', "profile: profile: found keys format; expected format, device"),
     ],
 )
 def test_what_is_no_profile(text: str, message: str) -> None:

@@ -1,0 +1,131 @@
+"""Bytes of live tensors of one thread's work on a CPU: each storage once, from the operator that
+makes it until nothing refers to it any more.
+
+torch keeps no statistics of host memory. What operators return is seen by a dispatch mode; what
+comes from elsewhere (weights and gradient sums in shared memory or in pools, tensors received by
+another thread) is named by whoever holds it. What a kernel needs within itself is not seen. Costs
+some 10 µs an operator, so it is for tests and for ``observability.memory``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class StorageLedger:
+    """Which storages live, what for, and the most there ever was. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection may run callbacks inside any of its methods
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
+        self._by_use: dict[str, int] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.at_peak: dict[str, int] = {}
+
+    @property
+    def by_use(self) -> dict[str, int]:
+        """Live bytes by use."""
+        with self._lock:
+            return {use: count for use, count in self._by_use.items() if count}
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is counted."""
+        return storage._cdata in self._live
+
+    def made(self, storage: torch.UntypedStorage, use: str) -> None:
+        """Count a new storage from now on."""
+        with self._lock:
+            self._enter(storage, use)
+            if self.live_bytes > self.peak_bytes:
+                self.peak_bytes, self.at_peak = self.live_bytes, dict(self._by_use)
+
+    def adopt(self, storage: torch.UntypedStorage, use: str) -> None:
+        """Count a storage for this use; if it was not counted, it was there since the peak began
+        anew.
+        """
+        with self._lock:
+            if self.knows(storage):
+                self.count_for(storage._cdata, use)
+                return
+            self._enter(storage, use)
+            self.peak_bytes += storage.nbytes()
+            self.at_peak[use] = self.at_peak.get(use, 0) + storage.nbytes()
+
+    def count_for(self, key: int, use: str) -> None:
+        """Count the storage at an address, if there is one, for another use."""
+        with self._lock:
+            if key in self._live:
+                reference, num_bytes, before = self._live[key]
+                self._live[key] = reference, num_bytes, use
+                self._add(before, -num_bytes)
+                self._add(use, num_bytes)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Count it no longer, though somebody refers to it (a pool)."""
+        self._freed(storage._cdata, None)
+
+    def restart(self) -> int:
+        """The peak begins anew with what lives now; returns its bytes."""
+        with self._lock:
+            self.peak_bytes, self.at_peak = self.live_bytes, dict(self._by_use)
+            return self.live_bytes
+
+    def _enter(self, storage: torch.UntypedStorage, use: str) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        self._live[key] = weakref.ref(storage, partial(self._freed, key)), num_bytes, use
+        self._add(use, num_bytes)
+
+    def _freed(self, key: int, reference: object) -> None:
+        with self._lock:
+            known = self._live.get(key)
+            # The address may belong to a new storage already.
+            if known is None or (reference is not None and known[0] is not reference):
+                return
+            del self._live[key]
+            self._add(known[2], -known[1])
+
+    def _add(self, use: str, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        self._by_use[use] = self._by_use.get(use, 0) + num_bytes
+
+
+class StorageMode(TorchDispatchMode):
+    """Counts what operators of this thread return in memory of their own."""
+
+    def __init__(self, ledger: StorageLedger, use: str) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._use = use
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if not self._ledger.knows(storage) and not _among(storage, args, kwargs):
+                self._ledger.made(storage, self._use)
+        return result
+
+
+def _among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
+    """Whether an operator's result is a view of, or is, one of its arguments."""
+    given = (*_tensors(args), *_tensors(tuple(kwargs.values())))
+    return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
