@@ -24,6 +24,9 @@ CHUNK_BYTES = 1 << 20
 MAX_RANGE_BYTES = 8 * CHUNK_BYTES
 """Largest range of one :class:`BlockRequest`."""
 
+TransferKind = Literal["activation", "gradient", "checkpoint", "reduction", "entry"]
+"""What a transfer between workers is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
@@ -36,9 +39,11 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Activations, gradients or a checkpoint between workers; one raw frame per tensor follows.
+    """Tensors from worker to worker; one raw frame per tensor follows.
 
-    ``kind`` with ``stage`` and ``micro_batch`` as in :mod:`penstock.protocol.instructions`.
+    ``kind`` with ``stage`` and ``micro_batch`` as in :mod:`penstock.protocol.instructions`. A
+    ``reduction`` has the gradient sums of backward stage ``stage`` (``micro_batch`` 0). With an
+    ``entry`` the emulated device ``micro_batch`` enters the collective with number ``stage``.
     ``attempt`` is the attempt, or the evaluation's number when ``phase`` is ``eval``.
     """
 
@@ -46,9 +51,35 @@ class Transfer:
     epoch: int
     phase: Literal["train", "eval"]
     attempt: int
-    kind: Literal["activation", "gradient", "checkpoint"]
+    kind: TransferKind
     stage: int
     micro_batch: int
+    tensors: tuple[TensorHeader, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """Worker to worker at Begin: the store of the epoch's process group listens on ``port`` of the
+    sender's host.
+    """
+
+    run_id: str
+    epoch: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferShape:
+    """Worker to worker: what each transfer of this kind, phase and stage from ``sender`` holds in
+    this epoch, when its bytes go through a process group.
+    """
+
+    run_id: str
+    epoch: int
+    sender: int
+    phase: Literal["train", "eval"]
+    kind: TransferKind
+    stage: int
     tensors: tuple[TensorHeader, ...]
 
 
@@ -61,6 +92,24 @@ class GradientReady:
     attempt: int
     block: int
     contribution: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdated:
+    """Worker to optimizerd of its node: UPDATE has written a block's weights of ``version``.
+
+    ``finite`` and ``sum_squares`` are of the summed gradients, as in
+    :class:`penstock.protocol.step.PassStatus`; ``seconds``: how long the preview took.
+    """
+
+    run_id: str
+    epoch: int
+    attempt: int
+    block: int
+    version: int
+    finite: bool
+    sum_squares: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +186,10 @@ class OptimizerStatus:
 
 Header = (
     Transfer
+    | GroupAddress
+    | TransferShape
     | GradientReady
+    | BlockUpdated
     | LeaseRequest
     | LeaseReply
     | BlockRequest

@@ -1,4 +1,7 @@
-"""Tensors as frames and back. Raw bytes, row-major, native (little-endian) order."""
+"""Tensors as frames, or as one flat buffer, and back.
+
+Raw bytes, row-major, native (little-endian) order.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_AXES = 8
 _MAX_ELEMENTS = 1 << 40
+_ALIGNMENT_BYTES = 256
 
 
 def to_frames(
@@ -38,17 +42,13 @@ def to_frames(
     Raises:
         ProtocolError: a type that cannot travel.
     """
-    headers, buffers = [], []
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise ProtocolError(f"tensor {name!r}: {tensor.dtype} cannot be sent")
-        headers.append(
-            TensorHeader(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
-        )
+    buffers = []
+    headers = headers_of(tensors)
+    for tensor in tensors.values():
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         array: npt.NDArray[np.uint8] = flat.numpy()
         buffers.append(array.data)
-    return tuple(headers), buffers
+    return headers, buffers
 
 
 def from_frames(
@@ -67,12 +67,10 @@ def from_frames(
         raise ProtocolError(f"{len(buffers)} buffers for {len(headers)} tensors")
     tensors: dict[str, torch.Tensor] = {}
     for header, buffer in zip(headers, buffers, strict=True):
-        dtype = DTYPES.get(header.dtype)
-        # Also for empty tensors: strides of huge extents overflow.
-        huge = prod(max(1, extent) for extent in header.shape) > _MAX_ELEMENTS
-        if dtype is None or huge or len(header.shape) > _MAX_AXES or header.name in tensors:
-            raise ProtocolError(f"tensor {header.name[:40]!r}: bad type, shape or name")
-        if prod(header.shape) * dtype.itemsize != len(buffer):
+        dtype, size = _checked(header)
+        if header.name in tensors:
+            raise ProtocolError(f"tensor {header.name[:40]!r}: there are two")
+        if size != len(buffer):
             raise ProtocolError(
                 f"tensor {header.name[:40]!r}: {len(buffer)} bytes for shape {header.shape[:8]}"
             )
@@ -81,6 +79,73 @@ def from_frames(
         np.copyto(target, np.frombuffer(buffer, dtype=np.uint8) if len(buffer) else target)
         tensors[header.name] = tensor
     return tensors
+
+
+def headers_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorHeader, ...]:
+    """Names, types and shapes.
+
+    Raises:
+        ProtocolError: a type that cannot travel.
+    """
+    headers = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise ProtocolError(f"tensor {name!r}: {tensor.dtype} cannot be sent")
+        headers.append(
+            TensorHeader(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+        )
+    return tuple(headers)
+
+
+class Packing:
+    """Named tensors in one flat buffer of bytes on their device, each at a multiple of 256."""
+
+    def __init__(self, headers: Sequence[TensorHeader]) -> None:
+        """Raises: ProtocolError: unknown type, too many axes or bytes, or a name that comes
+        twice.
+        """
+        self.headers = tuple(headers)
+        if len({header.name for header in headers}) != len(headers):
+            raise ProtocolError("tensors of one transfer need names of their own")
+        self._parts: list[tuple[TensorHeader, torch.dtype, int, int]] = []
+        self.num_bytes = 0
+        for header in headers:
+            dtype, size = _checked(header)
+            start = -(-self.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            self._parts.append((header, dtype, start, start + size))
+            self.num_bytes = start + size
+        if self.num_bytes > _MAX_ELEMENTS:
+            raise ProtocolError(f"a transfer of {self.num_bytes} bytes")
+
+    def pack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The flat buffer, (num_bytes,) uint8; a single contiguous tensor is not copied."""
+        flats = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
+        if len(flats) == 1:
+            return flats[0]
+        device = flats[0].device if flats else None
+        packed = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        for flat, (_, _, start, stop) in zip(flats, self._parts, strict=True):
+            packed[start:stop].copy_(flat)
+        return packed
+
+    def unpack(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors, over the same memory."""
+        return {
+            header.name: packed[start:stop].view(dtype).view(header.shape)
+            if stop > start
+            else torch.empty(header.shape, dtype=dtype, device=packed.device)
+            for header, dtype, start, stop in self._parts
+        }
+
+
+def _checked(header: TensorHeader) -> tuple[torch.dtype, int]:
+    """Type and bytes of a tensor that a peer describes."""
+    dtype = DTYPES.get(header.dtype)
+    # Also for empty tensors: strides of huge extents overflow.
+    huge = prod(max(1, extent) for extent in header.shape) > _MAX_ELEMENTS
+    if dtype is None or huge or len(header.shape) > _MAX_AXES:
+        raise ProtocolError(f"tensor {header.name[:40]!r}: bad type or shape")
+    return dtype, prod(header.shape) * dtype.itemsize
 
 
 def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

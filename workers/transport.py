@@ -1,8 +1,10 @@
 """Messages between workers, and from workers to optimizerds, over ZeroMQ.
 
 One PULL socket per worker lives as long as the process; a communication thread empties it into the
-:class:`~penstock.workers.inbox.Inbox`. PUSH sockets, one per peer, are made at each Begin and
-closed at each Drain, unsent messages with them. Bytes that are no message are dropped and counted.
+:class:`~penstock.workers.inbox.Inbox`, and what concerns process groups into
+:class:`~penstock.workers.channels.notices.Notices`. PUSH sockets, one per peer, are made at each
+Begin and closed at each Drain, unsent messages with them. Bytes that are no message are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from typing import Any
 import zmq
 
 from penstock.protocol.errors import ProtocolError
-from penstock.protocol.frames import GradientReady, Transfer, decode, encode
+from penstock.protocol.frames import (
+    BlockUpdated,
+    GradientReady,
+    GroupAddress,
+    Transfer,
+    TransferShape,
+    decode,
+    encode,
+)
+from penstock.workers.channels.notices import Notices
 from penstock.workers.inbox import Inbox, NamedTensors
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.tensors import from_frames, num_bytes, to_frames
@@ -25,7 +36,9 @@ from penstock.workers.waiting import POLL_S, Abort, Patience
 MAX_TENSOR_BYTES = 8 << 30
 """A longer frame ends its sender's connection before it is read."""
 
-MAX_TENSORS = 64
+MAX_TENSORS = 1024
+"""In one message; a reduction has one for each block of a stage."""
+
 _QUEUED_MESSAGES = 4096
 """High-water mark per peer; plans stay far below it."""
 
@@ -46,7 +59,8 @@ class Transport:
             zmq.ZMQError: it cannot listen on ``bind_address``.
         """
         self.inbox = inbox
-        self._metrics = metrics
+        self.notices = Notices()
+        self.metrics = metrics
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set(zmq.RCVHWM, _QUEUED_MESSAGES)
@@ -103,16 +117,29 @@ class Transport:
         )
         what = f"room in the queue to worker {peer} for {header.kind} of stage {header.stage}"
         self._queue(self._peers, peer, [encode(full), *buffers], what, abort, timeout_s)
-        self._metrics.transferred("sent", header.kind, num_bytes(tensors))
+        self.metrics.transferred("sent", header.kind, num_bytes(tensors))
 
-    def notify(self, node: int, message: GradientReady, abort: Abort, timeout_s: float) -> None:
-        """Tell the optimizerd of a node that gradients are complete.
+    def notify(
+        self, node: int, message: GradientReady | BlockUpdated, abort: Abort, timeout_s: float
+    ) -> None:
+        """Tell the optimizerd of a node that gradients are complete, or weights.
 
         Raises:
             Interrupted: aborted. LostMemberError: its queue stayed full.
         """
         what = f"room in the queue to the optimizerd of node {node}"
         self._queue(self._optimizers, node, [encode(message)], what, abort, timeout_s)
+
+    def tell(
+        self, peer: int, notice: GroupAddress | TransferShape, abort: Abort, timeout_s: float
+    ) -> None:
+        """Tell a peer what it needs to know of the epoch's process group.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: the peer's queue stayed full.
+        """
+        what = f"room in the queue to worker {peer} for {type(notice).__name__}"
+        self._queue(self._peers, peer, [encode(notice)], what, abort, timeout_s)
 
     def close(self) -> None:
         """Close all sockets and end the communication thread."""
@@ -165,17 +192,23 @@ class Transport:
     def _accept(self, frames: Sequence[Any]) -> None:
         if len(frames) > 1 + MAX_TENSORS:
             raise ProtocolError(f"{len(frames)} frames, at most {1 + MAX_TENSORS} are accepted")
-        header = decode(frames[0].buffer, Transfer)
+        header = decode(frames[0].buffer, Transfer, GroupAddress, TransferShape)
+        if isinstance(header, (GroupAddress, TransferShape)):
+            refusal = self.notices.put(header)
+            if refusal is not None:
+                self._drop(refusal, f"{type(header).__name__} of epoch {header.epoch}")
+            return
+        assert isinstance(header, Transfer), "nothing else is decoded"
         refusal = self.inbox.refusal(header)
         if refusal is not None:
             self._drop(refusal, f"epoch {header.epoch}, {header.phase} {header.attempt}")
             return
         tensors = from_frames(header.tensors, [frame.buffer for frame in frames[1:]])
         self.inbox.put(header, tensors)
-        self._metrics.transferred("received", header.kind, num_bytes(tensors))
+        self.metrics.transferred("received", header.kind, num_bytes(tensors))
 
     def _drop(self, reason: str, detail: str) -> None:
-        self._metrics.dropped(reason)
+        self.metrics.dropped(reason)
         now = time.monotonic()
         if now - self._last_complaint_s > _LOG_INTERVAL_S:
             self._last_complaint_s = now

@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroupGloo
 
+from penstock.workers.channels.torch_groups import PointToPoint, PrefixStore, Store, Work
 from penstock.workers.devices.base import Device
 from penstock.workers.inbox import TransferKey
 from penstock.workers.waiting import POLL_S, Abort, Patience
 
+_CONNECT_TIMEOUT = timedelta(seconds=60)
 _NO_DEADLINE = timedelta(days=30)
 _JOIN_S = 5.0
 _BREAKING_TAG = (1 << 31) - 1
@@ -30,16 +33,17 @@ _BREAKING_TAG = (1 << 31) - 1
 _log = logging.getLogger(__name__)
 
 
-def make_group(store: Store, rank: int, size: int, address: str) -> ProcessGroupGloo:
+def make_group(store: Store, rank: int, size: int, address: str) -> PointToPoint:
     """Connect all with all, over the interface of ``address``. Blocks until the others do it too.
 
     Raises:
         RuntimeError: they did not, or went away.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub says Options
-    options._timeout = _NO_DEADLINE
+    options._timeout = _CONNECT_TIMEOUT
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
-    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+    group: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+    return cast(PointToPoint, group)
 
 
 class _Waiter:
@@ -65,7 +69,7 @@ class _Waiter:
         while (item := self._queue.get()) is not None:
             work, done = item
             try:
-                work.wait()
+                work.wait(_NO_DEADLINE)
             except RuntimeError as error:  # broken here, or the peer is gone
                 self._failed(error)
             else:
@@ -76,7 +80,7 @@ class _Waiter:
 class GlooWire:
     """See :class:`penstock.workers.channels.group.Wire`. Tensors of GPUs go through the host."""
 
-    def __init__(self, group: ProcessGroupGloo, members: Sequence[int], device: Device) -> None:
+    def __init__(self, group: PointToPoint, members: Sequence[int], device: Device) -> None:
         """``members``: devices by rank."""
         self._group = group
         self._ranks = {member: rank for rank, member in enumerate(members)}

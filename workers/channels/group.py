@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -93,7 +93,7 @@ class GroupChannel:
         self._wire = wire
         self._transport = transport
         self._others = others
-        self._announced: dict[tuple[int, str, str, int], tuple[TensorHeader, ...]] = {}
+        self._announced: dict[ShapeKey, tuple[TensorHeader, ...]] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._buffers: dict[TransferKey, torch.Tensor] = {}
 
@@ -179,8 +179,8 @@ class GroupChannel:
                 run_id=self._run_id,
                 epoch=self._epoch,
                 sender=self._own,
-                phase=cast(Literal["train", "eval"], key.phase),
-                kind=cast(Literal["activation", "gradient", "checkpoint"], key.kind),
+                phase=key.phase,
+                kind=key.kind,
                 stage=key.stage,
                 tensors=headers,
             )

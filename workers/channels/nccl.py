@@ -15,23 +15,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore, Store, Work
 
 from penstock.protocol.errors import LostMemberError
+from penstock.workers.channels.torch_groups import PointToPoint, PrefixStore, Store, Work
 from penstock.workers.inbox import TransferKey
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupNCCL
 
 _NO_DEADLINE = timedelta(days=30)
 _JOIN_S = 5.0
 
-Groups = tuple["ProcessGroupNCCL", "ProcessGroupNCCL"]
+Groups = tuple[PointToPoint, PointToPoint]
 """For transfers to higher ranks, and to lower ones."""
 
 
@@ -56,10 +53,11 @@ def make_groups(store: Store, rank: int, size: int, device: torch.device) -> Gro
     return groups
 
 
-def _group(store: Store, direction: str, rank: int, size: int) -> ProcessGroupNCCL:
+def _group(store: Store, direction: str, rank: int, size: int) -> PointToPoint:
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _NO_DEADLINE
-    return distributed.ProcessGroupNCCL(PrefixStore(direction, store), rank, size, options)
+    group: Any = distributed.ProcessGroupNCCL(PrefixStore(direction, store), rank, size, options)
+    return cast(PointToPoint, group)
 
 
 class NcclWire:
@@ -162,4 +160,3 @@ class NcclWire:
                     self._overdue = str(reason)
                 self._break()
                 return
-

@@ -59,6 +59,11 @@ def group_members(plan: Plan, means: Means) -> tuple[int, ...]:
     return () if means == "zmq" else TransferOrder.of(plan).members
 
 
+def told_by(device: int, members: Sequence[int]) -> frozenset[int]:
+    """Whom a device tells where the group meets."""
+    return frozenset(members[1:] if device in members[:1] else ())
+
+
 def open_channel(
     *,
     config: Config,

@@ -9,28 +9,33 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.frames import TransferKind
 from penstock.protocol.instructions import (
     Instruction,
     Program,
     RecvActivation,
     RecvCheckpoint,
     RecvGradient,
+    ReduceGradients,
     SendActivation,
     SendCheckpoint,
     SendGradient,
 )
 from penstock.protocol.plan import Plan
+from penstock.protocol.reduction import Reduction
 from penstock.workers.inbox import TransferKey
 
-_SENDS: Mapping[type, str] = {
+Phase = Literal["train", "eval"]
+
+_SENDS: Mapping[type, TransferKind] = {
     SendActivation: "activation",
     SendGradient: "gradient",
     SendCheckpoint: "checkpoint",
 }
-_RECEIVES: Mapping[type, str] = {
+_RECEIVES: Mapping[type, TransferKind] = {
     RecvActivation: "activation",
     RecvGradient: "gradient",
     RecvCheckpoint: "checkpoint",
@@ -45,13 +50,13 @@ class Line(NamedTuple):
 
     sender: int
     receiver: int
-    phase: str
+    phase: Phase
 
 
 class Slot(NamedTuple):
     """One transfer of a line."""
 
-    kind: str
+    kind: TransferKind
     stage: int
     micro_batch: int
 
@@ -92,7 +97,8 @@ class TransferOrder:
         """
         sent: dict[Line, list[Slot]] = defaultdict(list)
         received: dict[Line, list[Slot]] = defaultdict(list)
-        programs: tuple[tuple[str, tuple[Program, ...]], ...] = (
+        reduction = Reduction.of(plan)
+        programs: tuple[tuple[Phase, tuple[Program, ...]], ...] = (
             ("train", plan.programs),
             ("eval", plan.evaluation),
         )
@@ -100,6 +106,8 @@ class TransferOrder:
             for device, program in enumerate(of_devices):
                 for instruction in program:
                     _note(sent, received, device, phase, instruction)
+                    if isinstance(instruction, ReduceGradients):
+                        _reduce(sent, received, reduction, instruction.stage)
         for line in sorted({*sent, *received}):
             _check(line, sent[line], received[line])
         return cls(
@@ -116,7 +124,7 @@ class TransferOrder:
         """Devices that send or receive anything, ascending."""
         return tuple(sorted({d for line in self.lines for d in (line.sender, line.receiver)}))
 
-    def arriving(self, device: int) -> Mapping[tuple[str, Slot], Place]:
+    def arriving(self, device: int) -> Mapping[tuple[Phase, Slot], Place]:
         """Where each transfer that ``device`` receives comes."""
         return {
             (line.phase, slot): place
@@ -129,7 +137,7 @@ def _note(
     sent: dict[Line, list[Slot]],
     received: dict[Line, list[Slot]],
     device: int,
-    phase: str,
+    phase: Phase,
     instruction: Instruction,
 ) -> None:
     if isinstance(instruction, (SendActivation, SendGradient, SendCheckpoint)):
@@ -138,6 +146,20 @@ def _note(
     elif isinstance(instruction, (RecvActivation, RecvGradient, RecvCheckpoint)):
         slot = Slot(_RECEIVES[type(instruction)], instruction.stage, instruction.micro_batch)
         received[Line(instruction.peer, device, phase)].append(slot)
+
+
+def _reduce(
+    sent: dict[Line, list[Slot]],
+    received: dict[Line, list[Slot]],
+    reduction: Reduction,
+    stage: int,
+) -> None:
+    """The sums of a backward stage that is not its own root."""
+    if not reduction.publishes(stage):
+        sender = reduction.layout.backward[stage].device
+        line = Line(sender, reduction.root_device(stage), "train")
+        sent[line].append(Slot("reduction", stage, 0))
+        received[line].append(Slot("reduction", stage, 0))
 
 
 def _check(line: Line, sent: list[Slot], received: list[Slot]) -> None:

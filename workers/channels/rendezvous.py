@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore
-
 from penstock.protocol.frames import GroupAddress
 from penstock.protocol.names import worker_name
+from penstock.workers.channels.torch_groups import PrefixStore, Store, TCPStore
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
 
@@ -74,10 +73,10 @@ class Assembly:
         leads = meeting.own == meeting.leader
         tcp = self._host() if leads else self._visit(abort, timeout_s)
         store = PrefixStore(f"penstock-{meeting.run_id}-{meeting.epoch}", tcp)
-        store.set(f"joined-{meeting.own}", b"1")
+        store.set(f"joined-{meeting.own}", "1")
         if leads:
             self._gather(tcp.port, store, abort, timeout_s)
-            store.set(_COMPLETE, b"1")
+            store.set(_COMPLETE, "1")
         while not store.check([_COMPLETE]):
             abort.check()
             time.sleep(POLL_S / 10)
