@@ -181,6 +181,10 @@ class OptimizerConfig(_Section):
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: float = Field(default=3.0e-4, gt=0.0)
+
+    ``settle``: when the state of blocks that the CPU updates takes a committed step in: with
+    ``advance`` in one pass with the next one's preview; with ``early`` in a pass of its own during
+    the next forward, which leaves a shorter preview behind the last gradient. Same bits.
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1.0e-8, gt=0.0)
     weight_decay: float = Field(default=0.1, ge=0.0)
@@ -193,6 +197,7 @@ class OptimizerConfig(_Section):
     initial_loss_scale: float = Field(default=65536.0, gt=0.0)
     loss_scale_growth_interval: int = Field(default=2000, ge=1)
 
+    settle: Literal["advance", "early"] = "advance"
     @model_validator(mode="after")
     def _values(self) -> OptimizerConfig:
         if not all(0.0 <= beta < 1.0 for beta in self.betas):

@@ -17,6 +17,7 @@ from penstock.protocol.instructions import (
     MAX_INDEX,
     Instruction,
     Program,
+    Update,
     format_instruction,
     parse_instruction,
 )
@@ -80,6 +81,16 @@ class Plan:
     def num_blocks(self) -> int:
         """Blocks of the model."""
         return self.forward_stages[-1].stop
+
+    @property
+    def updates(self) -> dict[int, int]:
+        """Blocks that devices update (UPDATE), and the device of each."""
+        return {
+            instruction.block: device
+            for device, program in enumerate(self.programs)
+            for instruction in program
+            if isinstance(instruction, Update)
+        }
 
     def forward_stage_of(self, block: int) -> int:
         """Index of the first route's forward stage that contains ``block``."""

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from penstock.daemons.optimizer.events import CancelPulls, Effect, OwnedBlock, Pull, Pulled
+from penstock.daemons.optimizer.events import (
+    CancelPulls,
+    Effect,
+    OwnedBlock,
+    Pull,
+    Pulled,
+    UpdatePolicy,
+)
 
 
 class Blocks:
     """The blocks of this node, in forward order.
 
     ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are the pairs
-    (block, contribution) that this node computes and that others compute.
+    (block, contribution) that this node computes and that others compute. ``settled_early`` are the
+    active blocks whose state is brought up to date before new gradients come, ``on_devices`` those
+    of them that workers preview.
 
     ``together``: no block's update begins before all gradients of the node are there, which is the
     synchronous optimizer of Mobius and Megatron.
@@ -25,6 +34,8 @@ class Blocks:
         pairs = [(b, contribution) for b in self.all for contribution in range(b.contributions)]
         self.local = tuple((b.index, k) for b, k in pairs if k not in b.remote)
         self.remote = tuple((b.index, k) for b, k in pairs if k in b.remote)
+        self.settled_early = self._with(UpdatePolicy.SETTLE_EARLY, UpdatePolicy.DEVICE)
+        self.on_devices = self._with(UpdatePolicy.DEVICE)
         self.num_contributions = {b.index: b.contributions for b in self.all}
 
     def startable(self, block: int, ready: Mapping[int, set[int]]) -> tuple[int, ...]:
@@ -36,6 +47,9 @@ class Blocks:
         complete = all(len(ready.get(b, ())) == self.num_contributions[b] for b in self.active)
         # Last blocks first, as backwards make them.
         return self.active[::-1] if complete else ()
+
+    def _with(self, *policies: UpdatePolicy) -> tuple[int, ...]:
+        return tuple(b.index for b in self.all if b.contributions and b.policy in policies)
 
 
 class Pulls:

@@ -40,8 +40,9 @@ from penstock.daemons.optimizer.events import (
     UndoWords,
     WriteRecord,
 )
-from penstock.daemons.optimizer.passes import Pass, PassStatus
+from penstock.daemons.optimizer.passes import Pass
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.step import PassStatus
 from penstock.shm.control import ControlView, PassIntent
 
 

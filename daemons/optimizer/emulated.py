@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 
 from penstock.daemons.optimizer.kernels import Kernels
-from penstock.daemons.optimizer.passes import Pass, PassStatus
+from penstock.daemons.optimizer.passes import Pass
 from penstock.planner.emulation import Emulation
+from penstock.protocol.step import PassStatus
 from penstock.protocol.traffic import TrafficBoard, finish_at
 
 TURN_S = 5e-3

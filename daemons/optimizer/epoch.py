@@ -4,6 +4,10 @@ A part of the pure machine in :mod:`penstock.daemons.optimizer.state`, which dec
 epoch may hear of an event. Here is what the event means: which blocks are queued, which pass runs
 next, what is reported when it has ended.
 
+Blocks that are settled early are queued for it when an attempt begins, ahead of the new gradients
+of all blocks. Those that a device updates get no other pass of an attempt, unless it holds: what
+the worker reports stands for their preview.
+
 One pass runs at a time, on all threads of the pool; work waits in order of arrival, and what is
 due for every block is queued in forward order. Which pass a piece of work needs is decided when
 its turn comes, from the block's state version.
@@ -21,6 +25,7 @@ from penstock.daemons.optimizer.events import (
     AttemptAsked,
     BeginAsked,
     CommitAsked,
+    DeviceUpdated,
     Effect,
     GradientsReady,
     PassDone,
@@ -33,12 +38,19 @@ from penstock.daemons.optimizer.events import (
     SkipAsked,
 )
 from penstock.daemons.optimizer.ledger import Ledger
-from penstock.daemons.optimizer.passes import Advance, Pass, Preview, Update
+from penstock.daemons.optimizer.passes import Advance, Pass, Preview
 from penstock.daemons.optimizer.recovery import ImpossibleError, begin_recovery
 from penstock.daemons.optimizer.work import Attempt, Kind, Running, Work, choose_pass
+from penstock.protocol.step import OptimizerStep, PassStatus
 
 LiveEvent: TypeAlias = (
-    AttemptAsked | GradientsReady | AmendAsked | CommitAsked | SkipAsked | SettleAsked
+    AttemptAsked
+    | GradientsReady
+    | DeviceUpdated
+    | AmendAsked
+    | CommitAsked
+    | SkipAsked
+    | SettleAsked
 )
 """What an epoch may hear of once it has recovered."""
 
@@ -61,7 +73,7 @@ class Epoch:
         self._pulls = pulls
         self._out = effects
         self._attempt: Attempt | None = None
-        self._early: dict[int, set[tuple[int, int]]] = {}
+        self._early: dict[int, list[GradientsReady | DeviceUpdated]] = {}
         self._settling: set[int] = set()  # blocks that Settled waits for
         self._queue: deque[Work] = deque()
         self._running: Running | None = None
@@ -162,7 +174,7 @@ class Epoch:
                 f"attempt {event.attempt} is based on version {event.base_version}, but"
                 f" {self.ledger.committed} is committed"
             )
-        update = Update.speculative(
+        update = OptimizerStep.speculative(
             version=event.base_version + 1,
             loss_scale=event.loss_scale,
             learning_rate=event.learning_rate,
@@ -176,27 +188,54 @@ class Epoch:
             version=update.version,
         )
         if event.hold:  # the state may catch up while the workers compute
-            self._queue_settles()
-        for block, contribution in sorted(self._early.pop(event.attempt, ())):
-            self._mark_ready(attempt, block, contribution)
-        self._early = {n: ready for n, ready in self._early.items() if n > event.attempt}
+            self._queue_settles(self._blocks.active)
+        else:
+            for block in self._blocks.on_devices:
+                self.ledger.vacate(block, update.version)
+            self._queue_settles(self._blocks.settled_early)
+        for early in self._early.pop(event.attempt, ()):
+            self.handle(early)
+        self._early = {n: events for n, events in self._early.items() if n > event.attempt}
+
+    def _of_attempt(self, event: GradientsReady | DeviceUpdated) -> Attempt | None:
+        """The attempt under way if a worker speaks of it; what is early is kept."""
+        if self._attempt is not None and event.attempt == self._attempt.number:
+            return self._attempt
+        if event.attempt > self.attempt:
+            # The worker heard of the attempt, or computed it, before our own message came.
+            self._early.setdefault(event.attempt, []).append(event)
+        return None
 
     def _on_gradients(self, event: GradientsReady) -> None:
         pair = (event.block, event.contribution)
-        if pair not in self._blocks.local:
+        if pair in self._blocks.local and (attempt := self._of_attempt(event)) is not None:
+            self._mark_ready(attempt, *pair)
+
+    def _on_device_updated(self, event: DeviceUpdated) -> None:
+        block, attempt = event.block, self._of_attempt(event)
+        if attempt is None or block not in self._on_devices(attempt) or block in attempt.reported:
             return
-        if self._attempt is not None and event.attempt == self._attempt.number:
-            self._mark_ready(self._attempt, *pair)
-        elif event.attempt > self.attempt:
-            # The worker heard of the attempt, or computed it, before our own message came.
-            self._early.setdefault(event.attempt, set()).add(pair)
+        if self.ledger.pending(block) is not None:
+            raise ImpossibleError(
+                f"a worker updated block {block} in attempt {attempt.number}, whose state is not at"
+                f" version {self.ledger.committed} yet"
+            )
+        self.ledger.set_slot(block, attempt.update.version)
+        attempt.previewed[block] = attempt.update
+        self._report(attempt, block, event.status, event.seconds)
+
+    def _on_devices(self, attempt: Attempt) -> tuple[int, ...]:
+        """The blocks whose preview is a worker's."""
+        return () if attempt.hold else self._blocks.on_devices
 
     def _mark_ready(self, attempt: Attempt, block: int, contribution: int) -> None:
         ready = attempt.ready.setdefault(block, set())
         if contribution in ready:
             return
         ready.add(contribution)
-        self._plan(Kind.UPDATE, self._blocks.startable(block, attempt.ready))
+        startable = self._blocks.startable(block, attempt.ready)
+        elsewhere = self._on_devices(attempt)
+        self._plan(Kind.UPDATE, [b for b in startable if b not in elsewhere])
 
     # ---- decisions ----
 
@@ -219,7 +258,7 @@ class Epoch:
 
     def _on_amend(self, event: AmendAsked) -> None:
         attempt = self._decided(event.attempt, event.record.version)
-        attempt.amended = Update.of(event.record)
+        attempt.amended = OptimizerStep.of(event.record)
         attempt.amending = set(self._blocks.active)
         self._plan(Kind.AMEND, self._blocks.active)
         self._report_amended(attempt)
@@ -233,7 +272,7 @@ class Epoch:
         if record.version == ledger.committed:
             return
         attempt = self._decided(record.attempt, record.version)
-        promised = Update.of(record)
+        promised = OptimizerStep.of(record)
         unlike = [b for b in self._blocks.active if attempt.previewed.get(b) != promised]
         for block in unlike:
             # Normally a hold, and nothing is there; weights of another step must not become
@@ -264,12 +303,12 @@ class Epoch:
                 f"state is to be settled at version {event.version}, but {self.ledger.committed} is"
                 " committed"
             )
-        self._settling = self._queue_settles()
+        self._settling = self._queue_settles(self._blocks.active)
         self._report_settled()
 
-    def _queue_settles(self) -> set[int]:
-        """Queue every block whose state lags, once; returns them."""
-        lagging = [b for b in self._blocks.active if self.ledger.pending(b) is not None]
+    def _queue_settles(self, blocks: Iterable[int]) -> set[int]:
+        """Queue those of ``blocks`` whose state lags, once; returns them."""
+        lagging = [b for b in blocks if self.ledger.pending(b) is not None]
         queued = {work.block for work in self._queue if work.kind is Kind.SETTLE}
         self._plan(Kind.SETTLE, [b for b in lagging if b not in queued])
         return set(lagging)
@@ -320,14 +359,17 @@ class Epoch:
             return
         if isinstance(pass_, Preview | Advance):
             self._attempt.previewed[work.block] = pass_.update
-        self._attempt.reported.add(work.block)
+        self._report(self._attempt, work.block, done.status, done.seconds)
+
+    def _report(self, attempt: Attempt, block: int, status: PassStatus, seconds: float) -> None:
+        attempt.reported.add(block)
         self._out.append(
             SendBlockStatus(
                 epoch=self.number,
-                attempt=self.attempt,
-                block=work.block,
-                status=done.status,
-                seconds=done.seconds,
+                attempt=attempt.number,
+                block=block,
+                status=status,
+                seconds=seconds,
             )
         )
 
@@ -349,6 +391,7 @@ class Epoch:
     _HANDLERS: ClassVar[Mapping[type[Any], Callable[[Epoch, Any], None]]] = {
         AttemptAsked: _on_attempt,
         GradientsReady: _on_gradients,
+        DeviceUpdated: _on_device_updated,
         AmendAsked: _on_amend,
         CommitAsked: _on_commit,
         SkipAsked: _on_skip,

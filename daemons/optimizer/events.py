@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
-from penstock.daemons.optimizer.passes import Pass, PassStatus
+from penstock.daemons.optimizer.passes import Pass
 from penstock.protocol.errors import ExitCode
+from penstock.protocol.step import PassStatus
 from penstock.shm.control import CommitRecord, PassIntent
+
+
+class UpdatePolicy(Enum):
+    """How a block gets from one version to the next."""
+
+    ADVANCE = auto()
+    """Settle and preview in one pass, when the next gradients are there."""
+    SETTLE_EARLY = auto()
+    """Preview when the gradients are there, settle during the next forward."""
+    DEVICE = auto()
+    """Settle during the next forward; a worker's UPDATE previews. A holding attempt's is ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +34,7 @@ class OwnedBlock:
     index: int
     contributions: int
     remote: frozenset[int] = frozenset()
+    policy: UpdatePolicy = UpdatePolicy.ADVANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +108,17 @@ class GradientsReady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUpdated:
+    """A worker has previewed a block, its last byte written; ``status`` is of all contributions."""
+
+    epoch: int
+    attempt: int
+    block: int
+    status: PassStatus
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
     """A contribution computed on another node has arrived in the buffer of copy ``version % 2``."""
 
@@ -162,6 +187,7 @@ Event = (
     | BeginAsked
     | AttemptAsked
     | GradientsReady
+    | DeviceUpdated
     | Pulled
     | PassDone
     | Broken

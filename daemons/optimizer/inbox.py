@@ -18,7 +18,7 @@ from penstock.daemons.optimizer.effects import FinishedPass
 from penstock.daemons.optimizer.events import Broken, Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
-from penstock.protocol.frames import MAX_HEADER_BYTES, GradientReady, decode
+from penstock.protocol.frames import MAX_HEADER_BYTES, BlockUpdated, GradientReady, decode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
 
@@ -43,7 +43,7 @@ class PullOutcome:
     num_bytes: int
 
 
-Item = pb.SchedulerMessage | GradientReady | FinishedPass | PullOutcome | Lost
+Item = pb.SchedulerMessage | GradientReady | BlockUpdated | FinishedPass | PullOutcome | Lost
 Inbox = queue.SimpleQueue[Item]
 
 
@@ -76,11 +76,12 @@ class LinkReader:
 
 
 class GradientSocket:
-    """The PULL sockets on which workers say that gradients are complete.
+    """The PULL sockets on which workers say that gradients are complete, or a block is updated.
 
     The local one is for the node's own workers. In a cluster of several nodes there is one on TCP
     too (:attr:`endpoint`), for workers that compute a contribution of a block of this node.
-    Anybody may connect: what is no :class:`GradientReady` is dropped and counted.
+    Anybody may connect: what is neither :class:`GradientReady` nor :class:`BlockUpdated` is dropped
+    and counted.
     """
 
     def __init__(
@@ -159,7 +160,9 @@ class GradientSocket:
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"expected one frame, got {len(frames)}")
-            self._inbox.put(decode(frames[0], GradientReady))
+            message = decode(frames[0], GradientReady, BlockUpdated)
+            assert isinstance(message, GradientReady | BlockUpdated)
+            self._inbox.put(message)
         except ProtocolError as error:
             self._metrics.dropped_messages.labels("malformed").inc()
             _log.debug("dropped a message: %s", error)

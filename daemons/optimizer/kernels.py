@@ -9,38 +9,33 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock import _native
-from penstock.daemons.optimizer.events import OwnedBlock
+from penstock.daemons.optimizer.events import OwnedBlock, UpdatePolicy
 from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
     FinishSettle,
     GradientStatus,
     Pass,
-    PassStatus,
     Preview,
     Settle,
-    Update,
     pass_tag,
 )
-from penstock.protocol.config import OptimizerConfig, OptimizerName
-from penstock.shm.layout import GRADIENT_COPIES, WEIGHT_SLOTS
+from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.step import BlockArrays, PassStatus
+from penstock.shm.layout import GRADIENT_COPIES
 from penstock.shm.memory import Array, NodeMemory
 from penstock.shm.table import DType
 
-_WEIGHTS_DTYPES = {
-    DType.FP32: _native.WeightsDtype.FLOAT32,
-    DType.BF16: _native.WeightsDtype.BFLOAT16,
-    DType.FP16: _native.WeightsDtype.FLOAT16,
-}
 
-
-def owned_blocks(memory: NodeMemory) -> tuple[OwnedBlock, ...]:
+def owned_blocks(
+    memory: NodeMemory, policy: Callable[[int], UpdatePolicy] = lambda block: UpdatePolicy.ADVANCE
+) -> tuple[OwnedBlock, ...]:
     """The node's blocks, with the contributions that it does not compute itself."""
     blocks = []
     for index in memory.owned_blocks():
@@ -49,7 +44,11 @@ def owned_blocks(memory: NodeMemory) -> tuple[OwnedBlock, ...]:
         remote = frozenset(
             k for k in range(contributions) if not memory.has((index, "grads", 0, k))
         )
-        blocks.append(OwnedBlock(index=index, contributions=contributions, remote=remote))
+        blocks.append(
+            OwnedBlock(
+                index=index, contributions=contributions, remote=remote, policy=policy(index)
+            )
+        )
     return tuple(blocks)
 
 
@@ -74,14 +73,6 @@ class RemoteGradients:
         return self._arrays[(block, contribution, copy)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arrays:
-    state: dict[str, Array]  # master, exp_avg, exp_avg_sq
-    weights: tuple[Array, ...]  # by slot
-    grads: tuple[list[Array], ...]  # by copy: contributions in order
-    ranges: list[tuple[int, int, float]]
-
-
 class Kernels:
     """Runs passes, one at a time, on the threads of ``pool``."""
 
@@ -95,10 +86,15 @@ class Kernels:
     ) -> None:
         self._pool = pool
         self._config = config
-        self._weights_dtype = _WEIGHTS_DTYPES[memory.spec.table.weight_dtype]
         self._undo = memory.control.undo_area
-        self._arrays = {b.index: self._views(memory, b, remote) for b in blocks if b.contributions}
-        self._calls: dict[type[Any], Callable[[Any], _native.Status | None]] = {
+        self._arrays = {
+            b.index: BlockArrays.of(
+                memory, b.index, config.weight_decay, partial(_grads, memory, remote, b.remote)
+            )
+            for b in blocks
+            if b.contributions
+        }
+        self._calls: dict[type[Any], Callable[[Any], PassStatus | None]] = {
             Preview: self._preview,
             Settle: self._settle,
             Advance: self._advance,
@@ -118,62 +114,15 @@ class Kernels:
             ValueError, RuntimeError: from the native module: arrays, hyper-parameters or the undo
                 area are not what the pass needs. Nothing was written.
         """
-        status = self._calls[type(work)](work)
-        if status is None:
-            return None
-        return PassStatus(finite=status.finite, sum_squares=status.sum_squares)
+        return self._calls[type(work)](work)
 
     def close(self) -> None:
         """Let go of all views of shared memory."""
         self._arrays.clear()
         self._undo.release()
 
-    def _views(self, memory: NodeMemory, block: OwnedBlock, remote: RemoteGradients) -> _Arrays:
-        b, spec = block.index, memory.spec.table.blocks[block.index]
-
-        def grads(copy: int, contribution: int) -> Array:
-            if contribution in block.remote:
-                return remote.array(b, contribution, copy)
-            return memory.grads(b, copy, contribution)
-
-        def weights(slot: int) -> Array:
-            array = memory.weights(b, slot)
-            return array if array.dtype == np.float32 else array.view(np.uint16)
-
-        decay = self._config.weight_decay
-        return _Arrays(
-            state={name: memory.state(b, name) for name in ("master", "exp_avg", "exp_avg_sq")},
-            weights=tuple(map(weights, range(WEIGHT_SLOTS))),
-            grads=tuple(
-                [grads(copy, k) for k in range(block.contributions)]
-                for copy in range(GRADIENT_COPIES)
-            ),
-            ranges=[(r.start, r.end, decay if r.decay else 0.0) for r in spec.decay_ranges],
-        )
-
-    def _hyper(self, update: Update) -> _native.Hyper:
-        beta1, beta2 = self._config.betas
-        return _native.Hyper(
-            lr=update.learning_rate,
-            beta1=beta1,
-            beta2=beta2,
-            eps=self._config.eps,
-            step=update.bias_step,
-            coefficient=update.coefficient,
-            adamw=self._config.name is OptimizerName.ADAMW,
-        )
-
-    def _preview(self, work: Preview) -> _native.Status:
-        arrays, version = self._arrays[work.block], work.update.version
-        return _native.preview(
-            self._pool,
-            **arrays.state,
-            grads=arrays.grads[version % 2],
-            weights=arrays.weights[version % 2],
-            weights_dtype=self._weights_dtype,
-            hyper=self._hyper(work.update),
-            ranges=arrays.ranges,
-        )
+    def _preview(self, work: Preview) -> PassStatus:
+        return self._arrays[work.block].preview(self._pool, work.update, self._config)
 
     def _settle(
         self, work: Settle | FinishSettle, spans: list[tuple[int, int]] | None = None
@@ -183,7 +132,7 @@ class Kernels:
             self._pool,
             **arrays.state,
             grads=arrays.grads[version % 2],
-            hyper=self._hyper(work.update),
+            hyper=work.update.hyper(self._config),
             ranges=arrays.ranges,
             undo=self._undo,
             spans=spans,
@@ -193,28 +142,28 @@ class Kernels:
     def _finish(self, work: FinishSettle) -> None:
         self._settle(work, _native.repair(self._undo, **self._arrays[work.block].state))
 
-    def _advance(self, work: Advance) -> _native.Status:
+    def _advance(self, work: Advance) -> PassStatus:
         arrays, pending, version = self._arrays[work.block], work.pending, work.update.version
-        return _native.advance(
+        status = _native.advance(
             self._pool,
             master=arrays.state["master"],
             exp_avg=arrays.state["exp_avg"],
             exp_avg_sq=arrays.state["exp_avg_sq"],
             pending_grads=arrays.grads[pending.version % 2],
-            pending_hyper=self._hyper(pending),
+            pending_hyper=pending.hyper(self._config),
             grads=arrays.grads[version % 2],
-            hyper=self._hyper(work.update),
+            hyper=work.update.hyper(self._config),
             weights=arrays.weights[version % 2],
-            weights_dtype=self._weights_dtype,
+            weights_dtype=arrays.weights_dtype,
             ranges=arrays.ranges,
             undo=self._undo,
             tag=pass_tag(work.block, pending.version),
         )
+        return _status(status)
 
-    def _gradient_status(self, work: GradientStatus) -> _native.Status:
-        return _native.gradient_status(
-            self._pool, grads=self._arrays[work.block].grads[work.version % 2]
-        )
+    def _gradient_status(self, work: GradientStatus) -> PassStatus:
+        grads = self._arrays[work.block].grads[work.version % 2]
+        return _status(_native.gradient_status(self._pool, grads=grads))
 
     def _cast(self, work: CastWeights) -> None:
         arrays = self._arrays[work.block]
@@ -222,5 +171,22 @@ class Kernels:
             self._pool,
             master=arrays.state["master"],
             weights=arrays.weights[work.version % 2],
-            weights_dtype=self._weights_dtype,
+            weights_dtype=arrays.weights_dtype,
         )
+
+
+def _grads(
+    memory: NodeMemory,
+    remote: RemoteGradients,
+    elsewhere: frozenset[int],
+    block: int,
+    copy: int,
+    contribution: int,
+) -> Array:
+    if contribution in elsewhere:
+        return remote.array(block, contribution, copy)
+    return memory.grads(block, copy, contribution)
+
+
+def _status(status: _native.Status) -> PassStatus:
+    return PassStatus(finite=status.finite, sum_squares=status.sum_squares)

@@ -22,6 +22,15 @@ Order of the words around a pass, and what a SIGKILL at each point leaves (recov
 
 The undo area is armed only between BeginPass and EndPass, so an armed area always comes with an
 intent that names the same pass. A preview writes nothing but its slot, which is invalid meanwhile.
+
+A block that a worker's UPDATE previews is settled, by a pass of its own, and its slot vacated when
+the attempt begins; the worker waits for both words. It writes none itself: a kill of either process
+finds the slot invalid until the worker has said that its last byte is written::
+
+    SetSlot(b, t % 2, INVALID)    at the attempt's start
+    Settle of b, if one is due    as above
+      the worker writes weights   killed here, either of both: the slot is invalid
+    SetSlot(b, t % 2, t)          when its message comes; BlockStatus follows
 """
 
 from __future__ import annotations
@@ -46,8 +55,8 @@ from penstock.daemons.optimizer.passes import (
     Pass,
     Preview,
     Settle,
-    Update,
 )
+from penstock.protocol.step import OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord
 
 
@@ -73,12 +82,12 @@ class Ledger:
         """How many commits the block's state contains."""
         return self._blocks[block].state_version
 
-    def pending(self, block: int) -> Update | None:
+    def pending(self, block: int) -> OptimizerStep | None:
         """The committed step that the block's state still lacks."""
         if self.state_version(block) == self.committed:
             return None
         assert self.record is not None, "a pending step without a record passed the checks"
-        return Update.of(self.record)
+        return OptimizerStep.of(self.record)
 
     def holds(self, block: int, version: int) -> bool:
         """Whether the slot of ``version`` says that it holds it."""
@@ -111,6 +120,11 @@ class Ledger:
     def forget(self, block: int, version: int) -> None:
         """If the slot of ``version`` holds it, it does so no longer."""
         if self.holds(block, version):
+            self._write_slot(block, version % 2, INVALID_VERSION)
+
+    def vacate(self, block: int, version: int) -> None:
+        """The slot of ``version`` holds nothing from now on: somebody is going to write it."""
+        if self._blocks[block].slots[version % 2] != INVALID_VERSION:
             self._write_slot(block, version % 2, INVALID_VERSION)
 
     def follow_commit(self, blocks: Iterable[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from penstock._native import Pool
 from penstock.daemons.optimizer.effects import Effects, PassRunner, PassThread
 from penstock.daemons.optimizer.emulated import EmulatedKernels
-from penstock.daemons.optimizer.events import OwnedBlock
+from penstock.daemons.optimizer.events import OwnedBlock, UpdatePolicy
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
@@ -31,6 +32,7 @@ from penstock.protocol.names import (
     optimizerd_name,
     ownership,
 )
+from penstock.protocol.plan import Plan
 from penstock.protocol.process import (
     StopSignal,
     configure_logging,
@@ -77,6 +79,13 @@ def _cores(config: OptimizerConfig) -> list[int]:
     return available[: min(config.threads or len(available), MAX_OPTIMIZER_THREADS)]
 
 
+def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy]:
+    """By block: the plan's UPDATEs are the workers', the others are done as configured."""
+    updates = plan.updates
+    ours = UpdatePolicy.SETTLE_EARLY if config.settle == "early" else UpdatePolicy.ADVANCE
+    return lambda block: UpdatePolicy.DEVICE if block in updates else ours
+
+
 def _sources(run: RunDirectory, blocks: tuple[OwnedBlock, ...]) -> dict[tuple[int, int], str]:
     """(block, contribution) computed elsewhere -> the memoryd that holds it."""
     nodes, owners = run.config.cluster.nodes, ownership(run.config, run.table, run.plan)
@@ -107,7 +116,7 @@ def _build(
     stack.callback(gradients.close)
     memory = attach(run, index, member, kinds=_MAPPED)
     stack.callback(memory.close)
-    blocks = owned_blocks(memory)
+    blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks)
     kernels, passes = _passes(stack, run, memory, blocks, remote, inbox)
     puller = _puller(stack, run, blocks, remote, inbox)

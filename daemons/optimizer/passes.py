@@ -9,45 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.shm.control import CommitRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One optimizer step: everything but the gradients and the model state that decides its bits.
-
-    The step leads to ``version``: its gradients are in copy ``version % 2``, its weights belong
-    into slot ``version % 2``. ``coefficient`` multiplies the summed gradients (clipping times
-    inverse loss scale), ``bias_step`` counts from 1.
-    """
-
-    version: int
-    coefficient: float
-    learning_rate: float
-    bias_step: int
-
-    @classmethod
-    def of(cls, record: CommitRecord) -> Update:
-        """The step that a commit record promises."""
-        return cls(
-            version=record.version,
-            coefficient=record.coefficient * record.inverse_loss_scale,
-            learning_rate=record.learning_rate,
-            bias_step=record.bias_step,
-        )
-
-    @classmethod
-    def speculative(cls, *, version: int, loss_scale: float, learning_rate: float) -> Update:
-        """The step as it will be committed if the gradients need no clipping.
-
-        Written so that it is equal, bit for bit, to :meth:`of` the record of such a commit.
-        """
-        return cls(
-            version=version,
-            coefficient=1.0 * (1.0 / loss_scale),
-            learning_rate=learning_rate,
-            bias_step=version,
-        )
+from penstock.protocol.step import OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +18,7 @@ class Preview:
 
     name: ClassVar[str] = "preview"
     block: int
-    update: Update
+    update: OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +27,7 @@ class Settle:
 
     name: ClassVar[str] = "settle"
     block: int
-    update: Update
+    update: OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +36,8 @@ class Advance:
 
     name: ClassVar[str] = "advance"
     block: int
-    pending: Update
-    update: Update
+    pending: OptimizerStep
+    update: OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +46,7 @@ class FinishSettle:
 
     name: ClassVar[str] = "finish"
     block: int
-    update: Update
+    update: OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +68,6 @@ class CastWeights:
 
 
 Pass = Preview | Settle | Advance | FinishSettle | GradientStatus | CastWeights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassStatus:
-    """What a pass over new gradients learned: ``sum_squares`` of their sum, before any factor."""
-
-    finite: bool
-    sum_squares: float
 
 
 def pass_tag(block: int, state_version: int) -> int:

@@ -22,6 +22,7 @@ from penstock.daemons.optimizer.events import (
     AttemptAsked,
     BeginAsked,
     CommitAsked,
+    DeviceUpdated,
     DrainAsked,
     Event,
     GradientsReady,
@@ -31,6 +32,7 @@ from penstock.daemons.optimizer.events import (
     SettleAsked,
     SkipAsked,
     StopAsked,
+    UpdatePolicy,
 )
 from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels
@@ -45,12 +47,14 @@ from penstock.protocol.errors import (
     RefusedError,
     StateError,
 )
-from penstock.protocol.frames import GradientReady, OptimizerStatus, encode
+from penstock.protocol.frames import BlockUpdated, GradientReady, OptimizerStatus, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import Doing
 from penstock.protocol.process import StopSignal
+from penstock.protocol.step import PassStatus
 from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, now_s
-from penstock.shm.control import CommitRecord, ControlView, Decision
+from penstock.shm.control import INVALID_VERSION, CommitRecord, ControlView, Decision
+from penstock.shm.layout import WEIGHT_SLOTS
 
 RESCAN_AFTER_S = 1.0
 
@@ -127,12 +131,14 @@ class Service:
         self._local = {
             (b.index, k) for b in parts.blocks for k in range(b.contributions) if k not in b.remote
         }
+        self._on_devices = {b.index for b in parts.blocks if b.policy is UpdatePolicy.DEVICE}
         self._idle_s = 0.0
         self._items = 0
         self._handling = ""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             pb.SchedulerMessage: self._on_message,
             GradientReady: self._on_gradients,
+            BlockUpdated: self._on_block_updated,
             FinishedPass: self._on_pass,
             PullOutcome: self._on_pull,
             Lost: self._on_lost,
@@ -219,8 +225,7 @@ class Service:
     def _on_gradients(self, message: GradientReady) -> None:
         reason = self._why_not(message)
         if reason:
-            self._parts.metrics.dropped_messages.labels(reason).inc()
-            _log.debug("dropped %s: %s", message, reason)
+            self._drop(reason, message)
             return
         self._feed(
             GradientsReady(
@@ -240,6 +245,38 @@ class Service:
         if not self._is_ready(message):
             return "not_ready"
         return ""
+
+    def _on_block_updated(self, message: BlockUpdated) -> None:
+        reason = self._why_no_update(message)
+        if reason:
+            self._drop(reason, message)
+            return
+        self._feed(
+            DeviceUpdated(
+                epoch=message.epoch,
+                attempt=message.attempt,
+                block=message.block,
+                status=PassStatus(finite=message.finite, sum_squares=message.sum_squares),
+                seconds=message.seconds,
+            )
+        )
+
+    def _why_no_update(self, message: BlockUpdated) -> str:
+        """Why a message is not believed: the words are not those that UPDATE waits for."""
+        control, block, version = self._parts.control, message.block, message.version
+        if message.run_id != self._parts.run_id:
+            return "other_run"
+        if block not in self._on_devices:
+            return "not_on_device"
+        if control.state_version(block) != version - 1:
+            return "not_settled"
+        if control.slot_version(block, version % WEIGHT_SLOTS) != INVALID_VERSION:
+            return "slot_in_use"
+        return ""
+
+    def _drop(self, reason: str, message: GradientReady | BlockUpdated) -> None:
+        self._parts.metrics.dropped_messages.labels(reason).inc()
+        _log.debug("dropped %s: %s", message, reason)
 
     def _is_ready(self, wanted: GradientReady | GradientsReady) -> bool:
         word = self._parts.control.ready(wanted.block, wanted.contribution)

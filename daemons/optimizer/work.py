@@ -16,8 +16,8 @@ from penstock.daemons.optimizer.passes import (
     Pass,
     Preview,
     Settle,
-    Update,
 )
+from penstock.protocol.step import OptimizerStep
 
 
 class Kind(Enum):
@@ -62,12 +62,12 @@ class Attempt:
     """
 
     number: int
-    update: Update
+    update: OptimizerStep
     hold: bool
     ready: dict[int, set[int]] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
-    previewed: dict[int, Update] = field(default_factory=dict)
-    amended: Update | None = None
+    previewed: dict[int, OptimizerStep] = field(default_factory=dict)
+    amended: OptimizerStep | None = None
     amending: set[int] = field(default_factory=set)
 
 

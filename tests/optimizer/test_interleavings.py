@@ -1,8 +1,9 @@
 """Random lives of optimizerd's machine on real memory with real passes.
 
 A random interpreter plays scheduler, workers, the other node and fate: attempts that are committed,
-amended, held or skipped, epochs that break off, and kills between any two effects. Whatever
-happens, memory must end with the bytes that the committed records alone lead to.
+amended, held or skipped, epochs that break off, and kills between any two effects. Each block gets
+from version to version in a way of its own (:class:`UpdatePolicy`), on a worker's device perhaps.
+Whatever happens, memory must end with the bytes that the committed records alone lead to.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from penstock.daemons.optimizer.events import (
     BeginAsked,
     CancelPulls,
     CommitAsked,
+    DeviceUpdated,
     DrainAsked,
     Effect,
     Event,
@@ -39,11 +41,13 @@ from penstock.daemons.optimizer.events import (
     SendSettled,
     SettleAsked,
     SkipAsked,
+    UpdatePolicy,
 )
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.passes import CastWeights, Pass, Preview
 from penstock.daemons.optimizer.state import OptimizerState, Phase
 from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.step import BlockArrays, OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
@@ -76,11 +80,14 @@ class World:
         self.control = memory.control
         self.words = ControlWords(memory.control)
         self.numbers = np.random.default_rng(fate.getrandbits(32))
-        self.blocks = owned_blocks(memory)
+        self.blocks = owned_blocks(memory, self.choose_policy)
         self.remote = RemoteGradients(memory, self.blocks)
         hyper = tools.hyperparameters
-        config = OptimizerConfig(betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay)
-        self.kernels = Kernels(pool, memory, config, self.blocks, self.remote)
+        self.pool = pool
+        self.config = OptimizerConfig(
+            betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay
+        )
+        self.kernels = Kernels(pool, memory, self.config, self.blocks, self.remote)
         self.reference = tools.reference(self.table, pool, memory.owned_blocks())
         self.reference.initialize(self.numbers)
         self.reference.fill(memory)
@@ -89,8 +96,15 @@ class World:
         self.record = self.make_record(0, 0, Decision.RESTORE, 1.0, 1.0, 1e-3)
         self.elsewhere: dict[tuple[int, int, int], Any] = {}
         self.elsewhere_ready: dict[tuple[int, int], tuple[int, int]] = {}
+        self.updating: dict[int, OptimizerStep] = {}  # blocks whose UPDATE a worker has begun
+        self.updates = 0
         self.kills = 0
         self.new_process()
+
+    def choose_policy(self, block: int) -> UpdatePolicy:
+        uses = range(self.table.blocks[block].contributions)
+        local = all(self.memory.has((block, "grads", 0, k)) for k in uses)
+        return self.fate.choice([p for p in UpdatePolicy if local or p is not UpdatePolicy.DEVICE])
 
     # ---- optimizerd ----
 
@@ -148,6 +162,7 @@ class World:
         if self.running is not None:
             choices.append(self.finish_pass)
         choices += [lambda p=pull: self.finish_pull(p) for pull in self.pulls if self.there(pull)]  # type: ignore[misc]
+        choices += [lambda b=b: self.update_on_device(b) for b in self.updatable()]  # type: ignore[misc]
         if not choices:
             return False
         self.fate.choice(choices)()
@@ -165,6 +180,42 @@ class World:
         status = self.kernels.run(work)
         self.perhaps_die()  # after its last
         self.deliver(PassDone(status=status, seconds=0.5))
+
+    def updatable(self) -> list[int]:
+        """Blocks for which a worker's UPDATE has nothing to wait for any more."""
+        word = (self.epoch, self.attempt)
+        return [
+            block
+            for block, step in self.updating.items()
+            if self.control.state_version(block) == step.version - 1
+            and self.control.slot_version(block, step.version % 2) == INVALID_VERSION
+            and all(
+                self.control.ready(block, k) == word
+                for k in range(self.table.blocks[block].contributions)
+            )
+        ]
+
+    def update_on_device(self, block: int) -> None:
+        step = self.updating.pop(block)
+        if self.fate.random() < self.kill_probability:
+            self.scribble(self.memory.weights(block, step.version % 2))
+            raise BrokenEpochError  # the worker died amid the weights
+        arrays = BlockArrays.of(self.memory, block, self.config.weight_decay)
+        status = arrays.preview(self.pool, step, self.config)
+        self.perhaps_break()
+        self.updates += 1
+        self.deliver(
+            DeviceUpdated(
+                epoch=self.epoch, attempt=self.attempt, block=block, status=status, seconds=0.5
+            )
+        )
+
+    def stop_updates(self) -> None:
+        """Workers drain; those that were writing leave anything."""
+        for block in self.updatable():
+            if self.fate.random() < 0.5:
+                self.scribble(self.memory.weights(block, self.updating[block].version % 2))
+        self.updating.clear()
 
     def there(self, pull: Pull) -> bool:
         """What the other node's memoryd checks."""
@@ -219,6 +270,7 @@ class World:
 
     def begin(self) -> None:
         """Enter a new epoch, over as many dead bodies as it takes."""
+        self.stop_updates()
         while True:
             self.epoch += 1
             try:
@@ -292,17 +344,23 @@ class World:
         early = self.fate.random() < 0.3
         if not early:
             self.deliver(asked)
+        if not hold:
+            step = OptimizerStep.speculative(version=base + 1, loss_scale=scale, learning_rate=lr)
+            devices = [b.index for b in self.blocks if b.policy is UpdatePolicy.DEVICE]
+            self.updating = {b: step for b in devices if self.table.blocks[b].trainable_elements}
         self.wait_for_weights(base)
         grads: dict[tuple[int, int], Any] = {}
         for block, contribution, values in todo:
             grads[(block, contribution)] = values
             self.publish(block, contribution, base + 1, values)
             self.perhaps_break()
-            if early:
+            if early and self.fate.random() < 0.5:
                 early = False
                 self.deliver(asked)
             if self.fate.random() < 0.6:
                 self.step()
+        if early:
+            self.deliver(asked)
         self.until(self.all_reported, "BlockStatus")
         self.check_statuses(grads, finite=decision is not Decision.SKIP)
         self.decide(decision, base + 1, grads, scale, lr, hold)
@@ -435,7 +493,7 @@ def test_any_life_ends_with_the_bytes_of_its_commits(
     there = 1 if remote else 0
     ownership = Ownership(owner=(0, 0, 0, 0), computed_on=((0, there), (0,), (0,), (0,)))
     memory = new_memory(table, ownership)
-    kills, first = 0, random.randrange(10**6)
+    kills, updates, first = 0, 0, random.randrange(10**6)
     print(f"seeds from {first}")
     for seed in range(first, first + CASES):
         world = World(random.Random(seed), memory, pool, tools)
@@ -447,4 +505,6 @@ def test_any_life_ends_with_the_bytes_of_its_commits(
         finally:
             world.kernels.close()
         kills += world.kills
+        updates += world.updates
     assert kills > CASES, "the kills must hit"
+    assert updates > CASES / 2, "devices must update"

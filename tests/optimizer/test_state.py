@@ -15,6 +15,7 @@ from penstock.daemons.optimizer.events import (
     Broken,
     CancelPulls,
     CommitAsked,
+    DeviceUpdated,
     DrainAsked,
     Effect,
     EndPass,
@@ -41,6 +42,7 @@ from penstock.daemons.optimizer.events import (
     SkipAsked,
     StopAsked,
     UndoWords,
+    UpdatePolicy,
     WriteRecord,
 )
 from penstock.daemons.optimizer.passes import (
@@ -48,14 +50,13 @@ from penstock.daemons.optimizer.passes import (
     CastWeights,
     FinishSettle,
     GradientStatus,
-    PassStatus,
     Preview,
     Settle,
-    Update,
     pass_tag,
 )
 from penstock.daemons.optimizer.state import OptimizerState, Phase
 from penstock.protocol.errors import ExitCode
+from penstock.protocol.step import OptimizerStep, PassStatus
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
 
 OK = PassStatus(finite=True, sum_squares=2.0)
@@ -81,9 +82,11 @@ def record(version: int, attempt: int, coefficient: float = 1.0, **more: object)
     return CommitRecord(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def update(version: int, coefficient: float = 0.25) -> Update:
+def update(version: int, coefficient: float = 0.25) -> OptimizerStep:
     """What :func:`record` promises."""
-    return Update(version=version, coefficient=coefficient, learning_rate=0.5, bias_step=version)
+    return OptimizerStep(
+        version=version, coefficient=coefficient, learning_rate=0.5, bias_step=version
+    )
 
 
 def facts(
@@ -651,5 +654,117 @@ def test_a_pass_that_cannot_run_ends_the_run() -> None:
 def test_speculation_and_record_agree_bit_for_bit() -> None:
     for scale in (1.0, 3.0, 65536.0, 0.1):
         commit = record(6, 51, inverse_loss_scale=1.0 / scale)
-        expected = Update.speculative(version=6, loss_scale=scale, learning_rate=0.5)
-        assert Update.of(commit) == expected
+        expected = OptimizerStep.speculative(version=6, loss_scale=scale, learning_rate=0.5)
+        assert OptimizerStep.of(commit) == expected
+
+
+DEVICE_BLOCK = OwnedBlock(index=0, contributions=1, policy=UpdatePolicy.DEVICE)
+EARLY_BLOCK = OwnedBlock(index=3, contributions=1, policy=UpdatePolicy.SETTLE_EARLY)
+
+
+def updated(number: int, block: int = 0, epoch: int = 1) -> DeviceUpdated:
+    """A worker's preview, with what DONE says."""
+    return DeviceUpdated(epoch=epoch, attempt=number, block=block, status=OK, seconds=0.25)
+
+
+def test_a_block_that_settles_early_does_so_when_the_next_attempt_begins() -> None:
+    machine = live(blocks=(EARLY_BLOCK, *ONE_BLOCK))
+    assert machine.handle(attempt(51, 5)) == [
+        BeginPass(block=3, state_version=5),
+        RunPass(work=Settle(block=3, update=update(5))),
+    ]
+    assert machine.handle(ready(51, block=3)) == [], "its next gradients wait for the settle"
+    assert machine.handle(QUIET) == [
+        SetState(block=3, version=5),
+        EndPass(),
+        invalid(3, 0),
+        RunPass(work=Preview(block=3, update=update(6))),
+    ]
+
+
+def test_a_block_of_a_device_is_settled_and_vacated_and_then_left_to_the_worker() -> None:
+    machine = live(blocks=(DEVICE_BLOCK,))
+    assert machine.handle(attempt(51, 5)) == [
+        invalid(0, 0),
+        BeginPass(block=0, state_version=5),
+        RunPass(work=Settle(block=0, update=update(5))),
+    ]
+    assert machine.handle(ready(51)) == []
+    assert machine.handle(QUIET) == [SetState(block=0, version=5), EndPass()]
+    assert machine.handle(updated(51)) == [SetSlot(block=0, slot=0, version=6), status(51)]
+    assert machine.handle(updated(51)) == [], "said twice"
+    machine.validate()
+    commit = CommitAsked(epoch=1, record=record(6, 51))
+    assert machine.handle(commit) == [WriteRecord(record=record(6, 51)), FlipCommitted(version=6)]
+
+
+def test_a_worker_may_speak_of_an_attempt_before_the_scheduler_does() -> None:
+    machine = live(state=5, blocks=(DEVICE_BLOCK,))
+    assert machine.handle(ready(51)) == machine.handle(updated(51)) == []
+    assert machine.handle(attempt(51, 5)) == [
+        invalid(0, 0),
+        SetSlot(block=0, slot=0, version=6),
+        status(51),
+    ]
+
+
+def test_clipping_previews_blocks_of_devices_again_and_a_skip_forgets_them() -> None:
+    machine = live(state=5, blocks=(DEVICE_BLOCK,))
+    machine.handle(attempt(51, 5))
+    machine.handle(updated(51))
+    commit = record(6, 51, coefficient=0.5, decision=Decision.AMEND)
+    assert machine.handle(AmendAsked(epoch=1, attempt=51, record=commit)) == [
+        invalid(0, 0),
+        RunPass(work=Preview(block=0, update=update(6, 0.125))),
+    ]
+    assert machine.handle(DONE) == [
+        SetSlot(block=0, slot=0, version=6),
+        SendAmended(epoch=1, attempt=51),
+    ]
+    machine = live(state=5, blocks=(DEVICE_BLOCK,))
+    machine.handle(attempt(51, 5))
+    machine.handle(updated(51))
+    assert machine.handle(SkipAsked(epoch=1, attempt=51)) == [invalid(0, 0)]
+    assert machine.handle(attempt(52, 5)) == [], "settled, and its slot holds nothing"
+    assert machine.handle(updated(51)) == [], "of the attempt that was skipped"
+    assert machine.handle(updated(52))[-1] == status(52)
+
+
+def test_in_an_attempt_that_holds_the_cpu_looks_at_the_gradients_of_all_blocks() -> None:
+    machine = live(state=5, blocks=(DEVICE_BLOCK,))
+    assert machine.handle(attempt(51, 5, hold=True)) == []
+    assert machine.handle(updated(51)) == [], "no worker was asked"
+    assert machine.handle(ready(51)) == [RunPass(work=GradientStatus(block=0, version=6))]
+    assert machine.handle(DONE) == [status(51)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [updated(51, epoch=0), updated(50), updated(51, block=3), updated(51, block=7)],
+    ids=["old epoch", "old attempt", "of the CPU", "not owned"],
+)
+def test_updates_that_do_not_count(message: DeviceUpdated) -> None:
+    machine = live(state=5, blocks=(DEVICE_BLOCK, EARLY_BLOCK))
+    machine.handle(attempt(51, 5))
+    assert machine.handle(message) == []
+
+
+def test_an_update_from_state_that_is_not_settled_ends_the_run() -> None:
+    """Its weights are those of another step; the service does not let such a message through."""
+    machine = live(blocks=(DEVICE_BLOCK,))
+    machine.handle(attempt(51, 5))
+    failed, exited = machine.handle(updated(51))
+    assert isinstance(failed, SendFailed) and "block 0 in attempt 51" in failed.error
+    assert exited == Exit(code=ExitCode.LOST_MEMBERS)
+
+
+def test_a_settle_that_is_asked_for_counts_those_that_are_under_way_already() -> None:
+    machine = live(blocks=(DEVICE_BLOCK,))
+    machine.handle(attempt(51, 5))
+    machine.handle(SkipAsked(epoch=1, attempt=51))
+    assert machine.handle(SettleAsked(epoch=1, version=5)) == []
+    assert machine.handle(QUIET) == [
+        SetState(block=0, version=5),
+        EndPass(),
+        SendSettled(epoch=1, version=5),
+    ]

@@ -1,0 +1,145 @@
+"""One optimizer step, and the preview of a block: what optimizerd and workers with UPDATE share.
+
+How passes read and write memory is in ``native/passes.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock import _native
+from penstock.protocol.config import OptimizerConfig, OptimizerName
+from penstock.shm.control import CommitRecord
+from penstock.shm.layout import GRADIENT_COPIES, WEIGHT_SLOTS
+from penstock.shm.memory import Array, NodeMemory
+from penstock.shm.table import DType
+
+_WEIGHTS_DTYPES = {
+    DType.FP32: _native.WeightsDtype.FLOAT32,
+    DType.BF16: _native.WeightsDtype.BFLOAT16,
+    DType.FP16: _native.WeightsDtype.FLOAT16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """One optimizer step: everything but the gradients and the model state that decides its bits.
+
+    The step leads to ``version``: its gradients are in copy ``version % 2``, its weights belong
+    into slot ``version % 2``. ``coefficient`` multiplies the summed gradients (clipping times
+    inverse loss scale), ``bias_step`` counts from 1.
+    """
+
+    version: int
+    coefficient: float
+    learning_rate: float
+    bias_step: int
+
+    @classmethod
+    def of(cls, record: CommitRecord) -> OptimizerStep:
+        """The step that a commit record promises."""
+        return cls(
+            version=record.version,
+            coefficient=record.coefficient * record.inverse_loss_scale,
+            learning_rate=record.learning_rate,
+            bias_step=record.bias_step,
+        )
+
+    @classmethod
+    def speculative(cls, *, version: int, loss_scale: float, learning_rate: float) -> OptimizerStep:
+        """The step as it will be committed if the gradients need no clipping.
+
+        Written so that it is equal, bit for bit, to :meth:`of` the record of such a commit.
+        """
+        return cls(
+            version=version,
+            coefficient=1.0 * (1.0 / loss_scale),
+            learning_rate=learning_rate,
+            bias_step=version,
+        )
+
+    def hyper(self, config: OptimizerConfig) -> _native.Hyper:
+        """The step's scalars, with those that all steps of a run have in common."""
+        beta1, beta2 = config.betas
+        return _native.Hyper(
+            lr=self.learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            eps=config.eps,
+            step=self.bias_step,
+            coefficient=self.coefficient,
+            adamw=config.name is OptimizerName.ADAMW,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassStatus:
+    """What a pass over new gradients learned: ``sum_squares`` of their sum, before any factor."""
+
+    finite: bool
+    sum_squares: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockArrays:
+    """Views of what the passes over one block read and write, flat: ``state`` by name, ``weights``
+    by slot (16-bit types as their bits), ``grads`` by copy, contributions in order. ``ranges`` are
+    (start, end, weight decay).
+    """
+
+    state: dict[str, Array]
+    weights: tuple[Array, ...]
+    weights_dtype: _native.WeightsDtype
+    grads: tuple[list[Array], ...]
+    ranges: list[tuple[int, int, float]]
+
+    @classmethod
+    def of(
+        cls,
+        memory: NodeMemory,
+        block: int,
+        weight_decay: float,
+        grads: Callable[[int, int, int], Array] | None = None,
+    ) -> BlockArrays:
+        """Those of a block of ``memory``. ``grads``: where (block, copy, contribution) is, if not
+        all contributions are in this memory.
+        """
+        spec = memory.spec.table.blocks[block]
+        grads = grads or memory.grads
+        contributions = range(memory.spec.layout.contributions[block])
+        return cls(
+            state={name: memory.state(block, name) for name in ("master", "exp_avg", "exp_avg_sq")},
+            weights=tuple(_bits(memory.weights(block, slot)) for slot in range(WEIGHT_SLOTS)),
+            weights_dtype=_WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
+            grads=tuple(
+                [grads(block, copy, k) for k in contributions] for copy in range(GRADIENT_COPIES)
+            ),
+            ranges=[(r.start, r.end, weight_decay if r.decay else 0.0) for r in spec.decay_ranges],
+        )
+
+    def preview(
+        self, pool: _native.Pool, step: OptimizerStep, config: OptimizerConfig
+    ) -> PassStatus:
+        """Write the weights that ``step`` leads to; master and state stay.
+
+        Raises:
+            ValueError, RuntimeError: arrays or hyper-parameters are not what the pass needs.
+                Nothing was written.
+        """
+        status = _native.preview(
+            pool,
+            **self.state,
+            grads=self.grads[step.version % GRADIENT_COPIES],
+            weights=self.weights[step.version % WEIGHT_SLOTS],
+            weights_dtype=self.weights_dtype,
+            hyper=step.hyper(config),
+            ranges=self.ranges,
+        )
+        return PassStatus(finite=status.finite, sum_squares=status.sum_squares)
+
+
+def _bits(array: Array) -> Array:
+    return array if array.dtype == np.float32 else array.view(np.uint16)
