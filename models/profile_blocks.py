@@ -21,9 +21,14 @@ import numpy as np
 import torch
 
 from penstock.models.batch import MicroBatch
-from penstock.models.kept import BoundWeights
-from penstock.models.profile_memory import MemoryMeasure, measure_memory
-from penstock.models.profile_operators import OperatorMeasure, OperatorProbe
+from penstock.models.kept import BoundWeights, KeepPolicy
+from penstock.models.profile_memory import (
+    Forward,
+    MemoryMeasure,
+    measure_drops,
+    measure_memory,
+)
+from penstock.models.profile_operators import OperatorProbe
 from penstock.models.runtime import HIDDEN, Borrowed, BoundBlock, ModelRuntime, StageOutput
 from penstock.models.storing import Storing
 from penstock.protocol.profile import KindProfile, LinearFit, OperatorProfile
@@ -83,6 +88,15 @@ class StageMeasure:
     memory: MemoryMeasure
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorMeasure:
+    """One operator of a block: seconds of its forward, bytes that its dropping saves."""
+
+    name: str
+    seconds: float
+    kept_bytes: float
+
+
 _SECONDS = ("forward_s", "recompute_s", "backward_input_s", "backward_s")
 
 
@@ -126,7 +140,9 @@ class BlockBench:
             backward_s=self._watch.median_after(
                 forward, lambda made: self._runtime.backward(made, seeds)
             ),
-            memory=self._memory(bound, inputs, batch),
+            memory=measure_memory(
+                self._storing_forward(bound, inputs, batch), self._runtime.backward
+            ),
         )
 
     def operators(self, block: int, micro_batch: int) -> tuple[OperatorMeasure, ...]:
@@ -134,11 +150,15 @@ class BlockBench:
         blocks = range(block, block + 1)
         batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
         bound = [self._bind(block)]
-        probe = OperatorProbe(self._weight_addresses(), self._watch.device)
+        probe = OperatorProbe(self._watch.device)
         for _ in range(1 + _LEAST_REPEATS):
             with probe.watching():
                 self._forward(bound, inputs, batch, autograd=True)
-        return probe.measures()
+        saved = measure_drops(self._storing_forward(bound, inputs, batch), probe.seconds)
+        return tuple(
+            OperatorMeasure(name=name, seconds=seconds, kept_bytes=saved[name])
+            for name, seconds in probe.seconds.items()
+        )
 
     def _forward(
         self,
@@ -174,20 +194,22 @@ class BlockBench:
 
         return self._watch.median_after(forward, run)
 
-    def _memory(
+    def _storing_forward(
         self, bound: Sequence[BoundBlock], inputs: Mapping[str, torch.Tensor], batch: MicroBatch
-    ) -> MemoryMeasure:
+    ) -> Forward:
         weights = BoundWeights()
         weights.bind(bound)
 
-        def forward(*, autograd: bool = True, split: bool = False) -> StageOutput:
-            storing = Storing(weights=weights, split=True) if split else None
-            return self._forward(bound, inputs, batch, autograd=autograd, storing=storing)
+        def forward(
+            *, autograd: bool = True, split: bool = False, policy: KeepPolicy | None = None
+        ) -> StageOutput:
+            storing = Storing(weights=weights, policy=policy, split=split)
+            plain = policy is None and not split
+            return self._forward(
+                bound, inputs, batch, autograd=autograd, storing=None if plain else storing
+            )
 
-        return measure_memory(forward, self._runtime.backward)
-
-    def _weight_addresses(self) -> frozenset[int]:
-        return frozenset(array.untyped_storage().data_ptr() for array in self._arrays.values())
+        return forward
 
     def _batch(self, micro_batch: int) -> MicroBatch:
         shape = (micro_batch, self._sequence_length)

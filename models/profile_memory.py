@@ -7,13 +7,13 @@ tables). What kernels need within themselves is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from penstock.models.kept import let_go
+from penstock.models.kept import KeepPolicy, let_go
 from penstock.models.runtime import StageOutput
 from penstock.models.split import run_together
 from penstock.models.storages import StorageLedger, StorageMode
@@ -25,8 +25,10 @@ Backward = Callable[[StageOutput, Gradients], Gradients]
 class Forward(Protocol):
     """A forward of the blocks on one micro-batch, the same each time."""
 
-    def __call__(self, *, autograd: bool = True, split: bool = False) -> StageOutput:
-        """Run it; ``split``: for a backward in two halves."""
+    def __call__(
+        self, *, autograd: bool = True, split: bool = False, policy: KeepPolicy | None = None
+    ) -> StageOutput:
+        """Run it; ``split``: for a backward in two halves; ``policy``: what a store keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,18 @@ def measure_memory(forward: Forward, backward: Backward) -> MemoryMeasure:
         backward_workspace_bytes=_backward(forward, backward),
         **_split(forward, backward),
     )
+
+
+def measure_drops(forward: Forward, operators: Iterable[str]) -> dict[str, float]:
+    """Bytes that each operator's dropping saves."""
+
+    def kept_bytes(drop: frozenset[str]) -> float:
+        output = forward(policy=KeepPolicy(drop=drop))
+        assert output.stored is not None and output.stored.kept is not None
+        return float(output.stored.kept.bytes)
+
+    everything = kept_bytes(frozenset())
+    return {name: everything - kept_bytes(frozenset({name})) for name in operators}
 
 
 def _forward(forward: Forward, *, autograd: bool) -> tuple[float, float, float]:

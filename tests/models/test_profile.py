@@ -79,7 +79,7 @@ def test_bytes_are_exact(measured: tuple[Profile, list[str]]) -> None:
         "mul": inner,
         "down": 0.0,
     }
-    assert kept["qkv"] == 4 * HIDDEN * LENGTH  # values; queries and keys are kept rotated
+    assert kept["qkv"] == 3 * 4 * HIDDEN * LENGTH  # values, and queries and keys as rotated
     assert kept["norm"] >= 2 * 4 * HIDDEN * LENGTH
     assert sum(kept.values()) < layer.activation_bytes.at(LENGTH)
 
