@@ -160,7 +160,7 @@ def _config_planner(config: Config, table: BlockTable) -> Planner:
     def planner(candidate: Candidate, terms: Terms) -> Plan:
         del terms
         plan = build_plan(with_fragment(config, fragment(candidate)), table)
-        check_executable(plan)
+        check_executable(plan, devices_per_node=config.cluster.workers)
         return plan
 
     return planner
@@ -216,7 +216,7 @@ def tune_names(settings: TuneWish, console: Console) -> TuneReport:
         f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
         f" {settings.sequence_length} tokens a step"
     )
-    report = _report(tried, space, what, trainable=_is_trainable(tried))
+    report = _report(tried, space, what, trainable=_is_trainable(tried, cluster.devices_per_node))
     return replace(report, fragment=_with_cluster(report.fragment, settings, space))
 
 
@@ -264,12 +264,12 @@ def _limit(given: float | None, otherwise: float | None) -> float:
     return given if given is not None else otherwise if otherwise is not None else inf
 
 
-def _is_trainable(tried: Search) -> bool:
+def _is_trainable(tried: Search, devices_per_node: int) -> bool:
     """Whether ``train`` can run the winner."""
     if tried.best is None:
         return False
     try:
-        check_executable(tried.best.plan)
+        check_executable(tried.best.plan, devices_per_node=devices_per_node)
     except ConfigError:
         return False
     return _is_accepted(fragment(tried.best.candidate)["schedule"])

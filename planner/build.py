@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.planner.costs import Costs
@@ -14,7 +14,7 @@ from penstock.planner.operators import OPERATOR_SETS
 from penstock.planner.partition import partition
 from penstock.planner.passes import PASSES, Pass, PassContext
 from penstock.planner.profile import block_costs, cluster_of, guess_of
-from penstock.planner.replicas import replicate
+from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
@@ -41,7 +41,8 @@ def build_plan(config: Config, table: BlockTable, costs: Costs | None = None) ->
     else:
         schedule = _build(config, table) if file is None else _read_actions(file, config, table)
         schedule = replicate(_after_passes(schedule, config, table), config.schedule.replicas)
-        plan = _lowered(schedule)
+        wanted = config.schedule.reduce_gradients
+        plan = _lowered(with_reduction(schedule, wanted, config.cluster.workers))
     _check_fits(plan, config)
     tokens = config.train.micro_batch * config.data.sequence_length
     validate(
@@ -152,10 +153,11 @@ def _context(config: Config, table: BlockTable) -> PassContext:
 
 def _load(path: Path, config: Config) -> Plan:
     """Read a plan file. It says everything, so nothing else may be asked for."""
-    if config.schedule.replicas != 1 or config.schedule.passes:
+    wish = config.schedule
+    if wish.replicas != 1 or wish.passes or wish.reduce_gradients != "auto":
         raise ConfigError(
-            f"schedule.file = {str(path)!r}: a plan is complete; schedule.replicas must be 1 and"
-            " schedule.passes empty"
+            f"schedule.file = {str(path)!r}: a plan is complete; schedule.replicas must be 1,"
+            " schedule.passes empty and schedule.reduce_gradients auto"
         )
     try:
         return Plan.from_json(path.read_bytes())
@@ -168,20 +170,19 @@ def _load(path: Path, config: Config) -> Plan:
 def _read_actions(path: Path, config: Config, table: BlockTable) -> Schedule:
     """Read torch's action text: one replica.
 
-    It does not say what forwards keep; ``schedule.recompute`` does. Its REDUCE_GRAD sums over
-    replicas, which the optimizer's passes do here.
+    It does not say what forwards keep; ``schedule.recompute`` does. Nor does its REDUCE_GRAD count:
+    ``schedule.reduce_gradients`` says where replicas are summed.
     """
     recompute = Recomputation(
         mode=config.schedule.recompute or "none", drop=_operators(config.schedule.drop)
     )
     try:
         actions = parse_actions(path.read_text(encoding="utf-8"))
-        schedule = schedule_of_actions(actions, block_work=_block_work(table), recompute=recompute)
+        return schedule_of_actions(actions, block_work=_block_work(table), recompute=recompute)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"schedule.file = {str(path)!r}: cannot read it: {error}") from error
     except (ProtocolError, ConfigError) as error:
         raise ConfigError(f"schedule.file = {str(path)!r}: {error}") from error
-    return replace(schedule, reduces_gradients=False)
 
 
 def _check_fits(plan: Plan, config: Config) -> None:

@@ -37,9 +37,8 @@ from penstock.protocol.instructions import (
     Update,
 )
 from penstock.protocol.plan import Plan
-
-_UPDATE_BYTES = 14.0
-"""Per parameter, while an UPDATE runs: fp32 master weight and two moments, and the new weight."""
+from penstock.protocol.reduction import Reduction
+from penstock.protocol.updating import staging_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +64,7 @@ class Sizes:
         ]
         self.blocks = costs.blocks
         self.skipped = skipped_forwards(layout, plan.programs)
+        self.reduction = Reduction.of(plan)
         self._copies = layout.num_routes if plan.shards_weights else 1
         self._dropped: dict[tuple[int, tuple[str, ...]], float] = {}
 
@@ -109,6 +109,9 @@ class Ledger:
         self._afterwards: list[tuple[_Key, float]] = []
         self._accumulating: set[int] = set()
         self._out: dict[tuple[int, int], tuple[int, float]] = {}
+        # UPDATE runs beside what follows it, in buffers that stay.
+        updated = (sizes.blocks[u.block].parameters for u in program if isinstance(u, Update))
+        self._staging = staging_bytes(max(updated, default=0.0))
         for instruction in program:
             self._book(instruction)
 
@@ -120,7 +123,7 @@ class Ledger:
         self.weights.append(self._weights)
         self.gradients.append(self._gradients)
         self.activations.append(self._activations)
-        self.workspace.append(self._workspace)
+        self.workspace.append(self._workspace + self._staging)
         self.host.append(self._host)
         for key, num_bytes in self._afterwards:
             self._hold(key, num_bytes)
@@ -145,12 +148,14 @@ class Ledger:
     def _forward(self, work: Forward) -> None:
         s, m, layout, sizes = work.stage, work.micro_batch, self._sizes.layout, self._sizes
         cost = sizes.forward[s]
-        self._workspace = cost.workspace_bytes
-        self._later(("activation", s - 1, m))
-        if work.keep is Keep.ALL or work.keep is Keep.SELECTIVE:
+        keeps_graph = work.keep is Keep.ALL or work.keep is Keep.SELECTIVE
+        self._workspace = cost.by_kind.graph if keeps_graph else cost.by_kind.forward
+        if keeps_graph:
+            self._hold(("activation", s - 1, m), 0.0)  # the graph saves it
             dropped = sizes.dropped(s, work.drop) if work.drop else 0.0
             self._hold(("graph", s, m), cost.activation_bytes - dropped)
-        elif work.keep is Keep.INPUT:
+        self._later(("activation", s - 1, m))
+        if work.keep is Keep.INPUT:
             start = layout.forward[s].start
             for b in layout.checkpoints_of(s):
                 # At the start of the stage it is the activation that came, under another name.
@@ -167,23 +172,24 @@ class Ledger:
     def _recompute(self, work: Recompute) -> None:
         b, m = work.stage, work.micro_batch
         cost = self._sizes.backward[b]
-        self._workspace = cost.workspace_bytes
+        self._workspace = cost.by_kind.graph
+        self._hold(("checkpoint", b, m), 0.0)  # the graph saves it
         self._hold(("graph", b, m), cost.activation_bytes)
 
     def _backward(self, work: Backward | BackwardInput) -> None:
         b, m = work.stage, work.micro_batch
         cost = self._sizes.backward[b]
-        self._workspace = cost.workspace_bytes
-        if type(work) is Backward:
+        whole, workspaces = type(work) is Backward, cost.by_kind
+        self._workspace = workspaces.backward if whole else workspaces.backward_input
+        if whole:
             self._accumulate(b)
         self._hold(("gradient", b, m), self._sizes.inputs[b])
         if not self._sizes.layout.is_last_backward(b):
             self._later(("gradient", b + 1, m))
-        self._later(("graph", b, m), 0.0 if type(work) is Backward else cost.deferred_bytes)
-        self._later(("checkpoint", b, m))
+        self._later(("graph", b, m), 0.0 if whole else cost.deferred_bytes)
 
     def _backward_weight(self, work: BackwardWeight) -> None:
-        self._workspace = self._sizes.backward[work.stage].workspace_bytes
+        self._workspace = self._sizes.backward[work.stage].by_kind.backward_weight
         self._accumulate(work.stage)
         for m in work.micro_batches:
             self._later(("graph", work.stage, m))
@@ -194,6 +200,9 @@ class Ledger:
             self._gradients += self._sizes.backward[stage].device_gradient_bytes
 
     def _offload(self, offload: OffloadGradients) -> None:
+        """Where sums of other routes are added, one of them is here at a time."""
+        if self._sizes.reduction.senders(offload.stage):
+            self._workspace = self._sizes.backward[offload.stage].device_gradient_bytes
         if offload.stage in self._accumulating:
             self._accumulating.remove(offload.stage)
             self._gradients -= self._sizes.backward[offload.stage].device_gradient_bytes
@@ -237,9 +246,6 @@ class Ledger:
         now = len(self.weights)
         self.swaps.append(Swapped(peer=swap.peer, num_bytes=gone, out_at=out_at, in_at=now))
 
-    def _update(self, update: Update) -> None:
-        self._workspace = self._sizes.blocks[update.block].parameters * _UPDATE_BYTES
-
 
 _RULES: Mapping[type[Instruction], Callable[[Ledger, Any], None]] = MappingProxyType(
     {
@@ -259,6 +265,5 @@ _RULES: Mapping[type[Instruction], Callable[[Ledger, Any], None]] = MappingProxy
         SendCheckpoint: Ledger._send_checkpoint,
         SwapOut: Ledger._swap_out,
         SwapIn: Ledger._swap_in,
-        Update: Ledger._update,
     }
 )

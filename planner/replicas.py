@@ -2,14 +2,14 @@
 
 Replicas are routes (:class:`penstock.protocol.plan.Plan`): replica r has the stages of the original
 on the next devices, and the next of equal, consecutive shares of the micro-batches. Each computes
-gradients of every block. They are summed inside the optimizer's pass over the block, replica after
-replica; only those computed on another node than the block's travel. So no REDUCE_GRADIENTS is
-needed, and the result is that of one replica with all the micro-batches.
+gradients of every block, and the result is that of one replica with all the micro-batches. Where
+the sums are made is :func:`with_reduction`'s choice.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.schedule import Schedule
@@ -23,6 +23,7 @@ from penstock.protocol.instructions import (
     Update,
 )
 from penstock.protocol.plan import StageRange
+from penstock.protocol.reduction import spans_nodes
 
 
 def replicate(schedule: Schedule, replicas: int) -> Schedule:
@@ -64,6 +65,30 @@ def replicate(schedule: Schedule, replicas: int) -> Schedule:
         ),
         orders=tuple(_order(order, r, layout) for r in copies for order in schedule.orders),
     )
+
+
+def with_reduction(
+    schedule: Schedule, wanted: bool | Literal["auto"], devices_per_node: int
+) -> Schedule:
+    """The schedule with REDUCE_GRADIENTS or without.
+
+    Without, the optimizer's pass over a block sums what all routes contribute, which costs host
+    memory and reads but no traffic within a node. With them devices send their sums to one, so that
+    the optimizer reads one contribution. ``auto``: where a stage's routes are on several nodes.
+
+    Raises:
+        ConfigError: the scheme shares out weights, which needs reductions.
+    """
+    if schedule.shards_weights and wanted is not False:
+        return schedule
+    if schedule.shards_weights:
+        raise ConfigError(
+            f"schedule.reduce_gradients = false: {schedule.scheme} shares out weights, and reduces"
+            " gradients with them; accepted: true, auto"
+        )
+    layout = schedule.layout
+    reduces = spans_nodes(layout, devices_per_node) if wanted == "auto" else wanted
+    return replace(schedule, reduces_gradients=reduces and layout.num_routes > 1)
 
 
 def _on(stage: StageRange, replica: int, layout: StageLayout) -> StageRange:

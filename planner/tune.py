@@ -21,7 +21,7 @@ from penstock.planner.cluster import ADVANCE, OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.footprint import device_peaks, swapped_peaks
 from penstock.planner.layout import Residency
-from penstock.planner.replicas import replicate
+from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import schedule_of
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
@@ -236,6 +236,7 @@ def make_plan(candidate: Candidate, terms: Terms) -> Plan:
         ConfigError: impossible combination.
     """
     schedule = replicate(make_schedule(candidate.recipe, terms), candidate.replicas)
+    schedule = with_reduction(schedule, "auto", terms.prices.cluster.devices_per_node)
     return lowered(schedule, candidate.scheme)
 
 

@@ -18,6 +18,7 @@ from penstock.planner.rules import Machine, RuleError, Rules
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import Program, Update
 from penstock.protocol.plan import Plan
+from penstock.protocol.reduction import Reduction
 from penstock.shm.table import BlockTable
 
 
@@ -63,7 +64,7 @@ def validate(
 
     Raises:
         PlanError: a program breaks a rule, or memory is short (at the step that needs most).
-        ConfigError: stages, devices and blocks do not fit together.
+        ConfigError: stages, devices, blocks and routes do not fit together.
     """
     plan.validate_shape()
     if table is not None and plan.num_blocks != len(table.blocks):
@@ -73,6 +74,7 @@ def validate(
         )
     layout = StageLayout.of(plan)
     _check_routes(layout)
+    reduction = Reduction.of(plan)
     for evaluation in (False, True):
         programs = plan.evaluation if evaluation else plan.programs
         try:
@@ -82,7 +84,7 @@ def validate(
                 programs, "evaluation" if evaluation else "plan", error
             ) from error
     if devices_per_node is not None:
-        _check_updates(plan, devices_per_node)
+        _check_updates(plan, reduction, devices_per_node)
     if costs is not None and memory_limit is not None:
         _check_memory(plan, costs, memory_limit)
 
@@ -96,11 +98,11 @@ def _check_routes(layout: StageLayout) -> None:
             )
 
 
-def _check_updates(plan: Plan, devices_per_node: int) -> None:
+def _check_updates(plan: Plan, reduction: Reduction, devices_per_node: int) -> None:
     for device, program in enumerate(plan.programs):
         for position, instruction in enumerate(program):
             if isinstance(instruction, Update):
-                node = plan.owner_device(instruction.block) // devices_per_node
+                node = reduction.owner_device(instruction.block) // devices_per_node
                 if device // devices_per_node != node:
                     reason = f"block {instruction.block} is owned by node {node}, not by this one"
                     error = RuleError(device, position, reason)

@@ -89,11 +89,15 @@ class RunConfig(_Section):
 class ModelConfig(_Section):
     """The model: ``hf`` (a Hugging Face configuration as a mapping) or ``path`` (a local
     directory). Emulated devices know their model by themselves.
+
+    ``compile``: run the layers through ``torch.compile``, but for forwards whose plan splits the
+    backward, drops operators, swaps, or binds weights anew.
     """
 
     hf: dict[str, Any] | None = None
     path: Path | None = None
     dtype: DType = DType.FP32
+    compile: bool = False
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -177,14 +181,14 @@ class OptimizerName(StrEnum):
 class OptimizerConfig(_Section):
     """The optimizer and its learning-rate schedule. Weight decay acts on parameters with two or
     more axes.
-    """
-
-    name: OptimizerName = OptimizerName.ADAMW
-    lr: float = Field(default=3.0e-4, gt=0.0)
 
     ``settle``: when the state of blocks that the CPU updates takes a committed step in: with
     ``advance`` in one pass with the next one's preview; with ``early`` in a pass of its own during
     the next forward, which leaves a shorter preview behind the last gradient. Same bits.
+    """
+
+    name: OptimizerName = OptimizerName.ADAMW
+    lr: float = Field(default=3.0e-4, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1.0e-8, gt=0.0)
     weight_decay: float = Field(default=0.1, ge=0.0)
@@ -193,11 +197,11 @@ class OptimizerConfig(_Section):
     min_lr: float = Field(default=0.0, ge=0.0)
     grad_dtype: DType = DType.FP32
     rollback: Literal["exact"] = "exact"
+    settle: Literal["advance", "early"] = "advance"
     threads: int = Field(default=0, ge=0)
     initial_loss_scale: float = Field(default=65536.0, gt=0.0)
     loss_scale_growth_interval: int = Field(default=2000, ge=1)
 
-    settle: Literal["advance", "early"] = "advance"
     @model_validator(mode="after")
     def _values(self) -> OptimizerConfig:
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
@@ -216,8 +220,10 @@ class ScheduleConfig(_Section):
 
     Numbers of stages (of one route) default to what the scheme uses with the workers at hand;
     ``stages_per_device`` says ``forward_stages`` per worker. ``replicas``: as many pipelines share
-    the workers and the batch (data parallelism). ``drop``: what ``recompute: selective`` makes
-    again, names of operators or of sets of them (:mod:`penstock.planner.operators`).
+    the workers and the batch (data parallelism). ``reduce_gradients``: devices sum the gradients of
+    such routes, and one of them hands them over; otherwise the optimizer does, in its passes;
+    ``auto``: where routes of a stage are on several nodes. ``drop``: what ``recompute: selective``
+    makes again, names of operators or of sets of them (:mod:`penstock.planner.operators`).
     """
 
     scheme: Literal[
@@ -241,6 +247,7 @@ class ScheduleConfig(_Section):
     backward_stages: int | None = Field(default=None, ge=1)
     stages_per_device: int | None = Field(default=None, ge=1)
     replicas: int = Field(default=1, ge=1)
+    reduce_gradients: bool | Literal["auto"] = "auto"
     recompute: Literal["full", "selective", "none"] | None = None
     drop: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
@@ -262,10 +269,15 @@ class ClusterConfig(_Section):
 
     ``device``: ``cpu``, ``cuda``, or ``emulated:`` and where costs come from, as in
     :mod:`penstock.planner.emulation`.
+
+    ``transport``: how tensors get from worker to worker. ``zmq``: messages through host memory.
+    ``gloo`` and ``nccl``: process groups of torch.distributed. ``auto``: nccl between GPUs where
+    each worker of a node has one of its own, else zmq.
     """
 
     workers: int = Field(default=2, ge=1, le=64)
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda|emulated:.+)$")
+    transport: Literal["auto", "zmq", "gloo", "nccl"] = "auto"
     nodes: tuple[NodeConfig, ...] = (NodeConfig(name="a"),)
     scheduler_port: int = Field(default=0, ge=0, le=65535)
     threads_per_worker: int = Field(default=0, ge=0)
@@ -282,6 +294,19 @@ class ClusterConfig(_Section):
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
                 "cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s"
+            )
+        if self.transport == "nccl" and self.device != "cuda":
+            raise ValueError(
+                f"cluster.transport nccl is for cluster.device: cuda, which is {self.device!r};"
+                " auto, zmq and gloo work there"
+                if self.emulated is None
+                else "cluster.transport nccl is for cluster.device: cuda; emulated devices take"
+                " auto or zmq"
+            )
+        if self.transport == "gloo" and self.emulated is not None:
+            raise ValueError(
+                "cluster.transport gloo: emulated devices take auto or zmq, and reckon with the"
+                " links of the cluster that they emulate"
             )
         if self.emulated is not None and len({node.host for node in self.nodes}) > 1:
             raise ValueError(

@@ -7,9 +7,13 @@ a test holds the two together). Whether a plan makes sense at all is decided by
 
 from __future__ import annotations
 
+from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import Instruction, Opcode, SwapIn, SwapOut
+from penstock.protocol.names import ownership
 from penstock.protocol.plan import Plan
+from penstock.protocol.reduction import Reduction
+from penstock.shm.table import BlockTable
 
 EXECUTED = frozenset(
     {
@@ -27,16 +31,18 @@ EXECUTED = frozenset(
         Opcode.FETCH_WEIGHTS,
         Opcode.RELEASE_WEIGHTS,
         Opcode.OFFLOAD_GRADIENTS,
+        Opcode.UPDATE,
         Opcode.SWAP_OUT,
         Opcode.SWAP_IN,
+        Opcode.REDUCE_GRADIENTS,
     }
 )
 """Opcodes that workers execute."""
 
 
-def check_executable(plan: Plan, *, emulated: bool = False) -> None:
-    """Refuse a plan with instructions that workers do not execute, or with weights that they cannot
-    hold as it wants. ``emulated``: on emulated devices, which swap to each other, too.
+def check_executable(plan: Plan, *, devices_per_node: int) -> None:
+    """Refuse a plan with instructions that workers do not execute, swaps to devices of other nodes
+    among them, or with gradients that they cannot sum.
 
     Raises:
         ConfigError: naming the first such thing and what workers do.
@@ -44,23 +50,63 @@ def check_executable(plan: Plan, *, emulated: bool = False) -> None:
     for name, programs in (("plan", plan.programs), ("evaluation", plan.evaluation)):
         for device, program in enumerate(programs):
             for position, instruction in enumerate(program):
-                complaint = _complaint(instruction, emulated)
+                complaint = _complaint(instruction, device, devices_per_node)
                 if complaint is not None:
                     raise ConfigError(
                         f"{name}: {plan.scheme}, device {device}, instruction {position} is"
                         f" {str(instruction)!r}, and workers do not {complaint}"
                     )
+    Reduction.of(plan)
+
+
+def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
+    """Refuse UPDATE of blocks whose worker cannot see all that the update needs.
+
+    Raises:
+        ConfigError: naming the block.
+    """
+    if not plan.updates:
+        return
+    advice = "leave it to the CPU (schedule.passes, or the plan's UPDATE instructions)"
+    if config.emulation.optimizer_start == "flush":
+        raise ConfigError(
+            "emulation.optimizer_start = flush: devices update blocks as soon as their gradients"
+            f" are there (block {min(plan.updates)}): {advice}"
+        )
     if plan.shards_weights:
         raise ConfigError(
-            f"plan: workers cannot do what {plan.scheme} needs: share out weights over devices"
+            f"plan: {plan.scheme} shares weights out over devices, and UPDATE (of block"
+            f" {min(plan.updates)}) is of whole blocks: {advice}"
         )
+    owners = ownership(config, table, plan)
+    for index in sorted(plan.updates):
+        block, node = table.blocks[index], owners.owner[index]
+        elsewhere = sorted(set(owners.computed_on[index]) - {node})
+        if elsewhere:
+            names = ", ".join(config.cluster.nodes[n].name for n in elsewhere)
+            raise ConfigError(
+                f"plan: UPDATE of block {index} ({block.name}): node {names} computes a part of its"
+                f" gradients, which node {config.cluster.nodes[node].name} gets in memory that"
+                f" devices do not see: {advice}"
+            )
+        if not block.trainable_elements:
+            raise ConfigError(
+                f"plan: UPDATE of block {index} ({block.name}), which has nothing to train: leave"
+                " it out"
+            )
 
 
-def _complaint(instruction: Instruction, emulated: bool) -> str | None:
+def _complaint(instruction: Instruction, device: int, devices_per_node: int) -> str | None:
     """What workers do not do."""
     if instruction.opcode not in EXECUTED:
         known = ", ".join(opcode.name for opcode in Opcode if opcode in EXECUTED)
         return f"execute {instruction.opcode.name}; they execute {known}"
-    if isinstance(instruction, (SwapOut, SwapIn)) and instruction.peer is not None and not emulated:
-        return "swap to other devices; they swap to host memory (no peer=)"
+    if isinstance(instruction, (SwapOut, SwapIn)) and instruction.peer is not None:
+        here, there = device // devices_per_node, instruction.peer // devices_per_node
+        if here != there:
+            return (
+                f"swap to devices of other nodes (device {device} is on node {here}, its peer on"
+                f" node {there}, cluster.workers = {devices_per_node}); they swap to devices of"
+                " their node, or to host memory (no peer=)"
+            )
     return None

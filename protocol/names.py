@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
+from penstock.protocol.reduction import Reduction
 from penstock.shm.layout import Ownership
 from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
 
@@ -81,18 +82,16 @@ def ipc_address(run_id: str, node: str, name: str) -> str:
 
 
 def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
-    """Who owns each block (the node of the device that runs its backward in route 0), and who
-    computes its gradients.
+    """Who owns each block, and who publishes its gradients: the nodes of the devices that
+    :class:`~penstock.protocol.reduction.Reduction` names.
 
     Raises:
-        ConfigError: more routes, or uses of a tied block, than a block has ready words for.
+        ConfigError: more routes, or uses of a tied block, than a block has ready words for; routes
+            that are to be summed on devices do not fit together.
     """
-    _check_contributions(table, plan.num_routes)
-    routes: list[list[int]] = []
-    for stage in plan.backward_stages:
-        if stage.start == 0:
-            routes.append([])
-        routes[-1] += [node_of_device(config, stage.device)] * len(stage.blocks)
+    published = Reduction.of(plan).published_devices
+    _check_contributions(table, len(published))
+    routes = [[node_of_device(config, device) for device in route] for route in published]
     return Ownership.from_backward_nodes(table, routes[0], routes[1:])
 
 
@@ -104,5 +103,5 @@ def _check_contributions(table: BlockTable, num_routes: int) -> None:
                 f" {block.name!r}, which a route uses {block.contributions} times, are"
                 f" {num_routes * block.contributions} gradient contributions; a block has at most"
                 f" {MAX_CONTRIBUTIONS}: use {MAX_CONTRIBUTIONS // block.contributions} routes or"
-                " fewer (schedule.replicas)"
+                " fewer (schedule.replicas), or schedule.reduce_gradients: true"
             )

@@ -100,10 +100,6 @@ class Plan:
         """Index of the first route's backward stage that contains ``block``."""
         return _stage_of(self.backward_stages, block)
 
-    def owner_device(self, block: int) -> int:
-        """Device that runs the backward of ``block``; its node owns the block."""
-        return self.backward_stages[self.backward_stage_of(block)].device
-
     def validate_shape(self) -> None:
         """Check numbers: ranges cover all blocks, devices exist, one program per device.
 

@@ -1,15 +1,16 @@
-"""Where tensors go in a plan: stages by route, and what becomes of a forward's output."""
+"""Where tensors go in a plan: stages by route, what becomes of a forward's output, and who sums
+gradients.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from penstock.protocol.frames import TransferKind
 from penstock.protocol.instructions import BackwardInput, SwapOut
 from penstock.protocol.layout import StageLayout, skipped_forwards
 from penstock.protocol.plan import Plan
-
-TransferKind = Literal["activation", "gradient", "checkpoint"]
+from penstock.protocol.reduction import Reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Flow:
     """
 
     layout: StageLayout
+    reduction: Reduction
     skipped: frozenset[tuple[int, int]]
     split: frozenset[tuple[int, int]]
     swapped: frozenset[tuple[int, int]]
@@ -36,6 +38,7 @@ class Flow:
                     found[type(instruction)].add((instruction.stage, instruction.micro_batch))
         return cls(
             layout=layout,
+            reduction=Reduction.of(plan),
             skipped=skipped_forwards(layout, plan.programs),
             split=frozenset(found[BackwardInput]),
             swapped=frozenset(found[SwapOut]),

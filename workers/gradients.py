@@ -1,20 +1,24 @@
 """Gradients of one attempt: summed on the device from zero, published once they are final.
 
 Publishing is: the last byte in the contribution's range of shared memory, then its ready word, then
-a message to the optimizerd of the node that owns the block.
+a message to the optimizerd of the node that owns the block. Where the plan reduces gradients
+(:mod:`penstock.protocol.reduction`), the sums of a stage are taken out instead and sent to its root,
+which adds them to its own before it publishes those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from penstock.protocol.reduction import Reduction
 from penstock.shm.layout import GRADIENT_COPIES
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
-from penstock.workers.devices.base import Device
+from penstock.workers.devices.base import Device, HostArray
 from penstock.workers.weights import lender
 
 Notify = Callable[[int, int], None]
@@ -28,24 +32,26 @@ class Contribution:
     block: int
     index: int
 
-    @classmethod
-    def of_use(cls, table: BlockTable, block: int, use: int, route: int) -> Contribution:
-        """That of one use of a block's parameters in one route; use 0 is the block's own."""
-        return cls(block, route * table.blocks[block].contributions + use)
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The gradients that a backward stage makes of one use of a block; use 0 is the block's own."""
+
+    stage: int
+    block: int
+    use: int
 
 
-def contributions_of(
-    table: BlockTable, blocks: Sequence[int], route: int
-) -> tuple[Contribution, ...]:
-    """What the backward of ``blocks`` contributes: to themselves, and to the owners of tied
+def sums_of(table: BlockTable, blocks: range, stage: int) -> tuple[Sum, ...]:
+    """What a backward stage of ``blocks`` sums: for themselves, and for the owners of tied
     tensors.
     """
     found = []
     for block in (table.blocks[index] for index in blocks):
         if block.trainable_elements:
-            found.append(Contribution.of_use(table, block.index, 0, route))
+            found.append(Sum(stage, block.index, 0))
         found += [
-            Contribution.of_use(table, lent.owner, lent.contribution, route)
+            Sum(stage, lent.owner, lent.contribution)
             for lent in block.borrows
             if lender(table, lent).name == "weights"
         ]
@@ -59,6 +65,7 @@ class GradientBook:
         self,
         *,
         table: BlockTable,
+        reduction: Reduction,
         memory: NodeMemory,
         device: Device,
         target: int,
@@ -67,43 +74,56 @@ class GradientBook:
         notify: Notify,
     ) -> None:
         self._table = table
+        self._reduction = reduction
         self._memory = memory
         self._device = device
         self._copy = target % GRADIENT_COPIES
         self._epoch = epoch
         self._attempt = attempt
         self._notify = notify
-        self._open: dict[Contribution, torch.Tensor] = {}
-        self._published: set[Contribution] = set()
+        self._open: dict[Sum, torch.Tensor] = {}
+        self._closed: set[Sum] = set()
 
-    def flat(self, contribution: Contribution) -> torch.Tensor:
+    def flat(self, wanted: Sum) -> torch.Tensor:
         """The sum so far, flat fp32; zeros when asked for the first time."""
-        found = self._open.get(contribution)
+        found = self._open.get(wanted)
         if found is None:
-            assert contribution not in self._published, f"{contribution} is published already"
-            found = self._device.gradients(
-                self._memory.grads(contribution.block, self._copy, contribution.index)
-            )
-            self._open[contribution] = found
+            assert wanted not in self._closed, f"{wanted} is published or sent already"
+            found = self._device.gradients(self._target(wanted))
+            self._open[wanted] = found
         return found
 
-    def publish(self, blocks: Sequence[int], route: int) -> None:
-        """The gradients of ``blocks`` in ``route`` are final. Those never asked for are zeros, and
+    def take(self, stage: int) -> dict[str, torch.Tensor]:
+        """The final sums of a backward stage that another stage's device adds up, by name: flat
+        fp32. They are no longer here.
+        """
+        return {_name(found): self._close(found) for found in self._sums(stage)}
+
+    def add(self, stage: int, other: Mapping[str, torch.Tensor]) -> None:
+        """Add what :meth:`take` gave for the same blocks in another route."""
+        for found in self._sums(stage):
+            self.flat(found).add_(other[_name(found)])
+
+    def publish(self, stage: int) -> None:
+        """The gradients of a backward stage are final. Those never asked for are zeros, and
         published too.
         """
-        for contribution in contributions_of(self._table, blocks, route):
-            gradients = self.flat(contribution)
-            del self._open[contribution]
-            self._published.add(contribution)
+        for found in self._sums(stage):
+            contribution = self._contribution(found)
             self._device.offload(
-                gradients,
-                self._memory.grads(contribution.block, self._copy, contribution.index),
+                self._close(found),
+                self._target(found),
                 lambda contribution=contribution: self._complete(contribution),  # type: ignore[misc]
             )
 
     @property
-    def unpublished(self) -> tuple[Contribution, ...]:
-        """Sums that were begun and not published."""
+    def sums(self) -> tuple[torch.Tensor, ...]:
+        """Flat sums that were begun and not published."""
+        return tuple(self._open.values())
+
+    @property
+    def unpublished(self) -> tuple[Sum, ...]:
+        """Sums that were begun, and neither published nor sent."""
         return tuple(self._open)
 
     def drop(self) -> None:
@@ -111,9 +131,38 @@ class GradientBook:
         self._device.drop()
         self._open.clear()
 
+    def _sums(self, stage: int) -> tuple[Sum, ...]:
+        return sums_of(self._table, self._reduction.layout.backward[stage].blocks, stage)
+
+    def _close(self, final: Sum) -> torch.Tensor:
+        gradients = self.flat(final)
+        del self._open[final]
+        self._closed.add(final)
+        return gradients
+
+    def _contribution(self, published: Sum) -> Contribution:
+        uses = self._table.blocks[published.block].contributions
+        route = self._reduction.published_route(published.stage)
+        return Contribution(published.block, route * uses + published.use)
+
+    def _target(self, wanted: Sum) -> HostArray:
+        """Where a sum is published; for one that is sent, memory of its own, which a device that
+        sums elsewhere never touches.
+        """
+        if self._reduction.publishes(wanted.stage):
+            contribution = self._contribution(wanted)
+            return self._memory.grads(contribution.block, self._copy, contribution.index)
+        elements = self._table.blocks[wanted.block].trainable_elements
+        return np.empty(elements, dtype=np.float32)
+
     def _complete(self, contribution: Contribution) -> None:
         # Only after the last byte: whoever reads the ready word reads the gradients next.
         self._memory.control.set_ready(
             contribution.block, contribution.index, epoch=self._epoch, attempt=self._attempt
         )
         self._notify(contribution.block, contribution.index)
+
+
+def _name(one: Sum) -> str:
+    """The same in all routes."""
+    return f"{one.block}.{one.use}"

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Set
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from penstock.protocol.frames import Transfer
+from penstock.protocol.frames import Transfer, TransferKind
 from penstock.protocol.instructions import (
     Program,
     RecvActivation,
@@ -37,9 +39,9 @@ class TransferKey:
     :class:`~penstock.protocol.frames.Transfer`.
     """
 
-    phase: str
+    phase: Literal["train", "eval"]
     attempt: int
-    kind: str
+    kind: TransferKind
     stage: int
     micro_batch: int
 
@@ -63,22 +65,31 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What may arrive: ``(phase, kind, stage, micro_batch)`` of every receive, and a bound on
-    messages kept.
+    """What may arrive: ``(phase, kind, stage, micro_batch)`` of every receive and reduction, and a
+    bound on messages kept.
     """
 
     receives: frozenset[tuple[str, str, int, int]]
     limit: int
 
     @classmethod
-    def of(cls, program: Program, evaluation: Program, evaluation_batches: int) -> Expected:
-        """From a device's programs.
+    def of(
+        cls,
+        program: Program,
+        evaluation: Program,
+        evaluation_batches: int,
+        collective: Set[tuple[str, str, int, int]] = frozenset(),
+    ) -> Expected:
+        """From a device's programs, and what collectives bring
+        (:func:`penstock.workers.collectives.collective_receives`).
 
         A peer may be one attempt ahead, and a whole evaluation ahead: evaluation is forward only,
         so nothing comes back to slow it down.
         """
         train = {("train", *receive) for receive in _receives(program)}
         evaluate = {("eval", *receive) for receive in _receives(evaluation)}
+        train |= {received for received in collective if received[0] == "train"}
+        evaluate |= {received for received in collective if received[0] == "eval"}
         limit = 2 * len(train) + (1 + evaluation_batches) * len(evaluate)
         return cls(receives=frozenset(train | evaluate), limit=limit)
 
@@ -158,6 +169,11 @@ class Inbox:
         """What arrived for an attempt and was not taken."""
         with self._changed:
             return tuple(k for k in self._tensors if (k.phase, k.attempt) == (phase, attempt))
+
+    def held(self) -> tuple[NamedTensors, ...]:
+        """What arrived and was not taken."""
+        with self._changed:
+            return tuple(self._tensors.values())
 
     def __len__(self) -> int:
         with self._changed:

@@ -12,7 +12,7 @@ from penstock.models.runtime import ModelRuntime
 from penstock.protocol.instructions import Phase
 from penstock.protocol.layout import StageLayout
 from penstock.shm.table import BlockTable
-from penstock.workers.gradients import Contribution, GradientBook
+from penstock.workers.gradients import GradientBook, Sum
 from penstock.workers.weights import FetchScope, LoadedStage, StageKey, WeightLoader, lender
 
 
@@ -82,8 +82,10 @@ class Stages:
             with self._scope.progress.awaiting(f"weights of version {self._scope.version}"):
                 loaded = self._weights.use(key)
             self.waited_s += time.perf_counter() - start
-            route = self._route(key) if grads else None
-            found = tuple(self._bind(block, loaded, route) for block in self.blocks(key))
+            self._scope.acquired()
+            # A forward that keeps its graph is of a stage that is the same in both lists.
+            stage = key.stage if grads else None
+            found = tuple(self._bind(block, loaded, stage) for block in self.blocks(key))
             self._bound[key, grads] = found
             if grads:
                 self._bind_places(key.stage)
@@ -107,13 +109,8 @@ class Stages:
             both = ((StageKey(stage, phase), True) for phase in (Phase.BACKWARD, Phase.FORWARD))
             places.bind(next((self._bound[key] for key in both if key in self._bound), ()))
 
-    def _route(self, key: StageKey) -> int:
-        forward = key.phase is Phase.FORWARD
-        routes = self._layout.forward_routes if forward else self._layout.backward_routes
-        return routes[key.stage]
-
-    def _bind(self, block: int, loaded: LoadedStage, route: int | None) -> BoundBlock:
-        """``route`` says whose gradients are summed; ``None`` for inference."""
+    def _bind(self, block: int, loaded: LoadedStage, stage: int | None) -> BoundBlock:
+        """``stage`` is the backward stage that sums gradients; ``None`` for inference."""
         spec = self._table.blocks[block]
         borrowed: dict[str, Borrowed] = {}
         for lent in spec.borrows:
@@ -121,18 +118,16 @@ class Stages:
             flat = loaded.array(array.block, array.name)
             assert flat is not None, f"{array} is read by block {block} and was not loaded"
             trains = array.name == "weights"
-            grads = self._sums(lent.owner, lent.contribution, route) if trains else None
+            grads = self._sum(lent.owner, lent.contribution, stage) if trains else None
             borrowed[lent.local_name] = flat, grads
         trains = spec.trainable_elements > 0
         return self._runtime.bind(
             block,
             weights=loaded.array(block, "weights"),
             frozen=loaded.array(block, "frozen"),
-            grads=self._sums(block, 0, route) if trains else None,
+            grads=self._sum(block, 0, stage) if trains else None,
             borrowed=borrowed,
         )
 
-    def _sums(self, block: int, use: int, route: int | None) -> torch.Tensor | None:
-        if route is None:
-            return None
-        return self._gradients.flat(Contribution.of_use(self._table, block, use, route))
+    def _sum(self, block: int, use: int, stage: int | None) -> torch.Tensor | None:
+        return None if stage is None else self._gradients.flat(Sum(stage, block, use))

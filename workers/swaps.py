@@ -1,8 +1,14 @@
-"""Copies of swapped activations to host memory and back, beside the computation."""
+"""Copies of swapped activations to host memory or to a peer, and back, beside the computation.
+
+A peer is another device of the node. The memory of CPU devices is host memory, so theirs is the
+same copy. A GPU allocates on the peer's GPU and copies to it directly, over NVLink or PCIe where
+the driver allows that; the first swap makes a CUDA context there, which takes a few hundred MB.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,20 +17,32 @@ from penstock.models.kept import Allocate, CopyStream, CudaCopies, PlainCopies, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapStreams:
-    """A stream for each direction, and where host memory comes from."""
+    """A stream for each direction, and where memory elsewhere comes from."""
 
     out: CopyStream
     back: CopyStream
     allocate: Allocate
 
     @classmethod
-    def of(cls, device: torch.device) -> SwapStreams:
-        """Those of a device; on a GPU the host memory is pinned, and torch keeps it for reuse."""
+    def of(cls, device: torch.device, distance: int | None = None) -> SwapStreams:
+        """Those of a device; on a GPU the host memory is pinned, and torch keeps it for reuse.
+
+        ``distance``: to the peer, whose number on the node is the device's plus this; ``None``: to
+        the host.
+        """
         if device.type != "cuda":
             return cls(out=PlainCopies(), back=PlainCopies(), allocate=host_memory)
         streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        return cls(out=CudaCopies(streams[0]), back=CudaCopies(streams[1]), allocate=_pinned)
+        allocate: Allocate = _pinned
+        if distance is not None:
+            assert device.index is not None, "a worker's GPU has a number"
+            allocate = partial(_on_peer, torch.device("cuda", device.index + distance))
+        return cls(out=CudaCopies(streams[0]), back=CudaCopies(streams[1]), allocate=allocate)
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _on_peer(peer: torch.device, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=peer)

@@ -22,7 +22,7 @@ from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.protocol.config import Config
 from penstock.protocol.errors import StateError
-from penstock.protocol.executable import check_executable
+from penstock.protocol.executable import check_executable, check_updates
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory, write_atomically
 from penstock.shm.table import BlockTable
@@ -81,7 +81,8 @@ def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospec
     if config.cluster.emulated is not None:
         return _look_ahead_emulated(config, machine, nodes)
     plan = build_plan(config, table)
-    check_executable(plan)
+    check_executable(plan, devices_per_node=config.cluster.workers)
+    check_updates(config, table, plan)
     rows = memory_table(config, table, plan)
     return Prospect(table=table, plan=plan, rows=rows, needs=needs(config, rows, machine, nodes))
 
@@ -90,7 +91,8 @@ def _look_ahead_emulated(config: Config, machine: MachineMemory, nodes: Sequence
     """With the block table at full size, and limits of the emulated machines."""
     emulation = Emulation.of(config)
     plan = build_plan(config, emulation.table, emulation.costs)
-    check_executable(plan, emulated=True)
+    check_executable(plan, devices_per_node=config.cluster.workers)
+    check_updates(config, emulation.table, plan)
     rows = emulated_rows(config, emulation, plan)
     return Prospect(
         table=emulation.table,

@@ -6,7 +6,7 @@ from penstock.planner.rules.events import Event
 from penstock.planner.rules.transfers import places_of
 from penstock.planner.rules.world import Device, RuleError, Side, World
 from penstock.planner.tensors import Send, transferred
-from penstock.protocol.instructions import Instruction, OffloadGradients
+from penstock.protocol.instructions import Instruction, OffloadGradients, ReduceGradients
 
 _SHOWN_WAITS = 16
 """Devices that a deadlock message lists at most."""
@@ -39,9 +39,11 @@ def _fate(world: World, event: Event) -> tuple[bool, str]:
     number = world.events.collective_of(event)
     if number is not None:
         return _fate_of_collective(world, number)
-    stage = world.events.offload_of(event)
-    if stage is not None:
-        source, will = world.backward.devices[stage], "offloads them"
+    offloaded, reduced = world.events.offload_of(event), world.events.reduction_of(event)
+    if offloaded is not None:
+        source, will = world.backward.devices[offloaded], "offloads them"
+    elif reduced is not None:
+        source, will = world.backward.devices[reduced], "reduces them"
     else:
         tensor = world.events.tensor_of(event)
         assert tensor is not None
@@ -65,6 +67,8 @@ def _makes(world: World, instruction: Instruction, event: Event) -> bool:
     if isinstance(instruction, Send):
         tensor = transferred(instruction)
         return world.events.tensor(tensor.kind, tensor.stage, tensor.micro_batch) == event
+    if isinstance(instruction, ReduceGradients):
+        return world.events.reduction(instruction.stage) == event
     return (
         isinstance(instruction, OffloadGradients)
         and world.events.offload(instruction.stage) == event

@@ -6,7 +6,9 @@ from penstock.planner.layout import StageLayout
 from penstock.planner.tensors import Tensor, TensorKind
 
 Event = int
-"""A tensor that was sent, gradients that were offloaded, or a collective that all have entered."""
+"""A tensor that was sent, gradients that were offloaded or sent to their root, or a collective that
+all have entered.
+"""
 
 
 class Events:
@@ -17,7 +19,8 @@ class Events:
         self._gradients = len(layout.forward) * count
         self._checkpoints = self._gradients + len(layout.backward) * count
         self._offloads = self._checkpoints + len(layout.backward) * count
-        self._collectives = self._offloads + len(layout.backward)
+        self._reductions = self._offloads + len(layout.backward)
+        self._collectives = self._reductions + len(layout.backward)
 
     def activation(self, stage: int, micro_batch: int) -> Event:
         """The output of a forward stage."""
@@ -45,6 +48,10 @@ class Events:
         """The gradients of a backward stage are in host memory."""
         return self._offloads + stage
 
+    def reduction(self, stage: int) -> Event:
+        """The gradients of a backward stage are on their way to the stage that sums them."""
+        return self._reductions + stage
+
     def collective(self, number: int) -> Event:
         """All devices have entered collective ``number``."""
         return self._collectives + number
@@ -64,7 +71,11 @@ class Events:
 
     def offload_of(self, event: Event) -> int | None:
         """The backward stage whose offload the event is."""
-        return event - self._offloads if self._offloads <= event < self._collectives else None
+        return event - self._offloads if self._offloads <= event < self._reductions else None
+
+    def reduction_of(self, event: Event) -> int | None:
+        """The backward stage whose reduction the event is."""
+        return event - self._reductions if self._reductions <= event < self._collectives else None
 
     def collective_of(self, event: Event) -> int | None:
         """The number of the collective that the event is."""
@@ -75,6 +86,9 @@ class Events:
         stage, number = self.offload_of(event), self.collective_of(event)
         if stage is not None:
             return f"gradients of backward stage {stage} in host memory"
+        stage = self.reduction_of(event)
+        if stage is not None:
+            return f"gradients of backward stage {stage}, to sum them"
         if number is not None:
             return f"collective {number}"
         return str(self.tensor_of(event))

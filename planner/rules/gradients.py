@@ -16,13 +16,16 @@ def reduce(world: World, device: Device, reducing: ReduceGradients) -> None:
     if stage in world.reduced:
         raise Broken("these gradients were reduced before")
     world.reduced.add(stage)
+    world.happen(world.events.reduction(stage))
     if world.rules.shards_weights:
         number = enter(world, device, "reduce-scatter", world.backward.stages[stage])
         world.scatters[stage] = number
 
 
 def offload(world: World, device: Device, offloading: OffloadGradients) -> Event | None:
-    """Takes the final gradients of a stage, reduced where others are."""
+    """Takes the final gradients of a stage, reduced where others are: the sum of all routes, which
+    its root waits for; elsewhere nothing is left to offload.
+    """
     stage = _final_stage(world, device, offloading)
     if stage in world.offloaded:
         raise Broken("these gradients were offloaded before")
@@ -32,6 +35,9 @@ def offload(world: World, device: Device, offloading: OffloadGradients) -> Event
         awaited = wait_for_collective(world, world.scatters[stage])
         if awaited is not None:
             return awaited
+    for sender in world.reduction.senders(stage):
+        if sender not in world.reduced:
+            return world.events.reduction(sender)
     world.offloaded.add(stage)
     world.happen(world.events.offload(stage))
     return None

@@ -9,6 +9,7 @@ from penstock.planner.layout import StageLayout
 from penstock.planner.rules.events import Event, Events
 from penstock.protocol.instructions import Forward, Instruction, Phase, Program, ReduceGradients
 from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.reduction import Reduction
 
 
 class RuleError(Exception):
@@ -107,8 +108,8 @@ class World:
     """All devices, and what they share.
 
     ``runs``: whether a FORWARD is in any program; ``remaining``: micro-batches whose weight
-    gradients a backward stage still lacks; ``reduces``: whether any device reduces gradients;
-    ``scatters``: the collective of a stage's reduction, if it is one.
+    gradients a backward stage still lacks; ``reduces``: whether any device reduces gradients, and
+    ``reduction`` whither; ``scatters``: the collective of a stage's reduction, if it is one.
     """
 
     def __init__(self, layout: StageLayout, programs: tuple[Program, ...], rules: Rules) -> None:
@@ -123,6 +124,9 @@ class World:
         self.backward = Side(layout.backward, layout.backward_routes, Phase.BACKWARD, count)
         self.runs = bytearray(len(layout.forward) * count)
         self.reduces = False
+        self.reduction = Reduction.in_programs(
+            layout, programs, shards_weights=rules.shards_weights
+        )
         for program in programs:
             for instruction in program:
                 self._note(instruction)

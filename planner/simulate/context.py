@@ -14,6 +14,7 @@ from penstock.planner.simulate.graph import GraphBuilder, Queues
 from penstock.planner.simulate.network import Network
 from penstock.protocol.instructions import Forward, Keep
 from penstock.protocol.plan import Plan
+from penstock.protocol.reduction import Reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Context:
 
     plan: Plan
     layout: StageLayout
+    reduction: Reduction
     costs: Costs
     cluster: Cluster
     columns: Columns
@@ -43,6 +45,7 @@ class Context:
         return cls(
             plan=plan,
             layout=layout,
+            reduction=Reduction.of(plan),
             costs=costs,
             cluster=cluster,
             columns=columns,

@@ -14,74 +14,94 @@ from penstock.planner.simulate.lanes import Lane
 from penstock.planner.simulate.ring import add_ring
 from penstock.protocol.instructions import OffloadGradients, ReduceGradients
 
-Reduced = Mapping[tuple[int, int], int]
-"""By device and backward stage, the task after which its gradients are summed."""
+Reduced = Mapping[int, Ints]
+"""By backward stage that publishes, the tasks after which its gradients are summed."""
 
 
 def add_reductions(context: Context) -> Reduced:
-    """Backward stages of the same blocks that reduce are one group, in the order of programs.
+    """Backward stages of the same blocks are one group, whose root publishes the sum
+    (:mod:`penstock.protocol.reduction`).
 
-    A ring all-reduce, or with ``shards_weights`` a reduce-scatter; then the same between the
-    replicas of the whole plan.
+    The others send theirs to the root; with ``shards_weights`` all take part in a ring
+    reduce-scatter. Then a ring all-reduce between the replicas of the whole plan.
     """
     rows = context.columns.rows(ReduceGradients)
-    stages = context.columns.stages[rows].tolist()
-    members: dict[range, list[int]] = defaultdict(list)
-    for index, stage in enumerate(stages):
-        members[context.layout.backward[stage].blocks].append(index)
-    reduced: dict[tuple[int, int], int] = {}
-    for group in members.values():
-        tasks = _reduce(context, rows[group])
-        devices = context.columns.devices[rows[group]].tolist()
-        for device, index, task in zip(devices, group, tasks.tolist(), strict=True):
-            reduced[device, stages[index]] = task
-    return reduced
+    members: dict[int, list[int]] = defaultdict(list)
+    for index, stage in enumerate(context.columns.stages[rows].tolist()):
+        members[context.reduction.roots[stage]].append(index)
+    return {root: _reduce(context, rows[group], root) for root, group in members.items()}
 
 
-def _reduce(context: Context, rows: Ints) -> Ints:
-    """The tasks after which the gradients of each member are summed."""
-    columns, count = context.columns, len(rows)
-    num_bytes = context.backward(int(columns.stages[rows[0]])).gradient_bytes
-    rounds = 1 if context.plan.shards_weights else 2
-    done = columns.issued_after(rows)
-    if count > 1:
-        amount = rounds * (count - 1) / count * num_bytes
+def _reduce(context: Context, rows: Ints, root: int) -> Ints:
+    """The tasks after which the gradients of a group are summed."""
+    done = context.columns.issued_after(rows)
+    num_bytes = context.backward(root).gradient_bytes
+    if context.plan.shards_weights and len(rows) > 1:
+        amount = (len(rows) - 1) / len(rows) * num_bytes
         ring = add_ring(context, rows=rows, needs=done, amount=amount, label=Label.INSTRUCTION)
-        done = np.full(count, ring)
+        done = np.array([ring])
+    elif len(rows) > 1:
+        done = _send(context, rows, done, root)
     replicas = context.cluster.replicas
     if replicas == 1:
         return done
-    devices = columns.devices[rows]
+    rounds = 1 if context.plan.shards_weights else 2
+    device = context.layout.backward[root].device
     tasks = context.builder.add(
-        count,
+        1,
         lane=Lane.REDUCE,
-        queues=context.queues.collective(devices),
-        origins=rows,
-        places=devices,
+        queues=context.queues.collective(device),
+        origins=rows[context.columns.stages[rows] == root],
+        places=device,
         amounts=rounds * (replicas - 1) / replicas * num_bytes,
-        routes=[context.network.replicas(device) for device in devices.tolist()],
+        routes=context.network.replicas(device),
         delays=context.cluster.latency_s,
     )
-    context.builder.need(tasks, done)
+    context.builder.need(np.repeat(tasks, len(done)), done)
     return tasks
 
 
+def _send(context: Context, rows: Ints, done: Ints, root: int) -> Ints:
+    """Sums go to the root as they are accumulated; returns their tasks, and what the root's own
+    wait for.
+    """
+    sends = context.columns.stages[rows] != root
+    sources = context.columns.devices[rows[sends]]
+    target = context.layout.backward[root].device
+    tasks = context.builder.add(
+        len(sources),
+        lane=Lane.REDUCE,
+        queues=context.queues.link(sources, target),
+        origins=rows[sends],
+        places=sources,
+        peers=target,
+        amounts=context.backward(root).device_gradient_bytes,
+        routes=[context.network.link(source, target) for source in sources.tolist()],
+        delays=context.cluster.latency_s,
+    )
+    context.builder.need(tasks, done[sends])
+    return np.concatenate((tasks, done[~sends]))
+
+
 def add_offloads(context: Context, reduced: Reduced) -> Mapping[int, int]:
-    """Task of every OFFLOAD_GRADIENTS, by row; with ``shards_weights`` of the device's share."""
+    """Task of every OFFLOAD_GRADIENTS that publishes, by row; those of other stages do nothing."""
     columns = context.columns
     rows = columns.rows(OffloadGradients)
+    stages = columns.stages[rows].tolist()
+    publishes = np.array([context.reduction.publishes(stage) for stage in stages], dtype=np.bool_)
+    rows = rows[publishes]
     devices, stages = columns.devices[rows], columns.stages[rows].tolist()
-    share = 1.0 / context.plan.num_devices if context.plan.shards_weights else 1.0
     tasks = context.builder.add(
         len(rows),
         lane=Lane.OFFLOAD,
         queues=context.queues.offload(devices),
         origins=rows,
         places=devices,
-        amounts=[share * context.backward(stage).gradient_bytes for stage in stages],
+        amounts=[context.backward(stage).gradient_bytes for stage in stages],
         routes=[context.network.offload(device) for device in devices.tolist()],
     )
     context.issue(tasks, rows)
-    keys = zip(devices.tolist(), stages, strict=True)
-    context.builder.need(tasks, np.array([reduced.get(key, -1) for key in keys], dtype=np.int64))
+    for task, stage in zip(tasks.tolist(), stages, strict=True):
+        if stage in reduced:
+            context.builder.need(task, reduced[stage])
     return dict(zip(rows.tolist(), tasks.tolist(), strict=True))

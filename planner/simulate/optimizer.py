@@ -1,9 +1,9 @@
 """Optimizer work: on the cores of nodes, and updates on devices.
 
 A **unit** is what a node does in one go: blocks whose gradients come from the same backward stages,
-so usually one backward stage. One optimizer owns a block (the node of the first route's backward)
-and sums what other routes contribute, which other nodes send it. Where gradients are reduced, each
-node has the sum and updates its own copy of the weights; where weights are sharded, its shares.
+so usually one backward stage. One optimizer owns a block and sums what routes contribute, which
+other nodes send it; where gradients are reduced there is one contribution, made on the owner's node
+(:mod:`penstock.protocol.reduction`).
 
 An UPDATE takes a block from its unit: its state is fetched when the instruction is issued, its
 kernel runs on the compute stream when the state is there and nothing else can run, and its weights
@@ -24,7 +24,6 @@ import numpy as np
 from penstock.planner.cluster import OptimizerModel, OptimizerStart
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
-from penstock.planner.simulate.gradients import Reduced
 from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.lanes import Lane
 from penstock.protocol.instructions import Update
@@ -32,26 +31,21 @@ from penstock.protocol.instructions import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """``rows`` of the offloads that bring gradients; ``share`` of the parameters that the node has
-    to do.
-    """
+    """``rows`` of the offloads that bring gradients."""
 
     node: int
     blocks: tuple[int, ...]
     rows: tuple[int, ...]
-    share: float
 
 
-def add_optimizer(
-    context: Context, offloads: Mapping[int, int], reduced: Reduced, optimizer: OptimizerModel
-) -> None:
+def add_optimizer(context: Context, offloads: Mapping[int, int], optimizer: OptimizerModel) -> None:
     """Work of all nodes and devices that follows the offloads (tasks by row)."""
     if not offloads:
         return
     flush = -1
     if optimizer.start is OptimizerStart.FLUSH:
         flush = context.barrier(np.array(list(offloads.values())), min(offloads))
-    units = _units(context, offloads, reduced)
+    units = _units(context, offloads)
     settles: Ints = np.full(len(units), -1)
     if optimizer.settle_bytes > 0.0:
         parameters = [_parameters(context, unit) for unit in units]
@@ -70,29 +64,19 @@ def add_optimizer(
     _await_gradients(context, left, passes, offloads)
 
 
-def _units(context: Context, offloads: Mapping[int, int], reduced: Reduced) -> list[_Unit]:
+def _units(context: Context, offloads: Mapping[int, int]) -> list[_Unit]:
     """Last stage first: where gradients arrive at the same time, that is the order of work."""
-    columns, plan, cluster = context.columns, context.plan, context.cluster
-    # The owner of a block is the device of its backward in the first route.
-    first = context.layout.backward[: context.layout.backward_routes.count(0)]
-    owners = [stage.device for stage in first for _ in stage.blocks]
+    columns, cluster = context.columns, context.cluster
     rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
     for row in sorted(offloads, key=lambda row: int(columns.stages[row])):
-        device, stage = int(columns.devices[row]), int(columns.stages[row])
-        for block in context.layout.backward[stage].blocks:
-            summed = (device, stage) in reduced or plan.shards_weights
-            owner = device if summed else owners[block]
+        for block in context.layout.backward[int(columns.stages[row])].blocks:
+            owner = context.reduction.owner_device(block)
             rows_of[cluster.node_of(owner), block].append(row)
     grouped: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for (node, block), rows in rows_of.items():
         grouped[node, tuple(rows)].append(block)
     units = [
-        _Unit(
-            node=node,
-            blocks=tuple(blocks),
-            rows=rows,
-            share=len(rows) / plan.num_devices if plan.shards_weights else 1.0,
-        )
+        _Unit(node=node, blocks=tuple(blocks), rows=rows)
         for (node, rows), blocks in grouped.items()
     ]
     return sorted(units, key=lambda unit: int(columns.stages[unit.rows[0]]), reverse=True)
@@ -100,7 +84,7 @@ def _units(context: Context, offloads: Mapping[int, int], reduced: Reduced) -> l
 
 def _parameters(context: Context, unit: _Unit, without: frozenset[int] = frozenset()) -> float:
     blocks = context.costs.blocks
-    return unit.share * sum(blocks[b].parameters for b in unit.blocks if b not in without)
+    return sum(blocks[b].parameters for b in unit.blocks if b not in without)
 
 
 def _add_passes(
@@ -225,7 +209,7 @@ def _elsewhere(
     offload_of = {int(columns.stages[row]): task for row, task in offloads.items()}
     num_bytes, needs = [], []
     for device, block in zip(columns.devices[rows], columns.stages[rows].tolist(), strict=True):
-        stage = plan.backward_stage_of(block)
+        stage = context.reduction.roots[plan.backward_stage_of(block)]
         own = plan.backward_stages[stage].device == device
         num_bytes.append(0.0 if own else context.costs.blocks[block].gradient_bytes)
         needs.append(-1 if own else offload_of.get(stage, -1))

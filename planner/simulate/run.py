@@ -56,7 +56,7 @@ def simulate(
     add_swaps(context)
     reduced = add_reductions(context)
     offloads = add_offloads(context, reduced)
-    add_optimizer(context, offloads, reduced, optimizer)
+    add_optimizer(context, offloads, optimizer)
     tasks = context.builder.build()
     times = run_tasks(tasks, context.network, record_rates=record_rates)
     if np.isnan(times.ends).any():

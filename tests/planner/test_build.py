@@ -17,7 +17,7 @@ from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config, ScheduleConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.executable import check_executable
-from penstock.protocol.instructions import Recompute
+from penstock.protocol.instructions import Opcode, Recompute
 from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
 
@@ -54,19 +54,53 @@ def test_the_configuration_knows_every_scheme() -> None:
     assert get_args(ScheduleConfig.model_fields["scheme"].annotation) == tuple(SCHEMES)
 
 
+@pytest.mark.parametrize(("workers", "nodes"), [(4, 1), (2, 2)])
+def test_swaps_stay_within_a_node(
+    workers: int, nodes: int, make_table: Tables, make_config: Configs
+) -> None:
+    """The first device of BPipe swaps to the last one."""
+    plan = build_plan(make_config("bpipe", workers=workers, nodes=nodes), make_table(8))
+    if nodes == 1:
+        check_executable(plan, devices_per_node=workers)
+        return
+    message = (
+        r"device 0, instruction \d+ is 'SO .* peer=3', and workers do not swap to devices of other"
+        r" nodes \(device 0 is on node 0, its peer on node 1"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_executable(plan, devices_per_node=workers)
+
+
 @pytest.mark.parametrize(
-    ("scheme", "message"),
+    ("scheme", "nodes", "schedule", "reduces"),
     [
-        ("bpipe", r"device 0, instruction \d+ is 'SO .*, and workers do not swap to other devices"),
-        ("zero3-offload", "workers do not execute REDUCE_GRADIENTS"),
+        ("1f1b", 1, {"replicas": 2}, False),
+        ("1f1b", 1, {"replicas": 2, "reduce_gradients": True}, True),
+        ("1f1b", 2, {"replicas": 2}, True),
+        ("1f1b", 2, {"replicas": 2, "reduce_gradients": False}, False),
+        ("chimera", 1, {}, False),
+        ("chimera", 2, {}, True),
+        ("1f1b", 2, {"reduce_gradients": True}, False),
+        ("zero3-offload", 1, {}, True),
     ],
 )
-def test_what_workers_do_not_run_yet_is_said_of_the_plan(
-    scheme: str, message: str, make_table: Tables, make_config: Configs
+def test_where_routes_are_summed(
+    scheme: str,
+    nodes: int,
+    schedule: dict[str, Any],
+    reduces: bool,
+    make_table: Tables,
+    make_config: Configs,
 ) -> None:
-    plan = build_plan(make_config(scheme, workers=4), make_table(8))
-    with pytest.raises(ConfigError, match=message):
-        check_executable(plan)
+    """Without a wish by devices where routes of a stage are on several nodes."""
+    config = make_config(scheme, workers=4 // nodes, nodes=nodes, **schedule)
+    plan = build_plan(config, make_table(8))
+    assert any(i.opcode is Opcode.REDUCE_GRADIENTS for p in plan.programs for i in p) == reduces
+
+
+def test_shared_out_weights_are_reduced(make_table: Tables, make_config: Configs) -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.reduce_gradients = false: zero3-offload sha"):
+        build_plan(make_config("zero3-offload", reduce_gradients=False), make_table(4))
 
 
 def test_stages_are_balanced_by_forward_work(make_table: Tables, make_config: Configs) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from penstock.planner.build import build_plan
+from penstock.planner.footprint import footprints
 from penstock.planner.memory import DevicePeak, Resource, device_peaks, memory_table, table_costs
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import Opcode
 from penstock.shm.table import BlockTable, BorrowedTensor
 
 Tables = Callable[..., BlockTable]
@@ -92,7 +94,7 @@ def test_a_tied_gradient_is_stored_where_it_is_computed(
 
 def test_replicas_contribute_where_they_run(make_table: Tables, make_config: Configs) -> None:
     """A replica on each of two nodes: the first owns all blocks, and pulls gradients."""
-    config = make_config("gpipe", workers=2, nodes=2, replicas=2)
+    config = make_config("gpipe", workers=2, nodes=2, replicas=2, reduce_gradients=False)
     table = make_table(4)
     rows = memory_table(config, table, build_plan(config, table))
     copies = 2 * 4 * 1024 * 4
@@ -104,6 +106,21 @@ def test_replicas_contribute_where_they_run(make_table: Tables, make_config: Con
     assert {r.use for r in rows if r.place == "node n1" and r.num_bytes} == {"grads"}
 
 
+def test_replicas_on_two_nodes_contribute_once(make_table: Tables, make_config: Configs) -> None:
+    """Devices of the second node send their sums to those of the first, which add them up."""
+    config = make_config("gpipe", workers=2, nodes=2, replicas=2)
+    table = make_table(4)
+    plan = build_plan(config, table)
+    rows = memory_table(config, table, plan)
+    assert [(r.place, r.num_bytes) for r in rows if "grads" in r.use] == [
+        ("node n0", 2 * 4 * 1024 * 4)
+    ]
+    assert not any(r.place == "node n1" and r.num_bytes for r in rows)
+    footprint = footprints(plan, table_costs(table, tokens=8))[0]
+    at = [i.opcode for i in plan.programs[0]].index(Opcode.OFFLOAD_GRADIENTS)
+    assert (footprint.gradient_bytes[at - 1], footprint.workspace_bytes[at]) == (8192.0, 8192.0)
+
+
 def test_more_routes_than_ready_words(make_table: Tables, make_config: Configs) -> None:
     config = make_config("gpipe", workers=13, micro_batches=13, replicas=13)
     table = make_table(4)
@@ -112,6 +129,8 @@ def test_more_routes_than_ready_words(make_table: Tables, make_config: Configs) 
         ConfigError, match=r"13 routes .* 'block0', .* at most 12: use 12 routes or"
     ):
         memory_table(config, table, plan)
+    summed = make_config("gpipe", workers=13, micro_batches=13, replicas=13, reduce_gradients=True)
+    assert memory_table(summed, table, build_plan(summed, table))
 
 
 def test_peaks_of_gpipe(make_table: Tables, make_config: Configs) -> None:

@@ -284,17 +284,20 @@ REPLICAS = """device 0:
 
 
 def test_gradients_are_reduced_over_routes() -> None:
-    """A ring of two sends all of it, in two halves: 4 from the time both are ready, at 4. Then
-    every node has the sum and updates its own weights.
+    """Route 1 sends its sums (6 with 2) when it is done at 4; route 0 offloads what both made, and
+    its node updates all weights.
     """
     plan = by_hand(REPLICAS, (0, 1), routes=2)
-    cluster = Cluster(devices_per_node=1, nic_bandwidth=2.0, optimizer_rate=1.0)
-    simulation = simulate(plan, Costs(blocks=(WORK,)), cluster)
-    assert uses(simulation, Lane.REDUCE) == [("RD 0", 0, 4.0, 6.0), ("RD 1", 1, 4.0, 6.0)]
-    assert uses(simulation, Lane.OPTIMIZER) == [("U 1", 1, 6.0, 8.0), ("U 0", 0, 6.0, 8.0)]
-    one_node = replace(cluster, devices_per_node=2, peer_bandwidth=4.0)
-    simulation = simulate(plan, Costs(blocks=(WORK,)), one_node)
-    assert uses(simulation, Lane.OPTIMIZER) == [("U 0", 0, 5.0, 7.0)]
+    cluster = Cluster(
+        devices_per_node=1, nic_bandwidth=2.0, offload_bandwidth=2.0, optimizer_rate=1.0
+    )
+    block = replace(WORK, device_gradient_bytes=6.0)
+    simulation = simulate(plan, Costs(blocks=(block,)), cluster)
+    assert uses(simulation, Lane.REDUCE, Lane.OFFLOAD, Lane.OPTIMIZER) == [
+        ("RD 1", 1, 4.0, 7.0),
+        ("OG 0", 0, 7.0, 9.0),
+        ("U 0", 0, 9.0, 11.0),
+    ]
 
 
 def test_gradients_are_reduced_over_replicas_of_the_plan() -> None:
@@ -330,8 +333,8 @@ SHARDS = """device 0:
 
 def test_sharded_weights_are_fetched_in_parts_and_gathered() -> None:
     """Half of the 3 each with 3, then the halves change places, with 1.5. After the backward the
-    halves of 4 are reduced with 1.5, and 2 each is offloaded with 2. Each does one parameter.
-    Both devices wait for the whole.
+    halves of 4 are reduced with 1.5, and device 0, where the stage's root is, offloads all of it
+    with 2. Both devices wait for the whole.
     """
     plan = by_hand(SHARDS, (0, 1), routes=2, shards_weights=True)
     cluster = Cluster(
@@ -342,15 +345,15 @@ def test_sharded_weights_are_fetched_in_parts_and_gathered() -> None:
         optimizer_rate=1.0,
     )
     simulation = simulate(plan, Costs(blocks=(WORK,)), cluster)
-    reduced = round(3.5 + 2.0 / 1.5, 9)
+    reduced, offloaded, updated = (round(s + 2.0 / 1.5, 9) for s in (3.5, 5.5, 7.5))
     assert [u for u in uses(simulation, *Lane) if u[1] == 0] == [
         ("FW 0 forward", 0, 0.0, 0.5),
         ("FW 0 forward", 0, 0.5, 1.5),
         ("F 0 0", 0, 1.5, 2.5),
         ("B 0 0", 0, 2.5, 3.5),
         ("RD 0", 0, 3.5, reduced),
-        ("OG 0", 0, reduced, reduced + 1.0),
-        ("U 0", 0, reduced + 1.0, reduced + 3.0),
+        ("OG 0", 0, reduced, offloaded),
+        ("U 0", 0, offloaded, updated),
     ]
     assert [u for u in uses(simulation, Lane.COMPUTE) if u[1] == 1] == [
         ("F 1 1", 1, 1.5, 2.5),

@@ -49,11 +49,10 @@ def test_lookups() -> None:
     assert PLAN.num_blocks == 5
     assert [PLAN.forward_stage_of(b) for b in range(5)] == [0, 0, 1, 1, 1]
     assert [PLAN.backward_stage_of(b) for b in range(5)] == [0, 1, 2, 2, 3]
-    assert [PLAN.owner_device(b) for b in range(5)] == [1, 0, 1, 1, 0]
     layout = StageLayout.of(PLAN)
     assert [layout.checkpoints_of(s) for s in range(2)] == [(0, 1), (2, 3)]
     with pytest.raises(IndexError, match="block 5"):
-        PLAN.owner_device(5)
+        PLAN.backward_stage_of(5)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,17 @@ CASES = [
     ("spipe", 4, 2, {"replicas": 2, "passes": ["skip-dead-forward"]}, True),
     ("chimera", 4, 2, {"recompute": "full", "replicas": 2}, True),
     ("gpipe", 2, 2, {"replicas": 2}, True),
+    ("bpipe", 4, 1, {"recompute": "none"}, True),
+    ("bpipe", 4, 1, {"recompute": "selective", "drop": ["mlp"]}, False),
+    ("zero3-offload", 1, 1, {}, True),
+    ("zero3-offload", 2, 1, {}, True),
+    ("zero3-offload", 2, 2, {"recompute": "none"}, True),
+    ("zero3-offload", 4, 1, {"recompute": "selective", "drop": ["mlp"]}, False),
+    ("zero3-offload", 4, 2, {"recompute": "full", "stages_per_device": 3}, True),
+    ("gpipe", 4, 1, {"replicas": 4, "reduce_gradients": True}, True),
+    ("1f1b", 4, 2, {"replicas": 2, "recompute": "none"}, True),
+    ("1f1b", 4, 2, {"replicas": 2, "reduce_gradients": False}, True),
+    ("zb-h1", 4, 1, {"replicas": 2, "reduce_gradients": True}, False),
 ]
 
 
@@ -353,13 +364,16 @@ def test_every_opcode_that_is_accepted_has_a_handler() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shards_weights": True}, "gpipe needs: share out weights over devices"),
         (
             {"programs": program_of("F 0 0 keep=all", "U 3")},
             r"plan: gpipe, device 0, instruction 1 is 'U 3', and workers do not execute UPDATE",
         ),
         ({"evaluation": program_of("U 3")}, r"evaluation: gpipe, device 0, instruction 0 is 'U 3'"),
-        ({"programs": program_of("F 0 0 keep=all", "RD 0")}, "workers do not execute REDUCE_"),
+        (
+            {"programs": program_of("F 0 0 keep=all", "SO 0 0 fraction=0.5 peer=1")},
+            r"workers do not swap to devices of other nodes \(device 0 is on node 0, its peer on node"
+            r" 1, cluster.workers = 1\); they swap to devices of their node, or to host memory",
+        ),
     ],
 )
 def test_plans_that_workers_cannot_run_are_refused(changes: dict[str, Any], message: str) -> None:

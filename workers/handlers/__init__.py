@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.protocol.instructions import Opcode
 from penstock.workers.attempt import Attempt
-from penstock.workers.handlers import compute, memory, transfers
+from penstock.workers.handlers import compute, gradients, memory, transfers, update
 
 Handler = Callable[[Any, Attempt], None]
 """Called with an instruction of its opcode and the attempt."""
@@ -28,7 +28,9 @@ HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
         Opcode.RECV_CHECKPOINT: transfers.receive_checkpoint,
         Opcode.FETCH_WEIGHTS: memory.fetch_weights,
         Opcode.RELEASE_WEIGHTS: memory.release_weights,
-        Opcode.OFFLOAD_GRADIENTS: memory.offload_gradients,
+        Opcode.REDUCE_GRADIENTS: gradients.reduce_gradients,
+        Opcode.OFFLOAD_GRADIENTS: gradients.offload_gradients,
+        Opcode.UPDATE: update.update,
         Opcode.SWAP_OUT: memory.swap_out,
         Opcode.SWAP_IN: memory.swap_in,
     }

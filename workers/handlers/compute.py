@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 
 from penstock.models.binding import BoundBlock
+from penstock.models.kept import let_go
 from penstock.models.runtime import StageOutput
 from penstock.models.split import run_together
 from penstock.models.storing import Storing
+from penstock.protocol.frames import TransferKind
 from penstock.protocol.instructions import (
     Backward,
     BackwardInput,
@@ -23,32 +23,15 @@ from penstock.protocol.instructions import (
     RecomputeAfter,
 )
 from penstock.workers.attempt import Attempt
-from penstock.workers.flow import TransferKind
 from penstock.workers.inbox import NamedTensors
 from penstock.workers.weights import StageKey
 
-_I = TypeVar("_I", Forward, Recompute, Backward, BackwardInput, BackwardWeight)
 
-
-def _counts_as_busy(handler: Callable[[_I, Attempt], None]) -> Callable[[_I, Attempt], None]:
-    """Add the handler's time, without its waits, to the attempt's busy seconds."""
-
-    def measured(instruction: _I, attempt: Attempt) -> None:
-        start, waited_s = time.perf_counter(), attempt.waited_s
-        handler(instruction, attempt)
-        elapsed_s = time.perf_counter() - start
-        attempt.tally.busy_s += elapsed_s - (attempt.waited_s - waited_s)
-
-    return measured
-
-
-@_counts_as_busy
 def forward(instruction: Forward, attempt: Attempt) -> None:
     """Run a forward stage; what stays is said by ``instruction.keep``."""
     _FORWARDS[instruction.keep](instruction, attempt)
 
 
-@_counts_as_busy
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
     """Run a backward stage forward, with autograd, from its checkpoint; or only what its forward
     dropped.
@@ -65,16 +48,14 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
     bound = attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
     output = _run(attempt, bound, inputs, m, autograd=True, storing=attempt.storing(stage, m))
     attempt.count_loss(m, output)
-    attempt.keep_graph(stage, m, output)
+    _keep_graph(attempt, stage, m, output)
 
 
-@_counts_as_busy
 def backward(instruction: Backward, attempt: Attempt) -> None:
     """Gradients of a stage's weights, added up, and of its inputs, kept for the stage before."""
     _backward(attempt, instruction.stage, instruction.micro_batch)
 
 
-@_counts_as_busy
 def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
     """Gradients of a stage's inputs only; those of its weights wait."""
     stage, m = instruction.stage, instruction.micro_batch
@@ -83,7 +64,6 @@ def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
     attempt.defer(stage, m, output.stored.deferred)
 
 
-@_counts_as_busy
 def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
     """The gradients of a stage's weights that wait, added up micro-batch by micro-batch.
 
@@ -115,6 +95,13 @@ def _make_again(instruction: Recompute, attempt: Attempt) -> None:
     attempt.kept(stage, m).recompute()
 
 
+def _keep_graph(attempt: Attempt, stage: int, micro_batch: int, output: StageOutput) -> None:
+    """The graph starts at its output but does not need the values, which may be sent by now."""
+    for tensor in output.tensors.values():
+        let_go(tensor)
+    attempt.keep_graph(stage, micro_batch, output)
+
+
 def _bind_anew(attempt: Attempt, stage: int) -> None:
     """Wait for the weights if they may have been released since the forward."""
     if attempt.bench.plan.rebinds_weights:
@@ -129,8 +116,8 @@ def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
     storing = attempt.storing(stage, m, instruction.drop)
     output = _run(attempt, bound, inputs, m, autograd=True, storing=storing)
     attempt.count_loss(m, output)
-    attempt.keep_graph(stage, m, output)
     _hand_on(attempt, stage, m, output.tensors)
+    _keep_graph(attempt, stage, m, output)
 
 
 def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
