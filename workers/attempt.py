@@ -7,9 +7,10 @@ Everything that must be gone at its end is in :class:`Attempt`; what outlives it
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,22 +21,28 @@ from penstock.models.runtime import ModelRuntime, StageOutput
 from penstock.models.split import DeferredWeights
 from penstock.models.storing import Storing
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.frames import GradientReady, Transfer
-from penstock.protocol.instructions import FetchWeights, Instruction, Opcode
+from penstock.protocol.frames import BlockUpdated, GradientReady, TransferKind
+from penstock.protocol.instructions import FetchWeights, Update
 from penstock.protocol.plan import Plan
+from penstock.protocol.step import OptimizerStep
 from penstock.protocol.trace import TraceEvent, TraceLane
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
-from penstock.workers.devices.base import Device
-from penstock.workers.flow import Flow, TransferKind
+from penstock.workers.channels.base import Channel
+from penstock.workers.devices.base import Device, Stamp
+from penstock.workers.flow import Flow
 from penstock.workers.gradients import GradientBook
 from penstock.workers.inbox import NamedTensors, TransferKey
+from penstock.workers.meters import Meter, NoMeter
 from penstock.workers.progress import Progress
 from penstock.workers.stages import Stages
 from penstock.workers.swaps import SwapStreams
-from penstock.workers.trace import Executed, TraceRing
+from penstock.workers.timing import Tally, Timeline
+from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
+from penstock.workers.updates import BlockUpdates, PreviewedBlock, UpdateScope
+from penstock.workers.usage import MemoryPeak
 from penstock.workers.waiting import Abort
 from penstock.workers.weights import FetchScope, StageKey, WeightLoader
 
@@ -66,10 +73,14 @@ class Bench:
     device: Device
     weights: WeightLoader
     transport: Transport
+    channel: Channel
     trace: TraceRing
     abort: Abort
     timeout_s: float
     progress: Progress = field(default_factory=Progress)
+    meter: Meter = field(default_factory=NoMeter)
+    updates: BlockUpdates | None = None
+    """Where the device's program has UPDATE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +88,8 @@ class Job:
     """One pass of a program over one global batch.
 
     ``number`` is the attempt, or what keys the messages of an evaluation batch. ``data_position``
-    counts the samples consumed before it. ``counted_tokens`` is that of the global batch.
+    counts the samples consumed before it. ``counted_tokens`` is that of the global batch. ``step``
+    is where UPDATE leads; without one it does nothing.
     """
 
     phase: JobPhase
@@ -87,6 +99,7 @@ class Job:
     loss_scale: float
     batches: Sequence[MicroBatch]
     counted_tokens: int
+    step: OptimizerStep | None = None
 
     @property
     def loss_weight(self) -> float:
@@ -94,14 +107,14 @@ class Job:
         return self.loss_scale / max(1, self.counted_tokens)
 
 
-@dataclass(slots=True)
-class Tally:
-    """Measured while instructions run, in seconds. ``busy_s``: computing, without waits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What an attempt holds for later instructions, by (what,) stage and micro-batch."""
 
-    seconds: defaultdict[Opcode, float] = field(default_factory=lambda: defaultdict(float))
-    counts: Counter[Opcode] = field(default_factory=Counter)
-    received_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    busy_s: float = 0.0
+    kept: Mapping[tuple[str, int, int], NamedTensors]
+    posted: Set[tuple[str, int, int]]
+    graphs: Mapping[tuple[int, int], StageOutput]
+    deferred: Mapping[tuple[int, int], DeferredWeights]
 
 
 class Attempt:
@@ -115,8 +128,10 @@ class Attempt:
         self.bench = bench
         self.job = job
         self.tally = Tally()
+        self.timeline = Timeline(bench.device, bench.trace, job.phase, job.number)
         self.gradients = GradientBook(
             table=bench.table,
+            reduction=bench.flow.reduction,
             memory=bench.memory,
             device=bench.device,
             target=job.base_version + 1,
@@ -138,12 +153,13 @@ class Attempt:
                 timeout_s=bench.timeout_s,
                 progress=bench.progress,
                 loaded=self._loaded,
+                acquired=self.timeline.inputs_are_here,
             ),
         )
         self._kept: dict[tuple[str, int, int], NamedTensors] = {}
         self._graphs: dict[tuple[int, int], StageOutput] = {}
         self._deferred: dict[tuple[int, int], DeferredWeights] = {}
-        self._swaps: SwapStreams | None = None
+        self._swaps: dict[int | None, SwapStreams] = {}
         self._posted: set[tuple[str, int, int]] = set()
         self._losses: dict[int, torch.Tensor] = {}
 
@@ -168,6 +184,7 @@ class Attempt:
     def post(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
         """Expect tensors from a peer."""
         self._posted.add((kind, stage, micro_batch))
+        self.bench.channel.post(self._key(kind, stage, micro_batch))
 
     def await_posted(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
         """Wait for what a posted receive brings, and leave it for a later :meth:`take`."""
@@ -178,18 +195,9 @@ class Attempt:
     def send(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
         """Send what an instruction left to a peer."""
         bench = self.bench
-        header = Transfer(
-            run_id=bench.run_id,
-            epoch=bench.epoch,
-            phase=self.job.phase,
-            attempt=self.job.number,
-            kind=kind,
-            stage=stage,
-            micro_batch=micro_batch,
-            tensors=(),
-        )
-        tensors = bench.device.to_host(self.take(kind, stage, micro_batch))
-        bench.transport.send(peer, header, tensors, bench.abort, bench.timeout_s)
+        tensors = self.take(kind, stage, micro_batch)
+        key = self._key(kind, stage, micro_batch)
+        bench.channel.send(peer, key, tensors, bench.abort, bench.timeout_s)
 
     def storing(self, stage: int, micro_batch: int, drop: Sequence[str] = ()) -> Storing | None:
         """How a forward of a backward stage is to be stored for what the plan does to it before and
@@ -244,11 +252,39 @@ class Attempt:
         return self._deferred.pop((stage, micro_batch))
 
     @property
-    def swaps(self) -> SwapStreams:
-        """What copies swapped activations."""
-        if self._swaps is None:
-            self._swaps = SwapStreams.of(self.bench.device.torch_device)
-        return self._swaps
+    def holdings(self) -> Holdings:
+        """What is held now; changes with the attempt."""
+        return Holdings(
+            kept=self._kept, posted=self._posted, graphs=self._graphs, deferred=self._deferred
+        )
+
+    def swaps(self, peer: int | None) -> SwapStreams:
+        """What copies activations that are swapped to the host, or to another device of the
+        node.
+        """
+        if peer not in self._swaps:
+            device, here = self.bench.device.torch_device, self.bench.device_index
+            distance = None if peer is None else peer - here
+            self._swaps[peer] = SwapStreams.of(device, distance)
+        return self._swaps[peer]
+
+    def update(self, instruction: Update) -> None:
+        """Start to preview a block; :meth:`finish` waits. Nothing to do in an attempt that holds:
+        then the CPU updates all blocks.
+        """
+        bench, step = self.bench, self.job.step
+        if step is None:
+            return
+        assert bench.updates is not None, "a program with UPDATE has what updates"
+        scope = UpdateScope(
+            epoch=bench.epoch,
+            attempt=self.job.number,
+            step=step,
+            abort=bench.abort,
+            timeout_s=bench.timeout_s,
+            done=partial(self._updated, instruction, step.version),
+        )
+        bench.updates.start(instruction.block, scope)
 
     def count_loss(self, micro_batch: int, output: StageOutput) -> None:
         """Take the micro-batch's loss into the sum, once; a stage without the head has none."""
@@ -272,19 +308,24 @@ class Attempt:
         return sum(self.tally.received_s.values()) + self.stages.waited_s
 
     def finish(self) -> None:
-        """Wait for the last offloads and check that everything made was used.
+        """Wait for the last offloads and updates and check that everything made was used.
 
         Raises:
             UnusedWorkError: naming what is left.
         """
         self.bench.device.finish()
-        inbox = self.bench.transport.inbox
+        self.timeline.resolve(self.tally)
+        if self.bench.updates is not None:
+            with self.bench.progress.awaiting(f"updates of blocks {self.bench.updates.under_way}"):
+                self.bench.updates.finish(self.bench.abort)
+        channel = self.bench.channel
+        channel.check()
         left: dict[str, Sequence[object]] = {
             "kept": sorted(self._kept),
             "graphs": sorted(self._graphs),
             "deferred weight gradients": sorted(self._deferred),
             "posted": sorted(self._posted),
-            "received": [str(key) for key in inbox.leftovers(self.job.phase, self.job.number)],
+            "received": [str(key) for key in channel.leftovers(self.job.phase, self.job.number)],
             "weights": self.stages.in_use,
             "gradients": self.gradients.unpublished,
         }
@@ -294,6 +335,8 @@ class Attempt:
 
     def drop(self) -> None:
         """Forget everything; nothing is written to shared memory after this."""
+        if self.bench.updates is not None:
+            self.bench.updates.drop()
         self.gradients.drop()
         # Freed now, though an exception's traceback may still refer to the graphs.
         for output in self._graphs.values():
@@ -306,32 +349,37 @@ class Attempt:
         self._kept.clear()
         self._posted.clear()
         self.stages.drop()
+        # The device may be what failed; then nobody can say any more what it did when.
+        with suppress(RuntimeError):
+            self.timeline.resolve(self.tally)
 
-    def record(self, instruction: Instruction, start: float, end: float, waited_s: float) -> None:
-        """One executed instruction; readings of ``time.perf_counter``."""
-        self.tally.seconds[instruction.opcode] += end - start
-        self.tally.counts[instruction.opcode] += 1
-        job = self.job
-        self.bench.trace.executed(
-            Executed(job.phase, job.number, instruction, start, end, waited_s)
-        )
+    def record_peak(self, peak: MemoryPeak | None) -> None:
+        """The most memory that the device held, if it was measured."""
+        if peak is not None:
+            at = time.perf_counter() if peak.at_s is None else peak.at_s
+            text = f"{peak.num_bytes:.0f} {peak.during or ''}".rstrip()
+            self._trace(TraceLane.MEMORY, text, at, at)
 
     def _receive(self, kind: TransferKind, stage: int, micro_batch: int) -> NamedTensors:
-        key = TransferKey(
+        key, bench = self._key(kind, stage, micro_batch), self.bench
+        start = time.perf_counter()
+        with bench.progress.awaiting(key):
+            tensors = bench.channel.take(key, bench.abort, bench.timeout_s)
+        self.tally.received_s[kind] += time.perf_counter() - start
+        self.timeline.inputs_are_here()
+        arrived = bench.channel.arrival_s(key)
+        if arrived is not None:
+            self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)
+        return tensors
+
+    def _key(self, kind: TransferKind, stage: int, micro_batch: int) -> TransferKey:
+        return TransferKey(
             phase=self.job.phase,
             attempt=self.job.number,
             kind=kind,
             stage=stage,
             micro_batch=micro_batch,
         )
-        bench = self.bench
-        start = time.perf_counter()
-        with bench.progress.awaiting(key):
-            tensors = bench.transport.inbox.take(key, bench.abort, bench.timeout_s)
-        self.tally.received_s[kind] += time.perf_counter() - start
-        arrived = bench.transport.inbox.arrival_s(key)
-        self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)
-        return bench.device.from_host(tensors)
 
     def _notify(self, block: int, contribution: int) -> None:
         bench = self.bench
@@ -347,9 +395,26 @@ class Attempt:
         published = time.perf_counter()
         self._trace(TraceLane.OFFLOAD, f"{block} {contribution}", published, published)
 
-    def _loaded(self, key: StageKey, start: float, end: float, beside: bool) -> None:
+    def _updated(self, instruction: Update, version: int, block: int, done: PreviewedBlock) -> None:
+        bench = self.bench
+        message = BlockUpdated(
+            run_id=bench.run_id,
+            epoch=bench.epoch,
+            attempt=self.job.number,
+            block=block,
+            version=version,
+            finite=done.status.finite,
+            sum_squares=done.status.sum_squares,
+            seconds=done.end_s - done.start_s,
+        )
+        owner = bench.ownership.owner[block]
+        bench.transport.notify(owner, message, bench.abort, bench.timeout_s)
+        self._trace(TraceLane.UPDATE, str(instruction), done.start_s, done.end_s)
+
+    def _loaded(self, key: StageKey, start: Stamp, end: Stamp, beside: bool) -> None:
         lane = TraceLane.FETCH if beside else TraceLane.COMPUTE
-        self._trace(lane, str(FetchWeights(stage=key.stage, phase=key.phase)), start, end)
+        text = str(FetchWeights(stage=key.stage, phase=key.phase))
+        self.timeline.loaded(lane, text, start, end)
 
     def _trace(self, lane: TraceLane, text: str, start: float, end: float) -> None:
         event = TraceEvent(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.instructions import Instruction, Opcode, Program
-from penstock.workers.attempt import Attempt, Bench, Job, Tally
+from penstock.workers.attempt import Attempt, Bench, Job
 from penstock.workers.handlers import HANDLERS, Handler
+from penstock.workers.timing import Tally
+from penstock.workers.usage import DeviceMemoryError, MemoryPeak, refused_bytes
 from penstock.workers.waiting import Interrupted
 
 _EVENTS_IN_ERRORS = 5
@@ -24,7 +26,7 @@ class JobResult:
     """``loss_sum`` over ``loss_tokens`` counted tokens whose loss this device computed (0: none).
 
     ``wall_s`` runs from the first instruction to the last offload; waits are in ``waited_s`` by
-    cause.
+    cause. ``peak``: of the device's memory, where it was measured.
     """
 
     loss_sum: float
@@ -32,6 +34,7 @@ class JobResult:
     wall_s: float
     tally: Tally
     weights_wait_s: float
+    peak: MemoryPeak | None = None
 
 
 def run_job(
@@ -47,15 +50,18 @@ def run_job(
     attempt = Attempt(bench, job)
     start = time.perf_counter()
     try:
-        for instruction in program:
-            _execute(instruction, attempt, handlers[instruction.opcode])
+        with bench.meter.attempt():
+            for instruction in program:
+                _execute(instruction, attempt, handlers[instruction.opcode])
         attempt.finish()
+        attempt.record_peak(bench.meter.peak)
         return JobResult(
             loss_sum=attempt.loss_sum,
             loss_tokens=attempt.loss_tokens,
             wall_s=time.perf_counter() - start,
             tally=attempt.tally,
             weights_wait_s=attempt.stages.waited_s,
+            peak=bench.meter.peak,
         )
     except BaseException:
         bench.abort.set("an instruction failed")  # background work must not be waited for
@@ -67,24 +73,24 @@ def run_job(
 
 def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> None:
     attempt.bench.abort.check()
-    attempt.bench.progress.begin(attempt.job.phase, attempt.job.number, instruction)
-    start, waited_s = time.perf_counter(), attempt.waited_s
+    attempt.bench.progress.begin(instruction, attempt.job.phase, attempt.job.number)
+    attempt.timeline.begin()
     try:
         handler(instruction, attempt)
+        attempt.bench.meter.executed(instruction, attempt)
     except Interrupted:
         raise
     except Exception as error:
         # A handler may trip over what the abort tore down; then the abort is the reason.
         attempt.bench.abort.check()
         raise _failure(instruction, attempt, error) from error
-    attempt.record(instruction, start, time.perf_counter(), attempt.waited_s - waited_s)
+    attempt.timeline.end(instruction)
 
 
 def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> InstructionError:
     bench, job = attempt.bench, attempt.job
-    before = ", ".join(
-        repr(str(event.instruction)) for event in bench.trace.last(_EVENTS_IN_ERRORS)
-    )
+    before = ", ".join(repr(str(executed)) for executed in bench.trace.last(_EVENTS_IN_ERRORS))
+    error = _shortage(attempt, error) or error
     failure = InstructionError(
         f"worker.{bench.device_index}: run {bench.run_id}, epoch {bench.epoch}, {job.phase}"
         f" {job.number}: {str(instruction)!r} failed: {type(error).__name__}: {error}"
@@ -94,3 +100,17 @@ def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> In
         error.exit_code if isinstance(error, PenstockError) else ExitCode.LOST_MEMBERS
     )
     return failure
+
+
+def _shortage(attempt: Attempt, error: Exception) -> DeviceMemoryError | None:
+    """The error of an allocator that had no more, in words that help."""
+    bench = attempt.bench
+    wanted = refused_bytes(error)
+    if wanted is None:
+        return None
+    return DeviceMemoryError(
+        bench.plan.programs[bench.device_index],
+        bench.meter.usage(attempt),
+        wanted_bytes=wanted,
+        limit_bytes=bench.meter.limit_bytes,
+    )

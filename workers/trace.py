@@ -16,14 +16,13 @@ from penstock.protocol.instructions import (
     Forward,
     Instruction,
     Recompute,
-    Update,
 )
 from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog
 
 REMEMBERED = 16
 """Instructions kept for error messages."""
 
-_COMPUTE = frozenset({Forward, Recompute, Backward, BackwardInput, BackwardWeight, Update})
+COMPUTE = frozenset({Forward, Recompute, Backward, BackwardInput, BackwardWeight})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +42,20 @@ class TraceRing:
 
     def __init__(self, log: TraceLog | None = None) -> None:
         self._log = log or TraceLog(None, "worker")
-        self._recent: deque[Executed] = deque(maxlen=REMEMBERED)
+        self._recent: deque[Instruction] = deque(maxlen=REMEMBERED)
         self._unwritten: deque[Executed] = deque()
         self._texts: dict[Instruction, str] = {}
 
+    def remember(self, instruction: Instruction) -> None:
+        """An instruction was issued, for errors that come soon."""
+        self._recent.append(instruction)
+
     def executed(self, event: Executed) -> None:
-        """An instruction is done."""
-        self._recent.append(event)
+        """It is known when an instruction ran."""
         if self._log.enabled:
             self._unwritten.append(event)
 
-    def last(self, count: int) -> tuple[Executed, ...]:
+    def last(self, count: int) -> tuple[Instruction, ...]:
         """The newest ``count`` instructions, oldest first; :data:`REMEMBERED` at most."""
         return tuple(self._recent)[-count:]
 
@@ -73,7 +75,7 @@ class TraceRing:
         if text is None:  # a plan's instructions come again in every attempt
             text = self._texts[instruction] = str(instruction)
         return TraceEvent(
-            lane=TraceLane.COMPUTE if type(instruction) in _COMPUTE else TraceLane.ISSUE,
+            lane=TraceLane.COMPUTE if type(instruction) in COMPUTE else TraceLane.ISSUE,
             text=text,
             phase=executed.phase,
             attempt=executed.attempt,

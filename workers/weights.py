@@ -24,7 +24,7 @@ from penstock.protocol.instructions import FetchWeights, Phase, Program, Release
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, BorrowedTensor
-from penstock.workers.devices.base import Device, HostArray, StageBuffer
+from penstock.workers.devices.base import Device, HostArray, StageBuffer, Stamp
 from penstock.workers.devices.pool import BufferPool
 from penstock.workers.progress import Progress
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, wait_until
@@ -48,7 +48,7 @@ class StageKey:
     phase: Phase
 
 
-Loaded = Callable[[StageKey, float, float, bool], None]
+Loaded = Callable[[StageKey, Stamp, Stamp, bool], None]
 """Told of a stage's load: from when to when, and whether beside the interpreter's thread."""
 
 
@@ -63,6 +63,8 @@ class FetchScope:
     timeout_s: float
     progress: Progress
     loaded: Loaded
+    acquired: Callable[[], None]
+    """Called when an instruction has the weights that it waited for."""
 
 
 class LoadedStage:
@@ -75,6 +77,11 @@ class LoadedStage:
     def array(self, block: int, name: ArrayName) -> torch.Tensor | None:
         """Flat tensor, or None where the block has no such array."""
         return self._arrays.get(ArrayId(block, name))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All its arrays."""
+        return self._buffer.tensors
 
     def release(self) -> None:
         """Give the memory back; tensors handed out before must be gone."""
@@ -188,7 +195,7 @@ class _Fetch:
     ) -> None:
         self._loader = loader
         self._key = key
-        self._ids = ids
+        self.ids = ids
         self._scope = scope
         self._future: Future[list[HostArray]] | None = None
         self._early: StageBuffer | None = None
@@ -205,8 +212,15 @@ class _Fetch:
             arrays = self._arrive() if self._future is None else self._result(self._future)
             buffer = self._early or self._load(arrays)
             buffer.acquire()
-            self._stage = LoadedStage(self._ids, buffer)
+            self._stage = LoadedStage(self.ids, buffer)
         return self._stage
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What was loaded so far."""
+        if self._stage is not None:
+            return self._stage.tensors
+        return () if self._early is None else self._early.tensors
 
     def release(self) -> None:
         """Free the device's buffer, then the host's copies."""
@@ -231,9 +245,8 @@ class _Fetch:
                     raise
 
     def _load(self, arrays: list[HostArray]) -> StageBuffer:
-        start = time.perf_counter()
         buffer = self._loader.device.load(arrays)
-        self._scope.loaded(self._key, start, time.perf_counter(), False)
+        self._scope.loaded(self._key, *buffer.loaded, False)
         return buffer
 
     def _arrive_beside(self) -> list[HostArray]:
@@ -246,11 +259,13 @@ class _Fetch:
         start = time.perf_counter()
         arrays = self._arrive()
         self._early = self._loader.device.load(arrays)
-        self._scope.loaded(self._key, start, time.perf_counter(), True)
+        begun, ended = self._early.loaded
+        # What comes from other nodes is on its way before it is copied to the device.
+        self._scope.loaded(self._key, start if self._copies else begun, ended, True)
         return arrays
 
     def _arrive(self) -> list[HostArray]:
-        return [self._array(array) for array in self._ids]
+        return [self._array(array) for array in self.ids]
 
     def _array(self, array: ArrayId) -> HostArray:
         loader, scope = self._loader, self._scope
@@ -327,6 +342,17 @@ class WeightLoader:
         if key not in self._fetches:
             raise ProtocolError(f"weights of {key.phase} stage {key.stage} are not fetched")
         self._fetches.pop(key).release()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Flat weights on the device now, of all stages; asked for on the interpreter's thread."""
+        return tuple(t for fetch in self._fetches.values() for t in fetch.tensors)
+
+    @property
+    def coming_elements(self) -> int:
+        """Of the stages that are fetched and not on the device yet."""
+        coming = (fetch.ids for fetch in self._fetches.values() if not fetch.tensors)
+        return sum(num_elements(self.table, array) for ids in coming for array in ids)
 
     @property
     def in_use(self) -> tuple[StageKey, ...]:

@@ -19,6 +19,11 @@ from penstock.shm.table import DType
 
 HostArray = npt.NDArray[Any]
 
+Stamp = Any
+"""A point in a device's time: a reading of ``time.perf_counter``, or something that only the device
+can turn into one (:meth:`Device.seconds`).
+"""
+
 _STORAGE = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 
 
@@ -40,6 +45,8 @@ class StageBuffer(Protocol):
     """
 
     tensors: tuple[torch.Tensor, ...]
+    loaded: tuple[Stamp, Stamp]
+    """When the copy, or whatever brought them here, began and ended."""
 
     def acquire(self) -> None:
         """Work issued from now on sees the complete weights."""
@@ -64,6 +71,17 @@ class Device(Protocol):
 
     def detach(self) -> None:
         """Let go of everything :meth:`attach` prepared."""
+
+    def start_clock(self) -> None:
+        """An attempt starts on this thread; stamps mean something until the next one does."""
+
+    def stamp(self) -> Stamp:
+        """The point behind everything that was computed, or issued to be, so far; does not wait."""
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """When stamps were passed, on the clock of ``time.perf_counter``. Waits until they are;
+        each stamp is good for one call.
+        """
 
     def load(self, arrays: Sequence[HostArray]) -> StageBuffer:
         """Bring weights in; host arrays stay unchanged until the buffer is released."""

@@ -7,21 +7,25 @@ are summed in fp32 and rounded once, when they leave.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
-from penstock.workers.devices.base import HostArray, as_tensor
+from penstock.workers.devices.base import HostArray, Stamp, as_tensor
 from penstock.workers.devices.pool import BufferPool
 
 
 class CpuStageBuffer:
     """Views of shared memory, or widened copies that go back to the pool."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], pool: BufferPool | None) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], pool: BufferPool | None, start_s: float
+    ) -> None:
         self.tensors = tuple(tensors)
+        self.loaded = start_s, time.perf_counter()
         self._pool = pool
 
     def acquire(self) -> None:
@@ -54,13 +58,25 @@ class CpuDevice:
         """Free the pooled buffers."""
         self._pool.clear()
 
+    def start_clock(self) -> None:
+        """It runs."""
+
+    def stamp(self) -> float:
+        """Now: what was computed is done."""
+        return time.perf_counter()
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """They are seconds."""
+        return list(stamps)
+
     def load(self, arrays: Sequence[HostArray]) -> CpuStageBuffer:
         """Views (fp32), or copies widened on the calling thread's compute threads."""
+        start_s = time.perf_counter()
         stored = [as_tensor(array, self._weight_dtype) for array in arrays]
         if self._weight_dtype is DType.FP32:
-            return CpuStageBuffer(stored, None)
+            return CpuStageBuffer(stored, None, start_s)
         widened = [self._pool.take(t.numel(), torch.float32).copy_(t) for t in stored]
-        return CpuStageBuffer(widened, self._pool)
+        return CpuStageBuffer(widened, self._pool, start_s)
 
     def gradients(self, target: HostArray) -> torch.Tensor:
         """``target`` itself (fp32), or a private sum."""

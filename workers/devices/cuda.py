@@ -1,19 +1,22 @@
 """CUDA device: copies weights in and gradients out on streams of their own, beside the computation.
 
-Three streams: host-to-device, compute (the current stream), device-to-host. Stage-sized weight
-buffers, as many as the plan fetches at a time: one in use and one arriving where weights are
-streamed, one for each stage where they are resident. Gradients are summed in fp32 on the device and
-converted on their way out. The node's segments are registered with the driver when they are
-attached, so that copies run at full speed: in pieces of at most 64 GiB, because one registration of
-more fails on common drivers.
+Four streams: compute (the current stream), weights in, gradients out, and messages of peers in.
+Stage-sized weight buffers, as many as the plan fetches at a time: one in use and one arriving where
+weights are streamed, one for each stage where they are resident. Gradients are summed in fp32 on
+the device and converted there, on their way out (Deep Optimizer States, section 4.1): fewer bytes
+cross the bus, and no CPU thread converts. Memory of the host: :mod:`.pinned`; time: :mod:`.clock`.
+
+The host waits for the device in three places only: where a message leaves through host memory, on
+the thread that announces gradients, and at the end of an attempt. CUDA keeps a current device per
+thread; each thread that comes here sets it, because torch would make a second context on GPU 0.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +26,14 @@ from penstock.protocol.errors import CapacityError, ConfigError, LostMemberError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
-from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
+from penstock.workers.devices.base import HostArray, Stamp, as_tensor, storage_dtype
+from penstock.workers.devices.clock import EventClock
+from penstock.workers.devices.pinned import Registrations, StagingPool
 
-REGISTER_BYTES = 64 << 30
 ALIGNMENT_BYTES = 256
-_BUFFER_TIMEOUT_S = 300.0
-_REGISTERED = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
+_TIMEOUT_S = 600.0
+_REGISTERED = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS, SegmentKind.STATE)
+"""Those that the worker maps; state only where it updates blocks."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +41,11 @@ _log = logging.getLogger(__name__)
 def aligned(num_bytes: int) -> int:
     """Round up to where the next array may start."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _event(*, blocking: bool = False) -> torch.cuda.Event:
+    """``blocking``: whoever waits for it sleeps; by default it would keep a core busy."""
+    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
@@ -50,9 +60,14 @@ class CudaStageBuffer:
     """A stage's weights in one of the buffers."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event, give: Callable[[], None]
+        self,
+        tensors: Sequence[torch.Tensor],
+        arrived: torch.cuda.Event,
+        loaded: tuple[Stamp, Stamp],
+        give: Callable[[], None],
     ) -> None:
         self.tensors = tuple(tensors)
+        self.loaded = loaded
         self._arrived = arrived
         self._give = give
 
@@ -66,50 +81,20 @@ class CudaStageBuffer:
         self._give()
 
 
-class _Registration:
-    """Host memory known to the driver."""
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._addresses: list[int] = []
-        try:
-            for buffer in buffers:
-                self._register(buffer)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Unregister everything."""
-        while self._addresses:
-            self._runtime.cudaHostUnregister(self._addresses.pop())
-
-    def _register(self, buffer: memoryview) -> None:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        for offset in range(0, len(buffer), REGISTER_BYTES):
-            size = min(REGISTER_BYTES, len(buffer) - offset)
-            status = self._runtime.cudaHostRegister(start + offset, size, 0)
-            if int(status) != 0:
-                raise CapacityError(
-                    f"cudaHostRegister of {size} bytes of shared memory failed (error"
-                    f" {int(status)}); raise the locked-memory limit (ulimit -l)"
-                )
-            self._addresses.append(start + offset)
-
-
 @dataclass(frozen=True, slots=True)
 class _Offload:
     """Gradients on their way to the host; ``source`` must stay until ``copied``."""
 
     copied: torch.cuda.Event
-    source: tuple[torch.Tensor, ...]
+    source: torch.Tensor
     complete: Callable[[], None]
 
 
 class _OffloadThread:
     """Calls ``complete`` once the bytes are there, in the order of the offloads."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._queue: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending = 0
@@ -127,7 +112,11 @@ class _OffloadThread:
         """Until nothing is pending. ``discard``: without ``complete``, and forget errors."""
         with self._changed:
             self._discard = discard
-            self._changed.wait_for(lambda: not self._pending)
+            if not self._changed.wait_for(lambda: not self._pending, _TIMEOUT_S):
+                raise LostMemberError(
+                    f"waited {_TIMEOUT_S:g} s for {self._pending} copies of gradients to the host:"
+                    " the GPU hangs, or is used by others"
+                )
             error, self._error, self._discard = self._error, None, False
         if error is not None and not discard:
             raise error
@@ -137,6 +126,7 @@ class _OffloadThread:
         self._thread.join()
 
     def _work(self) -> None:
+        torch.cuda.set_device(self._device)
         while (offload := self._queue.get()) is not None:
             try:
                 offload.copied.synchronize()
@@ -144,6 +134,7 @@ class _OffloadThread:
                     offload.complete()
             except Exception as error:  # kept for the interpreter, which raises it in finish()
                 self._error = self._error or error
+            del offload  # its gradients would stay until the next one
             with self._changed:
                 self._pending -= 1
                 self._changed.notify_all()
@@ -155,70 +146,122 @@ class CudaDevice:
     prefetches = True
 
     def __init__(self, index: int, *, weight_dtype: DType, grad_dtype: DType) -> None:
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"cluster.device cuda: worker {index} of this node needs GPU {index}, there are"
-                f" {torch.cuda.device_count()}; lower cluster.workers or use cluster.device: cpu"
-            )
+        _check_there_is(index)
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self.compute_dtype = storage_dtype(weight_dtype)
         self._weight_dtype = weight_dtype
         self._grad_dtype = grad_dtype
-        self._in = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._in, self._out, self._received = (
+            torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
         self._buffers: queue.SimpleQueue[_WeightBuffer] = queue.SimpleQueue()
         self._num_buffers = 0
         self._free_sums: dict[int, list[torch.Tensor]] = {}
-        self._registration: _Registration | None = None
-        self._offloads = _OffloadThread()
+        self._narrow = torch.empty(0)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._registrations = Registrations(
+            lambda address, size: int(runtime.cudaHostRegister(address, size, 0)),
+            runtime.cudaHostUnregister,
+        )
+        self._staging = StagingPool(self._registrations)
+        self._clock = EventClock(self.torch_device)
+        self._offloads: _OffloadThread | None = None
 
     def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
-        """Register the segments and allocate the weight buffers."""
+        """Register the segments and allocate the weight buffers.
+
+        Raises:
+            CapacityError: the driver refuses the host's memory, or the device has too little.
+        """
         self.detach()
-        found = [memory.segment_buffer(kind) for kind in _REGISTERED]
-        self._registration = _Registration([buffer for buffer in found if buffer is not None])
+        start = time.perf_counter()
+        for kind in _REGISTERED:
+            buffer = memory.segment_buffer(kind)
+            if buffer is not None:
+                ranges = memory.spec.layout.arrays.values()
+                starts = [place.offset for place in ranges if place.segment is kind]
+                self._registrations.add(f"segment {kind.value}", buffer, starts)
+        _log.info(
+            "%d bytes of shared memory registered in %.1f s",
+            self._registrations.num_bytes,
+            time.perf_counter() - start,
+        )
         self._num_buffers = num_buffers
-        for _ in range(num_buffers):
-            device_bytes = torch.empty(stage_bytes, dtype=torch.uint8, device=self.torch_device)
-            free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._buffers.put(_WeightBuffer(device_bytes, free))
+        try:
+            for _ in range(num_buffers):
+                place = torch.empty(stage_bytes, dtype=torch.uint8, device=self.torch_device)
+                self._buffers.put(_WeightBuffer(place, _event()))
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"GPU {self.torch_device.index} has no room for {num_buffers} weight buffers of"
+                f" {stage_bytes} bytes; use more stages, a scheme that streams weights"
+                " (schedule.scheme: spipe or mobius), or a smaller share of the GPU for others"
+            ) from error
 
     def detach(self) -> None:
-        """Unregister, and free the buffers."""
-        torch.cuda.synchronize(self.torch_device)
-        while not self._buffers.empty():
-            self._buffers.get()
-        self._free_sums.clear()
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
+        """End all work, unregister, and free the buffers."""
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        finally:
+            if self._offloads is not None:
+                self._offloads.close()
+                self._offloads = None
+            while not self._buffers.empty():
+                self._buffers.get()
+            self._free_sums.clear()
+            self._narrow = torch.empty(0)
+            # Messages on their way may lie in memory of the old one, which nobody hands out again.
+            self._staging = StagingPool(self._registrations)
+            self._registrations.close()
+
+    def start_clock(self) -> None:
+        """Waits for what an attempt before this one left on the device."""
+        torch.cuda.set_device(self.torch_device)
+        self._clock.start(torch.cuda.current_stream())
+
+    def stamp(self) -> Stamp:
+        """An event on the compute stream."""
+        return self._clock.stamp(torch.cuda.current_stream(self.torch_device))
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """Of events on any stream."""
+        return self._clock.seconds(stamps)
 
     def load(self, arrays: Sequence[HostArray]) -> CudaStageBuffer:
         """Start the copies of a stage into the free buffer."""
-        try:
-            buffer = self._buffers.get(timeout=_BUFFER_TIMEOUT_S)
-        except queue.Empty as error:
-            raise LostMemberError(
-                f"waited {_BUFFER_TIMEOUT_S:g} s for a free weight buffer of {self._num_buffers}:"
-                " the plan fetches a stage before it releases another"
-            ) from error
+        torch.cuda.set_device(self.torch_device)
+        buffer = self._free_buffer()
         tensors, offset = [], 0
         with torch.cuda.stream(self._in):
             self._in.wait_event(buffer.free)
+            begun = self._clock.stamp(self._in)
             for array in arrays:
                 host = as_tensor(array, self._weight_dtype)
                 place = buffer.memory[offset : offset + array.nbytes].view(host.dtype)
+                # Asynchronous where the memory is registered. Copies fetched from other nodes are
+                # pageable: the driver has taken their bytes when this returns.
                 tensors.append(place.copy_(host, non_blocking=True))
                 offset += aligned(array.nbytes)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            loaded = begun, self._clock.stamp(self._in)
+            arrived = _event()
             arrived.record(self._in)
 
         def give() -> None:
             buffer.free.record(torch.cuda.current_stream(self.torch_device))
             self._buffers.put(buffer)
 
-        return CudaStageBuffer(tensors, arrived, give)
+        return CudaStageBuffer(tensors, arrived, loaded, give)
+
+    def _free_buffer(self) -> _WeightBuffer:
+        try:
+            return self._buffers.get(timeout=_TIMEOUT_S)
+        except queue.Empty as error:
+            raise LostMemberError(
+                f"waited {_TIMEOUT_S:g} s for a free weight buffer of {self._num_buffers}:"
+                " the plan fetches a stage before it releases another"
+            ) from error
 
     def gradients(self, target: HostArray) -> torch.Tensor:
         """An fp32 sum on the device."""
@@ -233,29 +276,85 @@ class CudaDevice:
         """Convert and copy on the outgoing stream; ``complete`` is called on the offload thread."""
         self._out.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._out):
-            converted = gradients.to(storage_dtype(self._grad_dtype))
+            converted = self._converted(gradients)
             as_tensor(target, self._grad_dtype).copy_(converted, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = _event(blocking=True)
             copied.record(self._out)
 
         def finished() -> None:
             self._free_sums.setdefault(gradients.numel(), []).append(gradients)
             complete()
 
-        self._offloads.put(_Offload(copied, (gradients, converted), finished))
+        if self._offloads is None:
+            self._offloads = _OffloadThread(self.torch_device)
+        self._offloads.put(_Offload(copied, gradients, finished))
+
+    def _converted(self, gradients: torch.Tensor) -> torch.Tensor:
+        """In the published type, on the outgoing stream.
+
+        One buffer serves all: the stream converts, copies, and only then converts the next. When it
+        grows, the allocator reuses the smaller one behind the copies of this stream.
+        """
+        dtype = storage_dtype(self._grad_dtype)
+        if dtype is gradients.dtype:
+            return gradients
+        if self._narrow.numel() < gradients.numel():
+            self._narrow = torch.empty(gradients.numel(), dtype=dtype, device=self.torch_device)
+        return self._narrow[: gradients.numel()].copy_(gradients)
 
     def finish(self) -> None:
-        """Wait for the offload thread."""
-        self._offloads.wait(discard=False)
+        """Wait for the offload thread, and for the computation."""
+        if self._offloads is not None:
+            self._offloads.wait(discard=False)
+        self._wait_for(torch.cuda.current_stream(self.torch_device))
 
     def drop(self) -> None:
         """Let copies end without saying so."""
-        self._offloads.wait(discard=True)
+        if self._offloads is not None:
+            self._offloads.wait(discard=True)
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Blocking copies."""
-        return {name: tensor.to("cpu") for name, tensor in tensors.items()}
+        """Copies to registered memory; waits for them, and so for what computes the tensors."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            staged = self._staging.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            found[name] = staged.copy_(tensor, non_blocking=True)
+        self._wait_for(torch.cuda.current_stream(self.torch_device))
+        return found
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies on the compute stream."""
-        return {name: tensor.to(self.torch_device) for name, tensor in tensors.items()}
+        """Copies on a stream of their own, so that they need not wait for the computation.
+
+        The tensors are pageable: the driver has taken their bytes when this returns.
+        """
+        compute = torch.cuda.current_stream(self.torch_device)
+        with torch.cuda.stream(self._received):
+            found = {
+                name: tensor.to(self.torch_device, non_blocking=True)
+                for name, tensor in tensors.items()
+            }
+        compute.wait_stream(self._received)
+        for tensor in found.values():
+            # Allocated for the other stream: its memory must not go back while this one reads it.
+            tensor.record_stream(compute)
+        return found
+
+    def _wait_for(self, stream: torch.cuda.Stream) -> None:
+        reached = _event(blocking=True)
+        reached.record(stream)
+        reached.synchronize()
+
+
+def _check_there_is(index: int) -> None:
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"cluster.device cuda: worker {index} of this node needs GPU {index}, there are 0:"
+            f" torch {torch.__version__} is a build for CPUs; install one for CUDA, or use"
+            " cluster.device: cpu"
+        )
+    there_are = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= there_are:
+        raise ConfigError(
+            f"cluster.device cuda: worker {index} of this node needs GPU {index}, there are"
+            f" {there_are}; lower cluster.workers or use cluster.device: cpu"
+        )

@@ -16,7 +16,7 @@ from penstock.protocol.layout import StageLayout
 from penstock.protocol.traffic import Copy
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
-from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
+from penstock.workers.devices.base import HostArray, Stamp, as_tensor, storage_dtype
 from penstock.workers.devices.pool import BufferPool
 from penstock.workers.emulated.clock import Stream, sleep_until
 from penstock.workers.emulated.durations import Durations
@@ -29,6 +29,9 @@ int64.
 """
 
 _PAYLOAD = "payload"
+
+_YIELD_S = 1e-3
+"""So long after an instruction has ended may the next one be late, for Python's sake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +56,18 @@ class EmulatedStageBuffer:
     """A stage's weights where they lie in host memory, usable from ``arrives_at`` on."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], arrives_at: float, device: EmulatedDevice
+        self,
+        tensors: Sequence[torch.Tensor],
+        loaded: tuple[float, float],
+        device: EmulatedDevice,
     ) -> None:
         self.tensors = tuple(tensors)
-        self._arrives_at = arrives_at
+        self.loaded = loaded
         self._device = device
 
     def acquire(self) -> None:
         """The instruction under way starts no sooner."""
-        self._device.needs(self._arrives_at)
+        self._device.needs(self.loaded[1])
 
     def release(self) -> None:
         """Nothing was copied."""
@@ -112,6 +118,7 @@ class EmulatedDevice:
         self._guests: dict[tuple[int, bool], Stream] = {}
         self._swapped: dict[SwapKey, float] = {}
         self._back_at: dict[tuple[int, int], float] = {}
+        self._leaving: list[tuple[int, float]] = []
         self._needed_at = 0.0
         self._idle = True
         self._durations: tuple[StageLayout, Durations] | None = None
@@ -145,6 +152,29 @@ class EmulatedDevice:
         sleep_until(end, abort)
         return start, end
 
+    def compute_between(self, ready_at: float, seconds: float, abort: Abort) -> tuple[float, float]:
+        """Spend emulated seconds on the compute stream when nothing else wants it; start and end on
+        the clock. For work beside the program, on another thread than the interpreter's.
+
+        Raises:
+            Interrupted: aborted.
+        """
+        while True:
+            start = max(ready_at, self.compute.free_at)
+            sleep_until(start + _YIELD_S, abort)  # the program's next instruction goes first
+            if self.compute.free_at <= start:
+                start, end = self.compute.occupy(start, self._scaled(seconds))
+                sleep_until(end, abort)
+                return start, end
+
+    def copy_in(self, ready_at: float, num_bytes: float) -> float:
+        """When a copy of so many emulated bytes from the host has ended."""
+        return self._copy(self._fetches, ready_at, num_bytes, self._fetch_bandwidth)
+
+    def copy_out(self, ready_at: float, num_bytes: float) -> float:
+        """When a copy of so many emulated bytes to the host has ended."""
+        return self._copy(self._offloads, ready_at, num_bytes, self._offload_bandwidth)
+
     def swap_out(self, key: SwapKey, num_bytes: float) -> None:
         """Start to move what a forward kept to the host, or to a peer's memory."""
         stream, bandwidth, latency_s = self._way(key, out=True)
@@ -163,6 +193,24 @@ class EmulatedDevice:
     def await_swap(self, stage: int, micro_batch: int) -> None:
         """The instruction under way starts no sooner than what was swapped is back."""
         self.needs(self._back_at.get((stage, micro_batch), 0.0))
+
+    def swapped_share(self, stage: int, micro_batch: int) -> float:
+        """How much of what a forward kept has left the device by now."""
+        return sum(
+            key.fraction
+            for key, out_at in self._swapped.items()
+            if (key.stage, key.micro_batch) == (stage, micro_batch) and out_at <= self._now
+        )
+
+    @property
+    def leaving_elements(self) -> float:
+        """Of gradient sums whose copies to the host are under way, at full size."""
+        return sum(count for count, until in self._leaving if until > self._now) * self._growth
+
+    @property
+    def _now(self) -> float:
+        """As far as the device has come, on the clock."""
+        return max(self._needed_at, self.compute.free_at)
 
     def _way(self, key: SwapKey, *, out: bool) -> tuple[Stream, float, float]:
         """Stream, bytes/s and latency."""
@@ -185,12 +233,25 @@ class EmulatedDevice:
             self._publisher = None
         self._pool.clear()
 
+    def start_clock(self) -> None:
+        """It is that of all processes."""
+
+    def stamp(self) -> float:
+        """When the instruction is issued; when it computes says :meth:`compute_for`."""
+        return time.monotonic()
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """They are seconds; ``time.perf_counter`` reads the same clock on Linux."""
+        return list(stamps)
+
     def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
         """A fetch from now on, or from when the one before it ends."""
         num_bytes = sum(array.nbytes for array in arrays) * self._moved
-        arrives_at = self._copy(self._fetches, time.monotonic(), num_bytes, self._fetch_bandwidth)
+        now = time.monotonic()
+        begun = max(now, self._fetches.free_at)
+        arrives_at = self._copy(self._fetches, now, num_bytes, self._fetch_bandwidth)
         tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
-        return EmulatedStageBuffer(tensors, arrives_at, self)
+        return EmulatedStageBuffer(tensors, (begun, arrives_at), self)
 
     def gradients(self, target: HostArray) -> torch.Tensor:
         """A private sum."""
@@ -205,6 +266,7 @@ class EmulatedDevice:
             self._offloads, self.compute.free_at, num_bytes, self._offload_bandwidth
         )
         assert self._publisher is not None, "not attached"
+        self._leaving.append((target.size, arrives_at))
         self._publisher.put(_Offload(gradients, target, arrives_at, complete))
 
     def finish(self) -> None:
@@ -220,6 +282,7 @@ class EmulatedDevice:
         for kept in (self._links, self._guests, self._swapped, self._back_at, self.deferred):
             kept.clear()
         self.dropped.clear()
+        self._leaving.clear()
         self._idle = True
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

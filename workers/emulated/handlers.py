@@ -28,12 +28,12 @@ def _computed(handler: Handler) -> Handler:
 
     def run(instruction: Instruction, attempt: Attempt) -> None:
         device, tally = device_of(attempt), attempt.tally
-        begun_at, waited_s, busy_s = time.monotonic(), attempt.waited_s, tally.busy_s
+        begun_at, waited_s = time.monotonic(), attempt.waited_s
         device.begin()
         handler(instruction, attempt)
         seconds = device.durations(attempt.bench.flow.layout).seconds(instruction)
         start, end = device.compute_for(seconds, attempt.bench.abort)
-        tally.busy_s = busy_s + end - start
+        attempt.timeline.ran(start, end)
         known_s = attempt.waited_s - waited_s
         tally.received_s["copies"] += max(0.0, start - begun_at - known_s)
 

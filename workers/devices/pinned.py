@@ -1,0 +1,122 @@
+"""Host memory that the driver knows, so that copies run at full speed beside the computation.
+
+Segments are registered when they are attached, never inside a step: registering takes about 0.1 s
+per GB. In pieces of at most 64 GiB, because one registration of 512 GiB fails on common drivers;
+cut where arrays start, because the driver refuses a copy of which the host's side is not within one
+registration. Messages are staged in memory of their exact size; torch's pinned allocator would
+round each up to a power of two, and never give it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+import weakref
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from penstock.protocol.errors import CapacityError
+
+REGISTER_BYTES = 64 << 30
+
+Register = Callable[[int, int], int]
+"""Makes (address, bytes) known to the driver; returns its error code, 0 if none."""
+
+_PAGE_BYTES = mmap.PAGESIZE
+_ALREADY_REGISTERED = 712
+_NOT_SUPPORTED = 801
+
+
+def pieces(starts: Iterable[int], num_bytes: int, most: int) -> list[tuple[int, int]]:
+    """Cut a segment into ranges (start, stop) of at most ``most`` bytes, at starts of arrays only.
+
+    A longer array is a piece of its own.
+    """
+    found, begin, last = [], 0, 0
+    for start in (*sorted(starts), num_bytes):
+        if start - begin > most and last > begin:
+            found.append((begin, last))
+            begin = last
+        last = start
+    return [*found, (begin, num_bytes)]
+
+
+class Registrations:
+    """Ranges of host memory that are registered until :meth:`close`."""
+
+    def __init__(self, register: Register, unregister: Callable[[int], object]) -> None:
+        self._register = register
+        self._unregister = unregister
+        self._addresses: list[int] = []
+        self.num_bytes = 0
+
+    def add(self, what: str, buffer: memoryview | mmap.mmap, starts: Iterable[int] = ()) -> None:
+        """Register a buffer in :func:`pieces`; ``what`` names it in errors.
+
+        Raises:
+            CapacityError: the driver refuses; says what would do.
+        """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        for start, stop in pieces(starts, len(buffer), REGISTER_BYTES):
+            code = self._register(address + start, stop - start)
+            if code == _ALREADY_REGISTERED:
+                continue  # by another device of this process, which also unregisters it
+            if code:
+                raise _refusal(code, what, stop - start, self.num_bytes)
+            self._addresses.append(address + start)
+            self.num_bytes += stop - start
+
+    def close(self) -> None:
+        """Unregister everything; must come before the memory is unmapped."""
+        while self._addresses:
+            self._unregister(self._addresses.pop())
+        self.num_bytes = 0
+
+
+def _refusal(code: int, what: str, num_bytes: int, before: int) -> CapacityError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    advice = (
+        "it cannot register shared memory (WSL, some virtual GPUs): use another machine, or"
+        " cluster.device: cpu"
+        if code == _NOT_SUPPORTED
+        else f"raise the limit of locked memory (now {shown}: ulimit -l unlimited,"
+        " LimitMEMLOCK=infinity for systemd, --ulimit memlock=-1 for containers), and see that so"
+        " much host memory is free"
+    )
+    return CapacityError(
+        f"{what}: the driver refused to register {num_bytes} bytes of host memory after"
+        f" {before} (CUDA error {code}); {advice}"
+    )
+
+
+class StagingPool:
+    """Registered memory in whole pages, used again once the last tensor over it is gone.
+
+    As much as was ever in use at once, per size: messages of a plan come in few sizes.
+    """
+
+    def __init__(self, registrations: Registrations) -> None:
+        self._registrations = registrations
+        self._free: dict[int, list[mmap.mmap]] = {}
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A flat uint8 tensor, uninitialized.
+
+        No copy by the device may be under way when the last reference to it is dropped.
+        """
+        size = max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES
+        free = self._free.setdefault(size, [])
+        try:
+            area = free.pop()
+        except IndexError:
+            area = mmap.mmap(-1, size)
+            self._registrations.add("staging memory for messages", area)
+        array = np.frombuffer(area, np.uint8, num_bytes)
+        # The tensor's storage holds the array, whatever views there are. Lists are appended to
+        # without a lock, since a collection may do so anywhere.
+        weakref.finalize(array, free.append, area).atexit = False
+        return torch.from_numpy(array)
