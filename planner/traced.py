@@ -66,6 +66,25 @@ class Moved:
     arrived_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most memory that a device held; ``during``: an instruction, where that is known."""
+
+    num_bytes: float
+    at_s: float
+    during: str
+
+    @classmethod
+    def of(cls, event: TraceEvent) -> Peak:
+        """Of an event of :attr:`TraceLane.MEMORY`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        num_bytes, _, during = event.text.partition(" ")
+        return cls(num_bytes=float(num_bytes), at_s=event.end_s, during=during)
+
+
 @dataclass(kw_only=True)
 class DeviceTrace:
     """What one device did in one attempt, each list by time.
@@ -83,6 +102,7 @@ class DeviceTrace:
     published: dict[tuple[int, int], float] = field(default_factory=dict)
     program: list[Instruction] = field(default_factory=list)
 
+    peak: Peak | None = None
 
 @dataclass(kw_only=True)
 class AttemptTrace:
@@ -210,6 +230,8 @@ class _Sorter:
                 block, contribution = map(int, event.text.split())
                 trace.published[block, contribution] = event.end_s
             else:
+            elif event.lane is TraceLane.MEMORY:
+                trace.peak = Peak.of(event)
                 self._of_interpreter(trace, event)
         except (ProtocolError, ValueError):
             self.strange += 1

@@ -351,7 +351,11 @@ class EmulationConfig(_Section):
 
 
 class ObservabilityConfig(_Section):
-    """``metrics_port`` 0 lets each process choose a free port (``penstock status`` lists them)."""
+    """``metrics_port`` 0 lets each process choose a free port (``penstock status`` lists them).
+
+    ``memory``: CPU workers count the bytes of live tensors, some 10 µs an operator; GPUs and
+    emulated devices are always measured.
+    """
 
     metrics_port: int = Field(default=0, ge=0, le=65535)
     trace: bool = False
@@ -371,6 +375,7 @@ class Config(_Section):
     memory: MemoryConfig = MemoryConfig()
     emulation: EmulationConfig = EmulationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    memory: bool = False
 
     @model_validator(mode="after")
     def _emulated_or_real(self) -> Config:

@@ -61,6 +61,10 @@ class TraceLane(StrEnum):
     """Nothing: the moment at which a peer's tensor arrived, ``activation 3 0``."""
     PULL = "pull"
     """Nothing: the moment at which another node's gradients had arrived, ``block contribution``."""
+    MEMORY = "memory"
+    """Nothing: the moment at which the device held most in an attempt, ``bytes instruction``; the
+    end of the attempt, without instruction, where single instructions are not measured.
+    """
     OPTIMIZER = "optimizer"
     """A node's optimizer threads with a pass over a block: ``advance 7``."""
     SCHEDULER = "scheduler"

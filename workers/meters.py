@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,8 +115,9 @@ class CudaMeter:
 class StorageMeter:
     """Counts storages on the CPU: :mod:`penstock.models.storages`.
 
-    Weights in use and gradient sums count wherever they lie, as a plan counts them, though in fp32
-    they are in shared memory and nothing is copied.
+    Weights and gradient sums count wherever they lie, as a plan counts them, though in fp32 they
+    are in shared memory and nothing is copied; weights from their fetching on, though a CPU widens
+    them when they are used first.
     """
 
     limit_bytes: float | None = None
@@ -152,10 +153,11 @@ class StorageMeter:
             key: (use, storage if use in (Use.WEIGHTS, Use.GRADIENTS) else None)
             for key, (use, storage) in named.items()
         }
-        if self.peak is None or ledger.peak_bytes > self.peak.num_bytes:
+        usage = _with_coming(ledger.at_peak, attempt)
+        if self.peak is None or usage.total_bytes > self.peak.num_bytes:
             self.peak = MemoryPeak(
-                num_bytes=ledger.peak_bytes,
-                usage=Usage({Use(use): b for use, b in ledger.at_peak.items()}),
+                num_bytes=usage.total_bytes,
+                usage=usage,
                 during=instruction,
                 at_s=time.perf_counter(),
             )
@@ -163,7 +165,15 @@ class StorageMeter:
 
     def usage(self, attempt: Attempt) -> Usage:
         """What lives now."""
-        return Usage({Use(use): float(b) for use, b in self._ledger.by_use.items()})
+        return _with_coming(self._ledger.by_use, attempt)
+
+
+def _with_coming(by_use: Mapping[str, float], attempt: Attempt) -> Usage:
+    """With weights that were fetched and not touched."""
+    bench = attempt.bench
+    found = {Use(use): float(num_bytes) for use, num_bytes in by_use.items()}
+    coming = bench.weights.coming_elements * bench.device.compute_dtype.itemsize
+    return Usage({**found, Use.WEIGHTS: found.get(Use.WEIGHTS, 0.0) + coming})
 
 
 def _storages(attempt: Attempt) -> Iterator[tuple[int, tuple[Use, torch.UntypedStorage]]]:

@@ -36,6 +36,11 @@ class WorkerMetrics:
             "Seconds in compute, waiting excluded",
             registry=registry,
         )
+        self._peak_bytes = Gauge(
+            "penstock_worker_peak_device_bytes",
+            "Most memory that the device held in the last attempt, where it is measured",
+            registry=registry,
+        )
         self._wait_seconds = Counter(
             "penstock_worker_wait_seconds", "Seconds waited", ["for"], registry=registry
         )
@@ -71,6 +76,10 @@ class WorkerMetrics:
         """Compute time and duration of one attempt."""
         self._busy_seconds.inc(busy_s)
         self._busy_ratio.set(busy_s / wall_s if wall_s > 0 else 0.0)
+
+    def set_peak(self, num_bytes: float) -> None:
+        """Device memory of one attempt."""
+        self._peak_bytes.set(num_bytes)
 
     def add_waits(self, seconds: Mapping[str, float]) -> None:
         """Seconds waited, by what for: weights, activation, gradient, checkpoint."""

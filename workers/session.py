@@ -162,6 +162,7 @@ class Session:
             )
             self._link.send(pb.MemberMessage(attempt_done=done))
         bench.trace.flush()  # while the optimizer works
+                peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
 
     def _evaluate(self, message: pb.Evaluate) -> None:
         bench = self._current(message.epoch)
@@ -219,6 +220,8 @@ class Session:
         _log.info("shut down: %s", message.reason)
         self._done = True
 
+        if result.peak is not None:
+            self._metrics.set_peak(result.peak.num_bytes)
     def _refused(self, message: pb.Refused) -> None:
         raise RefusedError(f"refused by the scheduler: {message.reason}")
 

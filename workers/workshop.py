@@ -52,10 +52,12 @@ from penstock.workers.flow import Flow
 from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.progress import Progress
+from penstock.workers.emulated.memory import EmulatedMeter
 from penstock.workers.session import Batches
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
+from penstock.workers.meters import CudaMeter, Meter, NoMeter, StorageMeter
 from penstock.workers.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 
 OPTIMIZER_SOCKET = "optimizer"
@@ -99,6 +101,17 @@ def bind_transport(
 
     Raises:
         ConfigError: the node's host is not an address of this machine.
+def make_meter(config: Config, device: Device) -> Meter:
+    """What measures the device's memory: always but on CPUs, which are asked to."""
+    if isinstance(device, EmulatedDevice):
+        limit = config.memory.device_limit
+        there = device.emulation.cluster.device_memory_bytes
+        return EmulatedMeter(device, there if limit is None else float(limit))
+    if isinstance(device, CudaDevice):
+        return CudaMeter(device.torch_device)
+    return StorageMeter() if config.observability.memory else NoMeter()
+
+
     """
     nodes = files.config.cluster.nodes
     node = nodes[node_of_device(files.config, device_index)]
@@ -141,6 +154,7 @@ class EpochWorkshop:
         )
         self._trace = TraceRing(log)
         self._runtime: ModelRuntime | None = None
+        self._meter = make_meter(files.config, device)
         self._weights: WeightLoader | None = None
         self._memory: tuple[tuple[int, int, int, int], NodeMemory] | None = None
         self._datasets: dict[JobPhase, TokenDataset] = {}
@@ -222,6 +236,7 @@ class EpochWorkshop:
 
     def runtime(self) -> ModelRuntime:
         """The model without weights; made once, takes seconds."""
+            meter=self._meter,
         if self._runtime is None and self._config.cluster.emulated is not None:
             # It has the methods of a model's runtime, over blocks of its own.
             self._runtime = cast(

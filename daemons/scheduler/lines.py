@@ -37,13 +37,15 @@ def attempt_line(
     ``emulated``: devices were; the line says so, because loss and norm are made up.
 
     ``bubble_ratio`` is the share of the workers' time, from the first instruction to the last of
-    the slowest, in which they computed nothing. Values that are no finite number become null.
+    the slowest, in which they computed nothing. ``peak_device_bytes`` is that of the device that
+    held most, left out where none was measured. Values that are no finite number become null.
     """
     done = list(reports)
     tokens = sum(report.loss_tokens for report in done)
     seconds = times.decided_s - times.started_s
     wall = max((report.wall_seconds for report in done), default=0.0)
     busy = sum(report.busy_seconds for report in done)
+    peak_bytes = max((report.peak_device_bytes for report in done), default=0)
     return _line(
         step=record.version,
         attempt=record.attempt,
@@ -59,6 +61,7 @@ def attempt_line(
         epoch=epoch,
         bubble_ratio=max(0.0, 1.0 - busy / (len(done) * wall)) if wall > 0 else 0.0,
         optimizer_tail_seconds=max(0.0, times.decided_s - times.workers_done_s),
+        **({"peak_device_bytes": peak_bytes} if peak_bytes else {}),
         **_mark(emulated),
     )
 

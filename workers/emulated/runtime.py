@@ -107,7 +107,8 @@ class EmulatedRuntime:
         steps, checkpoints = [], {}
         for block in bound:
             if block.index in checkpoints_at:
-                checkpoints[block.index] = _tensors(activation)
+                # Of the first block it is what came in: one tensor, under two names.
+                checkpoints[block.index] = _tensors(activation) if steps else dict(inputs)
             steps.append((block, activation))
             activation = _hash(activation, block.weights, block.index)
         ends = bool(steps) and steps[-1][0].index == len(self.table.blocks) - 1
