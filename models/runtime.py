@@ -11,13 +11,16 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.models.batch import MicroBatch
 from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block
+from penstock.models.compiled import CompiledLayer
 from penstock.models.kept import let_go
 from penstock.models.kept.tape import tensors_in
 from penstock.models.loss import chunked_cross_entropy
@@ -76,7 +79,11 @@ class ModelRuntime:
         device: torch.device | str,
         compute_dtype: torch.dtype,
         seed: int,
+        compiler: str | None = None,
     ) -> None:
+        """``compiler``: backend of ``torch.compile`` for the layers, see
+        :mod:`penstock.models.compiled`.
+        """
         self._table = table
         self._device = torch.device(device)
         self._seed = seed
@@ -93,6 +100,11 @@ class ModelRuntime:
         self._prefixes = _prefixes(skeleton)
         self._representative: dict[str, nn.Module] = {}
         self._kinds = self._make_kinds(skeleton)
+        self._compiled = {
+            kind: CompiledLayer(layer, compiler)
+            for kind, layer in self._representative.items()
+            if compiler is not None
+        }
         self._calls_by_shape: dict[tuple[int, int], tuple[LayerCall, ...]] = {}
         self._latest: tuple[MicroBatch, tuple[LayerCall, ...]] | None = None
 
@@ -173,7 +185,9 @@ class ModelRuntime:
                         hidden, tensors = tensors[HIDDEN], {}
                         loss = self._run_head(block, hidden, prepared, training, storing)
                     else:
-                        tensors = {HIDDEN: self._run_block(block, tensors, prepared, training)}
+                        plain = storing is None
+                        hidden = self._run_block(block, tensors, prepared, training, plain)
+                        tensors = {HIDDEN: hidden}
             weighted = None if loss is None else loss * loss_weight
         if stored is not None and stored.kept is not None:
             for leaf in leaves.values():
@@ -219,14 +233,19 @@ class ModelRuntime:
         tensors: Mapping[str, torch.Tensor],
         prepared: _Prepared,
         training: bool,
+        plain: bool,
     ) -> torch.Tensor:
-        layer_index = self._table.blocks[block.index].layer_index
-        with self._installed(block, training):
-            if layer_index is None:
-                ids = torch.from_numpy(prepared.batch.input_ids).to(self._device)
+        """``plain``: nobody watches the block's operators, so they may be compiled."""
+        spec = self._table.blocks[block.index]
+        if spec.layer_index is None:
+            with self._installed(block, training):
+                ids = self._moved(prepared.batch.input_ids)
                 return self._pieces.embed(ids, prepared.tensors, training=training)
-            kind = self._table.blocks[block.index].kind
-            return prepared.calls[layer_index].run(self._representative[kind], tensors[HIDDEN])
+        compiled = self._compiled.get(spec.kind) if plain else None
+        layer = compiled or self._representative[spec.kind]
+        bound = block if compiled is None else compiled.aliased(block)
+        with self._installed(bound, training):
+            return prepared.calls[spec.layer_index].run(layer, tensors[HIDDEN])
 
     def _run_head(
         self,
@@ -236,7 +255,7 @@ class ModelRuntime:
         training: bool,
         storing: Storing | None,
     ) -> torch.Tensor:
-        labels = torch.from_numpy(prepared.batch.labels).to(self._device).reshape(-1)
+        labels = self._moved(prepared.batch.labels).reshape(-1)
         again = False
         with self._installed(block, training):
             finished = self._pieces.finish(hidden)
@@ -262,14 +281,18 @@ class ModelRuntime:
         mask, positions = batch.attention_mask, batch.position_ids
         tensors = BatchTensors(
             shape=batch.shape,
-            attention_mask=None if mask is None else torch.from_numpy(mask).to(self._device),
-            position_ids=(
-                None if positions is None else torch.from_numpy(positions).to(self._device)
-            ),
+            attention_mask=None if mask is None else self._moved(mask),
+            position_ids=None if positions is None else self._moved(positions),
         )
         layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
         calls = self._layer_calls(batch, tensors) if layers else ()
         return _Prepared(batch=batch, tensors=tensors, calls=calls)
+
+    def _moved(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """On the device. From pageable memory the driver has taken the bytes when this returns, and
+        the host does not wait for the work before.
+        """
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _constants(self, prepared: _Prepared) -> list[torch.Tensor]:
         """What outlives the forward: the micro-batch, and what layers are called with."""
