@@ -130,6 +130,8 @@ class MeasuredAttempt:
         for device, trace in self.trace.devices.items():
             for work in trace.computed:
                 yield self._of_work(Lane.COMPUTE, device, work)
+            for work in trace.updates:
+                yield self._of_work(Lane.UPDATE, device, work)
             for work in trace.loads + trace.fetches:
                 yield self._of_work(Lane.FETCH, device, work)
             for work in trace.issued:

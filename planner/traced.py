@@ -91,7 +91,7 @@ class DeviceTrace:
 
     ``computed`` and ``issued`` are its instructions, all of them in ``program``; ``loads`` of
     weights were done by the interpreter within a wait, ``fetches`` beside it; ``arrivals`` by
-    tensor; ``published`` are (block, contribution) with the moment.
+    tensor; ``published`` are (block, contribution) with the moment; ``updates`` are previews.
     """
 
     computed: list[Work] = field(default_factory=list)
@@ -100,9 +100,10 @@ class DeviceTrace:
     fetches: list[Work] = field(default_factory=list)
     arrivals: dict[Tensor, float] = field(default_factory=dict)
     published: dict[tuple[int, int], float] = field(default_factory=dict)
+    updates: list[Work] = field(default_factory=list)
     program: list[Instruction] = field(default_factory=list)
-
     peak: Peak | None = None
+
 
 @dataclass(kw_only=True)
 class AttemptTrace:
@@ -229,9 +230,9 @@ class _Sorter:
             elif event.lane is TraceLane.OFFLOAD:
                 block, contribution = map(int, event.text.split())
                 trace.published[block, contribution] = event.end_s
-            else:
             elif event.lane is TraceLane.MEMORY:
                 trace.peak = Peak.of(event)
+            else:
                 self._of_interpreter(trace, event)
         except (ProtocolError, ValueError):
             self.strange += 1
@@ -242,6 +243,8 @@ class _Sorter:
         work = Work(instruction=self._parsed[event.text], event=event)
         if event.lane is TraceLane.FETCH:
             trace.fetches.append(work)
+        elif event.lane is TraceLane.UPDATE:
+            trace.updates.append(work)
         elif event.lane is TraceLane.COMPUTE and isinstance(work.instruction, FetchWeights):
             trace.loads.append(work)
         else:

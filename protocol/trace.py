@@ -57,14 +57,16 @@ class TraceLane(StrEnum):
     """A copy of weights to the device, beside the interpreter: ``FW 3 phase=forward``."""
     OFFLOAD = "offload"
     """Nothing: the moment at which gradients were published, ``block contribution``."""
+    UPDATE = "update"
+    """The preview of a block on the device, beside the interpreter: ``U 3``."""
     ARRIVAL = "arrival"
     """Nothing: the moment at which a peer's tensor arrived, ``activation 3 0``."""
-    PULL = "pull"
-    """Nothing: the moment at which another node's gradients had arrived, ``block contribution``."""
     MEMORY = "memory"
     """Nothing: the moment at which the device held most in an attempt, ``bytes instruction``; the
     end of the attempt, without instruction, where single instructions are not measured.
     """
+    PULL = "pull"
+    """Nothing: the moment at which another node's gradients had arrived, ``block contribution``."""
     OPTIMIZER = "optimizer"
     """A node's optimizer threads with a pass over a block: ``advance 7``."""
     SCHEDULER = "scheduler"

@@ -15,6 +15,7 @@ from penstock.models.batch import MicroBatch
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.instructions import Opcode, Program
+from penstock.protocol.step import OptimizerStep
 from penstock.workers.attempt import Bench, Job, JobPhase
 from penstock.workers.epochs import FOREVER, EpochFence
 from penstock.workers.evaluation import job_number
@@ -150,6 +151,7 @@ class Session:
             batches=batches,
             counted_tokens=counted_tokens,
         )
+            step=_step(message),
         result = self._run(bench, job, bench.plan.programs[bench.device_index])
         if result is not None:
             done = pb.AttemptDone(
@@ -160,9 +162,9 @@ class Session:
                 busy_seconds=result.tally.busy_s,
                 wall_seconds=result.wall_s,
             )
+                peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
             self._link.send(pb.MemberMessage(attempt_done=done))
         bench.trace.flush()  # while the optimizer works
-                peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
 
     def _evaluate(self, message: pb.Evaluate) -> None:
         bench = self._current(message.epoch)
@@ -218,10 +220,10 @@ class Session:
 
     def _shutdown(self, message: pb.Shutdown) -> None:
         _log.info("shut down: %s", message.reason)
-        self._done = True
-
         if result.peak is not None:
             self._metrics.set_peak(result.peak.num_bytes)
+        self._done = True
+
     def _refused(self, message: pb.Refused) -> None:
         raise RefusedError(f"refused by the scheduler: {message.reason}")
 
@@ -231,3 +233,14 @@ class Session:
             return self._bench
         _log.info("in epoch %d: message of epoch %d dropped", self._fence.epoch, epoch)
         return None
+
+
+def _step(message: pb.RunAttempt) -> OptimizerStep | None:
+    """Where the attempt leads if nothing is clipped; None if the optimizer waits for the norm."""
+    if message.hold:
+        return None
+    return OptimizerStep.speculative(
+        version=message.base_version + 1,
+        loss_scale=message.loss_scale,
+        learning_rate=message.learning_rate,
+    )

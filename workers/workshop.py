@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import cast
 
+import torch
 import zmq
 
 from penstock.models.hf import load_run_config
@@ -42,22 +43,28 @@ from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
 from penstock.shm.table import BlockTable
 from penstock.workers.attempt import Bench, JobPhase
+from penstock.workers.channels.base import Channel
+from penstock.workers.channels.opening import group_members, means_here, open_channel, told_by
+from penstock.workers.collectives import collective_peers, collective_receives
 from penstock.workers.data import TokenDataset, micro_batches
 from penstock.workers.devices.base import Device
 from penstock.workers.devices.cpu import CpuDevice
 from penstock.workers.devices.cuda import ALIGNMENT_BYTES, CudaDevice
+from penstock.workers.devices.cuda_update import CudaPreviewer
 from penstock.workers.emulated.device import EmulatedDevice
+from penstock.workers.emulated.memory import EmulatedMeter
 from penstock.workers.emulated.runtime import EmulatedRuntime
+from penstock.workers.emulated.update import EmulatedPreviewer
 from penstock.workers.flow import Flow
 from penstock.workers.inbox import Expected, Inbox
+from penstock.workers.meters import CudaMeter, Meter, NoMeter, StorageMeter
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.progress import Progress
-from penstock.workers.emulated.memory import EmulatedMeter
 from penstock.workers.session import Batches
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
+from penstock.workers.updates import BlockUpdates, NativePreviewer, Previewer, cores_of
 from penstock.workers.waiting import Abort
-from penstock.workers.meters import CudaMeter, Meter, NoMeter, StorageMeter
 from penstock.workers.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 
 OPTIMIZER_SOCKET = "optimizer"
@@ -94,13 +101,6 @@ def make_device(
     return CpuDevice(weight_dtype=weight_dtype, grad_dtype=grad_dtype)
 
 
-def bind_transport(
-    files: RunDirectory, device_index: int, metrics: WorkerMetrics, inbox: Inbox
-) -> Transport:
-    """Listen for peers: a local socket, or tcp where the cluster has several nodes.
-
-    Raises:
-        ConfigError: the node's host is not an address of this machine.
 def make_meter(config: Config, device: Device) -> Meter:
     """What measures the device's memory: always but on CPUs, which are asked to."""
     if isinstance(device, EmulatedDevice):
@@ -112,6 +112,13 @@ def make_meter(config: Config, device: Device) -> Meter:
     return StorageMeter() if config.observability.memory else NoMeter()
 
 
+def bind_transport(
+    files: RunDirectory, device_index: int, metrics: WorkerMetrics, inbox: Inbox
+) -> Transport:
+    """Listen for peers: a local socket, or tcp where the cluster has several nodes.
+
+    Raises:
+        ConfigError: the node's host is not an address of this machine.
     """
     nodes = files.config.cluster.nodes
     node = nodes[node_of_device(files.config, device_index)]
@@ -147,6 +154,7 @@ class EpochWorkshop:
         self._device_index = device_index
         self._node = node_of_device(files.config, device_index)
         self._device = device
+        self._meter = make_meter(files.config, device)
         self._transport = transport
         self._progress = progress
         log = TraceLog.of_run(
@@ -154,9 +162,11 @@ class EpochWorkshop:
         )
         self._trace = TraceRing(log)
         self._runtime: ModelRuntime | None = None
-        self._meter = make_meter(files.config, device)
+        self._means = means_here(files.config)
+        self._channel: Channel | None = None
         self._weights: WeightLoader | None = None
-        self._memory: tuple[tuple[int, int, int, int], NodeMemory] | None = None
+        self._memory: tuple[tuple[int, ...], NodeMemory] | None = None
+        self._updates: BlockUpdates | None = None
         self._datasets: dict[JobPhase, TokenDataset] = {}
 
     def open(self, begin: pb.Begin, abort: Abort) -> Bench:
@@ -169,15 +179,24 @@ class EpochWorkshop:
         plan = self._checked_plan(begin)
         endpoints = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
         program, evaluation = self._programs(plan)
+        flow, emulated = Flow.of(plan), self._config.cluster.emulated is not None
+        beside = collective_peers(plan, flow, self._device_index, emulated=emulated)
+        beside |= told_by(self._device_index, group_members(plan, self._means))
         memory = self._attached(plan)
         owners = ownership(self._config, self._table, plan)
+        self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)
         self._transport.inbox.open(
             run_id=self._files.run_id,
             epoch=begin.epoch,
-            expected=Expected.of(program, evaluation, self._config.train.eval_batches),
+            expected=Expected.of(
+                program,
+                evaluation,
+                self._config.train.eval_batches,
+                collective_receives(plan, flow, self._device_index, emulated=emulated),
+            ),
         )
         self._transport.connect(
-            self._peers(program + evaluation, endpoints), self._optimizers(endpoints)
+            self._peers(program + evaluation, beside, endpoints), self._optimizers(endpoints)
         )
         self._weights = WeightLoader(
             table=self._table,
@@ -187,12 +206,27 @@ class EpochWorkshop:
             device=self._device,
             remote=RemoteBlocks(self._files.run_id, self._table, self._memoryds(endpoints)),
         )
+        if self._updates_blocks(plan):
+            self._updates = BlockUpdates(memory, self._previewer(memory, plan))
+        timeout_s = PATIENCE * self._config.cluster.attempt_timeout_s
+        self._channel = open_channel(
+            config=self._config,
+            plan=plan,
+            run_id=self._files.run_id,
+            epoch=begin.epoch,
+            device_index=self._device_index,
+            device=self._device,
+            transport=self._transport,
+            means=self._means,
+            abort=abort,
+            timeout_s=timeout_s,
+        )
         return Bench(
             run_id=self._files.run_id,
             epoch=begin.epoch,
             device_index=self._device_index,
             plan=plan,
-            flow=Flow.of(plan),
+            flow=flow,
             table=self._table,
             ownership=owners,
             memory=memory,
@@ -200,19 +234,29 @@ class EpochWorkshop:
             device=self._device,
             weights=self._weights,
             transport=self._transport,
+            channel=self._channel,
             trace=self._trace,
+            meter=self._meter,
             progress=self._progress,
             abort=abort,
-            timeout_s=PATIENCE * self._config.cluster.attempt_timeout_s,
+            timeout_s=timeout_s,
+            updates=self._updates,
         )
 
     def close(self) -> None:
         """Take down connections, weights and received tensors. Memory stays mapped, unused."""
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
         if self._weights is not None:
             self._weights.close()
             self._weights = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
         self._trace.flush()  # what an attempt did that was aborted or failed
         self._transport.disconnect()
+        self._transport.notices.close()
         self._transport.inbox.close()
 
     def detach(self) -> None:
@@ -236,7 +280,6 @@ class EpochWorkshop:
 
     def runtime(self) -> ModelRuntime:
         """The model without weights; made once, takes seconds."""
-            meter=self._meter,
         if self._runtime is None and self._config.cluster.emulated is not None:
             # It has the methods of a model's runtime, over blocks of its own.
             self._runtime = cast(
@@ -249,6 +292,7 @@ class EpochWorkshop:
                 device=self._device.torch_device,
                 compute_dtype=self._device.compute_dtype,
                 seed=self._config.run.seed,
+                compiler="inductor" if self._config.model.compile else None,
             )
         return self._runtime
 
@@ -262,7 +306,7 @@ class EpochWorkshop:
                     f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
                     " stop the run and start it again"
                 )
-        check_executable(plan, emulated=self._config.cluster.emulated is not None)
+        check_executable(plan, devices_per_node=self._config.cluster.workers)
         return plan
 
     def _programs(self, plan: Plan) -> tuple[Program, Program]:
@@ -273,21 +317,38 @@ class EpochWorkshop:
         return plan.programs[self._device_index], plan.evaluation[self._device_index]
 
     def _attached(self, plan: Plan) -> NodeMemory:
-        """The node's memory, mapped again only when the segments, or the room that weights take on
-        the device, are others than before.
+        """The node's memory, mapped again only when the segments, those of them that the plan
+        needs, or the room that weights take on the device, are others than before.
         """
         room = self._largest_stage(plan), buffers_needed(*self._programs(plan))
-        if self._memory is None or self._memory[0] != (*self._segment_identity(), *room):
+        kinds = (*_SEGMENTS, SegmentKind.STATE) if self._updates_blocks(plan) else _SEGMENTS
+        found = (*self._segment_identity(), *room, len(kinds))
+        if self._memory is None or self._memory[0] != found:
             self._device.detach()
             if self._memory is not None:
                 self._memory[1].close()
                 self._memory = None
-            memory = attach(
-                self._files, self._node, worker_name(self._device_index), kinds=_SEGMENTS
-            )
-            self._memory = (*self._segment_identity(), *room), memory
+            memory = attach(self._files, self._node, worker_name(self._device_index), kinds=kinds)
+            self._memory = (*self._segment_identity(), *room, len(kinds)), memory
             self._device.attach(memory, *room)
         return self._memory[1]
+
+    def _updates_blocks(self, plan: Plan) -> bool:
+        return self._device_index in plan.updates.values()
+
+    def _previewer(self, memory: NodeMemory, plan: Plan) -> Previewer:
+        """What previews blocks on this device; its threads are pinned to a share of the cores."""
+        optimizer, index = self._config.optimizer, self._device_index
+        local = index % self._config.cluster.workers
+        cores = cores_of(local, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        if isinstance(self._device, EmulatedDevice):
+            return EmulatedPreviewer(
+                self._device, memory, optimizer, plan=plan, device_index=index, cores=cores
+            )
+        if isinstance(self._device, CudaDevice):
+            blocks = [block for block, device in plan.updates.items() if device == index]
+            return CudaPreviewer(self._device, memory, optimizer, blocks)
+        return NativePreviewer(memory, optimizer, cores)
 
     def _segment_identity(self) -> tuple[int, int]:
         """Device and inode of the control segment; (0, 0) if there is none yet."""
@@ -310,9 +371,11 @@ class EpochWorkshop:
             default=0,
         )
 
-    def _peers(self, program: Program, endpoints: Mapping[str, str]) -> dict[int, str]:
+    def _peers(
+        self, program: Program, beside: Set[int], endpoints: Mapping[str, str]
+    ) -> dict[int, str]:
         sends = (SendActivation, SendGradient, SendCheckpoint)
-        peers = {i.peer for i in program if isinstance(i, sends)}
+        peers = beside | {i.peer for i in program if isinstance(i, sends)}
         missing = [worker_name(peer) for peer in peers if not endpoints.get(worker_name(peer))]
         if missing:
             raise ProtocolError(f"Begin names no endpoint of {', '.join(sorted(missing))}")

@@ -1,0 +1,279 @@
+"""UPDATE: what it waits for, what it writes and says, and the bits of its arithmetic."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import _native
+from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.errors import LostMemberError
+from penstock.protocol.frames import BlockUpdated, GradientReady, decode
+from penstock.protocol.instructions import OffloadGradients, Update
+from penstock.protocol.plan import Plan
+from penstock.protocol.step import BlockArrays, OptimizerStep
+from penstock.shm.control import INVALID_VERSION
+from penstock.shm.memory import NodeMemory
+from penstock.workers.devices.cuda import CudaDevice
+from penstock.workers.devices.cuda_update import CudaPreviewer
+from penstock.workers.devices.step import Piece, StepScalars, preview, sum_squares
+from penstock.workers.updates import (
+    BlockUpdates,
+    NativePreviewer,
+    PreviewedBlock,
+    UpdateScope,
+    cores_of,
+)
+from penstock.workers.waiting import Abort, Interrupted
+
+STEP = OptimizerStep.speculative(version=1, loss_scale=8.0, learning_rate=0.01)
+TIED = {"num_hidden_layers": 2, "tie_word_embeddings": True}
+
+
+def with_updates(plan: Plan) -> Plan:
+    """Every second block's update behind the offload of its gradients."""
+    programs = []
+    for program in plan.programs:
+        found: list[Any] = []
+        for instruction in program:
+            found.append(instruction)
+            if isinstance(instruction, OffloadGradients):
+                blocks = plan.backward_stages[instruction.stage].blocks
+                found += [Update(block=b) for b in blocks if b % 2 == 0]
+        programs.append(tuple(found))
+    return replace(plan, programs=tuple(programs))
+
+
+@pytest.fixture
+def updating(make_cluster: Any) -> Iterator[Callable[..., Any]]:
+    """Clusters with UPDATE of every second block."""
+    made: list[BlockUpdates] = []
+
+    def make(**settings: Any) -> Any:
+        cluster = make_cluster(hf=TIED, **settings)
+        fill_state(cluster.memories[0])
+        for worker in cluster.workers:
+            previewer = NativePreviewer(cluster.memories[0], OptimizerConfig(), [0])
+            made.append(BlockUpdates(cluster.memories[0], previewer))
+            worker.bench = replace(worker.bench, updates=made[-1])
+        cluster.adopt(with_updates(cluster.plan))
+        return cluster
+
+    yield make
+    for updates in made:
+        updates.close()
+
+
+def fill_state(memory: NodeMemory) -> None:
+    """Random master weights and moments."""
+    numbers = np.random.default_rng(5)
+    for block in memory.owned_blocks():
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            state = memory.state(block, name)
+            state[:] = numbers.standard_normal(len(state), np.float32)
+            if name == "exp_avg_sq":
+                np.square(state, out=state)
+
+
+def expected_weights(memory: NodeMemory, block: int) -> tuple[bytes, float]:
+    """What optimizerd would write and report, into memory of its own."""
+    arrays = BlockArrays.of(memory, block, OptimizerConfig().weight_decay)
+    raw = np.zeros(arrays.weights[1].nbytes + 64, np.uint8)
+    there = raw[-raw.ctypes.data % 64 :][: arrays.weights[1].nbytes].view(arrays.weights[1].dtype)
+    with _native.Pool([0]) as pool:
+        private = replace(arrays, weights=(arrays.weights[0], there))
+        status = private.preview(pool, STEP, OptimizerConfig())
+    return there.tobytes(), status.sum_squares
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [("fp32", "fp32"), ("bf16", "bf16")])
+def test_updates_have_the_bits_of_optimizerd_and_write_no_word(
+    updating: Any, dtype: str, grad_dtype: str
+) -> None:
+    """The embedding is tied: it gets a part of its gradients from the other device."""
+    cluster = updating(model={"dtype": dtype}, grad_dtype=grad_dtype)
+    cluster.train(replace(cluster.job(), step=STEP))
+    memory, control = cluster.memories[0], cluster.memories[0].control
+    gradients, updates = [], {}
+    while cluster.optimizers[0].poll(0 if len(updates) == 2 else 5000):
+        message = decode(cluster.optimizers[0].recv(), GradientReady, BlockUpdated)
+        if isinstance(message, BlockUpdated):
+            updates[message.block] = message
+        else:
+            gradients.append(message)
+    assert sorted(updates) == [0, 2] and len(gradients) == len(cluster.contributions(0))
+    for block, message in updates.items():
+        assert (message.attempt, message.version, message.finite) == (1, 1, True)
+        weights, squares = expected_weights(memory, block)
+        assert memory.weights(block, 1).tobytes() == weights
+        assert message.sum_squares == squares
+        assert control.slot_version(block, 1) == INVALID_VERSION
+        assert control.state_version(block) == 0
+    assert not memory.weights(1, 1).any(), "the other blocks are the CPU's"
+
+
+def test_an_attempt_that_holds_updates_nothing(updating: Any) -> None:
+    cluster = updating()
+    job = cluster.job()
+    cluster.train(job)
+    cluster.check_finished(job)
+    assert not any(cluster.memories[0].weights(block, 1).any() for block in (0, 2))
+
+
+@dataclass
+class Site:
+    """Updates over a memory without anybody else."""
+
+    memory: NodeMemory
+    updates: BlockUpdates
+    done: list[tuple[int, PreviewedBlock]]
+    abort: Abort
+
+    def scope(self, timeout_s: float = 20.0) -> UpdateScope:
+        return UpdateScope(
+            epoch=1,
+            attempt=1,
+            step=STEP,
+            abort=self.abort,
+            timeout_s=timeout_s,
+            done=lambda block, done: self.done.append((block, done)),
+        )
+
+    def publish(self, block: int) -> None:
+        for k in range(self.memory.spec.layout.contributions[block]):
+            self.memory.control.set_ready(block, k, epoch=1, attempt=1)
+
+
+@pytest.fixture
+def site(make_cluster: Any) -> Iterator[Site]:
+    memory = make_cluster(hf=TIED, workers=1).memories[0]
+    updates = BlockUpdates(memory, NativePreviewer(memory, OptimizerConfig(), [0]))
+    yield Site(memory, updates, [], Abort())
+    updates.close()
+
+
+def test_a_block_waits_for_its_settle_its_slot_and_all_its_gradients(site: Site) -> None:
+    control = site.memory.control
+    control.set_state_version(0, 7)
+    control.set_slot_version(0, 1, 3)
+    for clear, awaited in (
+        (lambda: control.set_state_version(0, 0), r"settle block 0 at version 0 .*is at 7"),
+        (lambda: control.set_slot_version(0, 1, INVALID_VERSION), r"slot 1 \(it holds version 3"),
+        (lambda: control.set_ready(0, 0, epoch=1, attempt=1), r"contributions \[0, 1\] are not"),
+        (lambda: control.set_ready(0, 1, epoch=1, attempt=1), r"block 0 in attempt 1:.* \[1\] are"),
+    ):
+        site.updates.start(0, site.scope(timeout_s=0.02))
+        with pytest.raises(LostMemberError, match=rf"^waited 0.02 s for .*{awaited}"):
+            site.updates.finish(site.abort)
+        site.updates.drop()
+        clear()
+    site.updates.start(0, site.scope())
+    site.updates.finish(site.abort)
+    assert [block for block, _ in site.done] == [0]
+
+
+def test_an_abort_ends_all_updates_and_nothing_is_written_after_it(site: Site) -> None:
+    for block in (2, 1):
+        site.publish(block)
+    for block in (0, 1, 2):  # block 0 has no gradients, and the others wait behind it
+        site.updates.start(block, site.scope())
+    assert site.updates.under_way == [0, 1, 2]
+    timer = threading.Timer(0.05, site.abort.set, ["drained"])
+    timer.start()
+    with pytest.raises(Interrupted, match="drained"):
+        site.updates.finish(site.abort)
+    timer.join()
+    site.updates.drop()
+    site.publish(0)
+    assert site.done == [] and site.updates.under_way == []
+    assert not any(site.memory.weights(block, 1).any() for block in (0, 1, 2))
+
+
+def test_threads_of_workers_get_cores_of_their_own_as_far_as_there_are() -> None:
+    cores = [2, 3, 5, 7]
+    assert [cores_of(worker, 2, cores) for worker in range(3)] == [[2, 3], [5, 7], [2, 3]]
+    assert cores_of(1, 8, cores) == cores
+    assert cores_of(1, 3, cores) == [7, 2, 3]
+
+
+# ---- the arithmetic for devices other than the CPU ----
+
+COUNT = 3 * 4096 + 48
+RANGES = [(0, 4112, 0.1), (4112, 8192, 0.0), (8192, COUNT, 0.1)]
+
+
+def aligned(values: Any) -> Any:
+    """A copy that starts at a multiple of 64 bytes."""
+    raw = np.zeros(values.nbytes + 64, np.uint8)
+    there = raw[-raw.ctypes.data % 64 :][: values.nbytes].view(values.dtype)
+    there[:] = values
+    return there
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize("version", [1, 7, 1000])
+def test_tensor_operations_have_the_bits_of_the_native_kernel(
+    name: str, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, whose square root is correctly rounded; that of torch on CPUs is not."""
+    rounded = lambda tensor: tensor.copy_(tensor.double().sqrt())  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "sqrt_", rounded)
+    config = OptimizerConfig.model_validate({"name": name})
+    step = OptimizerStep.speculative(version=version, loss_scale=1024.0, learning_rate=3e-4)
+    numbers = np.random.default_rng(version)
+    normal = lambda: aligned(numbers.standard_normal(COUNT, np.float32))  # noqa: E731
+    state = {"master": normal(), "exp_avg": normal(), "exp_avg_sq": normal()}
+    np.square(state["exp_avg_sq"], out=state["exp_avg_sq"])
+    grads = [normal() * np.float32(2000.0), normal()]
+    weights = aligned(np.zeros(COUNT, np.float32))
+    with _native.Pool([0]) as pool:
+        status = _native.preview(
+            pool,
+            **state,
+            grads=[aligned(g) for g in grads],
+            weights=weights,
+            weights_dtype=_native.WeightsDtype.FLOAT32,
+            hyper=step.hyper(config),
+            ranges=RANGES,
+        )
+    total = torch.from_numpy(grads[0] + grads[1])
+    squares = float(sum_squares(total, torch.empty(COUNT, dtype=torch.float64)))
+    piece = Piece(
+        **{key: torch.from_numpy(array.copy()) for key, array in state.items()},
+        gradients=total,
+        scratch=torch.empty(COUNT),
+        ranges=RANGES,
+    )
+    assert preview(piece, StepScalars.of(step, config)).numpy().tobytes() == weights.tobytes()
+    assert squares == pytest.approx(status.sum_squares, rel=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [("fp32", "fp32"), ("bf16", "bf16")])
+def test_a_gpu_updates_with_the_bits_of_the_native_kernel(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, grad_dtype: str
+) -> None:
+    """In pieces that do not divide the block; block 0 has two contributions."""
+    monkeypatch.setattr("penstock.workers.devices.cuda_update.PIECE_ELEMENTS", 1024)
+    cluster = make_cluster(hf=TIED, workers=1, model={"dtype": dtype}, grad_dtype=grad_dtype)
+    memory, table = cluster.memories[0], cluster.table
+    fill_state(memory)
+    job = cluster.job()
+    cluster.train(job)
+    device = CudaDevice(0, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype)
+    device.attach(memory, 1 << 20, 1)
+    previewer = CudaPreviewer(device, memory, OptimizerConfig(), [0, 1])
+    for block in (0, 1, 0):
+        done = previewer.preview(block, STEP, Abort())
+        weights, squares = expected_weights(memory, block)
+        assert memory.weights(block, 1).tobytes() == weights
+        assert done.status.finite and done.status.sum_squares == pytest.approx(squares, rel=1e-13)
+    previewer.close()
+    device.detach()

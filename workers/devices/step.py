@@ -1,0 +1,112 @@
+"""The preview's arithmetic on tensors of any device, in the operations of ``native/kernel.h``.
+
+Every operation rounds once, so weights have the bits of the native kernel as long as the device's
+square root and division are correctly rounded (CUDA's are without fast math; torch's square root on
+CPUs is not) and no multiply is contracted with an add (torch's eager kernels; nothing may fuse
+them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from penstock.protocol.config import OptimizerConfig, OptimizerName
+from penstock.protocol.step import OptimizerStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScalars:
+    """One step's constants, rounded to fp32: ``AdamScalars`` of ``native/kernels.h``."""
+
+    coefficient: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inverse_sqrt_correction: float
+    eps: float
+    step_size: float
+    learning_rate: float
+    decoupled: bool
+
+    @classmethod
+    def of(cls, step: OptimizerStep, config: OptimizerConfig) -> Self:
+        """Computed in fp64, as ``derive_scalars`` does."""
+        beta1, beta2 = config.betas
+        return cls(
+            coefficient=_fp32(step.coefficient),
+            one_minus_beta1=_fp32(1.0 - beta1),
+            beta2=_fp32(beta2),
+            one_minus_beta2=_fp32(1.0 - beta2),
+            inverse_sqrt_correction=_fp32(1.0 / math.sqrt(1.0 - _power(beta2, step.bias_step))),
+            eps=_fp32(config.eps),
+            step_size=_fp32(step.learning_rate / (1.0 - _power(beta1, step.bias_step))),
+            learning_rate=step.learning_rate,
+            decoupled=config.name is OptimizerName.ADAMW,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a block on the device, all flat and fp32: copies, which :func:`preview` overwrites.
+
+    ``gradients``: the sum of all contributions. ``ranges``: (start, end, weight decay) within it.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradients: torch.Tensor
+    scratch: torch.Tensor
+    ranges: Sequence[tuple[int, int, float]]
+
+
+def preview(piece: Piece, scalars: StepScalars) -> torch.Tensor:
+    """The next master weights, in the place of the old ones."""
+    master, mean, square, grad = piece.master, piece.exp_avg, piece.exp_avg_sq, piece.gradients
+    scratch = piece.scratch
+    grad.mul_(scalars.coefficient)
+    if not scalars.decoupled:
+        for start, end, decay in piece.ranges:
+            torch.mul(master[start:end], _fp32(decay), out=scratch[start:end])
+        grad.add_(scratch)
+    torch.sub(grad, mean, out=scratch)
+    mean.add_(scratch.mul_(scalars.one_minus_beta1))
+    torch.mul(grad, scalars.one_minus_beta2, out=scratch)
+    square.mul_(scalars.beta2).add_(scratch.mul_(grad))
+    denominator = square.sqrt_().mul_(scalars.inverse_sqrt_correction).add_(scalars.eps)
+    change = mean.mul_(scalars.step_size).div_(denominator)
+    if scalars.decoupled:
+        for start, end, decay in piece.ranges:
+            master[start:end].mul_(_fp32(1.0 - scalars.learning_rate * decay))
+    return master.sub_(change)
+
+
+def sum_squares(gradients: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Of fp32 numbers, in fp64: squares are exact, so the sum is finite exactly when all of them
+    are. The order is torch's: it may differ from the native kernel's in the last bits.
+
+    ``scratch``: fp64, as long.
+    """
+    scratch.copy_(gradients)
+    return scratch.mul_(scratch).sum()
+
+
+def _fp32(value: float) -> float:
+    return float(np.float32(value))
+
+
+def _power(base: float, exponent: int) -> float:
+    """``power`` of ``native/passes.cpp``: by repeated squaring, which decides the last bit."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result

@@ -1,0 +1,216 @@
+"""UPDATE on a worker: previews of blocks, beside the interpreter.
+
+An instruction only says which block; a thread of its own then waits until the block may be
+previewed, in the order of the instructions, previews it and says so. So state comes in, and weights
+go out, while the device computes. The attempt ends when all have.
+
+What a block waits for, all of it words of the control segment: its state has taken the committed
+step in, and its slot of the next version holds nothing (both optimizerd's doing, see
+:mod:`penstock.daemons.optimizer.ledger`); all its gradients are published in this attempt.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock import _native
+from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.step import BlockArrays, OptimizerStep, PassStatus
+from penstock.shm.control import INVALID_VERSION
+from penstock.shm.layout import WEIGHT_SLOTS
+from penstock.shm.memory import NodeMemory
+from penstock.workers.waiting import POLL_S, Abort, wait_until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewedBlock:
+    """What a preview led to, and when it was at work (readings of ``time.perf_counter``)."""
+
+    status: PassStatus
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateScope:
+    """What all updates of one attempt have in common.
+
+    ``done`` is called on the thread of updates with each block, when its last byte is written.
+    """
+
+    epoch: int
+    attempt: int
+    step: OptimizerStep
+    abort: Abort
+    timeout_s: float
+    done: Callable[[int, PreviewedBlock], None]
+
+
+class Previewer(Protocol):
+    """How a device previews blocks; called on the thread of updates only."""
+
+    def issue(self, block: int) -> None:
+        """An UPDATE was issued. The exception: called on the interpreter's thread."""
+
+    def fetch(self, block: int, abort: Abort) -> None:
+        """The block's state may be read now; its gradients may still be on their way."""
+
+    def preview(self, block: int, step: OptimizerStep, abort: Abort) -> PreviewedBlock:
+        """Write the weights that ``step`` leads to; returns when the last byte is in host memory.
+
+        Raises:
+            Interrupted: aborted; the slot holds anything.
+        """
+
+    def close(self) -> None:
+        """Let go of memory and threads."""
+
+
+class BlockUpdates:
+    """The updates of one device. Lives for one epoch."""
+
+    def __init__(self, memory: NodeMemory, previewer: Previewer) -> None:
+        self._memory = memory
+        self._previewer = previewer
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-updates")
+        self._under_way: list[tuple[int, Future[None]]] = []
+
+    def start(self, block: int, scope: UpdateScope) -> None:
+        """Preview a block as soon as that is possible."""
+        self._previewer.issue(block)
+        self._under_way.append((block, self._executor.submit(self._update, block, scope)))
+
+    @property
+    def under_way(self) -> Sequence[int]:
+        """Blocks that were started and are not done."""
+        return [block for block, future in self._under_way if not future.done()]
+
+    def finish(self, abort: Abort) -> None:
+        """Wait until all are done. Each has deadlines of its own.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: see :mod:`.waiting`. What a preview raised.
+        """
+        for _, future in self._under_way:
+            while True:
+                abort.check()
+                try:
+                    future.result(timeout=POLL_S)
+                    break
+                except TimeoutError:
+                    if future.done():  # a TimeoutError of its own
+                        raise
+        self._under_way.clear()
+
+    def drop(self) -> None:
+        """Nothing is written any more when this returns; an abort was requested, or all is done."""
+        for _, future in self._under_way:
+            future.cancel()
+        for _, future in self._under_way:
+            if not future.cancelled():
+                future.exception()
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """End the thread, and let the device's part go."""
+        self.drop()
+        self._executor.shutdown(wait=True)
+        self._previewer.close()
+
+    def _update(self, block: int, scope: UpdateScope) -> None:
+        self._await(block, scope, self._settled, self._unsettled)
+        self._previewer.fetch(block, scope.abort)
+        self._await(block, scope, self._published, self._unpublished)
+        scope.done(block, self._previewer.preview(block, scope.step, scope.abort))
+
+    def _await(
+        self,
+        block: int,
+        scope: UpdateScope,
+        condition: Callable[[int, UpdateScope], bool],
+        what: Callable[[int, UpdateScope], str],
+    ) -> None:
+        wait_until(
+            functools.partial(condition, block, scope),
+            functools.partial(what, block, scope),
+            scope.abort,
+            scope.timeout_s,
+        )
+
+    def _settled(self, block: int, scope: UpdateScope) -> bool:
+        control, version = self._memory.control, scope.step.version
+        slot = control.slot_version(block, version % WEIGHT_SLOTS)
+        return control.state_version(block) == version - 1 and slot == INVALID_VERSION
+
+    def _unsettled(self, block: int, scope: UpdateScope) -> str:
+        control, version = self._memory.control, scope.step.version
+        slot = version % WEIGHT_SLOTS
+        return (
+            f"optimizerd to settle block {block} at version {version - 1} (its state is at"
+            f" {control.state_version(block)}) and to vacate its slot {slot} (it holds"
+            f" {_slot_text(control.slot_version(block, slot))})"
+        )
+
+    def _missing(self, block: int, scope: UpdateScope) -> list[int]:
+        contributions = range(self._memory.spec.layout.contributions[block])
+        wanted = scope.epoch, scope.attempt
+        return [k for k in contributions if self._memory.control.ready(block, k) != wanted]
+
+    def _published(self, block: int, scope: UpdateScope) -> bool:
+        return not self._missing(block, scope)
+
+    def _unpublished(self, block: int, scope: UpdateScope) -> str:
+        return (
+            f"gradients of block {block} in attempt {scope.attempt}: contributions"
+            f" {self._missing(block, scope)} are not published"
+        )
+
+
+def _slot_text(version: int) -> str:
+    return "nothing" if version == INVALID_VERSION else f"version {version}"
+
+
+def cores_of(worker: int, num_threads: int, available: Sequence[int]) -> list[int]:
+    """Cores for the threads of a node's ``worker``-th worker: those behind the ones of the workers
+    before it, from the first again behind the last.
+    """
+    count = min(num_threads, len(available))
+    return [available[(worker * count + i) % len(available)] for i in range(count)]
+
+
+class NativePreviewer:
+    """Previews where everything lies, with the kernel of optimizerd: the same bits."""
+
+    def __init__(self, memory: NodeMemory, config: OptimizerConfig, cores: Sequence[int]) -> None:
+        """``cores``: one thread is pinned to each."""
+        self._config = config
+        self._memory = memory
+        self._pool = _native.Pool(list(cores))
+        self._arrays: dict[int, BlockArrays] = {}
+
+    def issue(self, block: int) -> None:
+        """Nothing to prepare."""
+
+    def fetch(self, block: int, abort: Abort) -> None:
+        """It is there."""
+
+    def preview(self, block: int, step: OptimizerStep, abort: Abort) -> PreviewedBlock:
+        """One pass; an abort waits for its end."""
+        abort.check()
+        arrays = self._arrays.get(block)
+        if arrays is None:
+            arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
+            self._arrays[block] = arrays
+        start_s = time.perf_counter()
+        status = arrays.preview(self._pool, step, self._config)
+        return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
+
+    def close(self) -> None:
+        """End the threads."""
+        self._arrays.clear()
+        self._pool.close()
