@@ -359,6 +359,7 @@ class ObservabilityConfig(_Section):
 
     metrics_port: int = Field(default=0, ge=0, le=65535)
     trace: bool = False
+    memory: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -375,7 +376,6 @@ class Config(_Section):
     memory: MemoryConfig = MemoryConfig()
     emulation: EmulationConfig = EmulationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
-    memory: bool = False
 
     @model_validator(mode="after")
     def _emulated_or_real(self) -> Config:
