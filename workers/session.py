@@ -141,6 +141,7 @@ class Session:
         bench = self._current(message.epoch)
         if bench is None:
             return
+        bench.progress.begin("reading the batch", "train", message.attempt)
         batches, counted_tokens = self._workshop.batches("train", message.data_position)
         job = Job(
             phase="train",
@@ -150,8 +151,8 @@ class Session:
             loss_scale=message.loss_scale,
             batches=batches,
             counted_tokens=counted_tokens,
-        )
             step=_step(message),
+        )
         result = self._run(bench, job, bench.plan.programs[bench.device_index])
         if result is not None:
             done = pb.AttemptDone(
@@ -161,8 +162,8 @@ class Session:
                 loss_tokens=result.loss_tokens,
                 busy_seconds=result.tally.busy_s,
                 wall_seconds=result.wall_s,
-            )
                 peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
+            )
             self._link.send(pb.MemberMessage(attempt_done=done))
         bench.trace.flush()  # while the optimizer works
 
@@ -173,10 +174,12 @@ class Session:
         loss_sum, loss_tokens = 0.0, 0
         for index in range(message.batches):
             position = index * self._global_batch
+            number = job_number(message.evaluation, index)
+            bench.progress.begin("reading the batch", "eval", number)
             batches, counted_tokens = self._workshop.batches("eval", position)
             job = Job(
                 phase="eval",
-                number=job_number(message.evaluation, index),
+                number=number,
                 base_version=message.base_version,
                 data_position=position,
                 loss_scale=1.0,
@@ -217,11 +220,11 @@ class Session:
         self._metrics.add_times(busy_s=tally.busy_s, wall_s=result.wall_s)
         self._metrics.add_waits({**tally.received_s, "weights": result.weights_wait_s})
         self._metrics.add_tokens(result.loss_tokens)
+        if result.peak is not None:
+            self._metrics.set_peak(result.peak.num_bytes)
 
     def _shutdown(self, message: pb.Shutdown) -> None:
         _log.info("shut down: %s", message.reason)
-        if result.peak is not None:
-            self._metrics.set_peak(result.peak.num_bytes)
         self._done = True
 
     def _refused(self, message: pb.Refused) -> None:
