@@ -131,6 +131,24 @@ def test_every_process_is_disturbed_in_one_run(
     finish_exact(run, undisturbed)
 
 
+@pytest.mark.timeout(300)
+def test_workers_of_a_process_group_are_killed(runner: Any, undisturbed: dict[str, bytes]) -> None:
+    """Gloo instead of messages: the leader of its rendezvous dies, and another member; the bytes
+    are those of messages.
+    """
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    source = random.Random(seed)
+    changes = {**CHANGES, "cluster": {**CHANGES["cluster"], "transport": "gloo"}}
+    run = runner.start(runner.configure("run", changes))
+    for target in ("worker.0", "worker.1"):
+        H.wait_for_step(run, H.newest_step(run.run_dir) + 2)
+        disturb(run, target, "kill", source)
+    finish_exact(run, undisturbed)
+    logs = [(run.run_dir / "logs" / f"worker.{d}.jsonl").read_text() for d in range(2)]
+    assert all("process group of 2 workers" in log for log in logs)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

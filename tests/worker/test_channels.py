@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from socket import create_server
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
+from penstock.protocol.frames import GroupAddress, TensorHeader, TransferShape
+from penstock.protocol.instructions import parse_program
+from penstock.workers.channels.group import GroupChannel
+from penstock.workers.channels.notices import Notices
+from penstock.workers.channels.opening import means_of, open_channel, told_by
+from penstock.workers.channels.order import (
+    MAX_TRANSFERS,
+    RESERVED_TAG,
+    Line,
+    Place,
+    Slot,
+    TransferOrder,
+)
 from penstock.workers.channels.torch_groups import TCPStore
+from penstock.workers.inbox import TransferKey
+from penstock.workers.waiting import Abort, Interrupted
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,7 +44,12 @@ PARITY = [
     pytest.param("chimera", 2, 1, {}, id="chimera"),
     pytest.param("spipe", 2, 2, {}, id="spipe-checkpoints-two-nodes"),
     pytest.param("interleaved", 3, 1, {"stages_per_device": 2}, id="interleaved"),
+    pytest.param("gpipe", 4, 2, {"replicas": 2, "reduce_gradients": True}, id="reduction"),
 ]
+
+
+def no_messages(*arguments: Any) -> None:
+    raise AssertionError("tensors were sent as messages")
 
 
 def trained(cluster: Any) -> list[Any]:
@@ -44,5 +70,280 @@ def test_gloo_gives_the_bits_of_messages(
         cluster = make_cluster(
             scheme=scheme, workers=workers, nodes=nodes, schedule=schedule, transport=transport
         )
+        for worker in cluster.workers:
+            if transport == "gloo":
+                worker.bench.transport.send = no_messages
         found.append(trained(cluster))
     assert found[0] == found[1]
+
+
+def test_one_worker_needs_no_group(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=1, transport="gloo")
+    assert not isinstance(cluster.workers[0].bench.channel, GroupChannel)
+
+
+def test_transfers_of_an_aborted_attempt_die_with_their_epoch(make_cluster: Any) -> None:
+    """The abort comes from inside, after a different number of sends each time."""
+    cluster = make_cluster(scheme="spipe", workers=2, micro_batches=8, transport="gloo")
+    wanted = cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()
+    for epoch, sends in ((2, 1), (3, 5)):
+        cluster.begin(epoch)
+        channel = cluster.workers[0].bench.channel
+        real_send, seen = channel.send, []
+
+        def send(
+            *arguments: Any, real: Any = real_send, seen: Any = seen, limit: int = sends
+        ) -> None:
+            seen.append(1)
+            if len(seen) == limit:
+                cluster.abort_all()
+            real(*arguments)
+
+        channel.send = send
+        results = cluster.run(cluster.job(attempt=1))
+        assert [type(result) for result in results] == [Interrupted, Interrupted]
+    cluster.begin(9)
+    assert (cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()) == wanted
+
+
+class Pair:
+    """The channels of a cluster of two; device 0 sends activations of stage 0."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+        self.sender, self.receiver = (worker.bench.channel for worker in cluster.workers)
+        self.abort = Abort()
+
+    def key(self, micro_batch: int, attempt: int = 1) -> TransferKey:
+        return TransferKey(
+            phase="train", attempt=attempt, kind="activation", stage=0, micro_batch=micro_batch
+        )
+
+    def send(self, micro_batch: int, **tensors: torch.Tensor) -> None:
+        self.sender.send(1, self.key(micro_batch), tensors, self.abort, 5.0)
+
+    def take(self, micro_batch: int, timeout_s: float = 5.0) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self.receiver.take(
+            self.key(micro_batch), self.abort, timeout_s
+        )
+        return found
+
+
+@pytest.fixture
+def pair(make_cluster: Any) -> Iterator[Pair]:
+    yield Pair(make_cluster(workers=2, transport="gloo"))
+
+
+def test_tensors_arrive_equal_in_any_order_of_takes(pair: Pair) -> None:
+    sent = [
+        {
+            "hidden": torch.randn(2, 30, 4)[:, ::2],
+            "scalar": torch.tensor(float(m)),
+            "empty": torch.empty(0, 4),
+            "mask": torch.tensor([True, False, m > 1]),
+            "half": torch.randn(9).to(torch.bfloat16),
+        }
+        for m in range(4)
+    ]
+    pair.receiver.post(pair.key(0))  # shapes are not known yet
+    for m, tensors in enumerate(sent):
+        pair.send(m, **tensors)
+    for m in (2, 0, 3, 1):
+        found = pair.take(m)
+        assert list(found) == list(sent[m])
+        for name, tensor in sent[m].items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+            assert found[name].data_ptr() % 64 == 0 or tensor.numel() == 0
+        assert pair.receiver.arrival_s(pair.key(m)) <= time.perf_counter()
+    assert pair.receiver.leftovers("train", 1) == ()
+
+
+def test_what_was_posted_and_not_taken_is_left_over(pair: Pair) -> None:
+    for m in range(2):
+        pair.send(m, hidden=torch.ones(2))
+    pair.take(1)
+    assert pair.receiver.leftovers("train", 1) == (pair.key(0),)
+
+
+def test_shapes_that_vary_are_refused_at_the_sender(pair: Pair) -> None:
+    pair.send(0, hidden=torch.ones(2, 3))
+    with pytest.raises(
+        ProtocolError,
+        match=r"micro-batch 1 \(train 1\) holds hidden fp32 \[2, 4\], others of this stage before"
+        r" it hidden fp32 \[2, 3\]: where shapes vary, set cluster.transport: zmq",
+    ):
+        pair.send(1, hidden=torch.ones(2, 4))
+
+
+def ended_by(work: Callable[[], Any]) -> tuple[Exception, float]:
+    start = time.monotonic()
+    with pytest.raises(Exception) as caught:  # the caller looks at it
+        work()
+    return caught.value, time.monotonic() - start
+
+
+def test_waits_end_at_the_deadline_or_the_abort(pair: Pair) -> None:
+    """For the shapes of the first transfer, then for bytes, then after the peer broke off."""
+    error, _ = ended_by(lambda: pair.take(0, 0.1))
+    assert isinstance(error, LostMemberError)
+    assert str(error) == (
+        "waited 0.1 s for activation of stage 0, micro-batch 0 (train 1) from worker 0"
+    )
+    pair.send(0, hidden=torch.ones(2))
+    error, _ = ended_by(lambda: pair.take(1, 0.1))
+    assert isinstance(error, LostMemberError)
+    assert str(error) == "waited 0.1 s for activation of stage 0, micro-batch 1 (train 1)"
+    pair.sender.close()
+    pair.send(1, hidden=torch.ones(2))  # to nobody, like a message to a process that is gone
+    error, _ = ended_by(lambda: pair.take(1, 0.2))
+    assert isinstance(error, LostMemberError)
+    assert "micro-batch 1 (train 1) (a connection broke: " in str(error)
+    threading.Timer(0.1, pair.abort.set, ["drained"]).start()
+    error, elapsed_s = ended_by(lambda: pair.take(1, 60.0))
+    assert isinstance(error, Interrupted)
+    assert elapsed_s < 1.0
+
+
+def test_a_member_that_does_not_come_is_named(make_cluster: Any) -> None:
+    cluster = make_cluster(workers=2, transport="zmq")
+    config = cluster.config.model_copy(
+        update={"cluster": cluster.config.cluster.model_copy(update={"transport": "gloo"})}
+    )
+
+    def alone(device: int, abort: Abort, timeout_s: float) -> tuple[Exception, float]:
+        bench = cluster.workers[device].bench
+        return ended_by(
+            lambda: open_channel(
+                config=config,
+                plan=cluster.plan,
+                run_id=bench.run_id,
+                epoch=bench.epoch,
+                device_index=device,
+                device=bench.device,
+                transport=bench.transport,
+                means="gloo",
+                abort=abort,
+                timeout_s=timeout_s,
+            )
+        )
+
+    for device, missing in ((0, 1), (1, 0)):
+        cluster.begin(2 + device)
+        abort = Abort()
+        error, _ = alone(device, abort, 0.3)
+        assert isinstance(error, LostMemberError)
+        assert f"s for worker.{missing} to join the process group of epoch {2 + device}" in str(
+            error
+        )
+        abort.set("drained")
+    abort = Abort()
+    threading.Timer(0.1, abort.set, ["drained"]).start()
+    error, elapsed_s = alone(0, abort, 60.0)
+    assert isinstance(error, Interrupted) and elapsed_s < 1.0
+
+
+def test_the_order_is_that_of_the_senders_programs(make_cluster: Any) -> None:
+    cluster = make_cluster(scheme="1f1b", workers=2, micro_batches=2)
+    plan = cluster.plan
+    order = TransferOrder.of(plan)
+    assert dict(order.lines) == {
+        Line(0, 1, "train"): (Slot("activation", 0, 0), Slot("activation", 0, 1)),
+        Line(1, 0, "train"): (Slot("gradient", 1, 0), Slot("gradient", 1, 1)),
+        Line(0, 1, "eval"): (Slot("activation", 0, 0), Slot("activation", 0, 1)),
+    }
+    assert order.members == (0, 1)
+    assert order.arriving(0) == {
+        ("train", Slot("gradient", 1, m)): Place(Line(1, 0, "train"), m) for m in range(2)
+    }
+    deaf = tuple(i for i in plan.programs[1] if str(i) != "RA 0 1 peer=0")
+    with pytest.raises(
+        ConfigError,
+        match=r"plan \(train\): device 1 does not receive what device 0 sends to it:"
+        r" activation 0 1",
+    ):
+        TransferOrder.of(replace(plan, programs=(plan.programs[0], deaf)))
+    extra = (*plan.programs[1], *parse_program("device 0:\n  RA 0 7 peer=0")[0])
+    with pytest.raises(ConfigError, match="activation 0 7"):
+        TransferOrder.of(replace(plan, programs=(plan.programs[0], extra)))
+
+
+def test_tags_tell_transfers_under_way_apart() -> None:
+    tags = {
+        Place(Line(0, 1, phase), position).tag(number)
+        for phase in ("train", "eval")
+        for number in (1, 2, 1 << 20, 16383)
+        for position in (0, 1, MAX_TRANSFERS - 1)
+    }
+    assert len(tags) == 24
+    assert 0 <= min(tags) and max(tags) < RESERVED_TAG
+
+
+def test_notices_are_kept_for_their_epoch_only() -> None:
+    notices = Notices()
+    notices.open(run_id="r", epoch=3)
+    shape = TransferShape(
+        run_id="r",
+        epoch=3,
+        sender=0,
+        phase="train",
+        kind="activation",
+        stage=0,
+        tensors=(TensorHeader(name="h", dtype="fp32", shape=(2,)),),
+    )
+    address = GroupAddress(run_id="r", epoch=3, port=70000)
+    assert notices.put(replace(shape, epoch=2)) == "stale"
+    assert notices.put(replace(address, epoch=2)) is None
+    assert notices.put(shape) is None
+    assert notices.put(shape) == "doubled"
+    for wrong in (
+        address,
+        replace(shape, stage=1, tensors=(TensorHeader(name="h", dtype="object", shape=()),)),
+        replace(shape, stage=1, tensors=shape.tensors * 2),
+        replace(shape, stage=1, tensors=(replace(shape.tensors[0], shape=(1 << 62,)),)),
+    ):
+        with pytest.raises(ProtocolError):
+            notices.put(wrong)
+    key = (0, "train", "activation", 0)
+    assert notices.wait_packing(key, "", Abort(), 1.0).num_bytes == 8
+    with pytest.raises(LostMemberError, match="waited 0 s for the leader"):
+        notices.wait_port("the leader", Abort(), 0.0)
+    notices.open(run_id="r", epoch=4)
+    assert notices.packing(key) is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpus", "built", "means"),
+    [
+        ({}, 0, False, "zmq"),
+        ({"transport": "gloo"}, 0, False, "gloo"),
+        ({"device": "cuda"}, 2, True, "nccl"),
+        ({"device": "cuda"}, 1, True, "zmq"),
+        ({"device": "cuda"}, 2, False, "zmq"),
+        ({"device": "cuda", "transport": "gloo"}, 2, True, "gloo"),
+        ({"device": "emulated:v100-figure9"}, 2, True, "zmq"),
+    ],
+)
+def test_what_auto_comes_to(
+    config_of: Any, cluster: Any, gpus: int, built: bool, means: str
+) -> None:
+    assert means_of(config_of({"workers": 2, **cluster}), gpus, nccl_built=built) == means
+
+
+def test_nonsense_is_refused(config_of: Any) -> None:
+    for cluster, complaint in (
+        ({"transport": "nccl"}, "nccl is for cluster.device: cuda, which is 'cpu'"),
+        ({"transport": "nccl", "device": "emulated:x"}, "emulated devices take auto or zmq"),
+        ({"transport": "gloo", "device": "emulated:x"}, "gloo: emulated devices take auto or zmq"),
+        ({"transport": "smoke"}, "cluster.transport = 'smoke': Input should be 'auto', 'zmq'"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            config_of(cluster)
+    config = config_of({"device": "cuda", "transport": "nccl", "workers": 2})
+    for gpus, built, complaint in ((1, True, "there are 1"), (2, False, "built without NCCL")):
+        with pytest.raises(ConfigError, match=complaint):
+            means_of(config, gpus, nccl_built=built)
+
+
+def test_only_the_leader_tells_where_the_group_meets() -> None:
+    assert [told_by(device, (1, 2, 4)) for device in (0, 1, 2)] == [set(), {2, 4}, set()]

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import ProcessGroupGloo
 
+from penstock.workers.channels.order import RESERVED_TAG
 from penstock.workers.channels.torch_groups import PointToPoint, PrefixStore, Store, Work
 from penstock.workers.devices.base import Device
 from penstock.workers.inbox import TransferKey
@@ -28,7 +29,6 @@ from penstock.workers.waiting import POLL_S, Abort, Patience
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _NO_DEADLINE = timedelta(days=30)
 _JOIN_S = 5.0
-_BREAKING_TAG = (1 << 31) - 1
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class GlooWire:
 
     def __init__(self, group: PointToPoint, members: Sequence[int], device: Device) -> None:
         """``members``: devices by rank."""
-        self._group = group
+        self._group: PointToPoint | None = group
         self._ranks = {member: rank for rank, member in enumerate(members)}
         self._device = device
         self._changed = threading.Condition()
@@ -107,6 +107,8 @@ class GlooWire:
         """Never blocks. To a peer that is gone nothing is sent, like a message to a dead process:
         that it is gone is the scheduler's to say.
         """
+        if self._group is None:
+            return
         try:
             work = self._group.send([buffer], self._ranks[peer], tag)
         except RuntimeError as error:
@@ -117,6 +119,8 @@ class GlooWire:
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
         """Never blocks."""
+        if self._group is None:
+            return
         if peer not in self._receives:
             self._receives[peer] = _Waiter(f"worker-receives-{peer}", self._fail)
         try:
@@ -145,11 +149,16 @@ class GlooWire:
         """What was waited for is there."""
 
     def close(self) -> None:
-        """Let one wait time out, which breaks the group."""
+        """Let one wait time out, which breaks the group; then nothing may be left that holds it,
+        its sockets or its store.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
         scratch = torch.empty(1, dtype=torch.uint8)
-        for rank in set(range(self._group.size())) - {self._group.rank()}:
+        for rank in set(range(group.size())) - {group.rank()}:
             with suppress(RuntimeError):
-                self._group.recv([scratch], rank, _BREAKING_TAG).wait(timedelta(milliseconds=1))
+                group.recv([scratch], rank, RESERVED_TAG).wait(timedelta(milliseconds=1))
         for waiter in (self._sends, *self._receives.values()):
             waiter.close()
         self._receives.clear()

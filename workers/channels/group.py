@@ -134,9 +134,10 @@ class GroupChannel:
         if place is None:
             return self._others.take(key, abort, timeout_s)
         self._post(key, place, abort, timeout_s)
-        buffer = self._buffers.pop(key)
+        buffer = self._buffers[key]
         if buffer.numel():
             self._wire.wait(key, abort, timeout_s)
+        del self._buffers[key]
         packing = self._transport.notices.packing(_shape_key(place.line, Slot.of(key)))
         assert packing is not None, f"{key} was posted without its shapes"
         self._transport.metrics.transferred("received", key.kind, packing.num_bytes)

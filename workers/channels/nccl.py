@@ -72,7 +72,8 @@ class NcclWire:
         timeout_s: float,
     ) -> None:
         """``members``: devices by rank."""
-        self._up, self._down = groups
+        self._groups: Groups | None = groups
+        self._rank = groups[0].rank()
         self._ranks = {member: rank for rank, member in enumerate(members)}
         self._device = device
         self._abort = abort
@@ -103,14 +104,16 @@ class NcclWire:
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()
         rank = self._ranks[peer]
-        group = self._up if rank > self._up.rank() else self._down
-        self._sends.append((group.send([buffer], rank, 0), buffer))
+        if self._groups is not None:
+            group = self._groups[0 if rank > self._rank else 1]
+            self._sends.append((group.send([buffer], rank, 0), buffer))
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
         """On a stream of its own; tags mean nothing to NCCL."""
         rank = self._ranks[peer]
-        group = self._up if rank < self._up.rank() else self._down
-        self._posted[key] = group.recv([buffer], rank, 0)
+        if self._groups is not None:
+            group = self._groups[0 if rank < self._rank else 1]
+            self._posted[key] = group.recv([buffer], rank, 0)
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
         """The compute stream waits."""
@@ -135,12 +138,14 @@ class NcclWire:
         self._closed.set()
         self._watch.join(_JOIN_S)
         self._break()
+        self._groups = None
         self._sends.clear()
         self._posted.clear()
+        self._awaited.clear()
 
     def _break(self) -> None:
-        self._up.abort()
-        self._down.abort()
+        for group in self._groups or ():
+            group.abort()
 
     def _watching(self) -> None:
         patience, seen = Patience(self._timeout_s), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Sequence
 from typing import Literal
@@ -22,6 +23,8 @@ from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
 from penstock.workers.devices.base import Device
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
+
+_log = logging.getLogger(__name__)
 
 Means = Literal["zmq", "gloo", "nccl"]
 
@@ -97,6 +100,7 @@ def open_channel(
         transport=transport,
     )
     wire = _wire(meeting, device, means, abort, timeout_s)
+    _log.info("epoch %d: %s process group of %d workers", epoch, means, len(members))
     return GroupChannel(
         run_id=run_id,
         epoch=epoch,

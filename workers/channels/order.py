@@ -43,6 +43,11 @@ _RECEIVES: Mapping[type, TransferKind] = {
 
 _POSITION_BITS = 16
 _NUMBER_BITS = 14
+MAX_TRANSFERS = (1 << _POSITION_BITS) - 1
+"""Of a line in one job."""
+
+RESERVED_TAG = (1 << 31) - 1
+"""No transfer's."""
 
 
 class Line(NamedTuple):
@@ -170,9 +175,9 @@ def _check(line: Line, sent: list[Slot], received: list[Slot]) -> None:
             f"plan ({line.phase}): device {line.receiver} does not receive what device"
             f" {line.sender} sends to it: {named}"
         )
-    if len(sent) > 1 << _POSITION_BITS:
+    if len(sent) > MAX_TRANSFERS:
         raise ConfigError(
             f"plan ({line.phase}): device {line.sender} sends {len(sent)} tensors to device"
-            f" {line.receiver}; cluster.transport gloo and nccl take {1 << _POSITION_BITS}, zmq"
-            " any number"
+            f" {line.receiver}; cluster.transport gloo and nccl take {MAX_TRANSFERS}, zmq any"
+            " number"
         )
