@@ -190,17 +190,18 @@ class _DecoderOutput(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> None:
+def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> bool:
     """Refuse models whose decoder ignores restarting position ids when it makes masks.
 
-    ``document_ids`` is (micro_batch, sequence).
+    ``document_ids`` is (micro_batch, sequence). Returns whether there was anything to see: on a GPU
+    looking makes the host wait, and once is enough.
 
     Raises:
         ConfigError: a layer would attend from one document to another.
     """
     borders = torch.nonzero(torch.diff(document_ids, dim=1))
     if len(borders) == 0:
-        return
+        return False
     row, query = int(borders[0][0]), int(borders[0][1]) + 1
     for call in calls:
         values = (*call.args, *call.kwargs.values())
@@ -210,6 +211,7 @@ def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor
                 "data.document_masks: true: this model type builds no masks that keep documents"
                 " apart; set data.document_masks: false"
             )
+    return True
 
 
 def _attends(mask: torch.Tensor, row: int, query: int, key: int) -> bool:

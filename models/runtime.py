@@ -107,6 +107,7 @@ class ModelRuntime:
         }
         self._calls_by_shape: dict[tuple[int, int], tuple[LayerCall, ...]] = {}
         self._latest: tuple[MicroBatch, tuple[LayerCall, ...]] | None = None
+        self._documents_apart = False
 
     @property
     def table(self) -> BlockTable:
@@ -312,8 +313,9 @@ class ModelRuntime:
             return calls
         if self._latest is None or self._latest[0] is not batch:
             calls = self._pieces.layer_calls(batch_tensors)
-            if batch.document_ids is not None:
-                check_documents_apart(calls, torch.from_numpy(batch.document_ids))
+            if batch.document_ids is not None and not self._documents_apart:
+                ids = torch.from_numpy(batch.document_ids)
+                self._documents_apart = check_documents_apart(calls, ids)
             self._latest = (batch, calls)
         return self._latest[1]
 

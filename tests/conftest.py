@@ -19,8 +19,14 @@ T = TypeVar("T")
 GRACE_S = 3.0
 """What ends on its own a moment later (a closed channel's socket, a killed child) is no leak."""
 
-KEPT_BY_LIBRARIES = ("anon_inode:[eventfd]", "anon_inode:[eventpoll]", "/dev/null", "/dev/urandom")
-"""gRPC and ZeroMQ keep their pollers for the life of the process once they were used."""
+KEPT_BY_LIBRARIES = (
+    "anon_inode:[eventfd]",
+    "anon_inode:[eventpoll]",
+    "/dev/null",
+    "/dev/urandom",
+    "/dev/nvidia",
+)
+"""gRPC, ZeroMQ and CUDA keep theirs for the life of the process once they were used."""
 
 
 def open_descriptors() -> Counter[str]:

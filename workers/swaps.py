@@ -36,7 +36,8 @@ class SwapStreams:
         allocate: Allocate = _pinned
         if distance is not None:
             assert device.index is not None, "a worker's GPU has a number"
-            allocate = partial(_on_peer, torch.device("cuda", device.index + distance))
+            peer = (device.index + distance) % torch.cuda.device_count()  # workers may share GPUs
+            allocate = partial(_on_peer, torch.device("cuda", peer))
         return cls(out=CudaCopies(streams[0]), back=CudaCopies(streams[1]), allocate=allocate)
 
 

@@ -27,10 +27,10 @@ DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No graphs of other tests, before or after; no threads or processes that outlive the test."""
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
-    monkeypatch.setattr(inductor_config, "compile_threads", 1)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
+    with inductor_config.patch(compile_threads=1):
+        yield
     torch._dynamo.reset()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,10 @@ from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.attempt import Bench, Job
+from penstock.workers.channels.base import Channel
+from penstock.workers.channels.messages import MessageChannel
+from penstock.workers.channels.opening import means_here, open_channel
+from penstock.workers.collectives import collective_receives
 from penstock.workers.devices.base import Device, as_tensor
 from penstock.workers.devices.cuda import ALIGNMENT_BYTES
 from penstock.workers.flow import Flow
@@ -91,6 +96,7 @@ def make_config(
     freeze: tuple[str, ...] = (),
     grad_dtype: str = "fp32",
     device: str = "cpu",
+    transport: str = "auto",
 ) -> Config:
     """A small configuration; ``workers`` counts all devices."""
     return parse_config(
@@ -108,6 +114,7 @@ def make_config(
             "cluster": {
                 "workers": workers // nodes,
                 "device": device,
+                "transport": transport,
                 "nodes": [{"name": name} for name in "ab"[:nodes]],
             },
         }
@@ -311,15 +318,51 @@ class Cluster:
         self.epoch = epoch
         peers = {d: w.bench.transport.address for d, w in enumerate(self.workers)}
         optimizers = {n: s.get_string(zmq.LAST_ENDPOINT) for n, s in enumerate(self.optimizers)}
+        emulated = self.config.cluster.emulated is not None
         for device, worker in enumerate(self.workers):
-            transport = worker.bench.transport
+            transport, flow = worker.bench.transport, worker.bench.flow
+            collective = collective_receives(self.plan, flow, device, emulated=emulated)
             transport.connect({d: a for d, a in peers.items() if d != device}, optimizers)
             transport.inbox.open(
                 run_id=worker.bench.run_id,
                 epoch=epoch,
-                expected=Expected.of(self.plan.programs[device], self.plan.evaluation[device], 2),
+                expected=Expected.of(
+                    self.plan.programs[device], self.plan.evaluation[device], 2, collective
+                ),
             )
+            transport.notices.open(run_id=worker.bench.run_id, epoch=epoch)
             worker.bench = replace(worker.bench, epoch=epoch, abort=Abort())
+        self.open_channels()
+
+    def close_channels(self) -> None:
+        """As Drain does."""
+        for worker in self.workers:
+            worker.bench.channel.close()
+
+    def open_channels(self) -> None:
+        """All at once: they may meet."""
+        means = means_here(self.config)
+        self.close_channels()
+
+        def open_one(worker: Worker) -> Channel:
+            bench = worker.bench
+            return open_channel(
+                config=self.config,
+                plan=self.plan,
+                run_id=bench.run_id,
+                epoch=bench.epoch,
+                device_index=bench.device_index,
+                device=bench.device,
+                transport=bench.transport,
+                means=means,
+                abort=bench.abort,
+                timeout_s=bench.timeout_s,
+            )
+
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            channels = list(pool.map(open_one, self.workers))
+        for worker, channel in zip(self.workers, channels, strict=True):
+            worker.bench = replace(worker.bench, channel=channel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +420,7 @@ def build_cluster(
     )
     workers = [_worker(stack, site, device) for device in range(plan.num_devices)]
     cluster = Cluster(config, hf_config, table, plan, owners, memories, workers, optimizers)
+    stack.callback(cluster.close_channels)
     cluster.begin(1)
     return cluster
 
@@ -434,7 +478,7 @@ def _worker(stack: ExitStack, site: _Site, device_index: int) -> Worker:
 
 def _device(stack: ExitStack, site: _Site, device_index: int, memory: NodeMemory) -> Device:
     plan, table = site.plan, memory.spec.table
-    device = make_device(site.config, table, 0)
+    device = make_device(site.config, table, device_index)
     device.attach(
         memory,
         max(
@@ -475,6 +519,9 @@ def _bench(
         device=device,
         weights=weights,
         transport=transport,
+        channel=MessageChannel(
+            run_id=memory.spec.run_id, epoch=0, device=device, transport=transport
+        ),
         trace=TraceRing(),
         abort=Abort(),
         timeout_s=site.timeout_s,

@@ -80,7 +80,7 @@ def test_pooled_buffers_are_told_apart_by_type_and_length() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_a_missing_gpu_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"worker 1 of this node needs GPU 1, there are 0"):
+    with pytest.raises(ConfigError, match=r"worker 1 of this node needs a GPU, there are 0: torch"):
         CudaDevice(1, weight_dtype=DType.BF16, grad_dtype=DType.BF16)
 
 

@@ -146,8 +146,12 @@ class CudaDevice:
     prefetches = True
 
     def __init__(self, index: int, *, weight_dtype: DType, grad_dtype: DType) -> None:
-        _check_there_is(index)
-        self.torch_device = torch.device("cuda", index)
+        """``index``: the worker's number on its node; with more workers than GPUs some share one.
+
+        Raises:
+            ConfigError: there is no GPU; says why.
+        """
+        self.torch_device = torch.device("cuda", _gpu_of(index))
         torch.cuda.set_device(self.torch_device)
         self.compute_dtype = storage_dtype(weight_dtype)
         self._weight_dtype = weight_dtype
@@ -345,16 +349,18 @@ class CudaDevice:
         reached.synchronize()
 
 
-def _check_there_is(index: int) -> None:
-    if torch.version.cuda is None:
-        raise ConfigError(
-            f"cluster.device cuda: worker {index} of this node needs GPU {index}, there are 0:"
-            f" torch {torch.__version__} is a build for CPUs; install one for CUDA, or use"
-            " cluster.device: cpu"
+def _gpu_of(worker: int) -> int:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        why = (
+            f"torch {torch.__version__} is a build for CPUs; install one for CUDA"
+            if torch.version.cuda is None
+            else "torch finds none (driver, CUDA_VISIBLE_DEVICES)"
         )
-    there_are = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index >= there_are:
         raise ConfigError(
-            f"cluster.device cuda: worker {index} of this node needs GPU {index}, there are"
-            f" {there_are}; lower cluster.workers or use cluster.device: cpu"
+            f"cluster.device cuda: worker {worker} of this node needs a GPU, there are 0: {why}, or"
+            " use cluster.device: cpu"
         )
+    if worker >= num_gpus:
+        _log.warning("worker %d shares GPU %d of %d", worker, worker % num_gpus, num_gpus)
+    return worker % num_gpus

@@ -1,0 +1,123 @@
+"""Times of instructions: stamps while they are issued, seconds when the attempt is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from penstock.protocol.instructions import Opcode, parse_instruction
+from penstock.protocol.trace import TraceLane, TraceLog, read_traces
+from penstock.workers.devices import clock
+from penstock.workers.devices.clock import EventClock
+from penstock.workers.timing import Tally, Timeline
+from penstock.workers.trace import TraceRing
+
+
+class LateDevice:
+    """Stamps are numbered; nobody knows before :meth:`seconds` when they were passed."""
+
+    def __init__(self, *passed_s: float) -> None:
+        self._passed_s = passed_s
+        self._count = 0
+
+    def start_clock(self) -> None:
+        """Nothing to do."""
+
+    def stamp(self) -> str:
+        self._count += 1
+        return f"stamp {self._count - 1}"
+
+    def seconds(self, stamps: Sequence[str]) -> list[float]:
+        return [self._passed_s[int(stamp.split()[1])] for stamp in stamps]
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> TraceRing:
+    (tmp_path / "run.json").write_text("{}")
+    return TraceRing(TraceLog.of_run(tmp_path, "worker.0", True))
+
+
+def test_stamps_become_seconds_when_the_attempt_is_over(ring: TraceRing, tmp_path: Path) -> None:
+    forward, offload = parse_instruction("F 0 0 keep=all"), parse_instruction("OG 0")
+    device = LateDevice(1.0, 1.25, 3.0, 3.0, 3.5, 0.5, 0.75)
+    timeline, tally = Timeline(cast(Any, device), ring, "train", 7), Tally()
+    timeline.begin()
+    timeline.inputs_are_here()
+    timeline.end(forward)
+    timeline.begin()
+    timeline.end(offload)
+    timeline.loaded(TraceLane.FETCH, "FW 0 phase=forward", device.stamp(), device.stamp())
+    assert (ring.last(2), tally) == ((forward, offload), Tally())
+    timeline.resolve(tally)
+    timeline.resolve(tally)  # of nothing
+    assert tally.seconds == {Opcode.FORWARD: 2.0, Opcode.OFFLOAD_GRADIENTS: 0.5}
+    assert (tally.counts[Opcode.FORWARD], tally.busy_s) == (1, 1.75)
+    ring.flush()
+    events = [
+        (e.lane, e.attempt, e.text, e.start_s, e.end_s, e.waited_s)
+        for e in read_traces(tmp_path).members[0].events
+    ]
+    assert sorted(events) == [
+        (TraceLane.COMPUTE, 7, "F 0 0 keep=all", 1.0, 3.0, 0.25),
+        (TraceLane.FETCH, 7, "FW 0 phase=forward", 0.5, 0.75, 0.0),
+        (TraceLane.ISSUE, 7, "OG 0", 3.0, 3.5, 0.0),
+    ]
+
+
+def test_a_device_may_know_by_itself_when_it_computed(ring: TraceRing) -> None:
+    """On its clock it may have begun before Python got round to the instruction."""
+    timeline, tally = Timeline(cast(Any, LateDevice(1.0, 2.0, 0.5, 3.0)), ring, "train", 1), Tally()
+    timeline.begin()
+    timeline.ran("stamp 2", "stamp 3")
+    timeline.end(parse_instruction("B 0 0"))
+    timeline.resolve(tally)
+    assert (tally.busy_s, tally.seconds[Opcode.BACKWARD]) == (2.5, 2.5)
+
+
+@dataclass
+class Stream:
+    """How far a stream has come, in seconds of the device."""
+
+    now_s: float = 100.0
+
+    def synchronize(self) -> None:
+        """Done."""
+
+
+class Event:
+    """A timing event of torch's, but for the device."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.at_s = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.at_s = stream.now_s
+
+    def synchronize(self) -> None:
+        """Done."""
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+def test_events_are_read_against_one_that_the_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_timing_event", Event)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: 7.0)
+    stream: Any = Stream()
+    device_clock = EventClock(torch.device("cpu"))
+    for attempt in range(3):
+        device_clock.start(stream)
+        first = device_clock.stamp(stream)
+        stream.now_s += 0.5
+        second = device_clock.stamp(stream)
+        found = device_clock.seconds([first, second, 3.25, first])
+        assert found == pytest.approx([7.0, 7.5, 3.25, 7.0]), attempt
+    assert Event.made == 3, "the zero, and two that are used again"
