@@ -1,4 +1,7 @@
-"""Programs of all schemes against a plain loop of the same model; aborts, bad programs, faults."""
+"""Attempts and evaluations on devices: versions, waits, aborts, bad programs, faults.
+
+Whether schemes compute what a plain loop does is in ``test_parity_matrix.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,98 +26,7 @@ from penstock.workers.interpreter import (
 )
 from penstock.workers.waiting import Interrupted
 from penstock.workers.weights import buffers_needed
-
-TOLERANCE = 1e-6
-
-CASES = [
-    # scheme, devices, nodes, schedule, tied
-    ("1f1b", 1, 1, {"recompute": "none"}, False),
-    ("1f1b", 2, 1, {"recompute": "none"}, True),
-    ("1f1b", 4, 2, {"recompute": "full"}, True),
-    ("gpipe", 2, 2, {"recompute": "none"}, True),
-    ("gpipe", 4, 1, {"recompute": "full"}, False),
-    ("mobius", 1, 1, {}, True),
-    ("mobius", 2, 1, {"forward_stages": 4}, False),
-    ("mobius", 4, 2, {"forward_stages": 8}, True),
-    ("spipe", 1, 1, {}, False),
-    ("spipe", 2, 1, {"forward_stages": 3, "backward_stages": 7}, True),
-    ("spipe", 2, 2, {}, True),
-    ("spipe", 4, 1, {"forward_stages": 4, "backward_stages": 8}, False),
-    ("spipe", 4, 2, {"forward_stages": 5, "backward_stages": 8}, True),
-    ("naive", 2, 1, {"recompute": "none"}, False),
-    ("1f1b-2", 2, 2, {"recompute": "none"}, True),
-    ("interleaved", 2, 1, {"recompute": "none"}, True),
-    ("interleaved", 2, 2, {"recompute": "full", "stages_per_device": 4}, True),
-    ("chimera", 2, 2, {"recompute": "none"}, True),
-    ("chimera", 4, 1, {"recompute": "full"}, True),
-    ("chimera", 4, 2, {"recompute": "none"}, False),
-    ("hanayo", 2, 1, {"recompute": "none"}, True),
-    ("hanayo", 2, 2, {"recompute": "full", "forward_stages": 8}, False),
-    ("megatron-offload", 2, 1, {"stages_per_device": 4}, True),
-    ("1f1b", 4, 1, {"recompute": "full", "passes": ["mario"]}, True),
-    ("gpipe", 2, 1, {"recompute": "none", "passes": ["apply-checkpoint"]}, False),
-    ("spipe", 2, 2, {"passes": ["skip-dead-forward"]}, True),
-    ("spipe", 2, 1, {"passes": ["match-stages", "skip-dead-forward", "overlap-recompute"]}, True),
-    ("1f1b", 4, 1, {"recompute": "none", "replicas": 2}, True),
-    ("spipe", 4, 2, {"replicas": 2, "passes": ["skip-dead-forward"]}, True),
-    ("chimera", 4, 2, {"recompute": "full", "replicas": 2}, True),
-    ("gpipe", 2, 2, {"replicas": 2}, True),
-    ("bpipe", 4, 1, {"recompute": "none"}, True),
-    ("bpipe", 4, 1, {"recompute": "selective", "drop": ["mlp"]}, False),
-    ("zero3-offload", 1, 1, {}, True),
-    ("zero3-offload", 2, 1, {}, True),
-    ("zero3-offload", 2, 2, {"recompute": "none"}, True),
-    ("zero3-offload", 4, 1, {"recompute": "selective", "drop": ["mlp"]}, False),
-    ("zero3-offload", 4, 2, {"recompute": "full", "stages_per_device": 3}, True),
-    ("gpipe", 4, 1, {"replicas": 4, "reduce_gradients": True}, True),
-    ("1f1b", 4, 2, {"replicas": 2, "recompute": "none"}, True),
-    ("1f1b", 4, 2, {"replicas": 2, "reduce_gradients": False}, True),
-    ("zb-h1", 4, 1, {"replicas": 2, "reduce_gradients": True}, False),
-]
-
-
-def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Largest relative difference of any tensor, in norm."""
-    assert found.keys() == wanted.keys()
-    return max(
-        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-12))
-        for name in wanted
-    )
-
-
-def contributions(cluster: Any, node: int) -> list[tuple[int, int]]:
-    """(block, contribution) of everything that is summed up for blocks of a node."""
-    return sorted(
-        (block.index, k)
-        for block in cluster.table.blocks
-        if cluster.owners.owner[block.index] == node
-        for k in range(len(cluster.owners.computed_on[block.index]))
-    )
-
-
-@pytest.mark.parametrize(("scheme", "devices", "nodes", "schedule", "tied"), CASES)
-def test_matches_a_plain_loop(
-    make_cluster: Any, scheme: str, devices: int, nodes: int, schedule: Any, tied: bool
-) -> None:
-    cluster = make_cluster(
-        scheme=scheme,
-        workers=devices,
-        nodes=nodes,
-        schedule=schedule,
-        hf={"tie_word_embeddings": tied},
-    )
-    job = cluster.job(scale=8.0)
-    loss_sum, loss_tokens = cluster.train(job)
-    wanted_loss, wanted = cluster.reference(job)
-    assert loss_tokens == job.counted_tokens
-    assert loss_sum == pytest.approx(wanted_loss, rel=TOLERANCE)
-    assert relative_error(cluster.gradients(), wanted) < TOLERANCE
-    for node in range(nodes):
-        expected = [(1, b, k) for b, k in contributions(cluster, node)]
-        assert cluster.announced(node, len(expected)) == expected
-    for worker in cluster.workers:
-        assert len(worker.bench.transport.inbox) == 0
-        assert worker.bench.weights.in_use == ()
+from tests.worker.cluster import TOLERANCE, relative_error
 
 
 def test_replicas_add_up_to_one_pipeline_with_the_whole_batch(make_cluster: Any) -> None:
@@ -149,7 +61,7 @@ def test_ready_words_name_epoch_and_attempt(make_cluster: Any) -> None:
     cluster = make_cluster(workers=2, hf={"tie_word_embeddings": True})
     cluster.train(cluster.job(attempt=9))
     control = cluster.memories[0].control
-    assert {control.ready(b, k) for b, k in contributions(cluster, 0)} == {(1, 9)}
+    assert {control.ready(b, k) for b, k in cluster.contributions(0)} == {(1, 9)}
 
 
 def test_the_same_attempt_gives_the_same_bits(make_cluster: Any) -> None:
@@ -245,30 +157,6 @@ def test_frozen_parameters_get_no_gradients(make_cluster: Any) -> None:
     assert relative_error(found, {n: g for n, g in wanted.items() if n not in frozen}) < TOLERANCE
 
 
-def test_gpt2_with_dropout_recomputes_what_it_computed(make_cluster: Any) -> None:
-    """With and without recomputation dropout hits the same elements."""
-    gpt2 = {
-        "model_type": "gpt2",
-        "vocab_size": 61,
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 2,
-        "n_positions": 32,
-        "resid_pdrop": 0.2,
-        "embd_pdrop": 0.2,
-        "attn_pdrop": 0.0,
-    }
-    losses, gradients = [], []
-    for recompute in ("none", "full"):
-        cluster = make_cluster(
-            scheme="gpipe", workers=1, schedule={"recompute": recompute}, model={"hf": gpt2}
-        )
-        losses.append(cluster.train(cluster.job()))
-        gradients.append(cluster.gradients())
-    assert losses[0] == losses[1]
-    assert relative_error(gradients[0], gradients[1]) == 0.0
-
-
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "bf16")]
 )
@@ -361,22 +249,8 @@ def test_every_opcode_that_is_accepted_has_a_handler() -> None:
     assert set(HANDLERS) == EXECUTED
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"programs": program_of("F 0 0 keep=all", "U 3")},
-            r"plan: gpipe, device 0, instruction 1 is 'U 3', and workers do not execute UPDATE",
-        ),
-        ({"evaluation": program_of("U 3")}, r"evaluation: gpipe, device 0, instruction 0 is 'U 3'"),
-        (
-            {"programs": program_of("F 0 0 keep=all", "SO 0 0 fraction=0.5 peer=1")},
-            r"workers do not swap to devices of other nodes \(device 0 is on node 0, its peer on node"
-            r" 1, cluster.workers = 1\); they swap to devices of their node, or to host memory",
-        ),
-    ],
-)
-def test_plans_that_workers_cannot_run_are_refused(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("where", ["programs", "evaluation"])
+def test_swaps_to_devices_of_other_nodes_are_refused(where: str) -> None:
     stages = (StageRange(start=0, stop=1, device=0),)
     plan = Plan(
         scheme="gpipe",
@@ -387,9 +261,16 @@ def test_plans_that_workers_cannot_run_are_refused(changes: dict[str, Any], mess
         programs=program_of("F 0 0 keep=all"),
         evaluation=((),),
     )
-    check_executable(plan)
-    with pytest.raises(ConfigError, match=message):
-        check_executable(replace(plan, **changes))
+    swapping = replace(plan, **{where: program_of("F 0 0 keep=all", "SO 0 0 fraction=0.5 peer=1")})
+    check_executable(swapping, devices_per_node=2)
+    name = {"programs": "plan", "evaluation": "evaluation"}[where]
+    with pytest.raises(ConfigError) as caught:
+        check_executable(swapping, devices_per_node=1)
+    assert str(caught.value) == (
+        f"{name}: gpipe, device 0, instruction 1 is 'SO 0 0 fraction=0.5 peer=1', and workers do"
+        " not swap to devices of other nodes (device 0 is on node 0, its peer on node 1,"
+        " cluster.workers = 1); they swap to devices of their node, or to host memory (no peer=)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,12 @@ PLANS = [
     ("spipe", 4, 2, {"replicas": 2, "passes": ["skip-dead-forward"]}, True),
     ("chimera", 4, 2, {"recompute": "full", "replicas": 2}, True),
     ("gpipe", 2, 2, {"replicas": 2}, True),
+    ("gpipe", 4, 1, {"replicas": 4, "reduce_gradients": True}, True),
+    ("1f1b", 4, 2, {"replicas": 2, "reduce_gradients": False}, True),
+    ("zb-h1", 4, 1, {"replicas": 2, "reduce_gradients": True}, False),
+    ("zero3-offload", 1, 1, {}, True),
+    ("zero3-offload", 4, 1, {"recompute": "selective", "drop": ["mlp"]}, False),
+    ("zero3-offload", 4, 2, {"recompute": "full", "stages_per_device": 3}, True),
 ]
 
 
