@@ -132,14 +132,23 @@ def test_every_process_is_disturbed_in_one_run(
 
 
 @pytest.mark.timeout(300)
-def test_workers_of_a_process_group_are_killed(runner: Any, undisturbed: dict[str, bytes]) -> None:
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(CHANGES["cluster"], id="one-node"),
+        pytest.param(TWO_NODES["cluster"], id="two-nodes", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_of_a_process_group_are_killed(
+    runner: Any, undisturbed: dict[str, bytes], cluster: dict[str, Any]
+) -> None:
     """Gloo instead of messages: the leader of its rendezvous dies, and another member; the bytes
     are those of messages.
     """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")
     source = random.Random(seed)
-    changes = {**CHANGES, "cluster": {**CHANGES["cluster"], "transport": "gloo"}}
+    changes = {**CHANGES, "cluster": {**cluster, "transport": "gloo"}}
     run = runner.start(runner.configure("run", changes))
     for target in ("worker.0", "worker.1"):
         H.wait_for_step(run, H.newest_step(run.run_dir) + 2)
