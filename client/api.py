@@ -31,6 +31,10 @@ def train(
     if isinstance(config, (str, Path)):
         resolved = load_config(Path(config), overrides)
     else:
-        data = config if isinstance(config, dict) else config.model_dump(mode="json")
+        data = (
+            config
+            if isinstance(config, dict)
+            else config.model_dump(mode="json", exclude_unset=True)
+        )
         resolved = parse_config(apply_overrides(data, overrides))
     return run_training(resolved, run_dir or resolved.run_dir, display or Silent())

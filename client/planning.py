@@ -9,19 +9,14 @@ from typing import Any
 
 from penstock.client.reports import heading, stages_text
 from penstock.daemons.node.capacity import human_bytes, render_needs
-from penstock.daemons.node.prepare import Prospect, look_ahead, table_of
-from penstock.planner.cluster import ADVANCE
-from penstock.planner.emulation import Emulation
+from penstock.daemons.node.prepare import Prospect, look_ahead, table_of, with_schedule
+from penstock.planner.auto import config_terms
 from penstock.planner.grid import program_grid
 from penstock.planner.memory import MemoryRow
-from penstock.planner.profile import block_costs, cluster_of, guess_of
 from penstock.planner.render import Caption, timeline
 from penstock.planner.simulate import Simulation
-from penstock.planner.sources import Prices
-from penstock.planner.trial import Terms, try_plan
+from penstock.planner.trial import try_plan
 from penstock.protocol.config import Config
-from penstock.protocol.profile_json import load_profile
-from penstock.shm.table import BlockTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +27,8 @@ class PlanReport:
     simulation: Simulation
     measured: bool
     emulated: bool = False
+    choice: str = ""
+    """What ``schedule: auto`` came to."""
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -40,6 +37,7 @@ class PlanReport:
             "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "parameters": self.prospect.table.num_parameters,
+            **({"choice": self.choice} if self.choice else {}),
             **self.simulation.summary(),
             "memory": [
                 {
@@ -80,6 +78,7 @@ class PlanReport:
         plan, simulation = self.prospect.plan, self.simulation
         return "\n".join(
             (
+                *((self.choice, "") if self.choice else ()),
                 f"{plan.scheme}: {plan.num_devices} devices, {plan.num_microbatches} micro-batches,"
                 f" {self.prospect.table.num_parameters:,} parameters in {plan.num_blocks} blocks",
                 f"forward stages   {stages_text(plan.forward_stages)}",
@@ -106,47 +105,20 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
 
     Raises:
         ConfigError: the configuration has no plan, or the profile is of another model.
+        CapacityError: ``schedule: auto`` found nothing that fits.
     """
-    prospect = look_ahead(config, table_of(config), run_id=None)
-    terms = config_terms(config, prospect.table, profile)
+    if profile is not None:
+        schedule = config.schedule.model_copy(update={"profile": profile})
+        config = config.model_copy(update={"schedule": schedule})
+    table, said = table_of(config), list[str]()
+    config = with_schedule(config, table, None, said.append)
+    prospect = look_ahead(config, table, run_id=None)
     return PlanReport(
         prospect=prospect,
-        simulation=try_plan(prospect.plan, terms),
-        measured=profile is not None,
+        simulation=try_plan(prospect.plan, config_terms(config, prospect.table)),
+        measured=config.schedule.profile is not None,
         emulated=config.cluster.emulated is not None,
-    )
-
-
-def config_terms(config: Config, table: BlockTable, profile: Path | None) -> Terms:
-    """What a configuration's plans are simulated with: a profile, or a guess at the device.
-
-    Raises:
-        ConfigError: the profile cannot be read, or is of another model.
-    """
-    emulated = config.cluster.emulated is not None
-    return Terms(
-        prices=config_prices(config, table, profile, config.train.micro_batch),
-        optimizer=Emulation.of(config).optimizer if emulated else ADVANCE,
-        stops_early=True,
-    )
-
-
-def config_prices(
-    config: Config, table: BlockTable, profile: Path | None, micro_batch: int
-) -> Prices:
-    """Costs and cluster of a configuration for micro-batches of so many sequences.
-
-    Raises:
-        ConfigError: as :func:`config_terms`.
-    """
-    if profile is None and config.cluster.emulated is not None:
-        train = config.train.model_copy(update={"micro_batch": micro_batch})
-        emulation = Emulation.of(config.model_copy(update={"train": train}))
-        return Prices(costs=emulation.costs, cluster=emulation.cluster)
-    source = load_profile(profile) if profile is not None else guess_of(config.cluster.device)
-    return Prices(
-        costs=block_costs(table, source, tokens=micro_batch * config.data.sequence_length),
-        cluster=cluster_of(source, devices_per_node=config.cluster.workers),
+        choice="".join(said[-1:]),
     )
 
 

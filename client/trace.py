@@ -16,8 +16,8 @@ from typing import Any
 
 from penstock.client.chrome_trace import Range, chrome_trace
 from penstock.client.outputs import write_file
-from penstock.client.planning import config_prices
 from penstock.client.reports import heading
+from penstock.planner.auto import config_prices
 from penstock.planner.fitted import Fit
 from penstock.planner.measured import MeasuredAttempt, Measurement, measure
 from penstock.planner.overlap import copies_behind_compute, optimizer_behind_compute

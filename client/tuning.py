@@ -18,9 +18,9 @@ from rich.table import Table
 
 from penstock.client.laboratory import options_named
 from penstock.client.outputs import write_file
-from penstock.client.planning import config_prices
 from penstock.daemons.node.prepare import table_of
-from penstock.planner.build import build_plan
+from penstock.planner.auto import config_prices, trainable_plan, trainable_schemes
+from penstock.planner.emulation import Emulation
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.sources import AnalyticSource, Prices
@@ -159,16 +159,11 @@ def _config_planner(config: Config, table: BlockTable) -> Planner:
 
     def planner(candidate: Candidate, terms: Terms) -> Plan:
         del terms
-        plan = build_plan(with_fragment(config, fragment(candidate)), table)
-        check_executable(plan, devices_per_node=config.cluster.workers)
-        return plan
+        return trainable_plan(with_fragment(config, fragment(candidate)), table, costs)
 
+    emulated = config.cluster.emulated is not None
+    costs = Emulation.of(config).costs if emulated else None
     return planner
-
-
-def trainable_schemes() -> tuple[str, ...]:
-    """What ``schedule.scheme`` accepts."""
-    return tuple(name for name in SCHEMES if _is_accepted({"scheme": name}))
 
 
 def _is_accepted(schedule: dict[str, Any]) -> bool:
@@ -321,7 +316,7 @@ def _report(tried: Search, space: Space, what: str, *, trainable: bool) -> TuneR
         )
     return TuneReport(
         what=what,
-        num_candidates=len(tried.outcomes) + sum(tried.left_out.values()),
+        num_candidates=tried.num_tried,
         outcomes=tuple(tried.outcomes),
         left_out=dict(tried.left_out),
         fragment=fragment(tried.best.candidate),
@@ -338,7 +333,7 @@ def with_fragment(config: Config, parts: dict[str, Any]) -> Config:
     data = config.model_dump(mode="json")
     for section, values in parts.items():
         data[section] = {**data[section], **values}
-    data["schedule"]["file"] = None
+    data["schedule"] |= {"file": None, "asked": None}
     return parse_config(data, source="fragment")
 
 

@@ -76,7 +76,7 @@ def _build(config: Config, table: BlockTable) -> Schedule:
             backward_stages=config.schedule.backward_stages,
             stages_per_device=config.schedule.stages_per_device,
             recompute=config.schedule.recompute,
-            drop=_operators(config.schedule.drop),
+            drop=dropped_operators(config.schedule.drop),
         ),
         _block_work(table),
     )
@@ -91,8 +91,12 @@ def _lowered(schedule: Schedule) -> Plan:
         ) from error
 
 
-def _operators(words: Sequence[str]) -> tuple[str, ...]:
-    """The operators that names of operators and of sets stand for; the model may lack some."""
+def dropped_operators(words: Sequence[str]) -> tuple[str, ...]:
+    """The operators that names of operators and of sets stand for; the model may lack some.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
     known = dict.fromkeys(name for members in OPERATOR_SETS.values() for name in members)
     found: dict[str, None] = {}
     for word in words:
@@ -174,7 +178,7 @@ def _read_actions(path: Path, config: Config, table: BlockTable) -> Schedule:
     ``schedule.reduce_gradients`` says where replicas are summed.
     """
     recompute = Recomputation(
-        mode=config.schedule.recompute or "none", drop=_operators(config.schedule.drop)
+        mode=config.schedule.recompute or "none", drop=dropped_operators(config.schedule.drop)
     )
     try:
         actions = parse_actions(path.read_text(encoding="utf-8"))

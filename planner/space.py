@@ -70,7 +70,9 @@ class Space:
     """What to search. ``num_devices`` of all replicas together, ``global_batch`` in sequences.
 
     Empty ``schemes`` or ``micro_batches``: all that make sense. ``recomputations``: mode and
-    operators. ``max_replicas``: 1 for one pipeline over all devices.
+    operators. ``max_replicas``: 1 for one pipeline over all devices. ``replicas``,
+    ``forward_stages``, ``backward_stages``, ``passes``: only candidates with these. ``pass_sets``
+    are tried on candidates without passes.
     """
 
     num_devices: int
@@ -83,10 +85,14 @@ class Space:
     backward_per_forward: tuple[int, ...] = (1, 2, 3)
     pass_sets: tuple[tuple[str, ...], ...] = PASS_SETS
     max_replicas: int | None = None
+    replicas: int | None = None
+    forward_stages: int | None = None
+    backward_stages: int | None = None
+    passes: tuple[str, ...] = ()
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every combination that its scheme accepts, without passes; short programs first, so that
-        a good candidate is known before the expensive ones are looked at.
+        """Every combination that its scheme accepts; short programs first, so that a good candidate
+        is known before the expensive ones are looked at.
         """
         return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c)))
 
@@ -94,6 +100,8 @@ class Space:
         for scheme, replicas in product(self.schemes, _divisors(self.num_devices)):
             num_devices = self.num_devices // replicas
             if replicas > (self.max_replicas or replicas) or self.global_batch % replicas:
+                continue
+            if replicas != (self.replicas or replicas):
                 continue
             share = self.global_batch // replicas
             sizes = self.micro_batches or _powers_of_two(share)
@@ -127,6 +135,7 @@ class Space:
                         backward_stages=backward,
                         recompute=mode,
                         drop=drop,
+                        passes=self.passes,
                     )
 
     def _plainer(self, name: str) -> bool:
@@ -137,14 +146,18 @@ class Space:
     def _stages(self, name: str, num_devices: int) -> Iterable[tuple[int, int]]:
         """Numbers of stages that the scheme accepts: its own choice, and those of the space."""
         scheme = SCHEMES[name]
-        found = {scheme.default_stages(num_devices, self.num_blocks, None)}
+        wanted = self.forward_stages, self.backward_stages
+        found = {scheme.default_stages(num_devices, self.num_blocks, self.forward_stages)}
         per_route = 1 if scheme.whole_model_per_device else num_devices
         for chunks, finer in product(self.stages_per_device, self.backward_per_forward):
-            found.add((chunks * per_route, finer * chunks * per_route))
+            forward = self.forward_stages or chunks * per_route
+            found.add((forward, self.backward_stages or finer * forward))
         return sorted(
             stages
             for stages in found
-            if max(stages) <= self.num_blocks and scheme.check_stages(*stages, num_devices) is None
+            if max(stages) <= self.num_blocks
+            and all(want in (None, number) for want, number in zip(wanted, stages, strict=True))
+            and scheme.check_stages(*stages, num_devices) is None
         )
 
 

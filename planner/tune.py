@@ -28,7 +28,7 @@ from penstock.planner.simulate import simulate
 from penstock.planner.sources import Prices
 from penstock.planner.space import Candidate, Space
 from penstock.planner.trial import Terms, lowered, make_schedule
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan import Plan
 
 Pricer = Callable[[int], Prices]
@@ -38,7 +38,7 @@ Planner = Callable[[Candidate, Terms], Plan]
 """Makes the plan of a candidate.
 
 Raises:
-    ConfigError: there is none.
+    ConfigError: there is none. CapacityError: it does not fit.
 """
 
 Progress = Callable[[int, int, "Outcome | None"], None]
@@ -105,6 +105,7 @@ class Search:
     planner: Planner | None = None
     optimizer: OptimizerModel = ADVANCE
     stops_early: bool = False
+    num_tried: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     _best_of: dict[str, Outcome] = field(default_factory=dict)
@@ -149,11 +150,14 @@ class Search:
     def consider(self, candidate: Candidate) -> None:
         """Try a candidate; it stays if it is among the best."""
         prices = self._priced(candidate)
+        self.num_tried += 1
         try:
             outcome = self._tried(candidate, prices)
         except ConfigError as error:
             memory = str(error).startswith("memory.device_limit")
             outcome = "device memory" if memory else "impossible"
+        except CapacityError:
+            outcome = "memory of the machine"
         if isinstance(outcome, str):
             self.left_out[outcome] = self.left_out.get(outcome, 0) + 1
             return

@@ -75,6 +75,9 @@ class _Section(BaseModel):
         return data
 
 
+AUTO = "auto"
+"""The scheme that the tuner chooses."""
+
 _ONE_MODEL = "give exactly one of model.hf and model.path"
 
 
@@ -224,9 +227,15 @@ class ScheduleConfig(_Section):
     such routes, and one of them hands them over; otherwise the optimizer does, in its passes;
     ``auto``: where routes of a stage are on several nodes. ``drop``: what ``recompute: selective``
     makes again, names of operators or of sets of them (:mod:`penstock.planner.operators`).
+
+    ``scheme: auto`` (or ``schedule: auto``): the fastest that the tuner finds
+    (:mod:`penstock.planner.auto`); other keys that are given restrict its search. ``profile``: what
+    ``penstock profile`` measured, for costs of simulations; a guess at the device otherwise.
+    ``asked``: written to ``resolved.yaml``: the restrictions under which ``auto`` chose the rest.
     """
 
     scheme: Literal[
+        "auto",
         "naive",
         "gpipe",
         "1f1b",
@@ -252,6 +261,13 @@ class ScheduleConfig(_Section):
     drop: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
     file: Path | None = None
+    profile: Path | None = None
+    asked: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, data: Any) -> Any:
+        return {"scheme": AUTO} if data == AUTO else data
 
 
 class NodeConfig(_Section):
@@ -380,6 +396,11 @@ class Config(_Section):
     @model_validator(mode="after")
     def _emulated_or_real(self) -> Config:
         if self.cluster.emulated is not None:
+            if self.schedule.profile is not None:
+                raise ValueError(
+                    f"schedule.profile = {str(self.schedule.profile)!r}: emulated devices have the"
+                    " costs that cluster.device names (emulated:FILE.json takes a profile)"
+                )
             return self
         if self.model.hf is None and self.model.path is None:
             raise ValueError(_ONE_MODEL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.protocol.instructions import Instruction
 from penstock.protocol.member import Doing
 
 
@@ -18,16 +17,18 @@ class Progress:
 
     def __init__(self) -> None:
         self._count = 0
-        self._under_way: tuple[str, int, Instruction] | None = None
+        self._under_way: tuple[object, str, int] | None = None
         self._awaited: object = None
 
-    def begin(self, phase: str, number: int, instruction: Instruction) -> None:
-        """An instruction of attempt (or evaluation batch) ``number`` begins."""
-        self._under_way = phase, number, instruction
+    def begin(self, what: object, phase: str, number: int) -> None:
+        """An instruction (or whatever ``str(what)`` names) of attempt or evaluation batch
+        ``number`` begins.
+        """
+        self._under_way = what, phase, number
         self._count += 1
 
     def rest(self) -> None:
-        """No instruction is under way."""
+        """Nothing is under way."""
         self._under_way = None
 
     @contextmanager
@@ -44,8 +45,8 @@ class Progress:
         under_way, awaited, count = self._under_way, self._awaited, self._count
         if under_way is None:
             return Doing(progress=count)
-        phase, number, instruction = under_way
-        activity = f"{str(instruction)!r} of {phase} {number}"
+        what, phase, number = under_way
+        activity = f"{what} of {phase} {number}"
         if awaited is not None:
             activity += f", waiting for {awaited}"
         return Doing(activity=activity, waiting=awaited is not None, progress=count)

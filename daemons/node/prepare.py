@@ -15,14 +15,15 @@ from pathlib import Path
 
 from penstock.daemons.node.capacity import MachineMemory, Need, check_capacity, needs
 from penstock.daemons.node.changes import Change, check_resume, find_changes
+from penstock.daemons.node.choice import keep_choice, make_choice
 from penstock.daemons.node.emulated import emulated_needs, emulated_rows, write_model
 from penstock.daemons.node.tool import run_tool
-from penstock.planner.build import build_plan
+from penstock.planner.auto import trainable_plan
+from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
-from penstock.protocol.config import Config
+from penstock.protocol.config import AUTO, Config
 from penstock.protocol.errors import StateError
-from penstock.protocol.executable import check_executable, check_updates
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory, write_atomically
 from penstock.shm.table import BlockTable
@@ -51,8 +52,9 @@ def prepare_run(
         StateError: the directory's files are damaged.
     """
     run_dir = run_dir.absolute()
-    config = _absolute_paths(config)
-    changes = _changes(config, run_dir, progress)
+    previous = _previous(run_dir)
+    config = keep_choice(_absolute_paths(config), previous, progress)
+    changes = _changes(config, previous, run_dir, progress)
     directory = RunDirectory.create(run_dir)
     if _inputs_changed(changes) or not _inputs_exist(run_dir):
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
@@ -62,6 +64,7 @@ def prepare_run(
         run_models_prepare(run_dir)
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
+    config = with_schedule(config, directory.table, directory.run_id, progress)
     prospect = look_ahead(config, directory.table, directory.run_id)
     check_capacity(prospect.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.
@@ -76,30 +79,58 @@ def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospec
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
     """
-    machine = MachineMemory.probe(run_id)
-    nodes = range(len(config.cluster.nodes))
-    if config.cluster.emulated is not None:
-        return _look_ahead_emulated(config, machine, nodes)
-    plan = build_plan(config, table)
-    check_executable(plan, devices_per_node=config.cluster.workers)
-    check_updates(config, table, plan)
-    rows = memory_table(config, table, plan)
-    return Prospect(table=table, plan=plan, rows=rows, needs=needs(config, rows, machine, nodes))
+    place = _Place.of(config, table, run_id)
+    return place.prospect(config, trainable_plan(config, place.table, place.costs))
 
 
-def _look_ahead_emulated(config: Config, machine: MachineMemory, nodes: Sequence[int]) -> Prospect:
-    """With the block table at full size, and limits of the emulated machines."""
-    emulation = Emulation.of(config)
-    plan = build_plan(config, emulation.table, emulation.costs)
-    check_executable(plan, devices_per_node=config.cluster.workers)
-    check_updates(config, emulation.table, plan)
-    rows = emulated_rows(config, emulation, plan)
-    return Prospect(
-        table=emulation.table,
-        plan=plan,
-        rows=rows,
-        needs=emulated_needs(config, emulation, rows, machine, nodes),
-    )
+def with_schedule(
+    config: Config, table: BlockTable, run_id: str | None, progress: Progress = lambda message: None
+) -> Config:
+    """With the schedule that ``schedule: auto`` stands for on this machine; any other
+    configuration as it is.
+
+    Raises:
+        ConfigError, CapacityError: as :func:`penstock.planner.auto.choose`.
+    """
+    place = _Place.of(config, table, run_id)
+    return make_choice(config, place.table, place.check, progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What plans of a configuration are held against. ``table``: at full size; of emulated devices
+    the limits are those of the emulated machines.
+    """
+
+    table: BlockTable
+    emulation: Emulation | None
+    machine: MachineMemory
+
+    @classmethod
+    def of(cls, config: Config, table: BlockTable, run_id: str | None) -> _Place:
+        machine = MachineMemory.probe(run_id)
+        if config.cluster.emulated is None:
+            return cls(table=table, emulation=None, machine=machine)
+        emulation = Emulation.of(config)
+        return cls(table=emulation.table, emulation=emulation, machine=machine)
+
+    @property
+    def costs(self) -> Costs | None:
+        return None if self.emulation is None else self.emulation.costs
+
+    def prospect(self, config: Config, plan: Plan) -> Prospect:
+        nodes = range(len(config.cluster.nodes))
+        if self.emulation is None:
+            rows = memory_table(config, self.table, plan)
+            table = needs(config, rows, self.machine, nodes)
+        else:
+            rows = emulated_rows(config, self.emulation, plan)
+            table = emulated_needs(config, self.emulation, rows, self.machine, nodes)
+        return Prospect(table=self.table, plan=plan, rows=rows, needs=table)
+
+    def check(self, config: Config, plan: Plan) -> None:
+        """Refuse what does not fit."""
+        check_capacity(self.prospect(config, plan).needs)
 
 
 def table_of(config: Config) -> BlockTable:
@@ -136,13 +167,24 @@ def has_started(run_dir: Path) -> bool:
     return (run_dir / "journal.sqlite").exists() or (run_dir / "state").exists()
 
 
-def _changes(config: Config, run_dir: Path, progress: Progress) -> Sequence[Change]:
+def _previous(run_dir: Path) -> Config | None:
+    """The configuration the run had; ``None`` for a new one."""
+    if (run_dir / "resolved.yaml").exists():
+        return RunDirectory(run_dir).config
+    if has_started(run_dir):
+        raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
+    return None
+
+
+def _changes(
+    config: Config, previous: Config | None, run_dir: Path, progress: Progress
+) -> Sequence[Change]:
     """What differs from the configuration the run had; refuses what must not."""
-    if not (run_dir / "resolved.yaml").exists():
-        if has_started(run_dir):
-            raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
+    if previous is None:
         return ()
-    changes = find_changes(RunDirectory(run_dir).config, config)
+    if config.schedule.scheme == AUTO:  # not known yet, and told when it is
+        config = config.model_copy(update={"schedule": previous.schedule})
+    changes = find_changes(previous, config)
     if has_started(run_dir):
         check_resume(changes, run_dir)
     for change in changes:
@@ -177,7 +219,11 @@ def _absolute_paths(config: Config) -> Config:
     if data.tokenizer != "byte":
         changes["tokenizer"] = str(Path(data.tokenizer).absolute())
     tokens = data.tokens and data.tokens.absolute()
-    file = config.schedule.file and config.schedule.file.absolute()
+    files = {
+        name: path.absolute()
+        for name in ("file", "profile")
+        if (path := getattr(config.schedule, name)) is not None
+    }
     device = config.cluster.device
     if (config.cluster.emulated or "").endswith(".json"):
         device = f"emulated:{Path(str(config.cluster.emulated)).absolute()}"
@@ -185,7 +231,7 @@ def _absolute_paths(config: Config) -> Config:
         update={
             "model": model.model_copy(update={"path": model_path}),
             "data": data.model_copy(update={**changes, "tokens": tokens}),
-            "schedule": config.schedule.model_copy(update={"file": file}),
+            "schedule": config.schedule.model_copy(update=files),
             "cluster": config.cluster.model_copy(update={"device": device}),
         }
     )

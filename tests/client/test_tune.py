@@ -12,12 +12,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from penstock.client import profiling, tuning
+from penstock.client import planning, profiling, tuning
 from penstock.client.main import app
-from penstock.planner.build import build_plan
+from penstock.planner.auto import trainable_plan, trainable_schemes
 from penstock.planner.schemes import SCHEMES
 from penstock.protocol.config import load_config
-from penstock.protocol.executable import check_executable
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 
 CONFIG = {
@@ -83,7 +82,7 @@ def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_pat
     parts = yaml.safe_load(out.read_text())
     assert parts == report["fragment"] and report["trainable"] is True
     best = report["outcomes"][0]
-    assert {o["scheme"] for o in report["outcomes"]} <= set(tuning.trainable_schemes())
+    assert {o["scheme"] for o in report["outcomes"]} <= set(trainable_schemes())
     settings = [
         f"{section}.{key}={value}"
         for section, values in parts.items()
@@ -91,8 +90,7 @@ def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_pat
     ]
     merged = load_config(config, tuple(settings))
     assert merged.schedule.scheme == best["scheme"] and best["step_seconds"] > 0
-    plan = build_plan(merged, TABLE)
-    check_executable(plan)
+    plan = trainable_plan(merged, TABLE)
     assert plan.num_microbatches == best["micro_batches"] * best["replicas"]
     assert len(plan.backward_stages) == best["backward_stages"] * plan.num_routes
 
@@ -157,8 +155,23 @@ def test_errors_name_the_option(
     assert [word for word in words if word not in err] == []
 
 
+def test_a_plan_of_auto_says_what_was_chosen(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "table_of", lambda config: TABLE)
+    code, out, err = penstock("plan", str(config), "--set", "schedule=auto")
+    assert code == 0, err
+    assert out.startswith("schedule: auto chose ") and "; spipe, the default, " in out
+    code, text, err = penstock("plan", str(config), "--set", "schedule=auto", "--json")
+    report = json.loads(text)
+    assert code == 0 and report["choice"] == out.splitlines()[0]
+    assert f"auto chose {report['scheme']}, " in report["choice"]
+    code, out, err = penstock(
+        "plan", str(config), "--set", "schedule={scheme: auto, stages_per_device: 2}"
+    )
+    assert (code, out) == (2, "") and "schedule.stages_per_device = '2'" in err
+
+
 def test_trainable_schemes_are_those_that_a_configuration_accepts() -> None:
-    assert {"gpipe", "1f1b", "mobius", "spipe"} <= set(tuning.trainable_schemes()) <= set(SCHEMES)
+    assert {"gpipe", "1f1b", "mobius", "spipe"} <= set(trainable_schemes()) <= set(SCHEMES)
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, program: str) -> None:

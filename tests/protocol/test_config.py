@@ -79,6 +79,11 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("memory.host_limit=many",), ("memory.host_limit = 'many'", "20G")),
         (("run.name=a b",), ("run.name = 'a b'",)),
         (("schedule.scheme=zb",), ("schedule.scheme = 'zb'", "spipe")),
+        (("cluster.attempt_timeout_s=0",), ("cluster.attempt_timeout_s = 0", "greater than 0")),
+        (
+            ("cluster.device=emulated:x", "schedule.profile=p.json"),
+            ("schedule.profile = 'p.json'", "emulated:FILE.json"),
+        ),
     ],
 )
 def test_refusals_name_key_value_and_remedy(
@@ -86,6 +91,13 @@ def test_refusals_name_key_value_and_remedy(
 ) -> None:
     message = complaint(*overrides)
     assert [word for word in words if word not in message] == []
+
+
+def test_auto_has_a_short_form() -> None:
+    short = parse_config(apply_overrides(MINIMAL, ("schedule=auto",)))
+    assert short == parse_config({**MINIMAL, "schedule": {"scheme": "auto"}})
+    assert short.schedule.scheme == "auto"
+    assert "schedule" in complaint("schedule=spipe")
 
 
 def test_all_mistakes_are_listed_at_once() -> None:

@@ -169,7 +169,9 @@ class FakeCluster:
         self.shutdowns: dict[str, pb.Shutdown] = {}
         self.refused: list[str] = []
         self.silent: set[str] = set()
-        """Members that take part in nothing although their stream lives."""
+        """Members that take part in nothing although their stream lives, until they are fenced."""
+        self.stuck: set[str] = set()
+        """Members whose processes, also new ones, never get on with an attempt."""
         self.sum_squares = 0.125
         self.save_error = ""
         self._pids = itertools.count(1000)
@@ -258,6 +260,8 @@ class FakeCluster:
         return [pb.MemberMessage(ready=pb.Ready(epoch=body.epoch))]
 
     def _on_run_attempt(self, name: str, body: pb.RunAttempt) -> list[pb.MemberMessage]:
+        if name in self.stuck:
+            return []
         place = {"epoch": body.epoch, "attempt": body.attempt}
         if name.startswith("worker"):
             done = pb.AttemptDone(

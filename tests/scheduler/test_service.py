@@ -161,6 +161,32 @@ def test_dead_and_silent_members_are_replaced(make_bench: Callable[..., Bench]) 
     bench.check_history()
 
 
+def test_members_that_beat_and_do_nothing_are_replaced(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 100000}, cluster={"attempt_timeout_s": 0.5})
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    for name in ("worker.1", "optimizerd.a"):
+        bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
+        bench.cluster.silent.add(name)
+        wait_for(lambda n=name: n in bench.cluster.fences, "fence")  # type: ignore[misc]
+    bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
+    assert bench.cluster.fences == ["worker.1", "optimizerd.a"]
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.wait() == (0, "")
+    bench.check_history()
+
+
+def test_a_member_that_hangs_in_every_life_ends_the_run(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(cluster={"attempt_timeout_s": 0.3})
+    scheduler = bench.schedule()
+    bench.cluster.stuck.add("worker.0")
+    bench.cluster.start()
+    code, errors = scheduler.wait()
+    assert code == 4 and bench.cluster.fences == ["worker.0"] * 3
+    assert "the attempt after step 0 hung 3 times in a row, the last time worker.0: no" in errors
+    assert all(shutdown.keep_memory for shutdown in bench.cluster.shutdowns.values())
+
+
 def test_a_stopped_scheduler_kills_nobody(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()

@@ -1,0 +1,140 @@
+"""``schedule: auto``: the winner trains, is the fastest there is, and keeps to what was asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.planner.auto import Choice, asked_of, choose, config_terms, trainable_plan
+from penstock.planner.render.units import SECONDS
+from penstock.planner.trial import try_plan
+from penstock.protocol.config import Config, parse_config
+from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.plan import Plan
+from tests.planner.conftest import make_config, make_table
+
+TABLE = make_table(8)
+
+
+def anything(config: Config, plan: Plan) -> None:
+    """A machine with room for every plan."""
+
+
+def chosen(**schedule: Any) -> Choice:
+    config = make_config("auto", **schedule)
+    return choose(config, TABLE, anything, lambda done, total, best: None)
+
+
+def seconds(config: Config) -> float:
+    """What a configuration's step takes, simulated."""
+    plan = trainable_plan(config, TABLE)
+    return try_plan(plan, config_terms(config, TABLE)).makespan_s
+
+
+def limited(config: Config, device_bytes: int) -> Config:
+    memory = config.memory.model_copy(update={"device_limit": device_bytes})
+    return config.model_copy(update={"memory": memory})
+
+
+def test_the_winner_is_a_schedule_that_train_takes_and_beats_every_plain_one() -> None:
+    choice = chosen()
+    schedule = choice.config.schedule
+    assert parse_config(choice.config.model_dump(mode="json")) == choice.config
+    assert schedule.scheme != "auto" and schedule.asked == {}
+    assert seconds(choice.config) == pytest.approx(choice.step_s)
+    plain = [seconds(make_config(scheme)) for scheme in ("spipe", "gpipe", "1f1b", "mobius")]
+    assert choice.step_s <= min(plain)
+    assert choice.config.train == make_config().train, "batches are the user's"
+    assert str(choice).startswith(f"schedule: auto chose {schedule.scheme}, ")
+    assert f"; spipe, the default, {SECONDS.format(plain[0])}. {choice.num_candidates} " in str(
+        choice
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective", "drop": ["mlp"]},
+        {"replicas": 1},
+        {"forward_stages": 2, "backward_stages": 6},
+        {"passes": ["2bp"]},
+        {"passes": []},
+    ],
+    ids=str,
+)
+def test_keys_that_are_given_restrict_the_search(asked: dict[str, Any]) -> None:
+    schedule = chosen(**asked).config.schedule
+    found = schedule.model_dump(mode="json")
+    wanted = {**asked, **({"drop": found["drop"]} if "drop" in asked else {})}
+    assert {key: found[key] for key in asked} == wanted and schedule.asked == asked
+
+
+def test_settings_of_the_schedule_stay() -> None:
+    assert chosen(reduce_gradients=True).config.schedule.reduce_gradients is True
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({"file": "plan.json"}, ("schedule.file = 'plan.json'", "schedule.scheme = auto")),
+        ({"stages_per_device": 2}, ("schedule.stages_per_device = '2'", "forward_stages")),
+        ({"drop": ["mlp"]}, ("schedule.drop = ['mlp']", "selective")),
+        ({"recompute": "selective"}, ("selective", "drop")),
+        ({"passes": ["nonsense"]}, ("passes = ['nonsense']", "2bp")),
+        ({"forward_stages": 50}, ("schedule.forward_stages = 50",)),
+        ({"replicas": 3}, ("schedule.replicas = 3",)),
+        ({"profile": "absent.json"}, ("absent.json",)),
+    ],
+)
+def test_keys_that_do_not_go_with_it_are_named(
+    schedule: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        chosen(**schedule)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_memory_of_devices_decides() -> None:
+    """Weights of the model and of one stage; 4 KiB a block, and twice that for gradients."""
+    free, config = chosen(), make_config("auto")
+    needed = 40_000
+    choice = choose(limited(config, needed), TABLE, anything, lambda done, total, best: None)
+    assert choice.step_s > free.step_s
+    trainable_plan(choice.config, TABLE)
+    with pytest.raises(ConfigError, match="memory"):
+        trainable_plan(limited(free.config, needed), TABLE)
+
+
+def test_nothing_fits_says_what_was_in_the_way() -> None:
+    with pytest.raises(CapacityError) as caught:
+        choose(limited(make_config("auto"), 100), TABLE, anything, lambda done, of, best: None)
+    message = str(caught.value)
+    for words in ("none of", "device memory", "devices have 100 B", "raise memory.device_limit"):
+        assert words in message
+
+    def full(config: Config, plan: Plan) -> None:
+        raise CapacityError("node n0: 3 GiB needed, 1 GiB there")
+
+    with pytest.raises(CapacityError, match="3 GiB needed, 1 GiB there") as caught:
+        choose(make_config("auto"), TABLE, full, lambda done, total, best: None)
+    assert "memory of the machine" in str(caught.value)
+
+
+def test_plans_that_do_not_fit_are_not_chosen() -> None:
+    free = chosen().config.schedule
+
+    def without_winner(config: Config, plan: Plan) -> None:
+        if config.schedule.scheme in (free.scheme, "spipe"):
+            raise CapacityError("too large")
+
+    choice = choose(make_config("auto"), TABLE, without_winner, lambda done, total, best: None)
+    assert choice.config.schedule.scheme != free.scheme
+    assert "spipe, the default, is not possible here (too large)" in str(choice)
+
+
+def test_what_was_asked_is_what_was_given() -> None:
+    given = make_config("auto", recompute=None, replicas=1, passes=[], profile="/p.json").schedule
+    assert asked_of(given) == {"replicas": 1, "passes": [], "profile": "/p.json"}
+    assert asked_of(make_config("auto").schedule) == {}
