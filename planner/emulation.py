@@ -36,6 +36,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.profile import Profile
 from penstock.protocol.profile_json import load_profile
+from penstock.protocol.traffic import NicBoard, NodeReads
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
 _STATE_ARRAYS = ("exp_avg", "exp_avg_sq")
@@ -143,6 +144,15 @@ class Emulation:
             passes=made.passes or PassRates.of_cluster(cluster, optimizer),
             time_scale=wanted.time_scale,
             offloaded=made.offloaded,
+        )
+
+    def reads(self, run_dir: Path, config: Config, node: int) -> NodeReads:
+        """The time of what a node's processes read from other nodes."""
+        growth = self.table.num_parameters / self.stored.num_parameters if self.offloaded else 0.0
+        return NodeReads(
+            board=NicBoard.of_run(run_dir, len(config.cluster.nodes)),
+            node=node,
+            bytes_per_s=self.cluster.nic_bandwidth / max(growth, 1e-9) / self.time_scale,
         )
 
     def pass_work(self, name: str, block: int) -> PassWork | None:

@@ -106,11 +106,19 @@ def request_lease(
     return reply
 
 
+Pace = Callable[[int, Callable[[], bool]], None]
+"""Called with a number of bytes that arrived and ``cancelled``; returns when they are to count as
+arrived.
+"""
+
+
 class BlockClient:
     """Copies arrays of blocks from memoryds into the caller's buffers, one connection each."""
 
-    def __init__(self, context: zmq.Context[Any]) -> None:
+    def __init__(self, context: zmq.Context[Any], pace: Pace | None = None) -> None:
+        """``pace`` holds an array back that is here."""
         self._context = context
+        self._pace = pace
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
     def fetch(
@@ -149,6 +157,8 @@ class BlockClient:
                 f"{fetch.describe()} from memoryd at {address}: {fetch.num_received} of"
                 f" {len(view)} bytes after {timeout_s:g} s ({fetch.last_answer})"
             )
+        if self._pace is not None:
+            self._pace(len(view), cancelled)
 
     def close(self) -> None:
         """Close all connections."""

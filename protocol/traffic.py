@@ -1,5 +1,7 @@
-"""Traffic on the memory of an emulated node: copies that devices announce, and what is left for the
-optimizer.
+"""Traffic of an emulated cluster: on the memory of a node, and between nodes.
+
+On a node's memory there are copies that devices announce; the optimizer has what they leave
+(:class:`TrafficBoard`). Between nodes NICs serve one transfer after the other (:class:`NicBoard`).
 
 Workers write, the node's optimizerd reads, both through a small file in the run directory that they
 map. Of each device the last :data:`ENTRIES` copies::
@@ -12,8 +14,11 @@ A device is the only writer of its part. The rate is written last, and is 0 whil
 
 from __future__ import annotations
 
+import fcntl
 import mmap
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +29,9 @@ ENTRIES = 128
 """Copies of a device that are remembered."""
 
 _FIELDS = 3
+_LOOK_S = 0.02
+"""So often does a read look whether it is cancelled."""
+
 _LEAST_SHARE = 0.05
 """Of memory bandwidth: what the optimizer gets however much is copied."""
 
@@ -79,6 +87,76 @@ class TrafficBoard:
         """Unmap."""
         del self._entries
         self._map.close()
+
+
+class NicBoard:
+    """When each node's NIC is free, each way, for all processes of an emulated cluster: a file
+    in the run directory that they map and lock::
+
+        0   8
+        out in    of node 0, fp64, clock of time.monotonic; then of node 1, …
+
+    Transfers go one after the other: together they take as long as if they shared the NIC.
+    """
+
+    def __init__(self, path: Path, num_nodes: int) -> None:
+        """Map the file; made if it is not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        self._file.truncate(num_nodes * 16)
+        self._map = mmap.mmap(self._file.fileno(), num_nodes * 16)
+        self._free_at: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64)
+        self._mutex = threading.Lock()
+
+    @classmethod
+    def of_run(cls, run_dir: Path, num_nodes: int) -> NicBoard:
+        """That of a run."""
+        return cls(run_dir / "emulated" / "nics", num_nodes)
+
+    def occupy(
+        self, ready_at: float, seconds: float, *, source: int | None, target: int | None
+    ) -> tuple[float, float]:
+        """Start and end of a transfer that could start at ``ready_at``. An end whose node is
+        ``None`` is not waited for.
+        """
+        ends = [2 * source] if source is not None else []
+        ends += [2 * target + 1] if target is not None else []
+        with self._mutex:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                start = max([ready_at, *self._free_at[ends].tolist()])
+                self._free_at[ends] = start + seconds
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        return start, start + seconds
+
+    def clear(self, node: int) -> None:
+        """A node's NIC is free: the clock may have started anew."""
+        self._free_at[2 * node : 2 * node + 2] = 0.0
+
+    def close(self) -> None:
+        """Unmap."""
+        del self._free_at
+        self._map.close()
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReads:
+    """What a node reads from the memory of others takes its time on the node's NIC. (That of the
+    other node is taken to be free.) ``bytes_per_s`` of the clock, of bytes as they are stored.
+    """
+
+    board: NicBoard
+    node: int
+    bytes_per_s: float
+
+    def __call__(self, num_bytes: int, cancelled: Callable[[], bool]) -> None:
+        """Return when so many bytes that just arrived would have."""
+        seconds = num_bytes / self.bytes_per_s
+        _, end = self.board.occupy(time.monotonic(), seconds, source=None, target=self.node)
+        while (left_s := end - time.monotonic()) > 0.0 and not cancelled():
+            time.sleep(min(left_s, _LOOK_S))
 
 
 def finish_at(

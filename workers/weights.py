@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import zmq
 
-from penstock.protocol.blocks import BlockClient, FetchCancelledError
+from penstock.protocol.blocks import BlockClient, FetchCancelledError, Pace
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.frames import BlockRequest
 from penstock.protocol.instructions import FetchWeights, Phase, Program, ReleaseWeights
@@ -134,14 +134,20 @@ def buffers_needed(*programs: Program) -> int:
 class RemoteBlocks:
     """Copies of arrays that other nodes own. Used on one thread at a time."""
 
-    def __init__(self, run_id: str, table: BlockTable, addresses: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        table: BlockTable,
+        addresses: Mapping[int, str],
+        pace: Pace | None = None,
+    ) -> None:
         """``addresses``: memoryd's block server per node."""
         self._run_id = run_id
         self._table = table
         self._addresses = dict(addresses)
         self._pool = BufferPool()
         self._context = zmq.Context()
-        self._client = BlockClient(self._context)
+        self._client = BlockClient(self._context, pace)
 
     def fetch(self, node: int, array: ArrayId, scope: FetchScope) -> HostArray:
         """A private copy (bytes); give it back when done.

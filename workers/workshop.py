@@ -37,7 +37,7 @@ from penstock.protocol.names import (
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.trace import TraceLog
-from penstock.protocol.traffic import TrafficBoard
+from penstock.protocol.traffic import NicBoard, NodeReads, TrafficBoard
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
@@ -91,10 +91,16 @@ def make_device(
     weight_dtype, grad_dtype = table.weight_dtype, table.grad_dtype
     if config.cluster.emulated is not None:
         assert run_dir is not None, "emulated devices share a run directory"
-        node = config.cluster.nodes[node_of_device(config, device_index)].name
-        traffic = TrafficBoard.of_node(run_dir, node, config.cluster.workers)
+        node, nodes = node_of_device(config, device_index), config.cluster.nodes
+        traffic = TrafficBoard.of_node(run_dir, nodes[node].name, config.cluster.workers)
         local = device_index % config.cluster.workers
-        return EmulatedDevice(Emulation.of(config), table, partial(traffic.post, local))
+        nics = NicBoard.of_run(run_dir, len(nodes))
+        return EmulatedDevice(
+            Emulation.of(config),
+            table,
+            announce=partial(traffic.post, local),
+            leave=partial(nics.occupy, source=node),
+        )
     if config.cluster.device == "cuda":
         local = device_index % config.cluster.workers
         return CudaDevice(local, weight_dtype=weight_dtype, grad_dtype=grad_dtype)
@@ -161,6 +167,9 @@ class EpochWorkshop:
             files.path, worker_name(device_index), files.config.observability.trace
         )
         self._trace = TraceRing(log)
+        self._pace: NodeReads | None = None
+        if self._config.cluster.emulated is not None:
+            self._pace = Emulation.of(self._config).reads(files.path, self._config, self._node)
         self._runtime: ModelRuntime | None = None
         self._means = means_here(files.config)
         self._channel: Channel | None = None
@@ -204,7 +213,9 @@ class EpochWorkshop:
             ownership=owners,
             node=self._node,
             device=self._device,
-            remote=RemoteBlocks(self._files.run_id, self._table, self._memoryds(endpoints)),
+            remote=RemoteBlocks(
+                self._files.run_id, self._table, self._memoryds(endpoints), self._pace
+            ),
         )
         if self._updates_blocks(plan):
             self._updates = BlockUpdates(memory, self._previewer(memory, plan))

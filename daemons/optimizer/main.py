@@ -119,7 +119,7 @@ def _build(
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks)
     kernels, passes = _passes(stack, run, memory, blocks, remote, inbox)
-    puller = _puller(stack, run, blocks, remote, inbox)
+    puller = _puller(stack, run, index, blocks, remote, inbox)
     link = MemberLink(
         address=scheduler,
         hello=lambda: service.hello(server.port, member, gradients.endpoint),
@@ -172,6 +172,7 @@ def _passes(
 def _puller(
     stack: ExitStack,
     run: RunDirectory,
+    node: int,
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
     inbox: Inbox,
@@ -180,11 +181,17 @@ def _puller(
     sources = _sources(run, blocks)
     if not sources:
         return None
+    pace = None
+    if run.config.cluster.emulated is not None:
+        pace = Emulation.of(run.config).reads(run.path, run.config, node)
+        stack.callback(pace.board.close)
+        pace.board.clear(node)
     puller = Puller(
         run_id=run.run_id,
         remote=remote,
         source=sources,
         report=lambda event, num_bytes: inbox.put(PullOutcome(event, num_bytes)),
+        pace=pace,
     )
     puller.start()
     stack.callback(puller.close)

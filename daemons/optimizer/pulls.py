@@ -17,7 +17,7 @@ import zmq
 
 from penstock.daemons.optimizer.events import Broken, Pull, Pulled
 from penstock.daemons.optimizer.kernels import RemoteGradients
-from penstock.protocol.blocks import BlockClient, FetchCancelledError
+from penstock.protocol.blocks import BlockClient, FetchCancelledError, Pace
 from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.frames import BlockRequest
 
@@ -40,8 +40,10 @@ class Puller:
         remote: RemoteGradients,
         source: Mapping[tuple[int, int], str],
         report: Report,
+        pace: Pace | None = None,
     ) -> None:
         """``source``: (block, contribution) -> member name of the memoryd that holds it."""
+        self._pace = pace
         self._run_id = run_id
         self._remote = remote
         self._source = source
@@ -76,7 +78,7 @@ class Puller:
 
     def _run(self) -> None:
         with zmq.Context() as context:
-            client = BlockClient(context)
+            client = BlockClient(context, self._pace)
             try:
                 while (order := self._orders.get()) is not None:
                     self._carry_out(client, *order)

@@ -41,7 +41,8 @@ def simulate(
     """Run one attempt of a valid plan.
 
     ``stops_early``: a forward of the last stage with ``keep=input`` ends at the last checkpoint it
-    leaves, as our workers do it; otherwise it computes the whole stage, as in the papers.
+    leaves, and weights that another node owns come from there, as our workers do it; otherwise it
+    computes the whole stage, and every node has all weights, as in the papers.
     ``peaks``: of the devices' memory, where they are known already. ``record_rates``: keep how fast
     every flow was when, for ``Simulation.times.rates``.
 
@@ -52,7 +53,7 @@ def simulate(
     context = Context.of(plan, costs, cluster)
     add_compute(context, stops_early=stops_early)
     add_transfers(context)
-    add_weights(context)
+    add_weights(context, from_owners=stops_early)
     add_swaps(context)
     reduced = add_reductions(context)
     offloads = add_offloads(context, reduced)

@@ -18,8 +18,12 @@ from penstock.planner.simulate.ring import add_ring
 from penstock.protocol.instructions import FetchWeights, Forward, Phase, ReleaseWeights
 
 
-def add_weights(context: Context) -> None:
-    """A fetch starts when its instruction is issued, which is after the release before it."""
+def add_weights(context: Context, *, from_owners: bool = False) -> None:
+    """A fetch starts when its instruction is issued, which is after the release before it.
+
+    ``from_owners``: blocks that another node owns come from its memory; otherwise every node has
+    all weights.
+    """
     columns = context.columns
     rows = columns.rows(FetchWeights)
     if not len(rows):
@@ -39,9 +43,35 @@ def add_weights(context: Context) -> None:
         routes=[context.network.fetch(device) for device in devices.tolist()],
     )
     context.issue(fetches, rows)
+    if from_owners:
+        _read_from_owners(context, fetches, rows, blocks)
     if context.plan.shards_weights:
         fetches = _gather(context, fetches, rows, blocks)
     _add_users(context, fetches, rows, forward)
+
+
+def _read_from_owners(context: Context, fetches: Ints, rows: Ints, blocks: list[range]) -> None:
+    """A fetch waits for what comes from other nodes."""
+    node_of, costs = context.cluster.node_of, context.costs.blocks
+    owners = [node_of(context.reduction.owner_device(b)) for b in range(len(costs))]
+    devices = context.columns.devices[rows].tolist()
+    for fetch, row, device, stage in zip(
+        fetches.tolist(), rows.tolist(), devices, blocks, strict=True
+    ):
+        for owner in sorted({owners[block] for block in stage} - {node_of(device)}):
+            read = context.builder.add(
+                1,
+                lane=Lane.REDUCE,
+                queues=context.queues.collective(device),
+                origins=row,
+                places=device,
+                amounts=sum(costs[block].weight_bytes for block in stage if owners[block] == owner),
+                routes=context.network.nodes(owner, node_of(device)),
+                delays=context.cluster.latency_s,
+                unordered=True,
+            )
+            context.issue(read, np.array([row]))
+            context.builder.need(np.array([fetch]), read)
 
 
 def _gather(context: Context, fetches: Ints, rows: Ints, blocks: list[range]) -> Ints:

@@ -37,9 +37,14 @@ CONFIG = parse_config(
 EMULATION = Emulation.of(CONFIG)
 
 
+def leave_at_once(ready_at: float, seconds: float, *, target: int) -> tuple[float, float]:
+    """A NIC that is always free."""
+    return ready_at, ready_at + seconds
+
+
 @pytest.fixture
 def device() -> Iterator[EmulatedDevice]:
-    made = EmulatedDevice(EMULATION, EMULATION.stored, lambda copy: None)
+    made = EmulatedDevice(EMULATION, EMULATION.stored, lambda copy: None, leave_at_once)
     yield made
     made.detach()
 
@@ -182,7 +187,10 @@ def test_sends_carry_the_output_of_the_stage_before() -> None:
 
 def test_the_time_scale_applies_to_everything(device: EmulatedDevice) -> None:
     fast = EmulatedDevice(
-        dataclasses.replace(EMULATION, time_scale=0.1), EMULATION.stored, lambda copy: None
+        dataclasses.replace(EMULATION, time_scale=0.1),
+        EMULATION.stored,
+        lambda copy: None,
+        leave_at_once,
     )
     fast.begin()
     start, end = fast.compute_for(0.02, Abort())

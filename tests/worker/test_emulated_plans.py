@@ -9,7 +9,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +30,7 @@ from penstock.protocol.config import Config, parse_config
 from penstock.protocol.instructions import Opcode
 from penstock.protocol.names import node_of_device, ownership
 from penstock.protocol.plan import Plan
+from penstock.protocol.traffic import NodeReads
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.workers.attempt import Bench, Job
@@ -60,7 +63,10 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], set[Opcode]]] = {
     "spipe": ({"scheme": "spipe", "backward_stages": 8}, {}, {Opcode.SEND_CHECKPOINT}),
     "spipe on two nodes": (
         {"scheme": "spipe", "backward_stages": 8},
-        {"cluster": {"workers": 2, "nodes": [{"name": "a"}, {"name": "b"}]}},
+        {
+            "cluster": {"workers": 2, "nodes": [{"name": "a"}, {"name": "b"}]},
+            "machine": {"nic_bandwidth": 3e9},
+        },
         {Opcode.FETCH_WEIGHTS},
     ),
     "obscura": (
@@ -72,12 +78,14 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], set[Opcode]]] = {
 }
 
 
-def config_of(name: str) -> Config:
+def config_of(name: str, run_dir: Path) -> Config:
     """An optimizer and a memory that cost no time: workers alone are measured here."""
-    schedule, sections, _ = PLANS[name]
+    schedule, sections = PLANS[name][0], dict(PLANS[name][1])
+    machine = sections.pop("machine", {})
     cluster = {"workers": 4, "device": "emulated:analytic:V100-32:gpt3-1.3b:half_layers=yes"}
     return parse_config(
         {
+            "run": {"dir": str(run_dir)},
             "model": {"dtype": "fp16"},
             "data": {"path": "@stdlib", "sequence_length": SEQUENCE},
             "train": {"global_batch": 8},
@@ -85,7 +93,7 @@ def config_of(name: str) -> Config:
             "schedule": schedule,
             "emulation": {
                 "scale": 1e-5,
-                "machine": {"dram_bandwidth": 1e15, "optimizer_rate": 1e15},
+                "machine": {"dram_bandwidth": 1e15, "optimizer_rate": 1e15} | machine,
             },
             **sections,
             "cluster": {**cluster, **sections.get("cluster", {})},
@@ -156,12 +164,18 @@ def make_devices(stack: ExitStack, config: Config, emulation: Emulation, plan: P
         optimizer.bind(_optimizer(run_id, node))
         stack.callback(optimizer.close, 0)
     benches = [
-        _bench(stack, device, plan, owners, emulation, memories[node], node, addresses)
+        _bench(stack, device, plan, owners, emulation, memories[reads.node], reads, addresses)
         for device in range(plan.num_devices)
-        for node in [node_of_device(config, device)]
+        for reads in [_reads(stack, config, emulation, node_of_device(config, device))]
     ]
     _connect(benches, plan, [_optimizer(run_id, node) for node in memories])
     return Devices(benches, plan)
+
+
+def _reads(stack: ExitStack, config: Config, emulation: Emulation, node: int) -> NodeReads:
+    reads = emulation.reads(config.run_dir, config, node)
+    stack.callback(reads.board.close)
+    return reads
 
 
 def _optimizer(run_id: str, node: int) -> str:
@@ -208,11 +222,16 @@ def _bench(
     owners: Ownership,
     emulation: Emulation,
     memory: NodeMemory,
-    node: int,
+    reads: NodeReads,
     addresses: dict[int, str],
 ) -> Bench:
-    spec = memory.spec
-    device = EmulatedDevice(emulation, spec.table, lambda copy: None)
+    spec, node = memory.spec, reads.node
+    device = EmulatedDevice(
+        emulation,
+        spec.table,
+        announce=lambda copy: None,
+        leave=partial(reads.board.occupy, source=node),
+    )
     device.attach(memory, 0, 0)
     stack.callback(device.detach)
     transport = Transport(
@@ -225,7 +244,7 @@ def _bench(
         ownership=owners,
         node=node,
         device=device,
-        remote=RemoteBlocks(spec.run_id, spec.table, addresses),
+        remote=RemoteBlocks(spec.run_id, spec.table, addresses, reads),
     )
     stack.callback(weights.close)
     return Bench(
@@ -260,9 +279,9 @@ def _connect(benches: list[Bench], plan: Plan, optimizers: list[str]) -> None:
         )
 
 
-def error_of(stack: ExitStack, name: str) -> float:
+def error_of(stack: ExitStack, name: str, run_dir: Path) -> float:
     """Measured over simulated, less 1. One of three attempts must be near, on a busy machine."""
-    config = config_of(name)
+    config = config_of(name, run_dir)
     emulation = Emulation.of(config)
     plan = build_plan(config, emulation.table, emulation.costs)
     there = {i.opcode for program in plan.programs for i in program}
@@ -278,8 +297,8 @@ def error_of(stack: ExitStack, name: str) -> float:
     return error
 
 
-def test_steps_take_what_is_simulated(stack: ExitStack) -> None:
+def test_steps_take_what_is_simulated(stack: ExitStack, tmp_path: Path) -> None:
     """Ten plans within 5 % on average, and none far off."""
-    errors = {name: error_of(stack, name) for name in PLANS}
+    errors = {name: error_of(stack, name, tmp_path / name) for name in PLANS}
     assert statistics.mean(map(abs, errors.values())) < 0.05, errors
     assert max(map(abs, errors.values())) < 0.15, errors

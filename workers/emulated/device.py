@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,11 +36,32 @@ _YIELD_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """The transfer that an instruction starts: to whom, and its bytes at full size."""
+    """The transfer that an instruction starts: to whom, and its bytes at full size. ``node``: the
+    peer's, if it is another.
+    """
 
     peer: int
     num_bytes: float
     bandwidth: float
+    node: int | None = None
+
+
+class Leave(Protocol):
+    """:meth:`penstock.protocol.traffic.NicBoard.occupy` from a device's own node."""
+
+    def __call__(self, ready_at: float, seconds: float, *, target: int) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """To another node."""
+
+    leave: Leave
+    node: int
+
+    def occupy(self, ready_at: float, seconds: float) -> tuple[float, float]:
+        """As a stream."""
+        return self.leave(ready_at, seconds, target=self.node)
 
 
 class SwapKey(NamedTuple):
@@ -95,13 +116,19 @@ class EmulatedDevice:
     prefetches = True
 
     def __init__(
-        self, emulation: Emulation, table: BlockTable, announce: Callable[[Copy], None]
+        self,
+        emulation: Emulation,
+        table: BlockTable,
+        announce: Callable[[Copy], None],
+        leave: Leave,
     ) -> None:
         """``table``: the stored one of the run. ``announce`` is told of copies through the node's
-        memory; their rates are in bytes per second of the clock.
+        memory; their rates are in bytes per second of the clock. ``leave``: a transfer takes the
+        NICs of this node and of another.
         """
         self.emulation = emulation
         self._announce = announce
+        self._leave = leave
         self.compute = Stream()
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}
@@ -293,7 +320,11 @@ class EmulatedDevice:
         # Through the host a message is written to memory and read from it.
         crossings = 2 if self.emulation.cluster.peer_through_host else 0
         sent_at = self._copy(
-            link, self.compute.free_at, sending.num_bytes, sending.bandwidth, crossings
+            link if sending.node is None else _Way(self._leave, sending.node),
+            self.compute.free_at,
+            sending.num_bytes,
+            sending.bandwidth,
+            crossings,
         )
         arrives_at = sent_at + self._scaled(self.emulation.cluster.latency_s)
         payload = torch.zeros(max(1, int(sending.num_bytes / self._growth / 4)), dtype=torch.int32)
@@ -307,7 +338,7 @@ class EmulatedDevice:
 
     def _copy(
         self,
-        stream: Stream,
+        stream: Stream | _Way,
         ready_at: float,
         num_bytes: float,
         bandwidth: float,

@@ -50,6 +50,7 @@ def _sent(handler: Handler) -> Handler:
             peer=instruction.peer,
             num_bytes=device.durations(attempt.bench.flow.layout).num_bytes(instruction),
             bandwidth=cluster.peer_bandwidth if here else cluster.nic_bandwidth,
+            node=None if here else cluster.node_of(instruction.peer),
         )
         handler(instruction, attempt)
 
