@@ -7,6 +7,8 @@
 - :mod:`.handlers`: the workers' handlers, each with the time of its instruction; :mod:`.durations`
   says how much that is.
 - :mod:`.compute`: split backwards, dropped operators and swaps, which are simpler here.
+- :mod:`.gradients`: fetches, reductions and offloads; :mod:`.collectives`: how long those take that
+  all devices take part in.
 - :mod:`.runtime`: instead of a model, numbers that follow from everything the model would use.
 - :mod:`.loader`: initial weights.
 

@@ -1,0 +1,82 @@
+"""FETCH_WEIGHTS, REDUCE_GRADIENTS and OFFLOAD_GRADIENTS with the times of collectives.
+
+Elsewhere they are those of real devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from penstock.protocol.instructions import (
+    FetchWeights,
+    OffloadGradients,
+    Opcode,
+    ReduceGradients,
+)
+from penstock.workers.attempt import Attempt
+from penstock.workers.emulated.collectives import Rings
+from penstock.workers.emulated.compute import device_of
+from penstock.workers.handlers import gradients, memory
+from penstock.workers.weights import StageKey
+
+
+def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
+    """With ``shards_weights`` the device's share comes from the host, then the rest around a ring:
+    the first use waits until all devices have fetched theirs.
+    """
+    if _shares(attempt):
+        device, rings = device_of(attempt), _rings(attempt)
+        blocks = attempt.stages.blocks(StageKey(instruction.stage, instruction.phase))
+        device.gathers.append(
+            (rings, rings.reserve(device.emulation.costs.of(blocks).weight_bytes))
+        )
+    memory.fetch_weights(instruction, attempt)
+
+
+def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
+    """Sums go to the root over the link, or with ``shards_weights`` around a ring."""
+    device, stage = device_of(attempt), instruction.stage
+    flow = attempt.bench.flow
+    cost = device.emulation.costs.of(flow.layout.backward[stage].blocks)
+    if _shares(attempt):
+        rings = _rings(attempt)
+        number = rings.reserve(cost.gradient_bytes)
+        rings.enter(number, device.compute.free_at)
+        device.scatters[stage] = number
+    elif not flow.reduction.publishes(stage):
+        root = flow.reduction.root_device(stage)
+        device.sends(attempt.bench.device_index, root, cost.device_gradient_bytes)
+    gradients.reduce_gradients(instruction, attempt)
+
+
+def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
+    """The copy starts when the gradients are summed."""
+    device = device_of(attempt)
+    scatter = device.scatters.pop(instruction.stage, None)
+    if scatter is not None:
+        device.needs(_rings(attempt).end(scatter))
+    gradients.offload_gradients(instruction, attempt)
+
+
+OWN: Mapping[Opcode, Callable[[Any, Attempt], None]] = MappingProxyType(
+    {
+        Opcode.FETCH_WEIGHTS: fetch_weights,
+        Opcode.REDUCE_GRADIENTS: reduce_gradients,
+        Opcode.OFFLOAD_GRADIENTS: offload_gradients,
+    }
+)
+
+
+def _shares(attempt: Attempt) -> bool:
+    plan = attempt.bench.plan
+    return plan.shards_weights and plan.num_devices > 1
+
+
+def _rings(attempt: Attempt) -> Rings:
+    device = device_of(attempt)
+    if device.rings is None:
+        emulation = device.emulation
+        device.rings = Rings(attempt.bench, attempt.job, emulation.cluster, emulation.time_scale)
+    return device.rings
