@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from penstock.shm.table import BlockTable
 from penstock.workers.devices.base import HostArray, Stamp, as_tensor, storage_dtype
 from penstock.workers.devices.pool import BufferPool
 from penstock.workers.emulated.clock import Stream, sleep_until
+from penstock.workers.emulated.collectives import Rings, link_bandwidth
 from penstock.workers.emulated.durations import Durations
 from penstock.workers.emulated.runtime import Deferred
 from penstock.workers.waiting import Abort
@@ -74,21 +77,25 @@ class SwapKey(NamedTuple):
 
 
 class EmulatedStageBuffer:
-    """A stage's weights where they lie in host memory, usable from ``arrives_at`` on."""
+    """A stage's weights where they lie in host memory, usable from the end of ``loaded`` on, or of
+    what gathers them.
+    """
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
         loaded: tuple[float, float],
         device: EmulatedDevice,
+        gathered: Callable[[], float] | None = None,
     ) -> None:
         self.tensors = tuple(tensors)
         self.loaded = loaded
         self._device = device
+        self._gathered = gathered
 
     def acquire(self) -> None:
         """The instruction under way starts no sooner."""
-        self._device.needs(self.loaded[1])
+        self._device.needs(self.loaded[1] if self._gathered is None else self._gathered())
 
     def release(self) -> None:
         """Nothing was copied."""
@@ -107,8 +114,9 @@ class EmulatedDevice:
     """See :class:`penstock.workers.devices.base.Device`.
 
     ``compute`` is the compute stream. By (stage, micro-batch): ``dropped``, forwards that dropped
-    operators, and ``deferred``, what BACKWARD_INPUT left. Between :meth:`begin` and
-    :meth:`compute_for` an instruction collects what it has to wait for.
+    operators, and ``deferred``, what BACKWARD_INPUT left. ``rings`` of the attempt: the next loads
+    are of the collectives ``gathers``; ``scatters``, by backward stage, sum gradients. Between
+    :meth:`begin` and :meth:`compute_for` an instruction collects what it has to wait for.
     """
 
     torch_device = torch.device("cpu")
@@ -133,6 +141,9 @@ class EmulatedDevice:
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}
         self.sending: Sending | None = None
+        self.rings: Rings | None = None
+        self.gathers: deque[tuple[Rings, int]] = deque()
+        self.scatters: dict[int, int] = {}
         cluster = emulation.cluster
         share = cluster.switch_bandwidth / cluster.devices_per_switch
         self._fetch_bandwidth = min(cluster.fetch_bandwidth, share)
@@ -201,6 +212,17 @@ class EmulatedDevice:
     def copy_out(self, ready_at: float, num_bytes: float) -> float:
         """When a copy of so many emulated bytes to the host has ended."""
         return self._copy(self._offloads, ready_at, num_bytes, self._offload_bandwidth)
+
+    def sends(self, source: int, target: int, num_bytes: float) -> None:
+        """The instruction under way starts this transfer, between devices of the cluster."""
+        cluster = self.emulation.cluster
+        node = cluster.node_of(target)
+        self.sending = Sending(
+            peer=target,
+            num_bytes=num_bytes,
+            bandwidth=link_bandwidth(cluster, source, target),
+            node=None if cluster.node_of(source) == node else node,
+        )
 
     def swap_out(self, key: SwapKey, num_bytes: float) -> None:
         """Start to move what a forward kept to the host, or to a peer's memory."""
@@ -274,11 +296,18 @@ class EmulatedDevice:
     def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
         """A fetch from now on, or from when the one before it ends."""
         num_bytes = sum(array.nbytes for array in arrays) * self._moved
+        gather = self.gathers.popleft() if self.gathers else None
+        if gather is not None:
+            num_bytes /= gather[0].num_devices
         now = time.monotonic()
         begun = max(now, self._fetches.free_at)
         arrives_at = self._copy(self._fetches, now, num_bytes, self._fetch_bandwidth)
         tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
-        return EmulatedStageBuffer(tensors, (begun, arrives_at), self)
+        if gather is None:
+            return EmulatedStageBuffer(tensors, (begun, arrives_at), self)
+        rings, number = gather
+        rings.enter(number, arrives_at)
+        return EmulatedStageBuffer(tensors, (begun, arrives_at), self, partial(rings.end, number))
 
     def gradients(self, target: HostArray) -> torch.Tensor:
         """A private sum."""
@@ -287,11 +316,9 @@ class EmulatedDevice:
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> None:
-        """Written when the copy would have ended."""
+        """Written when the copy would have ended; it waits for what the instruction needs."""
         num_bytes = target.nbytes * self._moved
-        arrives_at = self._copy(
-            self._offloads, self.compute.free_at, num_bytes, self._offload_bandwidth
-        )
+        arrives_at = self._copy(self._offloads, self._now, num_bytes, self._offload_bandwidth)
         assert self._publisher is not None, "not attached"
         self._leaving.append((target.size, arrives_at))
         self._publisher.put(_Offload(gradients, target, arrives_at, complete))
@@ -308,14 +335,20 @@ class EmulatedDevice:
         self.compute, self._fetches, self._offloads = Stream(), Stream(), Stream()
         for kept in (self._links, self._guests, self._swapped, self._back_at, self.deferred):
             kept.clear()
+        self.gathers.clear()
+        self.scatters.clear()
+        self.rings = None
         self.dropped.clear()
         self._leaving.clear()
         self._idle = True
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A message of the stored size that says when it would arrive."""
-        assert self.sending is not None, "only sends move tensors to the host"
+        """A message of the stored size that says when it would arrive; of a collective, whose time
+        is reckoned otherwise, the tensors alone.
+        """
         sending, self.sending = self.sending, None
+        if sending is None:
+            return dict(tensors)
         link = self._links.setdefault(sending.peer, Stream())
         # Through the host a message is written to memory and read from it.
         crossings = 2 if self.emulation.cluster.peer_through_host else 0
@@ -333,6 +366,8 @@ class EmulatedDevice:
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The instruction under way starts no sooner than the message arrives."""
+        if ARRIVAL not in tensors:
+            return dict(tensors)
         self.needs(float(tensors[ARRIVAL].view(torch.float64)[0]))
         return {n: tensor for n, tensor in tensors.items() if n not in (ARRIVAL, _PAYLOAD)}
 

@@ -10,8 +10,8 @@ from typing import Any
 from penstock.protocol.executable import EXECUTED
 from penstock.protocol.instructions import Instruction, Opcode
 from penstock.workers.attempt import Attempt
-from penstock.workers.emulated.compute import OWN, device_of
-from penstock.workers.emulated.device import Sending
+from penstock.workers.emulated import compute, gradients
+from penstock.workers.emulated.compute import device_of
 from penstock.workers.handlers import HANDLERS, Handler
 
 
@@ -42,16 +42,10 @@ def _computed(handler: Handler) -> Handler:
 
 def _sent(handler: Handler) -> Handler:
     def run(instruction: Any, attempt: Attempt) -> None:
-        device = device_of(attempt)
-        cluster, sender = device.emulation.cluster, attempt.bench.device_index
-        here = cluster.node_of(sender) == cluster.node_of(instruction.peer)
+        device, sender = device_of(attempt), attempt.bench.device_index
         device.begin()
-        device.sending = Sending(
-            peer=instruction.peer,
-            num_bytes=device.durations(attempt.bench.flow.layout).num_bytes(instruction),
-            bandwidth=cluster.peer_bandwidth if here else cluster.nic_bandwidth,
-            node=None if here else cluster.node_of(instruction.peer),
-        )
+        num_bytes = device.durations(attempt.bench.flow.layout).num_bytes(instruction)
+        device.sends(sender, instruction.peer, num_bytes)
         handler(instruction, attempt)
 
     return run
@@ -71,6 +65,9 @@ _KINDS: Mapping[Opcode, Callable[[Handler], Handler]] = MappingProxyType(
 )
 
 EMULATED_HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
-    {opcode: _KINDS.get(opcode, _issued)({**HANDLERS, **OWN}[opcode]) for opcode in EXECUTED}
+    {
+        opcode: _KINDS.get(opcode, _issued)({**HANDLERS, **compute.OWN, **gradients.OWN}[opcode])
+        for opcode in EXECUTED
+    }
 )
 """For :data:`penstock.protocol.executable.EXECUTED`."""
