@@ -17,6 +17,7 @@ from typing import Any
 from penstock.client.chrome_trace import Range, chrome_trace
 from penstock.client.outputs import write_file
 from penstock.client.reports import heading
+from penstock.client.trace_memory import DeviceMemory, compare_memory, memory_lines
 from penstock.planner.auto import config_prices
 from penstock.planner.fitted import Fit
 from penstock.planner.measured import MeasuredAttempt, Measurement, measure
@@ -121,6 +122,7 @@ class TraceReport:
     fit: Fit
     simulation: Simulation
     profile: Path | None
+    memory: tuple[DeviceMemory, ...]
 
     @cached_property
     def measured(self) -> Figures:
@@ -200,6 +202,7 @@ class TraceReport:
             "between_seconds": self.between_s,
             "measured": self.measured.to_dict(),
             "simulated": self.simulated.to_dict(),
+            "memory": [device.to_dict() for device in self.memory],
             "fit": {
                 "stage_seconds": {f"{op.value} {s}": v for (op, s), v in fit.stages.items()},
                 "pass_seconds": {str(block): v for block, v in fit.passes.items()},
@@ -220,7 +223,8 @@ class TraceReport:
 
     def to_text(self) -> str:
         """For people."""
-        return "\n".join((*self._header(), "", *self._table(), "", *self._opcode_lines()))
+        tables = self._header(), self._table(), memory_lines(self.memory), self._opcode_lines()
+        return "\n\n".join(text for table in tables if (text := "\n".join(table)))
 
     def _header(self) -> list[str]:
         numbers = [attempt.number for attempt in self.chosen]
@@ -351,6 +355,7 @@ def make_trace_report(
         fit=fit,
         simulation=_simulate(run, fit, profile),
         profile=profile,
+        memory=compare_memory(run, chosen, profile),
     )
     _draw(report, outputs)
     return report

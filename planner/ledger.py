@@ -66,6 +66,7 @@ class Sizes:
         self.skipped = skipped_forwards(layout, plan.programs)
         self.reduction = Reduction.of(plan)
         self._copies = layout.num_routes if plan.shards_weights else 1
+        self._concatenates = plan.concatenates_gradients
         self._dropped: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def stage(self, index: int, phase: Phase) -> BlockCost:
@@ -78,6 +79,13 @@ class Sizes:
         if key not in self._dropped:
             self._dropped[key] = self.forward[stage].drop_bytes(drop)
         return self._dropped[key]
+
+    def joined_bytes(self, work: BackwardWeight) -> float:
+        """Copies that concatenation makes at a time: of one product, so at most of a block."""
+        if not self._concatenates or len(work.micro_batches) == 1:
+            return 0.0
+        blocks = self.layout.backward[work.stage].blocks
+        return len(work.micro_batches) * max(self.blocks[b].deferred_bytes for b in blocks)
 
     def static_bytes(self, device: int) -> float:
         """What a device keeps for its backward stages all the time; its shard if all share."""
@@ -189,7 +197,9 @@ class Ledger:
         self._later(("graph", b, m), 0.0 if whole else cost.deferred_bytes)
 
     def _backward_weight(self, work: BackwardWeight) -> None:
-        self._workspace = self._sizes.backward[work.stage].by_kind.backward_weight
+        sizes = self._sizes
+        self._workspace = sizes.backward[work.stage].by_kind.backward_weight
+        self._workspace += sizes.joined_bytes(work)
         self._accumulate(work.stage)
         for m in work.micro_batches:
             self._later(("graph", work.stage, m))

@@ -12,11 +12,13 @@ from enum import StrEnum
 from math import ceil
 
 from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.emulation import Emulation
 from penstock.planner.footprint import DevicePeak, Footprint, device_peaks, footprints
 from penstock.planner.profile import Guess, block_costs
 from penstock.protocol.config import Config
 from penstock.protocol.names import ownership
 from penstock.protocol.plan import Plan
+from penstock.protocol.profile import Profile
 from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
 from penstock.shm.table import BlockTable
 
@@ -25,6 +27,7 @@ __all__ = [
     "MemoryRow",
     "Resource",
     "TableCosts",
+    "device_costs",
     "device_peaks",
     "device_rows",
     "memory_table",
@@ -63,7 +66,7 @@ class MemoryRow:
 
 def memory_table(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
     """Rows of all nodes, then of all devices."""
-    costs = table_costs(table, tokens=config.train.micro_batch * config.data.sequence_length)
+    costs = device_costs(config, table)
     return (*node_rows(config, table, plan), *device_rows(config, plan, costs))
 
 
@@ -139,16 +142,21 @@ def _device_rows(place: str, resource: Resource, peak: DevicePeak) -> Iterable[M
 
 @dataclass(frozen=True, kw_only=True)
 class TableCosts(Costs):
-    """A table's costs; a stage that borrows a tensor of another holds it and its gradient, too."""
+    """A table's costs; a stage that borrows a tensor of another holds it and its gradient, too.
+
+    ``widening``: how much larger weights are on the device than where they are stored.
+    """
 
     table: BlockTable
+    widening: float = 1.0
 
     def of(self, blocks: range) -> BlockCost:
         """A stage of consecutive blocks."""
         cost, borrowed = super().of(blocks), self._borrowed(blocks)
+        weight_bytes = cost.weight_bytes + borrowed * self.table.weight_dtype.itemsize
         return replace(
             cost,
-            weight_bytes=cost.weight_bytes + borrowed * self.table.weight_dtype.itemsize,
+            weight_bytes=weight_bytes * self.widening,
             device_gradient_bytes=cost.device_gradient_bytes + borrowed * _GRADIENT_ITEMSIZE,
             gradient_bytes=cost.gradient_bytes + borrowed * self.table.grad_dtype.itemsize,
         )
@@ -162,6 +170,22 @@ class TableCosts(Costs):
             for tensor in self.table.blocks[borrowed.owner].tensors
             if tensor.name == borrowed.name
         )
+
+
+def device_costs(config: Config, table: BlockTable, profile: Profile | None = None) -> Costs:
+    """What the memory of a configuration's devices is reckoned with: what was measured, what an
+    emulated device brings, or the table's own estimates.
+
+    Raises:
+        ConfigError: the profile is of another model.
+    """
+    if profile is None and config.cluster.emulated is not None:
+        return Emulation.of(config).costs
+    tokens = config.train.micro_batch * config.data.sequence_length
+    blocks = block_costs(table, profile or Guess(), tokens=tokens).blocks
+    # CPUs compute in fp32, whatever weights are stored in.
+    widening = 4 / table.weight_dtype.itemsize if config.cluster.device == "cpu" else 1.0
+    return TableCosts(blocks=blocks, table=table, widening=widening)
 
 
 def table_costs(table: BlockTable, *, tokens: int) -> TableCosts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.planner.costs import BlockCost, Costs, OperatorCost
@@ -63,6 +65,17 @@ def activations(plan: Plan, device: int) -> list[tuple[str, float]]:
     ]
 
 
+@pytest.mark.parametrize(("together", "copies"), [("BW 0 0; BW 0 1", 0.0), ("BW 0 0,1", 12.0)])
+def test_concatenated_weight_gradients_need_copies(together: str, copies: float) -> None:
+    """Of one product at a time: at most what a block defers, 6 bytes a micro-batch."""
+    orders = f"device 0: F 0 0 keep=all; F 0 1 keep=all; BI 0 0; BI 0 1; {together}\n{B_DEVICE_1}"
+    plan = plan_of(orders)
+    costs = replace(costs_of(plan), blocks=(replace(BLOCK, workspace_bytes=0.0),) * 2)
+    concatenating = replace(plan, concatenates_gradients=True)
+    found = [max(footprints(p, costs)[0].workspace_bytes) for p in (plan, concatenating)]
+    assert found == [0.0, copies]
+
+
 def test_everything_is_kept() -> None:
     """A graph is 10 bytes, an activation or gradient 1; what is sent goes with its send."""
     plan = plan_of(f"device 0: F 0 0 keep=all; F 0 1 keep=all; B 0 0; B 0 1\n{B_DEVICE_1}")
@@ -81,11 +94,11 @@ def test_everything_is_kept() -> None:
     ]
     assert activations(plan, 1)[1:7] == [
         ("RA 0 0", 1.0),
-        ("F 1 0 keep=all", 11.0),
+        ("F 1 0 keep=all", 10.0),  # what came is part of what is kept
         ("RA 0 1", 11.0),
         ("B 1 0", 12.0),
         ("SG 1 0", 2.0),
-        ("F 1 1 keep=all", 11.0),
+        ("F 1 1 keep=all", 10.0),
     ]
 
 
@@ -141,9 +154,9 @@ def test_recomputation_keeps_checkpoints_only() -> None:
     held = dict(activations(plan, 1))
     assert held["F 1 0 keep=input"] == 2.0  # its input, and that of the next, which is posted
     assert held["F 1 1 keep=input"] == 2.0
-    assert held["R 1 0"] == 2.0 + 10.0
-    assert held["B 1 0"] == 2.0 + 10.0 + 1.0
-    assert held["R 1 1"] == 1.0 + 10.0
+    assert held["R 1 0"] == 1.0 + 10.0  # its own checkpoint is part of the graph
+    assert held["B 1 0"] == 1.0 + 10.0 + 1.0
+    assert held["R 1 1"] == 10.0
 
 
 def test_a_skipped_forward_needs_no_activation() -> None:
@@ -154,9 +167,9 @@ def test_a_skipped_forward_needs_no_activation() -> None:
     )
     assert activations(plan, 1)[1:6] == [
         ("RC 1 0", 1.0),
-        ("R 1 0", 11.0),
-        ("RC 1 1", 12.0),
-        ("B 1 0", 13.0),
+        ("R 1 0", 10.0),
+        ("RC 1 1", 11.0),
+        ("B 1 0", 12.0),
         ("SG 1 0", 2.0),
     ]
     assert activations(plan, 0)[1:3] == [("F 0 0 keep=input", 1.0), ("SC 1 0", 1.0)]

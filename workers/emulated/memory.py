@@ -1,7 +1,7 @@
 """Memory of an emulated device: what the interpreter holds there, each thing at its full size.
 
 Nothing of a plan's reckoning is used: after each instruction the account looks at what is there
-(stages fetched, gradient sums not yet written, graphs and the blocks they went through, deferred
+(stages fetched, gradient sums that something was added to and that are not yet written, graphs and the blocks they went through, deferred
 weight gradients, tensors kept, expected or swapped) and takes the sizes from the costs and the full
 table. While an instruction runs it holds what was there before and what is there afterwards. Not
 there: what peers swap to this device.
@@ -53,11 +53,13 @@ class EmulatedMeter:
         self._device = device
         self._table, self._costs = device.emulation.table, device.emulation.costs
         self._before: _Entries = {}
+        self._summing: set[int] = set()
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Begins with an empty device."""
         self.peak, self._before = None, {}
+        self._summing.clear()
         yield
         self._before = {}
 
@@ -67,6 +69,8 @@ class EmulatedMeter:
         Raises:
             DeviceMemoryError: that is more than the device has.
         """
+        if isinstance(instruction, (Backward, BackwardWeight)):
+            self._summing.add(instruction.stage)
         now = dict(self._entries(attempt))
         before, self._before = self._before, now
         if _absorbs_its_input(instruction):
@@ -109,9 +113,10 @@ class EmulatedMeter:
             arrays = arrays_of(table, attempt.stages.blocks(key))
             count = sum(num_elements(table, array) for array in arrays)
             yield key, _Entry(Use.WEIGHTS, count * table.weight_dtype.itemsize, None)
-        for contribution in attempt.gradients.unpublished:
-            count = table.blocks[contribution.block].trainable_elements
-            yield contribution, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
+        for found in attempt.gradients.unpublished:
+            if found.stage in self._summing:
+                count = table.blocks[found.block].trainable_elements
+                yield found, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
         leaving = self._device.leaving_elements
         yield "leaving", _Entry(Use.GRADIENTS, leaving * _GRADIENT_ITEMSIZE, None)
 

@@ -1,0 +1,79 @@
+"""Part of ``penstock trace``: the most memory that devices held, beside what the plan reckons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.planner.footprint import device_peaks
+from penstock.planner.measured import MeasuredAttempt
+from penstock.planner.memory import device_costs
+from penstock.planner.render.units import format_bytes
+from penstock.planner.traced import Peak
+from penstock.protocol.profile_json import load_profile
+from penstock.protocol.rundir import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """One device: the greatest of its measured peaks, and the planned one."""
+
+    device: int
+    measured: Peak
+    planned_bytes: float
+
+    @property
+    def error(self) -> float:
+        """Planned relative to measured, minus 1."""
+        return self.planned_bytes / self.measured.num_bytes - 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "device": self.device,
+            "measured_bytes": self.measured.num_bytes,
+            "during": self.measured.during or None,
+            "planned_bytes": self.planned_bytes,
+            "error": self.error,
+        }
+
+
+def compare_memory(
+    run: RunDirectory, attempts: Sequence[MeasuredAttempt], profile: Path | None
+) -> tuple[DeviceMemory, ...]:
+    """Of the devices whose memory was measured.
+
+    Raises:
+        ConfigError: the profile is of another model.
+    """
+    source = None if profile is None else load_profile(profile)
+    costs = device_costs(run.config, run.table, source)
+    planned = device_peaks(attempts[0].plan, costs)
+    return tuple(
+        DeviceMemory(device=device, measured=peak, planned_bytes=planned[device].total_bytes)
+        for device in range(len(planned))
+        if (peak := _greatest(attempts, device)) is not None
+    )
+
+
+def _greatest(attempts: Sequence[MeasuredAttempt], device: int) -> Peak | None:
+    peaks = (attempt.trace.devices[device].peak for attempt in attempts)
+    found = [peak for peak in peaks if peak is not None and peak.num_bytes]
+    return max(found, key=lambda peak: peak.num_bytes, default=None)
+
+
+def memory_lines(devices: Sequence[DeviceMemory]) -> Iterator[str]:
+    """Rows of a table, for people; none where nothing was measured."""
+    if not devices:
+        return
+    yield f"{'peak of memory':<22}{'measured':>12}{'planned':>12}"
+    for found in devices:
+        texts = map(format_bytes, (found.measured.num_bytes, found.planned_bytes))
+        during = f"   ({found.measured.during})" if found.measured.during else ""
+        yield (
+            f"{f'  device {found.device}':<22}"
+            + "".join(f"{text:>12}" for text in texts)
+            + f"   error {found.error:+.1%}{during}"
+        )
