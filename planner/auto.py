@@ -43,8 +43,11 @@ KEPT = 3
 be faster than all of them are not simulated.
 """
 
-_SETTINGS = frozenset({"scheme", "profile", "reduce_gradients", "asked"})
-"""Keys of the schedule that are no part of what is searched."""
+_SEARCHED = frozenset(
+    "scheme forward_stages backward_stages stages_per_device replicas recompute drop passes"
+    " file".split()
+)
+"""Keys of the schedule that the search decides; all others are as valid with its winner."""
 
 _REFUSED = ("file", "stages_per_device")
 """Keys that make no sense while the scheme is open."""
@@ -84,9 +87,14 @@ def describe(schedule: ScheduleConfig) -> str:
 
 def asked_of(schedule: ScheduleConfig) -> dict[str, Any]:
     """What a schedule with ``scheme: auto`` restricts the search to, key by key, as JSON has it."""
-    given = schedule.model_dump(mode="json", exclude_unset=True)
-    asked = {k: v for k, v in given.items() if k not in _SETTINGS and v is not None}
-    return {**asked, "profile": given["profile"]} if given.get("profile") else asked
+    given = schedule.model_dump(mode="json", exclude_unset=True, exclude={"scheme"})
+    keys = {*_SEARCHED, "profile"}
+    return {key: value for key, value in given.items() if key in keys and value is not None}
+
+
+def settings_of(schedule: ScheduleConfig) -> dict[str, Any]:
+    """The keys that no search decides."""
+    return schedule.model_dump(exclude={*_SEARCHED, "asked"})
 
 
 def choose(config: Config, table: BlockTable, fits: Fits, progress: Progress) -> Choice:
@@ -234,13 +242,8 @@ class _Plans:
 
     def with_schedule(self, keys: dict[str, Any]) -> Config:
         """The configuration with these keys in the place of the search."""
-        wish = self.config.schedule
-        settings = {
-            "profile": wish.profile,
-            "reduce_gradients": wish.reduce_gradients,
-            "asked": self.asked,
-        }
-        schedule = ScheduleConfig.model_validate({**settings, **keys})
+        settings = settings_of(self.config.schedule)
+        schedule = ScheduleConfig.model_validate({**settings, "asked": self.asked, **keys})
         return self.config.model_copy(update={"schedule": schedule})
 
 

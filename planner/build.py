@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.planner.costs import Costs
@@ -42,6 +42,8 @@ def build_plan(config: Config, table: BlockTable, costs: Costs | None = None) ->
         schedule = _build(config, table) if file is None else _read_actions(file, config, table)
         schedule = replicate(_after_passes(schedule, config, table), config.schedule.replicas)
         wanted = config.schedule.reduce_gradients
+        concatenates = config.schedule.weight_gradients == "concatenated"
+        schedule = replace(schedule, concatenates_gradients=concatenates)
         plan = _lowered(with_reduction(schedule, wanted, config.cluster.workers))
     _check_fits(plan, config)
     tokens = config.train.micro_batch * config.data.sequence_length
@@ -158,10 +160,12 @@ def _context(config: Config, table: BlockTable) -> PassContext:
 def _load(path: Path, config: Config) -> Plan:
     """Read a plan file. It says everything, so nothing else may be asked for."""
     wish = config.schedule
-    if wish.replicas != 1 or wish.passes or wish.reduce_gradients != "auto":
+    sums = (wish.reduce_gradients, wish.weight_gradients)
+    if wish.replicas != 1 or wish.passes or sums != ("auto", "looped"):
         raise ConfigError(
             f"schedule.file = {str(path)!r}: a plan is complete; schedule.replicas must be 1,"
-            " schedule.passes empty and schedule.reduce_gradients auto"
+            " schedule.passes empty, schedule.reduce_gradients auto and schedule.weight_gradients"
+            " looped"
         )
     try:
         return Plan.from_json(path.read_bytes())

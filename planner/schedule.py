@@ -20,8 +20,9 @@ from penstock.protocol.plan import Plan
 class Schedule:
     """Stages, and per device the order of its instructions.
 
-    ``rebinds_weights`` and ``shards_weights`` as in :class:`~penstock.protocol.plan.Plan`;
-    ``reduces_gradients``: a REDUCE_GRADIENTS precedes every offload (data parallelism).
+    ``rebinds_weights``, ``shards_weights`` and ``concatenates_gradients`` as in
+    :class:`~penstock.protocol.plan.Plan`; ``reduces_gradients``: a REDUCE_GRADIENTS precedes every
+    offload (data parallelism).
     """
 
     scheme: str
@@ -31,6 +32,7 @@ class Schedule:
     rebinds_weights: bool = False
     shards_weights: bool = False
     reduces_gradients: bool = False
+    concatenates_gradients: bool = False
 
 
 def lower(schedule: Schedule) -> Plan:
@@ -60,6 +62,7 @@ def lower(schedule: Schedule) -> Plan:
         weight_buffers=max(completed.weight_buffers, evaluation.weight_buffers),
         rebinds_weights=schedule.rebinds_weights,
         shards_weights=schedule.shards_weights,
+        concatenates_gradients=schedule.concatenates_gradients,
     )
 
 
@@ -75,6 +78,7 @@ def schedule_of(plan: Plan) -> Schedule:
         residency=_residency(plan),
         rebinds_weights=plan.rebinds_weights,
         shards_weights=plan.shards_weights,
+        concatenates_gradients=plan.concatenates_gradients,
         reduces_gradients=any(
             isinstance(i, ReduceGradients) for program in plan.programs for i in program
         ),

@@ -25,7 +25,7 @@ from penstock.protocol.instructions import (
 PLAN_FORMAT = 1
 """Written to and required in plan JSON."""
 
-_FLAGS = ("rebinds_weights", "shards_weights")
+_FLAGS = ("rebinds_weights", "shards_weights", "concatenates_gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,8 @@ class Plan:
     forward keeps finds its weights again when they were released and fetched anew; without it, no
     weights may be released between a forward that keeps its graph and its backward.
     ``shards_weights``: every FETCH_WEIGHTS is an all-gather over all devices, every
-    REDUCE_GRADIENTS a reduce-scatter (ZeRO-3).
+    REDUCE_GRADIENTS a reduce-scatter (ZeRO-3). ``concatenates_gradients``: BACKWARD_WEIGHT of
+    several micro-batches is one product per Linear over all their rows, with other rounding.
     """
 
     scheme: str
@@ -71,6 +72,7 @@ class Plan:
     weight_buffers: int = 2
     rebinds_weights: bool = False
     shards_weights: bool = False
+    concatenates_gradients: bool = False
 
     @property
     def num_routes(self) -> int:

@@ -41,6 +41,14 @@ def test_json_round_trip_keeps_plan_and_digest() -> None:
     assert Plan.from_json(PLAN.to_json().encode()) == PLAN
 
 
+@pytest.mark.parametrize("flag", ["rebinds_weights", "shards_weights", "concatenates_gradients"])
+def test_flags_are_written_where_they_are_set(flag: str) -> None:
+    plan = dataclasses.replace(PLAN, **{flag: True})
+    assert json.loads(plan.to_json())[flag] is True
+    assert flag not in json.loads(PLAN.to_json())
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_digest_depends_on_programs() -> None:
     assert dataclasses.replace(PLAN, evaluation=((), ())).digest != PLAN.digest
 

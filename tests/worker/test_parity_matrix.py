@@ -381,3 +381,24 @@ def test_other_plans(
     )
     job = cluster.job(scale=8.0)
     train(cluster, job, cluster.reference(job))
+
+
+def test_concatenated_weight_gradients_round_otherwise(make_cluster: Any) -> None:
+    """One product over the rows of all micro-batches: within tolerance, with bits of its own."""
+    cluster = make_cluster(
+        scheme="zb-v",
+        schedule={"passes": ["concatenate"], "weight_gradients": "concatenated"},
+        hf={"num_hidden_layers": 2},
+    )
+    job = cluster.job()
+    train(cluster, job, cluster.reference(job))
+    joined = cluster.gradients()
+    weights = [i for p in cluster.plan.programs for i in p if isinstance(i, BackwardWeight)]
+    assert any(len(i.micro_batches) > 1 for i in weights)
+    cluster.adopt(replace(cluster.plan, concatenates_gradients=False))
+    train(cluster, cluster.job(attempt=2), cluster.reference(job))
+    different = {
+        name for name, found in cluster.gradients().items() if not found.equal(joined[name])
+    }
+    assert "model.layers.0.mlp.up_proj.weight" in different
+    assert not any("norm" in name or "embed" in name for name in different)

@@ -65,13 +65,14 @@ def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
 
 
 def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
-    """The gradients of a stage's weights that wait, added up micro-batch by micro-batch.
-
-    Not concatenated: that would round differently from an unsplit backward, and on CPUs saves
-    nothing.
+    """The gradients of a stage's weights that wait, added up micro-batch by micro-batch unless the
+    plan concatenates them.
     """
     stage = instruction.stage
-    run_together([attempt.take_deferred(stage, m) for m in instruction.micro_batches])
+    run_together(
+        [attempt.take_deferred(stage, m) for m in instruction.micro_batches],
+        concatenate=attempt.bench.plan.concatenates_gradients,
+    )
 
 
 def _backward(attempt: Attempt, stage: int, micro_batch: int) -> StageOutput:
