@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.planner.auto import Fits, asked_of, choose, describe
+from penstock.planner.auto import Fits, asked_of, choose, describe, settings_of
 from penstock.planner.tune import Outcome
 from penstock.protocol.config import AUTO, Config
 from penstock.shm.table import BlockTable
@@ -39,8 +39,7 @@ def keep_choice(config: Config, previous: Config | None, progress: Progress) -> 
         f"schedule: auto keeps what it chose for this run: {describe(previous.schedule)} (for a new"
         " search give another run.dir, or say the schedule)"
     )
-    kept = {"reduce_gradients": config.schedule.reduce_gradients}
-    schedule = previous.schedule.model_copy(update=kept)
+    schedule = previous.schedule.model_copy(update=settings_of(config.schedule))
     return config.model_copy(update={"schedule": schedule})
 
 

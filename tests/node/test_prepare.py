@@ -192,9 +192,10 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
     with pytest.raises(ConfigError, match=r"schedule\.forward_stages = 50"):
         same = "model.hf.intermediate_size=64"
         prepare_run(config(corpus, same, "schedule.forward_stages=50"), run_dir)
-    with pytest.raises(ConfigError, match=r"'U \d', and workers do not execute UPDATE"):
-        passes = ("schedule.scheme=1f1b", "schedule.passes=[interleave-updates]")
-        prepare_run(config(corpus, same, *passes), run_dir)
+    with pytest.raises(ConfigError, match="workers do not swap to devices of other nodes"):
+        nodes = "cluster.nodes=[{name: a}, {name: b}, {name: c}, {name: d}]"
+        bpipe = ("schedule.scheme=bpipe", "cluster.workers=1", nodes)
+        prepare_run(config(corpus, same, *bpipe), run_dir)
     assert (run_dir / "resolved.yaml").read_bytes() == kept
 
 
