@@ -29,8 +29,11 @@ ENTRIES = 128
 """Copies of a device that are remembered."""
 
 _FIELDS = 3
-_LOOK_S = 0.02
-"""So often does a read look whether it is cancelled."""
+_PART_S = 1e-3
+"""Of a read that takes a NIC in one go."""
+
+_TURN_S = 1e-2
+"""What arrives so soon after the read before it has ended was waiting for its turn."""
 
 _LEAST_SHARE = 0.05
 """Of memory bandwidth: what the optimizer gets however much is copied."""
@@ -141,22 +144,29 @@ class NicBoard:
         self._file.close()
 
 
-@dataclass(frozen=True, slots=True)
 class NodeReads:
-    """What a node reads from the memory of others takes its time on the node's NIC. (That of the
-    other node is taken to be free.) ``bytes_per_s`` of the clock, of bytes as they are stored.
+    """What a process of a node reads from the memory of others takes its time on the node's NIC,
+    bit by bit, so that messages get through. (The NIC of the other node is taken to be free.)
     """
 
-    board: NicBoard
-    node: int
-    bytes_per_s: float
+    def __init__(self, board: NicBoard, node: int, bytes_per_s: float) -> None:
+        """``bytes_per_s`` of the clock, of bytes as they are stored."""
+        self.board = board
+        self.node = node
+        self.bytes_per_s = bytes_per_s
+        self._ended_at = 0.0
 
     def __call__(self, num_bytes: int, cancelled: Callable[[], bool]) -> None:
-        """Return when so many bytes that just arrived would have."""
-        seconds = num_bytes / self.bytes_per_s
-        _, end = self.board.occupy(time.monotonic(), seconds, source=None, target=self.node)
-        while (left_s := end - time.monotonic()) > 0.0 and not cancelled():
-            time.sleep(min(left_s, _LOOK_S))
+        """Return when so many bytes that just arrived would have. Used on one thread at a time."""
+        now = time.monotonic()
+        waited_for_turn = now - self._ended_at < _TURN_S
+        left_s, end = num_bytes / self.bytes_per_s, self._ended_at if waited_for_turn else now
+        while left_s > 0.0 and not cancelled():
+            part_s = min(left_s, _PART_S)
+            _, end = self.board.occupy(end, part_s, source=None, target=self.node)
+            time.sleep(max(0.0, end - time.monotonic()))
+            left_s -= part_s
+        self._ended_at = end
 
 
 def finish_at(
