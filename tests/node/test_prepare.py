@@ -52,6 +52,7 @@ def test_changes_that_a_resume_allows() -> None:
         "optimizer.lr=1e-2",
         "optimizer.threads=1",
         "cluster.workers=1",
+        "cluster.transport=gloo",
         "schedule.scheme=1f1b",
         "memory.host_limit=1G",
         "observability.log_level=debug",

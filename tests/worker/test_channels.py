@@ -16,6 +16,7 @@ from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.frames import GroupAddress, TensorHeader, TransferShape
 from penstock.protocol.instructions import parse_program
 from penstock.workers.channels.group import GroupChannel
+from penstock.workers.channels.nccl import NcclWire
 from penstock.workers.channels.notices import Notices
 from penstock.workers.channels.opening import means_of, open_channel, told_by
 from penstock.workers.channels.order import (
@@ -347,3 +348,94 @@ def test_nonsense_is_refused(config_of: Any) -> None:
 
 def test_only_the_leader_tells_where_the_group_meets() -> None:
     assert [told_by(device, (1, 2, 4)) for device in (0, 1, 2)] == [set(), {2, 4}, set()]
+
+
+class FakeWork:
+    """A transfer of NCCL."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.awaited = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        self.awaited = True
+
+
+class FakeGroup:
+    """Of three ranks; this is rank 1."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+        self.works: list[FakeWork] = []
+        self.aborted = threading.Event()
+
+    def rank(self) -> int:
+        return 1
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> FakeWork:
+        self._log.append(f"{self._name} send {rank}")
+        return self._start()
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> FakeWork:
+        self._log.append(f"{self._name} recv {rank}")
+        return self._start()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def _start(self) -> FakeWork:
+        self.works.append(FakeWork())
+        return self.works[-1]
+
+
+class FakeNccl:
+    """A wire of device 4 between devices 2 and 7."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.log: list[str] = []
+        self.groups = [FakeGroup(name, self.log) for name in ("up", "down")]
+        self.abort = Abort()
+        pair: Any = tuple(self.groups)
+        self.wire = NcclWire(pair, (2, 4, 7), torch.device("cpu"), self.abort, timeout_s)
+
+    def receive(self, peer: int) -> TransferKey:
+        key = TransferKey(phase="train", attempt=1, kind="gradient", stage=peer, micro_batch=0)
+        self.wire.receive(peer, self.wire.buffer(8), 0, key)
+        return key
+
+
+def test_nccl_has_a_group_for_each_direction_and_waits_on_the_stream() -> None:
+    nccl = FakeNccl(5.0)
+    for peer in (2, 7):
+        nccl.wire.send(peer, torch.empty(8), 0)
+    keys = [nccl.receive(peer) for peer in (2, 7)]
+    assert nccl.log == ["down send 0", "up send 2", "up recv 0", "down recv 2"]
+    for key in keys:
+        nccl.wire.wait(key, nccl.abort, 5.0)
+    received = [nccl.groups[0].works[1], nccl.groups[1].works[1]]
+    assert all(work.awaited and not work.done for work in received), "the host did not wait"
+    nccl.wire.check()
+    nccl.wire.close()
+    assert all(group.aborted.is_set() for group in nccl.groups)
+
+
+@pytest.mark.parametrize("cause", ["abort", "deadline"])
+def test_nccl_transfers_that_hang_are_broken_off(cause: str) -> None:
+    """By a thread: the host may be in a synchronisation. Completed ones are not late."""
+    nccl = FakeNccl(0.3 if cause == "deadline" else 60.0)
+    keys = [nccl.receive(peer) for peer in (2, 7)]
+    for key in keys:
+        nccl.wire.wait(key, nccl.abort, 5.0)
+    nccl.groups[0].works[0].done = True
+    if cause == "abort":
+        nccl.abort.set("drained")
+    assert all(group.aborted.wait(5.0) for group in nccl.groups)
+    if cause == "deadline":
+        with pytest.raises(LostMemberError, match=r"waited 0\.3 s for gradient of stage 7"):
+            nccl.wire.check()
+    else:
+        nccl.wire.check()
+    nccl.wire.close()

@@ -101,8 +101,7 @@ class NcclWire:
 
     def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
         """Behind the work issued so far; earlier buffers that were sent are let go of."""
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()
+        self._reap()
         rank = self._ranks[peer]
         if self._groups is not None:
             group = self._groups[0 if rank > self._rank else 1]
@@ -117,6 +116,7 @@ class NcclWire:
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
         """The compute stream waits."""
+        self._reap()
         abort.check()
         self.check()
         work = self._posted.pop(key)
@@ -142,6 +142,10 @@ class NcclWire:
         self._sends.clear()
         self._posted.clear()
         self._awaited.clear()
+
+    def _reap(self) -> None:
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
 
     def _break(self) -> None:
         for group in self._groups or ():
