@@ -187,26 +187,10 @@ class EpochWorkshop:
         self.close()
         plan = self._checked_plan(begin)
         endpoints = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
-        program, evaluation = self._programs(plan)
-        flow, emulated = Flow.of(plan), self._config.cluster.emulated is not None
-        beside = collective_peers(plan, flow, self._device_index, emulated=emulated)
-        beside |= told_by(self._device_index, group_members(plan, self._means))
+        flow = Flow.of(plan)
         memory = self._attached(plan)
         owners = ownership(self._config, self._table, plan)
-        self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)
-        self._transport.inbox.open(
-            run_id=self._files.run_id,
-            epoch=begin.epoch,
-            expected=Expected.of(
-                program,
-                evaluation,
-                self._config.train.eval_batches,
-                collective_receives(plan, flow, self._device_index, emulated=emulated),
-            ),
-        )
-        self._transport.connect(
-            self._peers(program + evaluation, beside, endpoints), self._optimizers(endpoints)
-        )
+        self._connect(begin.epoch, plan, flow, endpoints)
         self._weights = WeightLoader(
             table=self._table,
             memory=memory,
@@ -306,6 +290,27 @@ class EpochWorkshop:
                 compiler="inductor" if self._config.model.compile else None,
             )
         return self._runtime
+
+    def _connect(self, epoch: int, plan: Plan, flow: Flow, endpoints: Mapping[str, str]) -> None:
+        """Accept what peers send in the epoch, and connect to those that are sent to."""
+        program, evaluation = self._programs(plan)
+        emulated = self._config.cluster.emulated is not None
+        beside = collective_peers(plan, flow, self._device_index, emulated=emulated)
+        beside |= told_by(self._device_index, group_members(plan, self._means))
+        self._transport.notices.open(run_id=self._files.run_id, epoch=epoch)
+        self._transport.inbox.open(
+            run_id=self._files.run_id,
+            epoch=epoch,
+            expected=Expected.of(
+                program,
+                evaluation,
+                self._config.train.eval_batches,
+                collective_receives(plan, flow, self._device_index, emulated=emulated),
+            ),
+        )
+        self._transport.connect(
+            self._peers(program + evaluation, beside, endpoints), self._optimizers(endpoints)
+        )
 
     def _checked_plan(self, begin: pb.Begin) -> Plan:
         plan = Plan.from_json(begin.plan_json)
