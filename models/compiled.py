@@ -14,6 +14,8 @@ embedding and head, which are calls of a whole decoder around stubs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import nn
 
 from penstock.models.binding import BoundBlock
 
-_OPTIONS = {"inductor": {"fallback_random": True}}
+_OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({"inductor": {"fallback_random": True}})
 """Random numbers of torch's own kernels: dropout of a recomputation, which is another graph than
 that of its forward, must hit the same elements."""
 
