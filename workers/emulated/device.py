@@ -114,9 +114,10 @@ class EmulatedDevice:
     """See :class:`penstock.workers.devices.base.Device`.
 
     ``compute`` is the compute stream. By (stage, micro-batch): ``dropped``, forwards that dropped
-    operators, and ``deferred``, what BACKWARD_INPUT left. ``rings`` of the attempt: the next loads
-    are of the collectives ``gathers``; ``scatters``, by backward stage, sum gradients. Between
-    :meth:`begin` and :meth:`compute_for` an instruction collects what it has to wait for.
+    operators, and ``deferred``, what BACKWARD_INPUT left. ``rings`` are those of the attempt;
+    ``fetches``, in the order of loads, its gathers (if any) and when they can begin (``None``: when
+    they are loaded); ``scatters``, by backward stage, its reductions. Between :meth:`begin` and
+    :meth:`compute_for` an instruction collects what it has to wait for.
     """
 
     torch_device = torch.device("cpu")
@@ -142,7 +143,7 @@ class EmulatedDevice:
         self.deferred: dict[tuple[int, int], Deferred] = {}
         self.sending: Sending | None = None
         self.rings: Rings | None = None
-        self.gathers: deque[tuple[Rings, int]] = deque()
+        self.fetches: deque[tuple[Rings | None, int, float | None]] = deque()
         self.scatters: dict[int, int] = {}
         cluster = emulation.cluster
         share = cluster.switch_bandwidth / cluster.devices_per_switch
@@ -294,18 +295,18 @@ class EmulatedDevice:
         return list(stamps)
 
     def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
-        """A fetch from now on, or from when the one before it ends."""
+        """A fetch from when it could begin, or from when the one before it ends."""
         num_bytes = sum(array.nbytes for array in arrays) * self._moved
-        gather = self.gathers.popleft() if self.gathers else None
-        if gather is not None:
-            num_bytes /= gather[0].num_devices
-        now = time.monotonic()
-        begun = max(now, self._fetches.free_at)
-        arrives_at = self._copy(self._fetches, now, num_bytes, self._fetch_bandwidth)
+        rings, number, ready_at = self.fetches.popleft() if self.fetches else (None, 0, None)
+        if ready_at is None:
+            ready_at = time.monotonic()
+        if rings is not None:
+            num_bytes /= rings.num_devices
+        begun = max(ready_at, self._fetches.free_at)
+        arrives_at = self._copy(self._fetches, ready_at, num_bytes, self._fetch_bandwidth)
         tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
-        if gather is None:
+        if rings is None:
             return EmulatedStageBuffer(tensors, (begun, arrives_at), self)
-        rings, number = gather
         rings.enter(number, arrives_at)
         return EmulatedStageBuffer(tensors, (begun, arrives_at), self, partial(rings.end, number))
 
@@ -335,7 +336,7 @@ class EmulatedDevice:
         self.compute, self._fetches, self._offloads = Stream(), Stream(), Stream()
         for kept in (self._links, self._guests, self._swapped, self._back_at, self.deferred):
             kept.clear()
-        self.gathers.clear()
+        self.fetches.clear()
         self.scatters.clear()
         self.rings = None
         self.dropped.clear()

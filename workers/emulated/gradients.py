@@ -19,19 +19,19 @@ from penstock.workers.attempt import Attempt
 from penstock.workers.emulated.collectives import Rings
 from penstock.workers.emulated.compute import device_of
 from penstock.workers.handlers import gradients, memory
-from penstock.workers.weights import StageKey
+from penstock.workers.weights import StageKey, arrays_of
 
 
 def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
     """With ``shards_weights`` the device's share comes from the host, then the rest around a ring:
     the first use waits until all devices have fetched theirs.
     """
-    if _shares(attempt):
-        device, rings = device_of(attempt), _rings(attempt)
-        blocks = attempt.stages.blocks(StageKey(instruction.stage, instruction.phase))
-        device.gathers.append(
-            (rings, rings.reserve(device.emulation.costs.of(blocks).weight_bytes))
-        )
+    device, number = device_of(attempt), 0
+    rings = _rings(attempt) if _shares(attempt) else None
+    blocks = attempt.stages.blocks(StageKey(instruction.stage, instruction.phase))
+    if rings is not None:
+        number = rings.reserve(device.emulation.costs.of(blocks).weight_bytes)
+    device.fetches.append((rings, number, _fetches_from(attempt, blocks)))
     memory.fetch_weights(instruction, attempt)
 
 
@@ -67,6 +67,20 @@ OWN: Mapping[Opcode, Callable[[Any, Attempt], None]] = MappingProxyType(
         Opcode.OFFLOAD_GRADIENTS: offload_gradients,
     }
 )
+
+
+def _fetches_from(attempt: Attempt, blocks: range) -> float | None:
+    """When the copy can begin: now, as far as the device has come, if nothing must be waited for.
+
+    The thread that loads may be late; that is Python's matter, not the device's.
+    """
+    bench = attempt.bench
+    here = (
+        bench.ownership.owner[array.block] == bench.weights.node
+        and bench.memory.control.readable(array.block, attempt.job.base_version)
+        for array in arrays_of(bench.table, blocks)
+    )
+    return device_of(attempt).compute.free_at if all(here) else None
 
 
 def _shares(attempt: Attempt) -> bool:
