@@ -18,7 +18,7 @@ from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
-from penstock.planner.validate import validate
+from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, ProtocolError
 from penstock.protocol.instructions import RecomputeAfter
@@ -45,15 +45,19 @@ def build_plan(config: Config, table: BlockTable, costs: Costs | None = None) ->
         concatenates = config.schedule.weight_gradients == "concatenated"
         schedule = replace(schedule, concatenates_gradients=concatenates)
         plan = _lowered(with_reduction(schedule, wanted, config.cluster.workers))
-    _check_fits(plan, config)
+    _check_fits(plan, config, table)
     tokens = config.train.micro_batch * config.data.sequence_length
-    validate(
-        plan,
-        table,
-        costs=costs or table_costs(table, tokens=tokens),
-        memory_limit=config.memory.device_limit,
-        devices_per_node=config.cluster.workers,
-    )
+    try:
+        validate(
+            plan,
+            table,
+            costs=costs or table_costs(table, tokens=tokens),
+            memory_limit=config.memory.device_limit,
+            devices_per_node=config.cluster.workers,
+        )
+    except PlanError as error:
+        error.source = _source(file) if file is not None else ""
+        raise
     return plan
 
 
@@ -163,16 +167,16 @@ def _load(path: Path, config: Config) -> Plan:
     sums = (wish.reduce_gradients, wish.weight_gradients)
     if wish.replicas != 1 or wish.passes or sums != ("auto", "looped"):
         raise ConfigError(
-            f"schedule.file = {str(path)!r}: a plan is complete; schedule.replicas must be 1,"
+            f"{_source(path)}: a plan is complete; schedule.replicas must be 1,"
             " schedule.passes empty, schedule.reduce_gradients auto and schedule.weight_gradients"
             " looped"
         )
     try:
         return Plan.from_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"schedule.file = {str(path)!r}: cannot read it: {error}") from error
+        raise ConfigError(f"{_source(path)}: cannot read it: {error}") from error
     except (ProtocolError, ConfigError) as error:
-        raise ConfigError(f"schedule.file = {str(path)!r}: {error}") from error
+        raise ConfigError(f"{_source(path)}: {error}") from error
 
 
 def _read_actions(path: Path, config: Config, table: BlockTable) -> Schedule:
@@ -188,27 +192,33 @@ def _read_actions(path: Path, config: Config, table: BlockTable) -> Schedule:
         actions = parse_actions(path.read_text(encoding="utf-8"))
         return schedule_of_actions(actions, block_work=_block_work(table), recompute=recompute)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule.file = {str(path)!r}: cannot read it: {error}") from error
+        raise ConfigError(f"{_source(path)}: cannot read it: {error}") from error
     except (ProtocolError, ConfigError) as error:
-        raise ConfigError(f"schedule.file = {str(path)!r}: {error}") from error
+        raise ConfigError(f"{_source(path)}: {error}") from error
 
 
-def _check_fits(plan: Plan, config: Config) -> None:
-    """Hold the numbers of a plan from a file against the configuration."""
+def _source(file: Path) -> str:
+    return f"schedule.file = {str(file)!r}"
+
+
+def _check_fits(plan: Plan, config: Config, table: BlockTable) -> None:
+    """Hold the numbers of a plan from a file against configuration and model."""
+    file = config.schedule.file
+    if file is None:
+        return
+    microbatches = config.train.num_microbatches
     expected = (
         ("devices", plan.num_devices, config.num_workers, "cluster.workers x nodes"),
-        (
-            "micro-batches",
-            plan.num_microbatches,
-            config.train.num_microbatches,
-            "train.global_batch / train.micro_batch",
-        ),
+        ("micro-batches", plan.num_microbatches, microbatches, "train.global_batch / micro_batch"),
+        ("blocks", plan.num_blocks, len(table.blocks), "the model; it was made for another"),
     )
-    for name, planned, configured, keys in expected:
+    for name, planned, configured, meaning in expected:
         if planned != configured:
+            remedy = f"change these to {planned}, or m" if name != "blocks" else "m"
             raise ConfigError(
-                f"schedule.file = {str(config.schedule.file)!r}: the plan is for {planned} {name},"
-                f" the configuration has {configured} ({keys})"
+                f"{_source(file)}: the plan is for {planned} {name}, the configuration has"
+                f" {configured} ({meaning}); {remedy}ake a plan for this configuration (schedule:"
+                " auto, or penstock plan CONFIG --out FILE)"
             )
 
 

@@ -23,13 +23,15 @@ from penstock.shm.table import BlockTable
 
 
 class PlanError(ConfigError):
-    """A plan breaks a rule. ``device`` and ``position`` say where, ``reason`` why.
+    """A plan breaks a rule. ``device`` and ``position`` say where, ``reason`` why, ``source`` where
+    the plan comes from, if somebody set it.
 
     Its text shows the whole grid, which is drawn only when somebody looks.
     """
 
     def __init__(self, programs: Sequence[Program], message: str, error: RuleError) -> None:
         super().__init__(message)
+        self.source = ""
         self.reason = error.reason
         self.device = error.device
         self.position = error.position
@@ -45,7 +47,7 @@ class PlanError(ConfigError):
 
     def __str__(self) -> str:
         grid = program_grid(self._programs, mark=(self.device, self.position))
-        return f"{super().__str__()}\n{grid}"
+        return f"{self.source}{': ' if self.source else ''}{super().__str__()}\n{grid}"
 
 
 def validate(

@@ -17,7 +17,7 @@ from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config, ScheduleConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.executable import check_executable
-from penstock.protocol.instructions import Opcode, Recompute
+from penstock.protocol.instructions import Backward, Forward, Opcode, Recompute
 from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
 
@@ -188,25 +188,41 @@ def test_a_plan_file_replaces_the_scheme(
 
 
 @pytest.mark.parametrize(
-    ("config", "num_blocks", "message"),
+    ("config", "num_blocks", "words"),
     [
-        ({"workers": 4}, 8, r"for 2 devices, the configuration has 4 \(cluster\.workers"),
-        ({"micro_batches": 3}, 8, r"for 4 micro-batches, the configuration has 3"),
-        ({}, 9, r"plan covers 8 blocks, the model has 9"),
+        (
+            {"workers": 4},
+            8,
+            "for 2 devices, the configuration has 4 (cluster.workers x nodes); change these to 2,",
+        ),
+        (
+            {"micro_batches": 3},
+            8,
+            "for 4 micro-batches, the configuration has 3 (train.global_batch / micro_batch);"
+            " change these to 4, or make a plan",
+        ),
+        (
+            {},
+            9,
+            "for 8 blocks, the configuration has 9 (the model; it was made for another); make a"
+            " plan for this configuration (schedule: auto, or penstock plan CONFIG --out FILE)",
+        ),
     ],
+    ids=["devices", "micro-batches", "blocks"],
 )
 def test_a_plan_file_must_fit(
     config: dict[str, Any],
     num_blocks: int,
-    message: str,
+    words: str,
     tmp_path: Path,
     make_table: Tables,
     make_config: Configs,
 ) -> None:
     path = tmp_path / "plan.json"
     path.write_text(build_plan(make_config("1f1b"), make_table(8)).to_json(), encoding="utf-8")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         build_plan(make_config("spipe", file=str(path), **config), make_table(num_blocks))
+    assert str(caught.value).startswith(f"schedule.file = {str(path)!r}: the plan is {words}")
 
 
 def test_a_damaged_plan_file_is_refused(
@@ -222,6 +238,60 @@ def test_a_damaged_plan_file_is_refused(
     path.write_text(hanging.to_json(), encoding="utf-8")
     with pytest.raises(PlanError, match="is never used"):
         build_plan(make_config(file=str(path)), make_table(8))
+
+
+def test_a_stage_that_is_missing_in_a_plan_file_is_marked(
+    tmp_path: Path, make_table: Tables, make_config: Configs
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = build_plan(make_config("1f1b"), make_table(8))
+
+    def complaint(**changes: Any) -> str:
+        path.write_text(dataclasses.replace(plan, **changes).to_json(), encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            build_plan(make_config(file=str(path)), make_table(8))
+        return str(caught.value)
+
+    first, second = plan.programs
+    idle = tuple(i for i in second if not isinstance(i, (Forward, Backward)))
+    lines = complaint(programs=(first, idle)).splitlines()
+    assert lines[0] == (
+        f"schedule.file = {str(path)!r}: plan: device 0, instruction 2 (SA 0 0 peer=1): nobody uses"
+        " the activation of stage 0, micro-batch 0: FORWARD 1 0 is missing"
+    )
+    [marked] = [line for line in lines if ">>" in line]
+    assert marked.split() == ["2", ">>SA", "0", "0", "peer=1<<", "RA", "0", "1", "peer=0"]
+    twice = tuple(i for i in second if str(i) != "B 1 2")
+    assert ">>SG 1 2 peer=0<<" in complaint(programs=(first, twice))
+    assert "evaluation: device 0, instruction 2" in complaint(evaluation=(plan.evaluation[0], ()))
+    text = complaint(forward_stages=plan.forward_stages[:1])
+    assert f"{path}': plan: forward stages end at block 4, backward stages at 8" in text
+    text = complaint(forward_stages=plan.forward_stages[1:])
+    assert (
+        "forward stage 0 covers blocks [4, 8); expected a non-empty range that starts at 0" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0,0B0\n2F0,2B0", "stage 1 has no actions, stage 2 has"),
+        ("0F0,0B0\n1F0", "stage 1, micro-batch 0: there is 1F0; expected 1F0 and 1B0"),
+        ("", "no actions; expected one line per rank"),
+        ("0F" + "9" * 5000, "line 1, cell 1: '0F999"),
+        (bytes(range(256)), "cannot read it"),
+    ],
+    ids=["stage", "backward", "empty", "huge", "binary"],
+)
+def test_action_text_with_a_part_missing(
+    text: str | bytes, words: str, tmp_path: Path, make_table: Tables, make_config: Configs
+) -> None:
+    path = tmp_path / "actions.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        build_plan(make_config(file=str(path), micro_batches=1), make_table(8))
+    assert str(caught.value).startswith(f"schedule.file = {str(path)!r}: {words}")
+    assert len(str(caught.value)) < 500
 
 
 ACTIONS = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
