@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
 import statistics
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +15,8 @@ import pytest
 from penstock.planner.emulation import Emulation
 from penstock.planner.simulate import simulate
 from penstock.protocol.rundir import RunDirectory
+from tests.system import conftest as H
 
-HERE = Path(__file__).parent
 STEPS = 6
 TIME_SCALE = 2.0
 
@@ -38,21 +35,14 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def helpers() -> ModuleType:
-    """The directory's conftest as a module."""
-    spec = importlib.util.spec_from_file_location("system_conftest", HERE / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["system_conftest"] = module
-    spec.loader.exec_module(module)
-    return module
+TWO_NODES = {"workers": 2, "nodes": [{"name": "a"}, {"name": "b"}]}
 
 
-H = helpers()
-
-
-def configure(runner: Any, name: str, **schedule: Any) -> Path:
-    path: Path = runner.configure(name, {**CHANGES, "schedule": schedule})
+def configure(
+    runner: Any, name: str, cluster: dict[str, Any] | None = None, **schedule: Any
+) -> Path:
+    changes = {**CHANGES, "cluster": {**CHANGES["cluster"], **(cluster or {})}}
+    path: Path = runner.configure(name, {**changes, "schedule": schedule})
     return path
 
 
@@ -116,4 +106,17 @@ def test_every_kind_of_instruction_leaves_the_same_bytes(
 ) -> None:
     run_dir = runner.train(configure(runner, "run", **schedule))
     assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
+    assert 0.9 < measured_over_simulated(run_dir) < 1.15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", [{"scheme": "spipe"}, {"scheme": "chimera"}])
+def test_nodes_read_from_each_other(
+    runner: Any, undisturbed: Path, schedule: dict[str, Any]
+) -> None:
+    """Weights with spipe, gradients with chimera; both routes' gradients round apart."""
+    run_dir = runner.train(configure(runner, "run", TWO_NODES, **schedule))
+    if schedule["scheme"] == "spipe":
+        assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
     assert 0.9 < measured_over_simulated(run_dir) < 1.15
