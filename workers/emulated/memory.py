@@ -1,10 +1,10 @@
 """Memory of an emulated device: what the interpreter holds there, each thing at its full size.
 
 Nothing of a plan's reckoning is used: after each instruction the account looks at what is there
-(stages fetched, gradient sums that something was added to and that are not yet written, graphs and the blocks they went through, deferred
-weight gradients, tensors kept, expected or swapped) and takes the sizes from the costs and the full
-table. While an instruction runs it holds what was there before and what is there afterwards. Not
-there: what peers swap to this device.
+(stages fetched, gradient sums from the first that is added until they are written, graphs and the
+blocks they went through, deferred weight gradients, tensors kept, expected or swapped) and takes
+the sizes from the costs and the full table. While an instruction runs it holds what was there
+before and what is there afterwards. Not there: what peers swap to this device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.protocol.instructions import (
     Forward,
     Instruction,
     Keep,
+    OffloadGradients,
     Recompute,
 )
 from penstock.workers.attempt import Attempt
@@ -73,8 +74,9 @@ class EmulatedMeter:
             self._summing.add(instruction.stage)
         now = dict(self._entries(attempt))
         before, self._before = self._before, now
-        if _absorbs_its_input(instruction):
-            before = {k: e for k, e in before.items() if k in now or e.use is not Use.TRANSFERS}
+        moved = _changes_its_name(instruction)
+        if moved is not None:
+            before = {k: e for k, e in before.items() if k in now or e.use is not moved}
         needed = _together(before, now)
         needed[Use.WORKSPACE] += self._workspace(instruction, attempt)
         usage = Usage(dict(needed))
@@ -173,11 +175,15 @@ class EmulatedMeter:
         return 0.0
 
 
-def _absorbs_its_input(instruction: Instruction) -> bool:
-    """Whether what went in is part of what it leaves: the input that a graph saves."""
+def _changes_its_name(instruction: Instruction) -> Use | None:
+    """What an instruction does not let go of but leaves as something else: its input, which a graph
+    saves; gradient sums, which are being copied.
+    """
     if isinstance(instruction, Forward):
-        return instruction.keep in (Keep.ALL, Keep.SELECTIVE)
-    return isinstance(instruction, Recompute)
+        return Use.TRANSFERS if instruction.keep in (Keep.ALL, Keep.SELECTIVE) else None
+    if isinstance(instruction, Recompute):
+        return Use.TRANSFERS
+    return Use.GRADIENTS if isinstance(instruction, OffloadGradients) else None
 
 
 def _together(before: _Entries, now: _Entries) -> defaultdict[Use, float]:
