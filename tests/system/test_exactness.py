@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.system import conftest as H
 
 HERE = Path(__file__).parent
 STEPS = 30
@@ -23,19 +22,6 @@ CHANGES: dict[str, Any] = {
     "schedule": {"scheme": "spipe"},
     "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
 }
-
-
-def helpers() -> ModuleType:
-    """The directory's conftest as a module."""
-    spec = importlib.util.spec_from_file_location("system_conftest", HERE / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["system_conftest"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-H = helpers()
 
 
 @pytest.fixture(scope="module")

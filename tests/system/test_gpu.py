@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+from tests.system import conftest as H
+
 STEPS = 12
 
 pytestmark = [
@@ -21,19 +19,6 @@ pytestmark = [
     # Without asking torch, which takes seconds to import.
     pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="needs a CUDA device"),
 ]
-
-
-def helpers() -> ModuleType:
-    """The directory's conftest as a module."""
-    spec = importlib.util.spec_from_file_location("system_conftest", HERE / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["system_conftest"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-H = helpers()
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,21 +11,10 @@ import pytest
 
 from penstock.daemons.memory.snapshot import read_block
 from penstock.protocol.rundir import RunDirectory
+from tests.system import conftest as H
+from tests.system.reference import reference_loop
 
-HERE = Path(__file__).parent
 STEPS = 20
-
-
-def load(name: str) -> ModuleType:
-    """Import a neighbouring helper module."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def case(scheme: str, nodes: int, workers: int, clip: bool, tied: bool) -> dict[str, Any]:
@@ -48,6 +35,7 @@ PAIRWISE = [
     ("mobius", 1, 1, False, False),
     ("spipe", 2, 1, True, True),
     ("chimera", 1, 2, True, True),
+    ("zero3-offload", 2, 1, True, True),
 ]
 OTHER_SCHEMES = [
     ("chimera", 2, 2, True, False),
@@ -61,6 +49,9 @@ OTHER_SCHEMES = [
     ("1f1b x2", 1, 4, True, False),
     ("spipe x2", 2, 2, False, True),
     ("chimera x2", 2, 2, True, True),
+    ("1f1b x2", 2, 2, True, True),
+    ("zero3-offload", 1, 4, False, True),
+    ("bpipe", 1, 4, True, False),
 ]
 FULL = [
     cell
@@ -84,11 +75,10 @@ def final_weights(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 def check_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
     """Run one cell and its reference; compare losses, norms and weights."""
-    helpers, reference = load("conftest"), load("reference")
     path = runner.configure("parity", case(*cell))
     run_dir = runner.train(path)
-    lines = helpers.metrics(run_dir)
-    expected = reference.reference_loop(run_dir, STEPS)
+    lines = H.metrics(run_dir)
+    expected = reference_loop(run_dir, STEPS)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     np.testing.assert_allclose([m["loss"] for m in lines], expected.losses, rtol=1e-5)
     np.testing.assert_allclose([m["grad_norm"] for m in lines], expected.grad_norms, rtol=1e-5)
@@ -130,13 +120,12 @@ def test_bf16_parity(runner: Any) -> None:
     or a weight by one unit in its eighth bit, so losses agree to 1e-4 and norms to 1e-3 relative,
     and the fp32 masters to 1e-3 in relative norm.
     """
-    helpers, reference = load("conftest"), load("reference")
     changes = case("spipe", 1, 2, True, True)
     changes["model"]["dtype"] = "bf16"
     changes["optimizer"] = {"grad_dtype": "bf16"}
     run_dir = runner.train(runner.configure("bf16", changes))
-    lines = helpers.metrics(run_dir)
-    expected = reference.reference_loop(run_dir, STEPS)
+    lines = H.metrics(run_dir)
+    expected = reference_loop(run_dir, STEPS)
     np.testing.assert_allclose([m["loss"] for m in lines], expected.losses, rtol=1e-4)
     np.testing.assert_allclose([m["grad_norm"] for m in lines], expected.grad_norms, rtol=1e-3)
     compare_weights(final_weights(run_dir), expected.weights, 0.05 * expected.summed_lr, 1e-3)

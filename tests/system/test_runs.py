@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -11,27 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-HERE = Path(__file__).parent
-
-
-def helpers() -> ModuleType:
-    """The directory's conftest as a module."""
-    spec = importlib.util.spec_from_file_location("system_conftest_runs", HERE / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["system_conftest_runs"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-H = helpers()
+from tests.system import conftest as H
 
 
 @pytest.fixture(scope="module")
