@@ -20,7 +20,7 @@ from penstock.models.kept import KeepPolicy, Kept
 from penstock.models.runtime import ModelRuntime, StageOutput
 from penstock.models.split import DeferredWeights
 from penstock.models.storing import Storing
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.frames import BlockUpdated, GradientReady, TransferKind
 from penstock.protocol.instructions import FetchWeights, Update
 from penstock.protocol.plan import Plan
@@ -160,7 +160,8 @@ class Attempt:
         self._graphs: dict[tuple[int, int], StageOutput] = {}
         self._deferred: dict[tuple[int, int], DeferredWeights] = {}
         self._swaps: dict[int | None, SwapStreams] = {}
-        self._posted: set[tuple[str, int, int]] = set()
+        self._posted: dict[tuple[str, int, int], int] = {}
+        """The device that each comes from."""
         self._losses: dict[int, torch.Tensor] = {}
 
     def keep(
@@ -175,15 +176,14 @@ class Attempt:
         """What an instruction left, or what a posted receive brings; waits for the latter."""
         key = (kind, stage, micro_batch)
         if key in self._posted:
-            self._posted.remove(key)
-            return self._receive(kind, stage, micro_batch)
+            return self._receive(kind, stage, micro_batch, self._posted.pop(key))
         if key not in self._kept:
             raise UnusedWorkError(f"{kind} of stage {stage}, micro-batch {micro_batch} is not here")
         return self._kept.pop(key)
 
-    def post(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
-        """Expect tensors from a peer."""
-        self._posted.add((kind, stage, micro_batch))
+    def post(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
+        """Expect tensors from a device."""
+        self._posted[kind, stage, micro_batch] = peer
         self.bench.channel.post(self._key(kind, stage, micro_batch))
 
     def await_posted(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
@@ -255,7 +255,10 @@ class Attempt:
     def holdings(self) -> Holdings:
         """What is held now; changes with the attempt."""
         return Holdings(
-            kept=self._kept, posted=self._posted, graphs=self._graphs, deferred=self._deferred
+            kept=self._kept,
+            posted=self._posted.keys(),
+            graphs=self._graphs,
+            deferred=self._deferred,
         )
 
     def swaps(self, peer: int | None) -> SwapStreams:
@@ -360,11 +363,14 @@ class Attempt:
             text = f"{peak.num_bytes:.0f} {peak.during or ''}".rstrip()
             self._trace(TraceLane.MEMORY, text, at, at)
 
-    def _receive(self, kind: TransferKind, stage: int, micro_batch: int) -> NamedTensors:
+    def _receive(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> NamedTensors:
         key, bench = self._key(kind, stage, micro_batch), self.bench
         start = time.perf_counter()
-        with bench.progress.awaiting(key):
-            tensors = bench.channel.take(key, bench.abort, bench.timeout_s)
+        with bench.progress.awaiting(f"{key} from worker.{peer}"):
+            try:
+                tensors = bench.channel.take(key, bench.abort, bench.timeout_s)
+            except LostMemberError as error:
+                raise LostMemberError(f"{error} from worker.{peer}") from error
         self.tally.received_s[kind] += time.perf_counter() - start
         self.timeline.inputs_are_here()
         arrived = bench.channel.arrival_s(key)

@@ -235,7 +235,8 @@ def test_a_silent_peer_is_named(make_cluster: Any) -> None:
         cluster.workers[1].run(cluster.job(attempt=4))
     text = str(caught.value)
     assert "'F 1 0 keep=all' failed" in text
-    assert "waited 0.3 s for activation of stage 0, micro-batch 0 (train 4)" in text
+    awaited = "activation of stage 0, micro-batch 0 (train 4) from worker.0"
+    assert f"LostMemberError: waited 0.3 s for {awaited}" in text
     assert "epoch 1, train 4" in text
     assert "'FW 1 phase=forward'" in text  # what ran before
 

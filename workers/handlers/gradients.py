@@ -1,4 +1,4 @@
-"""REDUCE_GRADIENTS and OFFLOAD_GRADIENTS; who sums is said in :mod:`penstock.protocol.reduction`."""
+"""REDUCE_GRADIENTS and OFFLOAD_GRADIENTS; :mod:`penstock.protocol.reduction` says who sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
     reduction, stage = attempt.bench.flow.reduction, instruction.stage
     if reduction.publishes(stage):
         for sender in reduction.senders(stage):
-            attempt.post("reduction", sender, 0)
+            attempt.post("reduction", sender, 0, attempt.bench.flow.layout.backward[sender].device)
     else:
         attempt.keep("reduction", stage, 0, attempt.gradients.take(stage))
         attempt.send("reduction", stage, 0, reduction.root_device(stage))

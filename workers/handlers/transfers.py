@@ -32,14 +32,14 @@ def send_checkpoint(instruction: SendCheckpoint, attempt: Attempt) -> None:
 
 def receive_activation(instruction: RecvActivation, attempt: Attempt) -> None:
     """For FORWARD of the next stage."""
-    attempt.post("activation", instruction.stage, instruction.micro_batch)
+    attempt.post("activation", instruction.stage, instruction.micro_batch, instruction.peer)
 
 
 def receive_gradient(instruction: RecvGradient, attempt: Attempt) -> None:
     """For BACKWARD of the stage before."""
-    attempt.post("gradient", instruction.stage, instruction.micro_batch)
+    attempt.post("gradient", instruction.stage, instruction.micro_batch, instruction.peer)
 
 
 def receive_checkpoint(instruction: RecvCheckpoint, attempt: Attempt) -> None:
     """For RECOMPUTE of the same stage."""
-    attempt.post("checkpoint", instruction.stage, instruction.micro_batch)
+    attempt.post("checkpoint", instruction.stage, instruction.micro_batch, instruction.peer)
