@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,6 +189,27 @@ def test_a_plan_it_cannot_execute_is_reported(
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert "workers do not execute UPDATE" in errors
+
+
+def test_a_process_group_is_awaited_until_a_drain_and_its_members_must_be_named(
+    make_cluster: Any, scheduler: StubScheduler, start: Any, tmp_path: Path
+) -> None:
+    """Worker 1 never opens the epoch; then Begin does not name it."""
+    cluster = make_cluster(workers=2, undo=True)
+    write_run(cluster, tmp_path)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(resolved.read_text().replace("transport: auto", "transport: gloo"))
+    process, plan = start(), cluster.plan.to_json()
+    scheduler.hear("hello")
+    address = cluster.workers[1].bench.transport.address
+    peer = pb.Endpoint(member="worker.1", address=address)
+    scheduler.say(begin=pb.Begin(epoch=2, plan_json=plan, endpoints=[peer]))
+    time.sleep(0.5)
+    scheduler.say(drain=pb.Drain(epoch=3))
+    assert scheduler.hear("drained").epoch == 3, "and it was not ready before"
+    scheduler.say(begin=pb.Begin(epoch=3, plan_json=plan))
+    assert "Begin names no endpoint of worker.1" in scheduler.hear("failed").error
+    process.communicate(timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
