@@ -8,7 +8,7 @@ the driver allows that; the first swap makes a CUDA context there, which takes a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -24,6 +24,7 @@ class SwapStreams:
     allocate: Allocate
 
     @classmethod
+    @cache  # attempt after attempt would take others of torch's 32 streams, those of weights too
     def of(cls, device: torch.device, distance: int | None = None) -> SwapStreams:
         """Those of a device; on a GPU the host memory is pinned, and torch keeps it for reuse.
 

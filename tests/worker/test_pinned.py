@@ -25,8 +25,9 @@ class Driver:
             self.known[address] = num_bytes
         return code
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int) -> int:
         del self.known[address]
+        return 0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,8 @@ def test_all_pieces_are_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
     ("code", "advice"), [(2, r"limit of locked memory \(now .*--ulimit memlock"), (801, "WSL")]
 )
 def test_a_refusal_says_what_to_do(code: int, advice: str) -> None:
-    registrations = Registrations(Driver((code,)).register, lambda address: None)
+    driver = Driver((code,))
+    registrations = Registrations(driver.register, driver.unregister)
     with (
         mmap.mmap(-1, mmap.PAGESIZE) as segment,
         pytest.raises(CapacityError, match=rf"segment weights: .*CUDA error {code}\); .*{advice}"),

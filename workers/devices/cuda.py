@@ -167,7 +167,7 @@ class CudaDevice:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._registrations = Registrations(
             lambda address, size: int(runtime.cudaHostRegister(address, size, 0)),
-            runtime.cudaHostUnregister,
+            lambda address: int(runtime.cudaHostUnregister(address)),
         )
         self._staging = StagingPool(self._registrations)
         self._clock = EventClock(self.torch_device)

@@ -10,6 +10,7 @@ round each up to a power of two, and never give it back.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import resource
 import weakref
@@ -24,6 +25,11 @@ REGISTER_BYTES = 64 << 30
 
 Register = Callable[[int, int], int]
 """Makes (address, bytes) known to the driver; returns its error code, 0 if none."""
+
+Unregister = Callable[[int], int]
+"""The driver forgets what was registered at an address; returns its error code, 0 if none."""
+
+_log = logging.getLogger(__name__)
 
 _PAGE_BYTES = mmap.PAGESIZE
 _ALREADY_REGISTERED = 712
@@ -47,7 +53,7 @@ def pieces(starts: Iterable[int], num_bytes: int, most: int) -> list[tuple[int, 
 class Registrations:
     """Ranges of host memory that are registered until :meth:`close`."""
 
-    def __init__(self, register: Register, unregister: Callable[[int], object]) -> None:
+    def __init__(self, register: Register, unregister: Unregister) -> None:
         self._register = register
         self._unregister = unregister
         self._addresses: list[int] = []
@@ -72,7 +78,9 @@ class Registrations:
     def close(self) -> None:
         """Unregister everything; must come before the memory is unmapped."""
         while self._addresses:
-            self._unregister(self._addresses.pop())
+            code = self._unregister(self._addresses.pop())
+            if code:  # nothing can be done: it is unmapped next, or the process ends
+                _log.warning("the driver did not unregister host memory (CUDA error %d)", code)
         self.num_bytes = 0
 
 
