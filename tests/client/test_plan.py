@@ -240,3 +240,26 @@ def test_simulate_refuses_what_does_not_go_together(tmp_path: Path) -> None:
     plan.write_text("{}")
     code, _, err = penstock("simulate", str(plan))
     assert code == 2 and str(plan) in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not valid JSON"),
+        (bytes(range(256)), "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"format": 1, "run_id": "0123456789ab", "version": 3}', "scheme is None"),
+        (b'{"format": %s}' % (b"9" * 5000), "not valid JSON"),
+        (b'{"format": 1, "scheme": "x", "num_devices": 1e999}', "num_devices is inf"),
+    ],
+    ids=["empty", "binary", "deep", "manifest", "digits", "infinite"],
+)
+def test_damaged_and_foreign_plan_files_end_in_one_line(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    code, out, err = penstock("simulate", str(path))
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: ") and err.count("\n") == 1
+    assert words in err and str(path) in err and len(err) < 400
