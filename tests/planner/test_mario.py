@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.bounds import lower_bound_s
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.layout import Order, Residency, StageLayout
@@ -21,7 +20,7 @@ from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.passes.dispatcher import Board, Dispatcher, Filling
 from penstock.planner.passes.order_memory import peak_bytes
-from penstock.planner.schedule import Schedule, lower, schedule_of
+from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
 from penstock.planner.timing import order_times
@@ -29,9 +28,9 @@ from penstock.planner.validate import validate
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import Forward, Recompute, parse_program
 from penstock.protocol.plan import StageRange
+from tests.planner.passing import schedule_for, seconds_after_each, text
 
 STEPS = ("apply-checkpoint", "overlap-recompute", "remove-redundancy", "prepose-forward")
-BLOCKS_PER_DEVICE = 4
 
 
 def context_of(
@@ -58,22 +57,6 @@ def context_of(
         memory_limit_bytes=memory,
         hop_s=hop,
     )
-
-
-def schedule_for(
-    scheme: str, devices: int, micro_batches: int, *, recompute: str = "none"
-) -> Schedule:
-    request = ScheduleRequest(
-        scheme=scheme,
-        num_devices=devices,
-        num_microbatches=micro_batches,
-        recompute=recompute,  # type: ignore[arg-type]
-    )
-    return build_schedule(request, [1.0] * (BLOCKS_PER_DEVICE * devices))
-
-
-def text(schedule: Schedule, device: int) -> str:
-    return " | ".join(map(str, schedule.orders[device]))
 
 
 def seconds_after_each_step(schedule: Schedule, context: PassContext) -> list[float]:
@@ -196,16 +179,9 @@ def test_no_scheme_gets_slower_and_every_pass_leaves_a_valid_plan(
     context = context_of(schedule, backward=backward, recompute=recompute, hop=hop)
     if split:
         schedule = PASSES["2bp"].run(schedule, context)
-    original = schedule
-    seconds: list[float] = []
-    for name in STEPS:
-        schedule = PASSES[name].run(schedule, context)
-        plan = lower(schedule)
-        validate(plan)
-        assert schedule_of(plan).orders == schedule.orders
-        seconds.append(makespan_s(schedule, context))
+    seconds = [after_s for _, after_s in seconds_after_each(STEPS, schedule, context)]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
-    mario = PASSES["mario"].run(original, context)
+    mario = PASSES["mario"].run(schedule, context)
     validate(lower(mario))
     assert makespan_s(mario, context) <= seconds[-1] * (1 + 1e-9)
 
