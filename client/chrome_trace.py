@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 from penstock.planner.tensors import Tensor, TensorKind
@@ -24,6 +25,7 @@ from penstock.protocol.instructions import (
     BackwardInput,
     Forward,
     Instruction,
+    Opcode,
     Recompute,
 )
 from penstock.protocol.trace import TraceEvent
@@ -48,6 +50,9 @@ class _Thread(IntEnum):
     ISSUE = 2
     FETCH = 3
     OFFLOAD = 4
+    COPY_OUT = 5
+    SWAP_OUT = 6
+    SWAP_IN = 7
     LINK = 10
 
 
@@ -56,7 +61,19 @@ _NAMES = {
     _Thread.ISSUE: "other instructions",
     _Thread.FETCH: "fetch",
     _Thread.OFFLOAD: "published gradients",
+    _Thread.COPY_OUT: "gradients to the host",
+    _Thread.SWAP_OUT: "swaps out",
+    _Thread.SWAP_IN: "swaps in",
 }
+
+
+_COPIES = MappingProxyType(
+    {
+        Opcode.OFFLOAD_GRADIENTS: _Thread.COPY_OUT,
+        Opcode.SWAP_OUT: _Thread.SWAP_OUT,
+        Opcode.SWAP_IN: _Thread.SWAP_IN,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +167,8 @@ class _Maker:
             yield self._work(pid, _Thread.ISSUE, work)
         for work in own.fetches:
             yield self._work(pid, _Thread.FETCH, work)
+        for work in own.copies:
+            yield self._work(pid, _COPIES[work.instruction.opcode], work)
         yield from self._publications(pid, own)
 
     def _publications(self, pid: int, own: DeviceTrace) -> Iterator[Event]:

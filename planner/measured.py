@@ -134,7 +134,7 @@ class MeasuredAttempt:
                 yield self._of_work(Lane.UPDATE, device, work)
             for work in trace.loads + trace.fetches:
                 yield self._of_work(Lane.FETCH, device, work)
-            for work in trace.issued:
+            for work in trace.copies or trace.issued:
                 if isinstance(work.instruction, SwapOut | SwapIn):
                     yield self._of_work(Lane.SWAP, device, work)
             yield from self._offload_spans(device, trace)
@@ -144,7 +144,13 @@ class MeasuredAttempt:
         return self._span(lane, device, label, work.ready_s, work.event.end_s, None)
 
     def _offload_spans(self, device: int, trace: DeviceTrace) -> Iterator[Span]:
-        """Until the last contribution of the stage was published; one after the other."""
+        """As the device knows them; or until the last contribution of the stage was published, one
+        after the other.
+        """
+        known = [w for w in trace.copies if isinstance(w.instruction, OffloadGradients)]
+        if known:
+            yield from (self._of_work(Lane.OFFLOAD, device, work) for work in known)
+            return
         free_s = -inf
         for work in trace.issued:
             if isinstance(work.instruction, OffloadGradients):

@@ -91,7 +91,8 @@ class DeviceTrace:
 
     ``computed`` and ``issued`` are its instructions, all of them in ``program``; ``loads`` of
     weights were done by the interpreter within a wait, ``fetches`` beside it; ``arrivals`` by
-    tensor; ``published`` are (block, contribution) with the moment; ``updates`` are previews.
+    tensor; ``published`` are (block, contribution) with the moment; ``updates`` are previews;
+    ``copies``, of offloads and swaps, are known of some devices.
     """
 
     computed: list[Work] = field(default_factory=list)
@@ -101,6 +102,7 @@ class DeviceTrace:
     arrivals: dict[Tensor, float] = field(default_factory=dict)
     published: dict[tuple[int, int], float] = field(default_factory=dict)
     updates: list[Work] = field(default_factory=list)
+    copies: list[Work] = field(default_factory=list)
     program: list[Instruction] = field(default_factory=list)
     peak: Peak | None = None
 
@@ -245,6 +247,8 @@ class _Sorter:
             trace.fetches.append(work)
         elif event.lane is TraceLane.UPDATE:
             trace.updates.append(work)
+        elif event.lane is TraceLane.COPY:
+            trace.copies.append(work)
         elif event.lane is TraceLane.COMPUTE and isinstance(work.instruction, FetchWeights):
             trace.loads.append(work)
         else:

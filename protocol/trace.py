@@ -57,6 +57,10 @@ class TraceLane(StrEnum):
     """A copy of weights to the device, beside the interpreter: ``FW 3 phase=forward``."""
     OFFLOAD = "offload"
     """Nothing: the moment at which gradients were published, ``block contribution``."""
+    COPY = "copy"
+    """A copy that an instruction started beside the interpreter, from a device that knows when it
+    ran: ``OG 3``, ``SO 3 0 fraction=0.5``.
+    """
     UPDATE = "update"
     """The preview of a block on the device, beside the interpreter: ``U 3``."""
     ARRIVAL = "arrival"

@@ -21,6 +21,8 @@ from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.order import TransferOrder
 from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
 from penstock.workers.devices.base import Device
+from penstock.workers.emulated.channel import EmulatedChannel
+from penstock.workers.emulated.device import EmulatedDevice
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort
 
@@ -86,7 +88,8 @@ def open_channel(
         Interrupted: aborted. LostMemberError: somebody did not come. ConfigError: the plan's sends
         and receives do not match.
     """
-    messages = MessageChannel(run_id=run_id, epoch=epoch, device=device, transport=transport)
+    kind = EmulatedChannel if isinstance(device, EmulatedDevice) else MessageChannel
+    messages = kind(run_id=run_id, epoch=epoch, device=device, transport=transport)
     members = group_members(plan, means)
     if device_index not in members:
         return messages

@@ -27,11 +27,9 @@ from penstock.workers.emulated.runtime import Deferred
 from penstock.workers.waiting import Abort
 
 ARRIVAL = "arrival"
-"""Name of the tensor that says when a transfer arrives on the clock: (1,), the bits of an fp64 as
-int64.
+"""Name of the tensor that says when a transfer arrives on the clock: int64, the bits of an fp64 and
+as many zeros as make it as large as the transfer is stored.
 """
-
-_PAYLOAD = "payload"
 
 _YIELD_S = 1e-3
 """So long after an instruction has ended may the next one be late, for Python's sake."""
@@ -116,7 +114,8 @@ class EmulatedDevice:
     ``compute`` is the compute stream. By (stage, micro-batch): ``dropped``, forwards that dropped
     operators, and ``deferred``, what BACKWARD_INPUT left. ``rings`` are those of the attempt;
     ``fetches``, in the order of loads, its gathers (if any) and when they can begin (``None``: when
-    they are loaded); ``scatters``, by backward stage, its reductions. Between :meth:`begin` and
+    they are loaded); ``scatters``, by backward stage, its reductions. ``copies``: from when to
+    when those of the instruction under way run that it started itself. Between :meth:`begin` and
     :meth:`compute_for` an instruction collects what it has to wait for.
     """
 
@@ -142,6 +141,7 @@ class EmulatedDevice:
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}
         self.sending: Sending | None = None
+        self.copies: list[tuple[float, float]] = []
         self.rings: Rings | None = None
         self.fetches: deque[tuple[Rings | None, int, float | None]] = deque()
         self.scatters: dict[int, int] = {}
@@ -159,6 +159,8 @@ class EmulatedDevice:
         self._back_at: dict[tuple[int, int], float] = {}
         self._leaving: list[tuple[int, float]] = []
         self._needed_at = 0.0
+        self.arrived_at: float | None = None
+        """When what was received last arrives on the clock, if its sender said so."""
         self._idle = True
         self._durations: tuple[StageLayout, Durations] | None = None
         self._pool = BufferPool()
@@ -173,6 +175,7 @@ class EmulatedDevice:
     def begin(self) -> None:
         """An instruction starts to collect what it needs; the first of an attempt starts now."""
         self._needed_at = 0.0
+        self.copies.clear()
         if self._idle:
             self._idle = False
             self.compute.occupy(time.monotonic(), 0.0)
@@ -228,14 +231,18 @@ class EmulatedDevice:
     def swap_out(self, key: SwapKey, num_bytes: float) -> None:
         """Start to move what a forward kept to the host, or to a peer's memory."""
         stream, bandwidth, latency_s = self._way(key, out=True)
+        begun = max(self.compute.free_at, stream.free_at)
         end = self._copy(stream, self.compute.free_at, num_bytes, bandwidth, key.peer is None)
+        self.copies.append((begun, end))
         self._swapped[key] = end + self._scaled(latency_s)
 
     def swap_in(self, key: SwapKey, num_bytes: float) -> None:
         """Start to bring it back, once it is out."""
         stream, bandwidth, latency_s = self._way(key, out=False)
         ready_at = max(self.compute.free_at, self._swapped.pop(key))
+        begun = max(ready_at, stream.free_at)
         end = self._copy(stream, ready_at, num_bytes, bandwidth, key.peer is None)
+        self.copies.append((begun, end))
         place = key.stage, key.micro_batch
         back_at = end + self._scaled(latency_s)
         self._back_at[place] = max(self._back_at.get(place, 0.0), back_at)
@@ -319,7 +326,9 @@ class EmulatedDevice:
     ) -> None:
         """Written when the copy would have ended; it waits for what the instruction needs."""
         num_bytes = target.nbytes * self._moved
+        begun = max(self._now, self._offloads.free_at)
         arrives_at = self._copy(self._offloads, self._now, num_bytes, self._offload_bandwidth)
+        self.copies.append((begun, arrives_at))
         assert self._publisher is not None, "not attached"
         self._leaving.append((target.size, arrives_at))
         self._publisher.put(_Offload(gradients, target, arrives_at, complete))
@@ -361,16 +370,18 @@ class EmulatedDevice:
             crossings,
         )
         arrives_at = sent_at + self._scaled(self.emulation.cluster.latency_s)
-        payload = torch.zeros(max(1, int(sending.num_bytes / self._growth / 4)), dtype=torch.int32)
-        arrival = torch.tensor([arrives_at], dtype=torch.float64).view(torch.int64)
-        return {**tensors, ARRIVAL: arrival, _PAYLOAD: payload}
+        arrival = torch.zeros(max(1, int(sending.num_bytes / self._growth / 8)), dtype=torch.int64)
+        arrival[:1] = torch.tensor([arrives_at], dtype=torch.float64).view(torch.int64)
+        return {**tensors, ARRIVAL: arrival}
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The instruction under way starts no sooner than the message arrives."""
+        self.arrived_at = None
         if ARRIVAL not in tensors:
             return dict(tensors)
-        self.needs(float(tensors[ARRIVAL].view(torch.float64)[0]))
-        return {n: tensor for n, tensor in tensors.items() if n not in (ARRIVAL, _PAYLOAD)}
+        self.arrived_at = float(tensors[ARRIVAL][:1].view(torch.float64)[0])
+        self.needs(self.arrived_at)
+        return {name: tensor for name, tensor in tensors.items() if name != ARRIVAL}
 
     def _copy(
         self,

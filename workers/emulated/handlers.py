@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.protocol.executable import EXECUTED
 from penstock.protocol.instructions import Instruction, Opcode
+from penstock.protocol.trace import TraceLane
 from penstock.workers.attempt import Attempt
 from penstock.workers.emulated import compute, gradients
 from penstock.workers.emulated.compute import device_of
@@ -17,8 +18,12 @@ from penstock.workers.handlers import HANDLERS, Handler
 
 def _issued(handler: Handler) -> Handler:
     def run(instruction: Instruction, attempt: Attempt) -> None:
-        device_of(attempt).begin()
+        device = device_of(attempt)
+        device.begin()
         handler(instruction, attempt)
+        if device.copies:
+            starts, ends = zip(*device.copies, strict=True)
+            attempt.timeline.loaded(TraceLane.COPY, str(instruction), min(starts), max(ends))
 
     return run
 
