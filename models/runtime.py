@@ -57,11 +57,15 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A micro-batch on the device, and what each layer is called with (empty if none will be)."""
+    """A micro-batch on the device, and what each layer is called with (empty if none will be).
+
+    ``watched``: somebody looks at the blocks' operators, so they must not be compiled into one.
+    """
 
     batch: MicroBatch
     tensors: BatchTensors
     calls: tuple[LayerCall, ...]
+    watched: bool
 
 
 class ModelRuntime:
@@ -169,7 +173,7 @@ class ModelRuntime:
             for name, value in inputs.items()
         }
         tensors, checkpoints = dict(leaves), {}
-        prepared = self._prepare(batch, bound)
+        prepared = self._prepare(batch, bound, watched=storing is not None)
         loss = stored = None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(autograd))
@@ -186,9 +190,7 @@ class ModelRuntime:
                         hidden, tensors = tensors[HIDDEN], {}
                         loss = self._run_head(block, hidden, prepared, training, storing)
                     else:
-                        plain = storing is None
-                        hidden = self._run_block(block, tensors, prepared, training, plain)
-                        tensors = {HIDDEN: hidden}
+                        tensors = {HIDDEN: self._run_block(block, tensors, prepared, training)}
             weighted = None if loss is None else loss * loss_weight
         if stored is not None and stored.kept is not None:
             for leaf in leaves.values():
@@ -234,15 +236,13 @@ class ModelRuntime:
         tensors: Mapping[str, torch.Tensor],
         prepared: _Prepared,
         training: bool,
-        plain: bool,
     ) -> torch.Tensor:
-        """``plain``: nobody watches the block's operators, so they may be compiled."""
         spec = self._table.blocks[block.index]
         if spec.layer_index is None:
             with self._installed(block, training):
                 ids = self._moved(prepared.batch.input_ids)
                 return self._pieces.embed(ids, prepared.tensors, training=training)
-        compiled = self._compiled.get(spec.kind) if plain else None
+        compiled = None if prepared.watched else self._compiled.get(spec.kind)
         layer = compiled or self._representative[spec.kind]
         bound = block if compiled is None else compiled.aliased(block)
         with self._installed(bound, training):
@@ -277,7 +277,9 @@ class ModelRuntime:
         again = True
         return loss
 
-    def _prepare(self, batch: MicroBatch, bound: Sequence[BoundBlock]) -> _Prepared:
+    def _prepare(
+        self, batch: MicroBatch, bound: Sequence[BoundBlock], *, watched: bool
+    ) -> _Prepared:
         """What all blocks of the stage share, before any random number is drawn for a block."""
         mask, positions = batch.attention_mask, batch.position_ids
         tensors = BatchTensors(
@@ -287,7 +289,7 @@ class ModelRuntime:
         )
         layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
         calls = self._layer_calls(batch, tensors) if layers else ()
-        return _Prepared(batch=batch, tensors=tensors, calls=calls)
+        return _Prepared(batch=batch, tensors=tensors, calls=calls, watched=watched)
 
     def _moved(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """On the device. From pageable memory the driver has taken the bytes when this returns, and
