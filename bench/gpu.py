@@ -5,10 +5,9 @@
 
 A LLaMA-shaped model (1.2 billion parameters by default, 18 bytes each of host memory; --layers 26
 --hidden 3072 are 3 billion) trains with AdamW, gradient clipping and full recomputation, all cases
-on the same tokens. Printed per case: tokens/s without the first steps; ``device``, the most memory
-that was taken from the GPU, sampled from outside (contexts and allocators' caches included);
-``allocated``, the most that the worker's tensors took; and of the copies in and out the share that
-ran while the GPU computed, from the trace. Without a GPU it says so and ends with 0.
+on the same tokens. Printed per case: tokens/s without the first steps; the most memory that tensors
+took on the GPU; and of the copies in and out the share that ran while the GPU computed, from the
+trace. Without a GPU it says so and ends with 0.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 def row(case: str, tokens_per_s: float, *figures: float | None) -> str:
     """MiB and shares; ``None``: cannot be measured here."""
     shown = ["-" if value is None else f"{value:.2f}" for value in figures]
-    names = ("device MiB", "allocated MiB", "hidden copies in", "out")
+    names = ("allocated MiB", "hidden copies in", "out")
     pairs = (f"{name} {value}" for name, value in zip(names, shown, strict=False))
     return f"{case:9}{tokens_per_s:9.0f} tokens/s  {'  '.join(pairs)}\n"
 
@@ -85,37 +81,12 @@ def configuration(options: argparse.Namespace, run_dir: Path, case: str) -> dict
     }
 
 
-@contextmanager
-def sampled_memory(device: str) -> Iterator[list[float | None]]:
-    """The most MiB that the GPU's other users took inside, once it is over."""
-    most: list[float | None] = [None]
-    if device != "cuda":
-        yield most
-        return
-    before, ended = torch.cuda.mem_get_info()[0], threading.Event()
-
-    def sample() -> None:
-        least = before
-        while not ended.wait(0.02):
-            least = min(least, torch.cuda.mem_get_info()[0])
-        most[0] = (before - least) / MIB
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield most
-    finally:
-        ended.set()
-        thread.join()
-
-
 def penstock(options: argparse.Namespace, run_dir: Path, case: str) -> str:
     """One run of ``penstock train``."""
     config = run_dir.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(configuration(options, run_dir, case)))
     command = [sys.executable, "-m", "penstock.client.main", "train", str(config)]
-    with sampled_memory(options.device) as device_mib:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["phase"] == "train"][WARMUP_STEPS:]
     run = RunDirectory(run_dir)
@@ -130,19 +101,18 @@ def penstock(options: argparse.Namespace, run_dir: Path, case: str) -> str:
     copies = [overlap(times[lane], times[Lane.COMPUTE]) for lane in (Lane.FETCH, Lane.OFFLOAD)]
     peaks = [d.peak.num_bytes / MIB for a in attempts for d in a.trace.devices.values() if d.peak]
     tokens_per_s = sum(s["tokens"] for s in steps) / sum(s["seconds"] for s in steps)
-    allocated = max(peaks, default=None)
-    return row(case, tokens_per_s, device_mib[0], allocated, *(copy.share for copy in copies))
+    return row(case, tokens_per_s, max(peaks, default=None), *(copy.share for copy in copies))
 
 
 def fsdp(options: argparse.Namespace, run_dir: Path) -> str:
     """FSDP2 with CPU offload, in a process of its own, on the data of a run before."""
     command = [sys.executable, __file__, "--fsdp-of", str(run_dir), "--device", options.device]
     command += ["--steps", str(options.steps), "--micro-batch", str(options.micro_batch)]
-    with sampled_memory(options.device) as device_mib:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         return f"fsdp     did not run: {done.stderr.strip().splitlines()[-1]}\n"
-    return row("fsdp", float(done.stdout.split()[-1]), device_mib[0])
+    tokens_per_s, allocated_mib = map(float, done.stdout.split()[-2:])
+    return row("fsdp", tokens_per_s, allocated_mib or None)
 
 
 def fsdp_tokens_per_s(options: argparse.Namespace) -> float:
@@ -204,7 +174,8 @@ def main() -> int:
         sys.stdout.write("no GPU here (torch.cuda.is_available() is false): nothing measured\n")
         return 0
     if options.fsdp_of is not None:
-        sys.stdout.write(f"{fsdp_tokens_per_s(options)}\n")
+        tokens_per_s = fsdp_tokens_per_s(options)
+        sys.stdout.write(f"{tokens_per_s} {torch.cuda.max_memory_allocated() / MIB}\n")
         return 0
     if options.tiny:
         options.layers, options.hidden, options.sequence, options.micro_batch = 12, 32, 32, 2
