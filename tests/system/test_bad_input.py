@@ -7,11 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.system.conftest import Runner
 
 SHORT = {"train": {"steps": 3}}
 
@@ -122,6 +124,15 @@ def break_manifest_fields(state: Path) -> None:
     manifest.write_text(json.dumps(fields))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """A short run that has ended: its configuration and its directory."""
+    runner = Runner(tmp_path_factory.mktemp("finished"))
+    path = runner.configure("run", SHORT)
+    yield path, runner.train(path)
+    runner.stop_all()
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "damages",
@@ -131,15 +142,13 @@ def break_manifest_fields(state: Path) -> None:
     ],
 )
 def test_damaged_state_is_refused_and_left_alone(
-    runner: Any, damages: tuple[Callable[[Path], None], ...]
+    finished: tuple[Path, Path], tmp_path: Path, damages: tuple[Callable[[Path], None], ...]
 ) -> None:
-    path = runner.configure("damaged", SHORT)
-    run_dir = runner.train(path)
-    whole = runner.root / "whole"
+    """Undamaged, such states are resumed in ``test_runs.py``."""
+    path, run_dir = finished
+    whole = tmp_path / "whole"
     shutil.copytree(run_dir, whole)
     for damage in damages:
-        shutil.rmtree(run_dir)
-        shutil.copytree(whole, run_dir)
         state = max((run_dir / "state").glob("step-*"))
         damage(state)
         before = tree(run_dir / "state")
@@ -148,16 +157,13 @@ def test_damaged_state_is_refused_and_left_alone(
         assert state.name in output, f"{damage.__name__}: {output}"
         assert "Traceback" not in output
         assert tree(run_dir / "state") == before, damage.__name__
-    shutil.rmtree(run_dir)
-    shutil.copytree(whole, run_dir)
-    code, output = run_cli("train", str(path), "--set", "train.steps=5")
-    assert code == 0, output
+        shutil.rmtree(run_dir)
+        shutil.copytree(whole, run_dir)
 
 
 @pytest.mark.timeout(240)
-def test_resume_refuses_another_model(runner: Any) -> None:
-    path = runner.configure("other", SHORT)
-    runner.train(path)
+def test_resume_refuses_another_model(finished: tuple[Path, Path]) -> None:
+    path, _ = finished
     code, output = run_cli("train", str(path), "--set", "model.hf.hidden_size=64")
     assert code == 2, output
     assert "model.hf" in output and "hidden_size" in output

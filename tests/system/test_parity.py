@@ -29,17 +29,16 @@ def case(scheme: str, nodes: int, workers: int, clip: bool, tied: bool) -> dict[
     }
 
 
-PAIRWISE = [
-    ("gpipe", 1, 2, False, True),
+GATE = [
     ("1f1b", 2, 2, True, False),
-    ("mobius", 1, 1, False, False),
-    ("spipe", 2, 1, True, True),
-    ("chimera", 1, 2, True, True),
-    ("zero3-offload", 2, 1, True, True),
+    ("spipe", 2, 1, False, True),
+    ("chimera", 2, 1, True, True),
 ]
+"""Few: that schedules compute the same is shown in tests/worker/test_parity_matrix.py."""
 OTHER_SCHEMES = [
     ("chimera", 2, 2, True, False),
-    ("chimera", 2, 1, False, True),
+    ("chimera", 1, 2, False, True),
+    ("zero3-offload", 2, 1, True, True),
     ("hanayo", 2, 1, True, True),
     ("interleaved", 1, 2, False, False),
     ("1f1b-2", 2, 1, True, True),
@@ -58,7 +57,7 @@ FULL = [
     for cell in itertools.product(
         ("gpipe", "1f1b", "mobius", "spipe"), (1, 2), (1, 2, 4), (True, False), (True, False)
     )
-    if cell not in PAIRWISE and cell[1] * cell[2] <= 4
+    if cell not in GATE and cell[1] * cell[2] <= 4
 ] + OTHER_SCHEMES
 
 
@@ -107,7 +106,7 @@ def compare_weights(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cell", PAIRWISE, ids=str)
+@pytest.mark.parametrize("cell", GATE, ids=str)
 def test_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
     check_parity(runner, cell)
 
