@@ -57,10 +57,10 @@ class PassRates:
     bytes_per_parameter: Mapping[str, float]
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, model: OptimizerModel) -> PassRates:
+    def of_cluster(cls, cluster: Cluster, advance_bytes: float) -> PassRates:
         """Each pass at the speed of the cores, and of what copies leave of DRAM."""
         moved = {
-            "advance": model.tail_bytes,
+            "advance": advance_bytes,
             "preview": PREVIEW_SETTLE.tail_bytes,
             "settle": PREVIEW_SETTLE.settle_bytes,
             "gradient_status": _STATUS_BYTES,
@@ -127,9 +127,12 @@ class Emulation:
         made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
         _check_model(config, made.table)
         cluster = _changed(made.cluster, config)
+        advance_bytes = wanted.optimizer_bytes or ADVANCE.tail_bytes
+        early = config.optimizer.settle == "early"
         optimizer = OptimizerModel(
             start=OptimizerStart(wanted.optimizer_start),
-            tail_bytes=wanted.optimizer_bytes or ADVANCE.tail_bytes,
+            tail_bytes=PREVIEW_SETTLE.tail_bytes if early else advance_bytes,
+            settle_bytes=PREVIEW_SETTLE.settle_bytes if early else 0.0,
         )
         overhead_s = wanted.instruction_s
         return cls(
@@ -141,7 +144,7 @@ class Emulation:
             else replace(made.costs, instruction_s=overhead_s),
             cluster=cluster,
             optimizer=optimizer,
-            passes=made.passes or PassRates.of_cluster(cluster, optimizer),
+            passes=made.passes or PassRates.of_cluster(cluster, advance_bytes),
             time_scale=wanted.time_scale,
             offloaded=made.offloaded,
         )

@@ -156,6 +156,8 @@ class Attempt:
                 acquired=self.timeline.inputs_are_here,
             ),
         )
+        self.update_s = 0.0
+        """What :meth:`finish` waited for updates."""
         self._kept: dict[tuple[str, int, int], NamedTensors] = {}
         self._graphs: dict[tuple[int, int], StageOutput] = {}
         self._deferred: dict[tuple[int, int], DeferredWeights] = {}
@@ -319,8 +321,10 @@ class Attempt:
         self.bench.device.finish()
         self.timeline.resolve(self.tally)
         if self.bench.updates is not None:
+            start = time.perf_counter()
             with self.bench.progress.awaiting(f"updates of blocks {self.bench.updates.under_way}"):
                 self.bench.updates.finish(self.bench.abort)
+            self.update_s = time.perf_counter() - start
         channel = self.bench.channel
         channel.check()
         left: dict[str, Sequence[object]] = {

@@ -25,13 +25,15 @@ class InstructionError(PenstockError):
 class JobResult:
     """``loss_sum`` over ``loss_tokens`` counted tokens whose loss this device computed (0: none).
 
-    ``wall_s`` runs from the first instruction to the last offload; waits are in ``waited_s`` by
+    ``wall_s`` runs from the first instruction to the last offload, and ``update_s`` from there to
+    the last update of a block; waits are in ``waited_s`` by
     cause. ``peak``: of the device's memory, where it was measured.
     """
 
     loss_sum: float
     loss_tokens: int
     wall_s: float
+    update_s: float
     tally: Tally
     weights_wait_s: float
     peak: MemoryPeak | None = None
@@ -58,7 +60,8 @@ def run_job(
         return JobResult(
             loss_sum=attempt.loss_sum,
             loss_tokens=attempt.loss_tokens,
-            wall_s=time.perf_counter() - start,
+            wall_s=time.perf_counter() - start - attempt.update_s,
+            update_s=attempt.update_s,
             tally=attempt.tally,
             weights_wait_s=attempt.stages.waited_s,
             peak=bench.meter.peak,

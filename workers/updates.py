@@ -1,8 +1,8 @@
 """UPDATE on a worker: previews of blocks, beside the interpreter.
 
-An instruction only says which block; a thread of its own then waits until the block may be
-previewed, in the order of the instructions, previews it and says so. So state comes in, and weights
-go out, while the device computes. The attempt ends when all have.
+An instruction only says which block; threads then wait until the block may be previewed, in the
+order of the instructions, preview it and say so. So state comes in, and weights go out, while the
+device computes. The attempt ends when all have.
 
 What a block waits for, all of it words of the control segment: its state has taken the committed
 step in, and its slot of the next version holds nothing (both optimizerd's doing, see
@@ -52,10 +52,10 @@ class UpdateScope:
 
 
 class Previewer(Protocol):
-    """How a device previews blocks; called on the thread of updates only."""
+    """How a device previews blocks; each method is called on a thread of its own."""
 
     def issue(self, block: int) -> None:
-        """An UPDATE was issued. The exception: called on the interpreter's thread."""
+        """An UPDATE was issued; on the interpreter's thread."""
 
     def fetch(self, block: int, abort: Abort) -> None:
         """The block's state may be read now; its gradients may still be on their way."""
@@ -71,24 +71,37 @@ class Previewer(Protocol):
         """Let go of memory and threads."""
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    block: int
+    fetched: Future[None]
+    done: Future[None]
+
+
 class BlockUpdates:
-    """The updates of one device. Lives for one epoch."""
+    """The updates of one device. Lives for one epoch.
+
+    Two threads, so that the next block's state comes while a block's weights leave.
+    """
 
     def __init__(self, memory: NodeMemory, previewer: Previewer) -> None:
         self._memory = memory
         self._previewer = previewer
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-updates")
-        self._under_way: list[tuple[int, Future[None]]] = []
+        self._fetching = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-fetch-state")
+        self._previewing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-preview")
+        self._under_way: list[_UnderWay] = []
 
     def start(self, block: int, scope: UpdateScope) -> None:
         """Preview a block as soon as that is possible."""
         self._previewer.issue(block)
-        self._under_way.append((block, self._executor.submit(self._update, block, scope)))
+        fetched = self._fetching.submit(self._fetch, block, scope)
+        done = self._previewing.submit(self._preview, block, scope, fetched)
+        self._under_way.append(_UnderWay(block, fetched, done))
 
     @property
     def under_way(self) -> Sequence[int]:
         """Blocks that were started and are not done."""
-        return [block for block, future in self._under_way if not future.done()]
+        return [work.block for work in self._under_way if not work.done.done()]
 
     def finish(self, abort: Abort) -> None:
         """Wait until all are done. Each has deadlines of its own.
@@ -96,35 +109,33 @@ class BlockUpdates:
         Raises:
             Interrupted: aborted. LostMemberError: see :mod:`.waiting`. What a preview raised.
         """
-        for _, future in self._under_way:
-            while True:
-                abort.check()
-                try:
-                    future.result(timeout=POLL_S)
-                    break
-                except TimeoutError:
-                    if future.done():  # a TimeoutError of its own
-                        raise
+        for work in self._under_way:
+            _result(work.done, abort)
         self._under_way.clear()
 
     def drop(self) -> None:
         """Nothing is written any more when this returns; an abort was requested, or all is done."""
-        for _, future in self._under_way:
+        futures = [future for work in self._under_way for future in (work.fetched, work.done)]
+        for future in futures:
             future.cancel()
-        for _, future in self._under_way:
+        for future in futures:
             if not future.cancelled():
                 future.exception()
         self._under_way.clear()
 
     def close(self) -> None:
-        """End the thread, and let the device's part go."""
+        """End the threads, and let the device's part go."""
         self.drop()
-        self._executor.shutdown(wait=True)
+        self._fetching.shutdown(wait=True)
+        self._previewing.shutdown(wait=True)
         self._previewer.close()
 
-    def _update(self, block: int, scope: UpdateScope) -> None:
+    def _fetch(self, block: int, scope: UpdateScope) -> None:
         self._await(block, scope, self._settled, self._unsettled)
         self._previewer.fetch(block, scope.abort)
+
+    def _preview(self, block: int, scope: UpdateScope, fetched: Future[None]) -> None:
+        _result(fetched, scope.abort)
         self._await(block, scope, self._published, self._unpublished)
         scope.done(block, self._previewer.preview(block, scope.step, scope.abort))
 
@@ -169,6 +180,16 @@ class BlockUpdates:
             f"gradients of block {block} in attempt {scope.attempt}: contributions"
             f" {self._missing(block, scope)} are not published"
         )
+
+
+def _result(future: Future[None], abort: Abort) -> None:
+    while True:
+        abort.check()
+        try:
+            return future.result(timeout=POLL_S)
+        except TimeoutError:
+            if future.done():  # a TimeoutError of its own
+                raise
 
 
 def _slot_text(version: int) -> str:

@@ -34,7 +34,8 @@ class Blocks:
         pairs = [(b, contribution) for b in self.all for contribution in range(b.contributions)]
         self.local = tuple((b.index, k) for b, k in pairs if k not in b.remote)
         self.remote = tuple((b.index, k) for b, k in pairs if k in b.remote)
-        self.settled_early = self._with(UpdatePolicy.SETTLE_EARLY, UpdatePolicy.DEVICE)
+        # Last blocks first: their gradients are the first to come.
+        self.settled_early = self._with(UpdatePolicy.SETTLE_EARLY, UpdatePolicy.DEVICE)[::-1]
         self.on_devices = self._with(UpdatePolicy.DEVICE)
         self.num_contributions = {b.index: b.contributions for b in self.all}
 

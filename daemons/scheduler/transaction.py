@@ -114,9 +114,9 @@ class Transaction(Activity):
         if body.attempt != self.attempt or member not in self.waiting:
             return []
         self._reports[member] = body
+        self._workers_done_s = max(self._workers_done_s, now_s - body.update_seconds)
         if self.answered(member):
             self.phase = Phase.DECIDING
-            self._workers_done_s = now_s
         return self._decide_if_complete(now_s)
 
     def _on_amended(self, member: str, body: pb.Amended, now_s: float) -> list[Effect]:

@@ -5,10 +5,11 @@ so usually one backward stage. One optimizer owns a block and sums what routes c
 other nodes send it; where gradients are reduced there is one contribution, made on the owner's node
 (:mod:`penstock.protocol.reduction`).
 
-An UPDATE takes a block from its unit: its state is fetched when the instruction is issued, its
-kernel runs on the compute stream when the state is there and nothing else can run, and its weights
-go back when the kernel is over. Its bytes are those of a pass that reads the gradients from device
-memory; on another device than the one that made them they are fetched as well.
+An UPDATE takes a block from its unit. The block is settled at the start of the attempt; its state
+is fetched when the instruction is issued, its kernel runs on the compute stream when the state is
+there and nothing else can run, and its weights go back when the kernel is over. Its bytes are those
+of a pass that reads the gradients from device memory; on another device than the one that made them
+they are fetched as well.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planner.cluster import OptimizerModel, OptimizerStart
+from penstock.planner.cluster import PREVIEW_SETTLE, OptimizerModel, OptimizerStart
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.graph import Label
@@ -46,22 +47,34 @@ def add_optimizer(context: Context, offloads: Mapping[int, int], optimizer: Opti
     if optimizer.start is OptimizerStart.FLUSH:
         flush = context.barrier(np.array(list(offloads.values())), min(offloads))
     units = _units(context, offloads)
-    settles: Ints = np.full(len(units), -1)
-    if optimizer.settle_bytes > 0.0:
-        parameters = [_parameters(context, unit) for unit in units]
-        settles = _add_passes(context, units, parameters, optimizer.settle_bytes, Label.SETTLE)
-    settled = {
-        block: task
-        for unit, task in zip(units, settles.tolist(), strict=True)
-        for block in unit.blocks
-    }
+    settled = _add_settles(context, units, optimizer)
     updated = _add_updates(context, offloads, settled, flush)
     left = [unit for unit in units if not updated.issuperset(unit.blocks)]
     parameters = [_parameters(context, unit, updated) for unit in left]
     passes = _add_passes(context, left, parameters, optimizer.tail_bytes, Label.OPTIMIZER)
     context.builder.need(passes, flush)
-    context.builder.need(passes, np.array([settled[u.blocks[0]] for u in left], dtype=np.int64))
+    needs = [max(settled.get(block, -1) for block in unit.blocks) for unit in left]
+    context.builder.need(passes, np.array(needs, dtype=np.int64))
     _await_gradients(context, left, passes, offloads)
+
+
+def _add_settles(context: Context, units: list[_Unit], optimizer: OptimizerModel) -> dict[int, int]:
+    """Settles from the start of the attempt on, by block: of all units, or, where the CPU settles
+    and previews in one pass, of what devices update.
+    """
+    everything = frozenset(block for unit in units for block in unit.blocks)
+    updated = frozenset(context.columns.stages[context.columns.rows(Update)].tolist())
+    spared = frozenset() if optimizer.settle_bytes > 0.0 else everything - updated
+    settling = [unit for unit in units if not spared.issuperset(unit.blocks)]
+    parameters = [_parameters(context, unit, spared) for unit in settling]
+    moved = optimizer.settle_bytes or PREVIEW_SETTLE.settle_bytes
+    tasks = _add_passes(context, settling, parameters, moved, Label.SETTLE)
+    return {
+        block: task
+        for unit, task in zip(settling, tasks.tolist(), strict=True)
+        for block in unit.blocks
+        if block not in spared
+    }
 
 
 def _units(context: Context, offloads: Mapping[int, int]) -> list[_Unit]:

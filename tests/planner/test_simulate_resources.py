@@ -174,7 +174,9 @@ UPDATES = """device 0:
 
 
 def test_an_update_on_the_device_leaves_the_other_block_to_the_cores() -> None:
-    """Block 1: 24 bytes of state from 3 on, kernel when the device is idle, 4 bytes back."""
+    """Block 1: settled at first; 24 bytes of state from 3 on, kernel when the device is idle, 4
+    bytes back.
+    """
     cluster = Cluster(
         devices_per_node=1,
         fetch_bandwidth=48.0,
@@ -184,6 +186,7 @@ def test_an_update_on_the_device_leaves_the_other_block_to_the_cores() -> None:
     )
     simulation = simulate(by_hand(UPDATES, (0, 0)), Costs(blocks=(WORK,) * 2), cluster)
     assert uses(simulation, Lane.FETCH, Lane.OFFLOAD, Lane.UPDATE, Lane.OPTIMIZER) == [
+        ("S 1", 0, 0.0, 2.0),
         ("OG 1", 0, 3.0, 4.0),
         ("U 1", 0, 3.0, 3.5),
         ("OG 0", 0, 4.0, 5.0),

@@ -26,10 +26,11 @@ from penstock.models.runtime import ModelRuntime
 from penstock.planner.build import build_plan
 from penstock.planner.emulation import Emulation
 from penstock.planner.simulate import simulate
-from penstock.protocol.config import Config, parse_config
-from penstock.protocol.instructions import Opcode
+from penstock.protocol.config import Config, OptimizerConfig, parse_config
+from penstock.protocol.instructions import Instruction, OffloadGradients, Opcode, Update
 from penstock.protocol.names import node_of_device, ownership
 from penstock.protocol.plan import Plan
+from penstock.protocol.step import OptimizerStep
 from penstock.protocol.traffic import NodeReads
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
@@ -39,12 +40,14 @@ from penstock.workers.collectives import collective_receives
 from penstock.workers.emulated.device import EmulatedDevice
 from penstock.workers.emulated.handlers import EMULATED_HANDLERS
 from penstock.workers.emulated.runtime import EmulatedRuntime
+from penstock.workers.emulated.update import EmulatedPreviewer
 from penstock.workers.flow import Flow
 from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.interpreter import run_job
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
+from penstock.workers.updates import BlockUpdates
 from penstock.workers.waiting import Abort
 from penstock.workers.weights import RemoteBlocks, WeightLoader
 
@@ -81,6 +84,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], set[Opcode]]] = {
         {Opcode.SWAP_OUT, Opcode.RECOMPUTE},
     ),
     "swaps to peers": ({"scheme": "bpipe"}, {}, {Opcode.SWAP_IN}),
+    "updates on devices": (NONE, {}, {Opcode.UPDATE}),
     "sums over replicas": (
         {**NONE, "replicas": 2, "reduce_gradients": True},
         {},
@@ -126,24 +130,15 @@ class Devices:
 
     def run(self, attempt: int) -> float:
         """Seconds of an attempt."""
-        job = Job(
-            phase="train",
-            number=attempt,
-            base_version=0,
-            data_position=0,
-            loss_scale=1.0,
-            batches=[_batch(m) for m in range(self.plan.num_microbatches)],
-            counted_tokens=SEQUENCE * self.plan.num_microbatches,
-        )
         errors: list[Exception] = []
 
-        def work(bench: Bench) -> None:
+        def work(index: int) -> None:
             try:
-                run_job(bench, job, self.plan.programs[bench.device_index], EMULATED_HANDLERS)
+                self.run_one(index, attempt)
             except Exception as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(bench,)) for bench in self.benches]
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(self.benches))]
         start = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -152,6 +147,21 @@ class Devices:
         seconds = time.perf_counter() - start
         assert not errors, errors
         return seconds
+
+    def run_one(self, index: int, attempt: int) -> None:
+        """One device's program, on this thread."""
+        job = Job(
+            phase="train",
+            number=attempt,
+            base_version=0,
+            data_position=0,
+            loss_scale=1.0,
+            batches=[_batch(m) for m in range(self.plan.num_microbatches)],
+            counted_tokens=SEQUENCE * self.plan.num_microbatches,
+            step=OptimizerStep.speculative(version=1, loss_scale=1.0, learning_rate=1e-3),
+        )
+        bench = self.benches[index]
+        run_job(bench, job, self.plan.programs[bench.device_index], EMULATED_HANDLERS)
 
 
 def _batch(seed: int) -> MicroBatch:
@@ -280,7 +290,34 @@ def _bench(
         trace=TraceRing(),
         abort=Abort(),
         timeout_s=20.0,
+        updates=_updates(stack, index, plan, memory, device),
     )
+
+
+def _updates(
+    stack: ExitStack, index: int, plan: Plan, memory: NodeMemory, device: EmulatedDevice
+) -> BlockUpdates | None:
+    if index not in plan.updates.values():
+        return None
+    previewer = EmulatedPreviewer(
+        device, memory, OptimizerConfig(), plan=plan, device_index=index, cores=[0]
+    )
+    updates = BlockUpdates(memory, previewer)
+    stack.callback(updates.close)
+    return updates
+
+
+def _with_updates(plan: Plan) -> Plan:
+    """Of all blocks, behind the offload of their gradients; no optimizer has to settle them."""
+
+    def behind(instruction: Instruction) -> list[Instruction]:
+        if not isinstance(instruction, OffloadGradients):
+            return [instruction]
+        blocks = plan.backward_stages[instruction.stage].blocks
+        return [instruction, *(Update(block=block) for block in blocks)]
+
+    programs = tuple(tuple(i for old in p for i in behind(old)) for p in plan.programs)
+    return replace(plan, programs=programs)
 
 
 def _connect(benches: list[Bench], plan: Plan, optimizers: list[str]) -> None:
@@ -306,6 +343,8 @@ def error_of(stack: ExitStack, name: str, run_dir: Path) -> float:
     config = config_of(name, run_dir)
     emulation = Emulation.of(config)
     plan = build_plan(config, emulation.table, emulation.costs)
+    if Opcode.UPDATE in PLANS[name][2]:
+        plan = _with_updates(plan)
     there = {i.opcode for program in plan.programs for i in program}
     assert PLANS[name][2] <= there, f"{name} lacks {PLANS[name][2] - there}"
     simulated_s = simulate(plan, emulation.costs, emulation.cluster, stops_early=True).makespan_s

@@ -1,0 +1,91 @@
+"""Plans with UPDATE: blocks that workers preview end with the bytes of those that the CPU does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.protocol.instructions import Instruction, OffloadGradients, Update
+from penstock.protocol.plan import Plan
+from penstock.protocol.rundir import RunDirectory
+from tests.system import conftest as H
+
+STEPS = 12
+
+CHANGES: dict[str, Any] = {
+    "train": {"steps": STEPS, "clip_grad_norm": 2.7},
+    "model": {"hf": {"tie_word_embeddings": True, "hidden_size": 64, "intermediate_size": 160}},
+    "optimizer": {"settle": "early"},
+    "schedule": {"scheme": "spipe"},
+    "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
+}
+
+
+def with_updates(plan: Plan) -> Plan:
+    """All blocks but every third on the device that makes their gradients."""
+
+    def behind(instruction: Instruction) -> list[Instruction]:
+        if not isinstance(instruction, OffloadGradients):
+            return [instruction]
+        blocks = plan.backward_stages[instruction.stage].blocks
+        return [instruction, *(Update(block=b) for b in blocks if b % 3 != 1)]
+
+    programs = tuple(tuple(i for old in p for i in behind(old)) for p in plan.programs)
+    return replace(plan, programs=programs)
+
+
+def configured(runner: Any, undisturbed: Path, changes: dict[str, Any]) -> Path:
+    """The same run with the plan of ``undisturbed``, and updates on its devices."""
+    plan = with_updates(RunDirectory(undisturbed).plan)
+    file = runner.root / "updates.json"
+    file.write_text(plan.to_json())
+    path: Path = runner.configure("run", {**changes, "schedule": {"file": str(file)}})
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_updates_on_devices_leave_the_same_bytes(runner: Any) -> None:
+    """Of tied weights, with clipping in some steps; the other run advances all on the CPU."""
+    plain = {**CHANGES, "optimizer": {"settle": "advance"}}
+    undisturbed = runner.train(runner.configure("plain", plain))
+    run_dir = runner.train(configured(runner, undisturbed, CHANGES))
+    assert RunDirectory(run_dir).plan.updates.keys() == {0, 2, 3, 5, 6}
+    assert {m["decision"] for m in H.metrics(run_dir)} == {"commit", "amend"}
+    assert [m["loss"] for m in H.metrics(run_dir)] == [m["loss"] for m in H.metrics(undisturbed)]
+    assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_updates_on_devices_survive_kills(runner: Any) -> None:
+    """With fp16 and a loss scale that overflows at first; each process dies at random instants."""
+    changes = {
+        **CHANGES,
+        "train": {"steps": 3 * STEPS, "clip_grad_norm": 2.7, "max_skips": 40},
+        "model": {**CHANGES["model"], "dtype": "fp16"},
+        "optimizer": {"settle": "early", "initial_loss_scale": 2.0**32, "grad_dtype": "bf16"},
+    }
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    source = random.Random(seed)
+    undisturbed = runner.train(runner.configure("plain", changes))
+    run = runner.start(configured(runner, undisturbed, changes))
+    victims = [*("worker.0", "worker.1", "optimizerd.a") * 2, "memoryd.a"]
+    for victim in source.sample(victims, len(victims)):
+        H.wait_for_step(run, H.newest_step(run.run_dir) + 1)
+        time.sleep(source.random() * 0.1)
+        os.kill(run.members()[victim], signal.SIGKILL)
+    code, output = run.wait(240)
+    assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
+    lines = H.metrics(run.run_dir)
+    assert "skip" in {line["decision"] for line in lines} and lines[-1]["epoch"] > len(victims)
+    committed = [line["step"] for line in lines if line["decision"] != "skip"]
+    assert committed == list(range(1, 3 * STEPS + 1)), "each step exactly once"
+    assert H.state_bytes(run.run_dir) == H.state_bytes(undisturbed)
