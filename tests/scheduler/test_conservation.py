@@ -42,6 +42,7 @@ from penstock.daemons.scheduler.events import (
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.ledger import Ledger, SavedState
 from penstock.daemons.scheduler.membership import Membership
+from penstock.daemons.scheduler.rules import Phase
 from penstock.daemons.scheduler.state import Machine
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision
@@ -152,7 +153,7 @@ class World:
                     actions.append((self._read, process))
                 if process.stream is None:
                     actions.append((self._connect, process))
-            if not process.alive and self._node_works(process):
+            if not process.alive and self._node_works(process) and not self._ending:
                 actions.append((self._restart, process))
         if disturb and self.choose.random() < 0.015:
             victim = self.choose.choice(list(self.processes.values()))
@@ -164,6 +165,10 @@ class World:
             actions = [(self._pass_time, None)]
         action, argument = self.choose.choice(actions)
         action(argument)
+
+    @property
+    def _ending(self) -> bool:
+        return self.machine.phase in (Phase.DONE, Phase.FAILED)
 
     def wake_all(self) -> None:
         """No process stays stopped."""
@@ -386,8 +391,8 @@ class World:
 
     def _on_shutdown(self, process: Process, body: pb.Shutdown) -> None:
         assert not body.keep_memory
-        self._hang_up(process.stream)
-        process.stopped = True
+        # It ends. Should the scheduler die before all have heard, the nodes bring the run back.
+        self._kill(process)
 
     # ---- what must hold ----
 
