@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import combinations
 from typing import Any, cast
 
 import torch
@@ -32,23 +31,26 @@ Groups = tuple[PointToPoint, PointToPoint]
 """For transfers to higher ranks, and to lower ones."""
 
 
-def make_groups(store: Store, rank: int, size: int, device: torch.device) -> Groups:
-    """Make the groups and their communicators, pair by pair in one order for all.
+def make_groups(
+    store: Store, rank: int, size: int, device: torch.device, ways: Iterable[tuple[int, int]]
+) -> Groups:
+    """Make the groups, and communicators for ``ways``, the (sender, receiver) ranks in use.
 
     Communicators are made at the first transfer and block the host until the peer makes them too:
-    inside a step, three workers could wait for each other in a circle.
+    inside a step, three workers could wait for each other in a circle. In one order for all they
+    cannot.
     """
     # Otherwise the library ends this process when a peer dies; here the next Drain ends the group.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     groups = _group(store, "up", rank, size), _group(store, "down", rank, size)
     with torch.cuda.device(device):
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        for low, high in combinations(range(size), 2):
-            for group, sender, receiver in ((groups[0], low, high), (groups[1], high, low)):
-                if rank == sender:
-                    group.send([byte], receiver, 0).wait()
-                elif rank == receiver:
-                    group.recv([byte], sender, 0).wait()
+        for sender, receiver in sorted(ways):
+            group = groups[0 if sender < receiver else 1]
+            if rank == sender:
+                group.send([byte], receiver, 0).wait()
+            elif rank == receiver:
+                group.recv([byte], sender, 0).wait()
         torch.cuda.synchronize(device)
     return groups
 

@@ -102,26 +102,39 @@ def open_channel(
         addresses={m: socket.gethostbyname(nodes[node_of_device(config, m)].host) for m in members},
         transport=transport,
     )
-    wire = _wire(meeting, device, means, abort, timeout_s)
+    order = TransferOrder.of(plan)
+    wire = _wire(meeting, order, device, means, abort, timeout_s)
     _log.info("epoch %d: %s process group of %d workers", epoch, means, len(members))
     return GroupChannel(
         run_id=run_id,
         epoch=epoch,
         device_index=device_index,
-        order=TransferOrder.of(plan),
+        order=order,
         wire=wire,
         transport=transport,
         others=messages,
     )
 
 
-def _wire(meeting: Meeting, device: Device, means: Means, abort: Abort, timeout_s: float) -> Wire:
+def _wire(
+    meeting: Meeting,
+    order: TransferOrder,
+    device: Device,
+    means: Means,
+    abort: Abort,
+    timeout_s: float,
+) -> Wire:
     assembly = Assembly(meeting)
     members: Sequence[int] = meeting.members
     if means == "nccl":
+        ways = {(members.index(at.sender), members.index(at.receiver)) for at in order.lines}
         groups = patiently(
             lambda: nccl.make_groups(
-                assembly.store(abort, timeout_s), meeting.rank, len(members), device.torch_device
+                assembly.store(abort, timeout_s),
+                meeting.rank,
+                len(members),
+                device.torch_device,
+                ways,
             ),
             assembly,
             abort,
