@@ -111,6 +111,8 @@ class EmulatedMeter:
         stages = layout.backward_stages_on(bench.device_index)
         static = sum(self._costs.of(layout.backward[b].blocks).static_bytes for b in stages)
         yield "static", _Entry(Use.STATE, static, None)
+        if not self._device.emulation.offloaded:
+            return  # weights and sums are in it
         for key in bench.weights.in_use:
             arrays = arrays_of(table, attempt.stages.blocks(key))
             count = sum(num_elements(table, array) for array in arrays)
