@@ -46,7 +46,7 @@ class Usage:
         return sum(self.by_use.values())
 
     def __str__(self) -> str:
-        parts = [f"{use} {format_bytes(b)}" for use, b in self.by_use.items() if b]
+        parts = [f"{use} {format_bytes(self.by_use[use])}" for use in Use if self.by_use.get(use)]
         return ", ".join(parts) or "nothing"
 
 
