@@ -18,7 +18,7 @@ from penstock.client.chrome_trace import Range, chrome_trace
 from penstock.client.outputs import write_file
 from penstock.client.reports import heading
 from penstock.client.trace_memory import DeviceMemory, compare_memory, memory_lines
-from penstock.planner.auto import config_prices
+from penstock.planner.auto import config_prices, optimizer_of
 from penstock.planner.fitted import Fit
 from penstock.planner.measured import MeasuredAttempt, Measurement, measure
 from penstock.planner.overlap import copies_behind_compute, optimizer_behind_compute
@@ -390,7 +390,8 @@ def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
     if profile is None:
         return simulate(fit.plan, fit.costs, fit.cluster, stops_early=True)
     prices = config_prices(run.config, run.table, profile, run.config.train.micro_batch)
-    return simulate(fit.plan, prices.costs, prices.cluster, stops_early=True)
+    optimizer = optimizer_of(run.config)
+    return simulate(fit.plan, prices.costs, prices.cluster, optimizer=optimizer, stops_early=True)
 
 
 def _draw(report: TraceReport, outputs: TraceOutputs) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.planner.build import build_plan, dropped_operators
-from penstock.planner.cluster import ADVANCE, OptimizerModel
+from penstock.planner.cluster import ADVANCE, PREVIEW_SETTLE, OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.profile import block_costs, cluster_of, guess_of
@@ -180,7 +180,7 @@ def config_terms(config: Config, table: BlockTable, profile: Path | None = None)
     """
     return Terms(
         prices=config_prices(config, table, profile, config.train.micro_batch),
-        optimizer=_optimizer(config),
+        optimizer=optimizer_of(config),
         stops_early=True,
     )
 
@@ -269,8 +269,11 @@ def _limits(config: Config, prices: Prices) -> Limits:
     return Limits(device_bytes=there if limit is None else limit, keep=KEPT)
 
 
-def _optimizer(config: Config) -> OptimizerModel:
-    return ADVANCE if config.cluster.emulated is None else Emulation.of(config).optimizer
+def optimizer_of(config: Config) -> OptimizerModel:
+    """How a configuration's optimizer works on its nodes' cores."""
+    if config.cluster.emulated is not None:
+        return Emulation.of(config).optimizer
+    return PREVIEW_SETTLE if config.optimizer.settle == "early" else ADVANCE
 
 
 def _default(plans: _Plans, terms: Terms) -> str:

@@ -23,7 +23,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
        528  pass: state version it leads to, likewise
       4096  undo area of the native passes (see native/undo.h), page-aligned
          …  block words, 128 bytes a block:
-            +0 state version       optimizerd, memoryd     optimizerd, memoryd
+            +0 state version       optimizerd, memoryd     optimizerd, memoryd, workers (UPDATE)
             +8 version in slot 0   optimizerd, memoryd     workers, memoryd
            +16 version in slot 1   optimizerd, memoryd     workers, memoryd
            +24 unused

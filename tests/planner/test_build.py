@@ -16,10 +16,10 @@ from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config, ScheduleConfig
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.executable import check_executable
-from penstock.protocol.instructions import Backward, Forward, Opcode, Recompute
+from penstock.protocol.executable import check_executable, check_updates
+from penstock.protocol.instructions import Backward, Forward, Opcode, Recompute, Update
 from penstock.protocol.plan import Plan
-from penstock.shm.table import BlockTable
+from penstock.shm.table import BlockTable, BorrowedTensor
 
 Tables = Callable[..., BlockTable]
 Configs = Callable[..., Config]
@@ -69,6 +69,34 @@ def test_swaps_stay_within_a_node(
     )
     with pytest.raises(ConfigError, match=message):
         check_executable(plan, devices_per_node=workers)
+
+
+def test_updates_are_of_blocks_whose_gradients_are_all_made_on_their_node(
+    make_table: Tables, make_config: Configs
+) -> None:
+    """The last block borrows from the first one; on two nodes, from the other node."""
+    table = make_table(4)
+    borrowed = BorrowedTensor(name="block0.weight", local_name="tied", owner=0, contribution=1)
+    first = dataclasses.replace(table.blocks[0], contributions=2)
+    last = dataclasses.replace(table.blocks[3], borrows=(borrowed,))
+    tied = dataclasses.replace(table, blocks=(first, *table.blocks[1:3], last))
+    for nodes in (1, 2):
+        config = make_config("gpipe", workers=2 // nodes, nodes=nodes)
+        plan = build_plan(config, tied)
+        check_updates(config, tied, plan)
+        programs = ((*plan.programs[0], Update(block=0)), plan.programs[1])
+        updating = dataclasses.replace(plan, programs=programs)
+        if nodes == 1:
+            check_updates(config, tied, updating)
+            continue
+        message = r"UPDATE of block 0 \(block0\): node n1 computes a part of its gradients"
+        with pytest.raises(ConfigError, match=message):
+            check_updates(config, tied, updating)
+    frozen = dataclasses.replace(table.blocks[0], tensors=(), trainable_elements=0)
+    with pytest.raises(ConfigError, match=r"UPDATE of block 0 \(block0\), which has nothing to"):
+        check_updates(
+            config, dataclasses.replace(table, blocks=(frozen, *table.blocks[1:])), updating
+        )
 
 
 @pytest.mark.parametrize(
