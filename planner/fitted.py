@@ -42,6 +42,7 @@ from penstock.protocol.instructions import (
     Opcode,
 )
 from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.reduction import Reduction
 
 StageKey = tuple[Opcode, int]
 _Key = TypeVar("_Key")
@@ -245,11 +246,13 @@ def _pass_hops(attempts: Iterable[MeasuredAttempt]) -> tuple[list[float], list[f
 
 
 def _offload_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
+    reduction = Reduction.of(attempt.plan)
     return {
-        work.instruction.stage: offloaded_s(work, trace, attempt.plan) - work.event.start_s
+        work.instruction.stage: offloaded_s(work, trace, attempt.plan) - work.ready_s
         for trace in attempt.trace.devices.values()
         for work in trace.issued
         if isinstance(work.instruction, OffloadGradients)
+        and reduction.publishes(work.instruction.stage)
     }
 
 

@@ -21,6 +21,7 @@ from penstock.protocol.instructions import (
     Instruction,
     OffloadGradients,
     Opcode,
+    ReduceGradients,
     SwapIn,
     SwapOut,
 )
@@ -63,7 +64,12 @@ class MeasuredAttempt:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Everything that occupied something, by start."""
-        found = [*self._device_spans(), *self._link_spans(), *self._pass_spans()]
+        found = [
+            *self._device_spans(),
+            *self._link_spans(),
+            *self._sum_spans(),
+            *self._pass_spans(),
+        ]
         # What ends before zero, such as the loads that the first computation waits for, lies
         # between two attempts.
         inside = (span for span in found if span.start_s >= 0.0)
@@ -154,7 +160,7 @@ class MeasuredAttempt:
         free_s = -inf
         for work in trace.issued:
             if isinstance(work.instruction, OffloadGradients):
-                start_s = max(work.event.start_s, free_s)
+                start_s = max(work.ready_s, free_s)
                 free_s = max(start_s, offloaded_s(work, trace, self.plan))
                 label = short_label(work.instruction)
                 yield self._span(Lane.OFFLOAD, device, label, start_s, free_s, None)
@@ -166,6 +172,23 @@ class MeasuredAttempt:
             yield self._span(
                 Lane.LINK, moved.source, label, moved.start_s, moved.arrived_s, moved.target
             )
+
+    def _sum_spans(self) -> Iterator[Span]:
+        """From the sender's REDUCE_GRADIENTS to the arrival at the device that sums."""
+        for device, trace in self.trace.devices.items():
+            for work in trace.issued:
+                if isinstance(work.instruction, ReduceGradients):
+                    label, stage = short_label(work.instruction), work.instruction.stage
+                    for target, other in self.trace.devices.items():
+                        if stage in other.sums:
+                            yield self._span(
+                                Lane.REDUCE,
+                                device,
+                                label,
+                                work.event.start_s,
+                                max(work.event.start_s, other.sums[stage]),
+                                target,
+                            )
 
     def _pass_spans(self) -> Iterator[Span]:
         for node, passes in self.passes.items():

@@ -91,8 +91,9 @@ class DeviceTrace:
 
     ``computed`` and ``issued`` are its instructions, all of them in ``program``; ``loads`` of
     weights were done by the interpreter within a wait, ``fetches`` beside it; ``arrivals`` by
-    tensor; ``published`` are (block, contribution) with the moment; ``updates`` are previews;
-    ``copies``, of offloads and swaps, are known of some devices.
+    tensor, ``sums`` by the backward stage that sent its gradients; ``published`` are (block,
+    contribution) with the moment; ``updates`` are previews; ``copies``, of offloads and swaps, are
+    known of some devices.
     """
 
     computed: list[Work] = field(default_factory=list)
@@ -100,6 +101,7 @@ class DeviceTrace:
     loads: list[Work] = field(default_factory=list)
     fetches: list[Work] = field(default_factory=list)
     arrivals: dict[Tensor, float] = field(default_factory=dict)
+    sums: dict[int, float] = field(default_factory=dict)
     published: dict[tuple[int, int], float] = field(default_factory=dict)
     updates: list[Work] = field(default_factory=list)
     copies: list[Work] = field(default_factory=list)
@@ -225,6 +227,9 @@ class _Sorter:
         try:
             if event.lane is TraceLane.ARRIVAL:
                 kind, stage, micro_batch = event.text.split()
+                if kind == "reduction":
+                    trace.sums[int(stage)] = event.end_s
+                    return
                 tensor = Tensor(
                     kind=TensorKind(kind), stage=int(stage), micro_batch=int(micro_batch)
                 )

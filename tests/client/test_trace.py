@@ -5,6 +5,7 @@ simulation with costs fitted from it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -151,13 +152,19 @@ class FakeRun:
         for span in spans:
             if span.lane is Lane.LINK and span.peer == device:
                 yield event(TraceLane.ARRIVAL, span.label, span.end_s, span.end_s)
+            elif span.lane is Lane.REDUCE and span.peer == device:
+                text = span.label.replace("RD", "reduction") + " 0"
+                yield event(TraceLane.ARRIVAL, text, span.end_s, span.end_s)
 
     def _published(self, device: int, offload: OffloadGradients, event: Any) -> Iterator[Any]:
-        (span,) = (
+        found = [
             s
             for s in self.simulation.spans
             if s.lane is Lane.OFFLOAD and s.label == f"OG {offload.stage}"
-        )
+        ]
+        if not found:  # its sums went to another device
+            return
+        (span,) = found
         stage = self.plan.backward_stages[offload.stage]
         contribution = sum(s.start == 0 for s in self.plan.backward_stages[: offload.stage + 1]) - 1
         for block in stage.blocks:
@@ -252,6 +259,20 @@ def test_every_span_is_where_the_simulation_has_it(run: FakeRun) -> None:
             assert end == pytest.approx(wanted_end, abs=2e-4)
             if key[0] is not Lane.LINK:  # simulated ones start when the receive is posted
                 assert start == pytest.approx(wanted_start, abs=2e-4)
+
+
+def test_sums_on_their_way_to_another_device_are_spans(tmp_path: Path) -> None:
+    request = ScheduleRequest(scheme="chimera", num_devices=2, num_microbatches=4)
+    schedule = build_schedule(request, [1.0] * NUM_BLOCKS)
+    run = FakeRun(tmp_path, lower(dataclasses.replace(schedule, reduces_gradients=True)))
+    run.write(1)
+
+    def sums(spans: Any) -> list[tuple[str, int, int | None, float]]:
+        found = (s for s in spans if s.lane is Lane.REDUCE)
+        return [(s.label, s.place, s.peer, round(s.end_s, 4)) for s in found]
+
+    assert sums(run.attempts[0].spans) == sums(run.simulation.spans)
+    assert [s[:3] for s in sums(run.simulation.spans)] == [("RD 3", 0, 1), ("RD 2", 1, 0)]
 
 
 def test_fitted_costs_give_the_simulation_back(run: FakeRun) -> None:
