@@ -97,11 +97,11 @@ class StorageLedger:
         self._by_use[use] = self._by_use.get(use, 0) + num_bytes
 
 
-class StorageMode(TorchDispatchMode):
+class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Counts what operators of this thread return in memory of their own."""
 
     def __init__(self, ledger: StorageLedger, use: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._ledger = ledger
         self._use = use
 

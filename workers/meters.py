@@ -143,9 +143,9 @@ class StorageMeter:
         for use, storage in named.values():
             ledger.adopt(storage, use)
         for key in self._named.keys() - named.keys():
-            use, storage = self._named.pop(key)
-            if storage is not None:
-                ledger.release(storage)  # a pool, or the module's parameters, may refer to it
+            _, given_back = self._named.pop(key)
+            if given_back is not None:
+                ledger.release(given_back)  # a pool, or the module's parameters, may refer to it
             else:
                 ledger.count_for(key, Use.ACTIVATIONS)  # a graph may have saved it
         # Tensors are not kept alive by being counted; weights and sums are given back by name.

@@ -104,7 +104,8 @@ class EmulatedRuntime:
         else:
             tokens = zlib.crc32(np.ascontiguousarray(batch.input_ids).tobytes())
             activation = _hash(self._seed, data_position, micro_batch_index, tokens)
-        steps, checkpoints = [], {}
+        steps: list[tuple[EmulatedBlock, int]] = []
+        checkpoints = {}
         for block in bound:
             if block.index in checkpoints_at:
                 # Of the first block it is what came in: one tensor, under two names.
