@@ -6,6 +6,7 @@
   time.
 - :mod:`.handlers`: the workers' handlers, each with the time of its instruction; :mod:`.durations`
   says how much that is.
+- :mod:`.channel`: messages that say when they arrive.
 - :mod:`.compute`: split backwards, dropped operators and swaps, which are simpler here.
 - :mod:`.gradients`: fetches, reductions and offloads; :mod:`.collectives`: how long those take that
   all devices take part in.
@@ -15,7 +16,8 @@
 Modelled: the compute stream, both copy streams and every link of a device, each serving one thing
 at a time in program order, at the rates of :class:`penstock.planner.cluster.Cluster`. Devices that
 share a PCIe switch have equal fixed shares of it. The optimizer has what copies leave of a node's
-memory bandwidth (:mod:`penstock.protocol.traffic`). Not modelled: that NICs, and links through the
-host, are shared (the simulator shares them, :mod:`penstock.planner.simulate.network`), and a
-transfer that waits for its receive to be posted.
+memory bandwidth, and the NIC of a node serves one transfer after the other
+(:mod:`penstock.protocol.traffic`). Not modelled: that links through the host are shared (the
+simulator shares them, :mod:`penstock.planner.simulate.network`), and a transfer that waits for its
+receive to be posted.
 """
