@@ -1,4 +1,4 @@
-"""A real run whose workers hang in a system call, heartbeats and all, and go on when it is mended."""
+"""A real run whose workers hang in a system call while they beat, and go on when it is mended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 4.0
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
     """Poll until ``condition``."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 90.0
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.02)
@@ -31,12 +31,13 @@ def hangs(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_workers_that_hang_in_a_system_call(runner: Any) -> None:
     """What describes the data becomes a pipe that nobody writes into: opening it takes for ever."""
     settings = {"train": {"steps": 3}, "cluster": {"attempt_timeout_s": TIMEOUT_S}}
     path = runner.configure("hung", settings)
-    undisturbed = runner.train(path, "--run-dir", str(runner.root / "undisturbed"))
+    undisturbed = runner.root / "undisturbed"
+    runner.train(path, "--run-dir", str(undisturbed))
     run = runner.start(path)
     meta = run.run_dir / "data" / "meta.json"
     wait_for((run.run_dir / "plan.json").exists, "plan")
@@ -47,7 +48,7 @@ def test_workers_that_hang_in_a_system_call(runner: Any) -> None:
     mended = meta.with_suffix(".mended")
     mended.write_bytes(whole)
     mended.rename(meta)
-    code, output = run.wait(60.0)
+    code, output = run.wait(90.0)
     assert code == 0, output
     for worker in ("worker.0", "worker.1"):
         assert any(f"{worker} (pid " in text for text in hangs(run.run_dir))
