@@ -113,8 +113,11 @@ class EmulatedMeter:
         stages = layout.backward_stages_on(bench.device_index)
         static = sum(self._costs.of(layout.backward[b].blocks).static_bytes for b in stages)
         yield "static", _Entry(Use.STATE, static, None)
-        if not self._device.emulation.offloaded:
-            return  # weights and sums are in it
+        offloaded = self._device.emulation.offloaded
+        leaving = self._device.leaving_elements if offloaded else 0.0
+        yield "leaving", _Entry(Use.GRADIENTS, leaving * _GRADIENT_ITEMSIZE, None)
+        if not offloaded:
+            return  # weights and sums are part of what is there all the time
         for key in bench.weights.in_use:
             arrays = arrays_of(table, attempt.stages.blocks(key))
             count = sum(num_elements(table, array) for array in arrays)
@@ -123,8 +126,6 @@ class EmulatedMeter:
             if found.stage in self._summing:
                 count = table.blocks[found.block].trainable_elements
                 yield found, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
-        leaving = self._device.leaving_elements
-        yield "leaving", _Entry(Use.GRADIENTS, leaving * _GRADIENT_ITEMSIZE, None)
 
     def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         held, device = attempt.holdings, self._device
