@@ -340,7 +340,11 @@ class Update(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceGradients(Instruction):
-    """Sum the gradients of backward stage ``stage`` over data-parallel replicas, then offload."""
+    """Sum the gradients of backward stage ``stage`` over the routes of the plan.
+
+    One of them is the root (:mod:`penstock.protocol.reduction`): the others send it their sums and
+    do not wait; its OffloadGradients waits for their ReduceGradients, and publishes for all.
+    """
 
     opcode: ClassVar[Opcode] = Opcode.REDUCE_GRADIENTS
     stage: int

@@ -89,6 +89,15 @@ BIDIRECTIONAL = plan_of(
     DOWN + UP,
     routes=(0, 1),
 )
+SUMMED = plan_of(
+    """
+    device 0: F 0 0 keep=all; F 3 1 keep=all; B 3 1; B 0 0
+    device 1: F 2 1 keep=all; F 1 0 keep=all; B 1 0; B 2 1
+    """,
+    DOWN + UP,
+    routes=(0, 1),
+    reduces_gradients=True,
+)
 SKIPPED = plan_of(
     """
     device 0: F 0 0 keep=input; F 0 1 keep=input; R 0 0; B 0 0; R 0 1; B 0 1
@@ -112,6 +121,7 @@ PLANS = {
     "swap": SWAP,
     "update": UPDATE,
     "bidirectional": BIDIRECTIONAL,
+    "summed": SUMMED,
     "skipped": SKIPPED,
     "sharded": SHARDED,
 }
@@ -347,3 +357,24 @@ def test_a_long_list_of_waiting_devices_is_cut() -> None:
     assert step == "F 1 0 keep=all"
     assert reason.startswith("deadlock: device 1 (F 1 0 keep=all) waits for the activation")
     assert reason.endswith("; and 24 more devices wait")
+
+
+def test_sums_that_wait_for_each_other() -> None:
+    """Each device publishes for both directions, and sends its own sums too late."""
+    first, second = SUMMED.programs
+    late = tuple(i for i in first if str(i) not in ("RD 3", "OG 3"))
+    late += tuple(parse_program("device 0: RD 3; OG 3")[0])
+    with pytest.raises(PlanError) as caught:
+        validate(dataclasses.replace(SUMMED, programs=(late, second)))
+    assert caught.value.reason == (
+        "deadlock: device 0 (OG 0) waits for the gradients of backward stage 2, to sum them from 1,"
+        " which waits itself; device 1 (OG 1) waits for the gradients of backward stage 3, to sum"
+        " them from 0, which waits itself"
+    )
+
+
+def test_sums_that_nobody_sends() -> None:
+    first, second = SUMMED.programs
+    silent = tuple(i for i in first if str(i) not in ("RD 3", "OG 3"))
+    with pytest.raises(PlanError, match="stage 3, to sum them from 0, which never reduces them"):
+        validate(dataclasses.replace(SUMMED, programs=(silent, second)))
