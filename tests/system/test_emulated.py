@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.planner.emulation import Emulation
+from penstock.planner.footprint import device_peaks
 from penstock.planner.simulate import simulate
 from penstock.protocol.rundir import RunDirectory
 from tests.system import conftest as H
@@ -69,6 +70,10 @@ def test_steps_take_as_long_as_simulated_and_say_that_they_are_emulated(undistur
     assert all(line["emulated"] is True for line in lines)
     assert {line["decision"] for line in lines} == {"commit"}
     assert 0.9 < measured_over_simulated(undisturbed) < 1.15
+    run = RunDirectory(undisturbed)
+    planned = max(p.total_bytes for p in device_peaks(run.plan, Emulation.of(run.config).costs))
+    for line in lines:
+        assert line["peak_device_bytes"] == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.slow
