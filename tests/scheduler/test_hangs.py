@@ -14,9 +14,7 @@ MakeDriver = Callable[..., Driver]
 
 TIMEOUT_S = 20.0
 STUCK = pb.Heartbeat(activity="B 1 0 of train 1", progress=7)
-WAITING = pb.Heartbeat(
-    activity="B 0 0 of train 1, waiting for gradient", waiting=True, progress=9
-)
+WAITING = pb.Heartbeat(activity="B 0 0 of train 1, waiting for gradient", waiting=True, progress=9)
 
 
 @pytest.fixture
