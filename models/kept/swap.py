@@ -98,7 +98,9 @@ class CudaCopies:
 
 def host_memory(num_bytes: int) -> torch.Tensor:
     """Fresh pageable host memory."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    # Modes that count a device's memory must not see it.
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def chosen(slots: Sequence[Slot], fraction: float) -> list[Slot]:
