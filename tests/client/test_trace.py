@@ -18,6 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
+from penstock.client.trace_memory import DeviceMemory, memory_lines
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
@@ -27,7 +28,7 @@ from penstock.planner.overlap import Overlap, overlap
 from penstock.planner.render import Caption, png
 from penstock.planner.schedule import lower
 from penstock.planner.simulate import Lane, Simulation, simulate
-from penstock.planner.traced import TracedRun
+from penstock.planner.traced import Peak, TracedRun
 from penstock.protocol.instructions import OffloadGradients
 from penstock.protocol.plan import Plan
 from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, read_traces
@@ -403,3 +404,13 @@ def test_labels_are_those_of_simulations() -> None:
         wanted = {s.label for s in simulation.spans if s.lane is Lane.COMPUTE}
         found = {short_label(i) for p in plan.programs for i in p if i.opcode.value in COMPUTE}
         assert found == wanted
+
+
+def test_memory_is_measured_beside_planned() -> None:
+    event = TraceEvent(lane=TraceLane.MEMORY, text="2097152 B 3 0", attempt=1, start_s=1, end_s=1)
+    found = DeviceMemory(device=0, measured=Peak.of(event), planned_bytes=2202010.0)
+    assert list(memory_lines([found])) == [
+        "peak of memory            measured     planned",
+        "  device 0                 2.0 MiB     2.1 MiB   error +5.0%   (B 3 0)",
+    ]
+    assert list(memory_lines([])) == []
