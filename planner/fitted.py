@@ -95,6 +95,9 @@ class Fit:
             peer_bandwidth=1.0,
             nic_bandwidth=1.0,
             optimizer_rate=1.0,
+            device_optimizer_rate=1.0,
+            update_fetch_bytes=0.0,  # in what the UPDATE took
+            update_offload_bytes=0.0,
         )
 
     @property
@@ -217,7 +220,9 @@ def _wakings(works: Iterable[Work], moments: Sequence[float]) -> Iterator[float]
 
 
 def _pass_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
-    """By block, what ran after its gradients were there: a settle before that is not the tail's."""
+    """By block, what ran after its gradients were there: a settle before that is not the tail's. Of
+    a block that a device updates, that.
+    """
     found: dict[int, float] = defaultdict(float)
     for passes in attempt.passes.values():
         for event in passes:
@@ -225,6 +230,9 @@ def _pass_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
             published_s = attempt.published_s(block)
             if published_s is not None and event.start_s >= published_s - 1e-3:
                 found[block] += event.end_s - event.start_s
+    for trace in attempt.trace.devices.values():
+        for work in trace.updates:
+            found[work.instruction.block] = work.seconds  # type: ignore[attr-defined]  # an UPDATE
     return dict(found)
 
 

@@ -65,12 +65,12 @@ def test_updates_on_devices_leave_the_same_bytes(runner: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_updates_on_devices_survive_kills(runner: Any) -> None:
-    """With fp16 and a loss scale that overflows at first; each process dies at random instants."""
+    """With a loss scale that overflows at first; each process dies at random instants."""
     changes = {
         **CHANGES,
-        "train": {"steps": 3 * STEPS, "clip_grad_norm": 2.7, "max_skips": 40},
+        "train": {"steps": 2 * STEPS, "clip_grad_norm": 2.7, "max_skips": 40},
         "model": {**CHANGES["model"], "dtype": "fp16"},
-        "optimizer": {"settle": "early", "initial_loss_scale": 2.0**32, "grad_dtype": "bf16"},
+        "optimizer": {"settle": "early", "initial_loss_scale": 2.0**130, "grad_dtype": "bf16"},
     }
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")
@@ -85,7 +85,8 @@ def test_updates_on_devices_survive_kills(runner: Any) -> None:
     code, output = run.wait(240)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     lines = H.metrics(run.run_dir)
-    assert "skip" in {line["decision"] for line in lines} and lines[-1]["epoch"] > len(victims)
+    assert lines[-1]["epoch"] > len(victims)
+    assert {line["decision"] for line in lines} == {"commit", "amend", "skip"}
     committed = [line["step"] for line in lines if line["decision"] != "skip"]
-    assert committed == list(range(1, 3 * STEPS + 1)), "each step exactly once"
+    assert committed == list(range(1, 2 * STEPS + 1)), "each step exactly once"
     assert H.state_bytes(run.run_dir) == H.state_bytes(undisturbed)
