@@ -48,13 +48,16 @@ def compare_memory(
     Raises:
         ConfigError: the profile is of another model.
     """
+    plan = attempts[0].plan
+    measured = {device: _greatest(attempts, device) for device in range(plan.num_devices)}
+    if not any(measured.values()):
+        return ()
     source = None if profile is None else load_profile(profile)
-    costs = device_costs(run.config, run.table, source)
-    planned = device_peaks(attempts[0].plan, costs)
+    planned = device_peaks(plan, device_costs(run.config, run.table, source))
     return tuple(
         DeviceMemory(device=device, measured=peak, planned_bytes=planned[device].total_bytes)
-        for device in range(len(planned))
-        if (peak := _greatest(attempts, device)) is not None
+        for device, peak in measured.items()
+        if peak is not None
     )
 
 
