@@ -12,9 +12,10 @@ An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``.
 ``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are
 *computed* on the node: those of owned blocks, of a tied tensor's other uses, and of the plan's
 other routes (the owner pulls what it did not compute). With R routes a block of U uses has R x U
-contributions, route by route: number ``r * U + use``; where the plan reduces gradients, U. Writers: weights, state: optimizerd (memoryd
-and the loader during a restore); frozen: memoryd and the loader; grads: the one worker that
-computes the contribution. Every process computes the same layout from the same table and plan.
+contributions, route by route: number ``r * U + use``; where the plan reduces gradients, U. Writers:
+weights, state: optimizerd (memoryd and the loader during a restore); frozen: memoryd and the
+loader; grads: the one worker that computes the contribution. Every process computes the same layout
+from the same table and plan.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Publishing is: the last byte in the contribution's range of shared memory, then its ready word, then
 a message to the optimizerd of the node that owns the block. Where the plan reduces gradients
-(:mod:`penstock.protocol.reduction`), the sums of a stage are taken out instead and sent to its root,
-which adds them to its own before it publishes those.
+(:mod:`penstock.protocol.reduction`), the sums of a stage are taken out instead and sent to its
+root, which adds them to its own before it publishes those.
 """
 
 from __future__ import annotations
