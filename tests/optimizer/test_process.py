@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ from penstock import _native
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.config import Config, parse_config
-from penstock.protocol.frames import GradientReady, OptimizerStatus, decode, encode
+from penstock.protocol.frames import BlockUpdated, GradientReady, OptimizerStatus, decode, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.instructions import Update
 from penstock.protocol.names import ipc_address, optimizerd_name
 from penstock.protocol.plan import Plan, StageRange
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.step import BlockArrays, OptimizerStep
 from penstock.shm.control import Decision
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
@@ -474,6 +476,60 @@ def test_garbage_strangers_and_lies_on_the_local_socket(new_rig: RigFactory, too
     rig.statuses()
     rig.journal()
     rig.commit()
+    rig.settle_and_compare()
+
+
+def test_a_workers_updates_count_and_lies_about_them_do_not(
+    new_rig: RigFactory, tools: Any
+) -> None:
+    """Block 2 is a device's; the test writes its weights, as a worker does."""
+    rig = new_rig(small_table(tools), [0, 0, 0])
+    file = rig.run.path / "plan.json"
+    plan = Plan.from_json(file.read_text())
+    file.write_text(replace(plan, programs=((Update(block=2),),)).to_json())
+    [node] = rig.nodes
+    rig.start(node)
+    assert node.stream is not None
+    rig.begin()
+    control = node.memory.control
+    url = f"http://127.0.0.1:{node.stream.hello.metrics_port}"
+
+    def dropped(reason: str) -> bool:
+        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        return f'dropped_messages_total{{reason="{reason}"}}' in text
+
+    for base in (0, 1):
+        rig.begin_attempt()
+        step = OptimizerStep.speculative(
+            version=base + 1, loss_scale=2.0, learning_rate=LEARNING_RATE
+        )
+        wait_until(lambda v=base: control.state_version(2) == v, "the settle")  # type: ignore[misc]
+        arrays = BlockArrays.of(node.memory, 2, rig.config.optimizer.weight_decay)
+        status = arrays.preview(rig.pool, step, rig.config.optimizer)
+        truth = BlockUpdated(
+            run_id=rig.run.run_id,
+            epoch=rig.epoch,
+            attempt=rig.attempt,
+            block=2,
+            version=base + 1,
+            finite=True,
+            sum_squares=status.sum_squares,
+            seconds=0.1,
+        )
+        for lie in (
+            replace(truth, run_id="0" * 12),
+            replace(truth, block=0),
+            replace(truth, version=base + 2),
+            truth,
+            truth,
+        ):
+            rig.push(node, encode(lie))
+        assert rig.statuses()[2].sum_squares == status.sum_squares
+        rig.journal()
+        rig.commit()
+        rig.await_weights()
+    for reason in ("other_run", "not_on_device", "not_settled", "slot_in_use"):
+        wait_until(lambda r=reason: dropped(r), f"messages counted as {reason}")  # type: ignore[misc]
     rig.settle_and_compare()
 
 

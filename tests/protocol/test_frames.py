@@ -15,6 +15,7 @@ from penstock.protocol.frames import (
     MAX_HEADER_BYTES,
     BlockReply,
     BlockRequest,
+    BlockUpdated,
     GradientReady,
     GroupAddress,
     Header,
@@ -73,6 +74,17 @@ headers: st.SearchStrategy[Header] = st.one_of(
     ),
     st.builds(
         GradientReady, run_id=texts, epoch=counts, attempt=counts, block=counts, contribution=counts
+    ),
+    st.builds(
+        BlockUpdated,
+        run_id=texts,
+        epoch=counts,
+        attempt=counts,
+        block=counts,
+        version=counts,
+        finite=st.booleans(),
+        sum_squares=st.floats(allow_nan=False),
+        seconds=st.floats(allow_nan=False),
     ),
     st.builds(LeaseRequest, run_id=texts, member=texts, pid=counts),
     st.builds(

@@ -85,7 +85,7 @@ def test_updates_on_devices_survive_kills(runner: Any) -> None:
     code, output = run.wait(240)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     lines = H.metrics(run.run_dir)
-    assert lines[-1]["epoch"] > len(victims)
+    assert lines[-1]["epoch"] > len(victims) / 2, "kills may meet in one epoch"
     assert {line["decision"] for line in lines} == {"commit", "amend", "skip"}
     committed = [line["step"] for line in lines if line["decision"] != "skip"]
     assert committed == list(range(1, 2 * STEPS + 1)), "each step exactly once"

@@ -68,12 +68,14 @@ class CudaPreviewer:
         self._piece = min(PIECE_ELEMENTS, largest)
         with torch.cuda.device(self._device):
             self._in = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._arithmetic = torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
+            self._arithmetic = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._slots = [self._slot() for _ in range(PIECES)]
             self._scratch = self._empty(torch.float32)
             self._squares = self._empty(torch.float64)
             self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+            # Whoever had this memory before may still be using it, on another stream.
+            torch.cuda.synchronize(self._device)
         self._arrays: dict[int, BlockArrays] = {}
 
     def issue(self, block: int) -> None:
