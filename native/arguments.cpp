@@ -15,8 +15,20 @@ std::string text(std::int64_t value) { return std::to_string(value); }
 
 bool is_float32(const nb::dlpack::dtype& type) { return type == nb::dtype<float>(); }
 
-// numpy has no bf16 or fp16 bit patterns of its own: both travel as uint16.
+bool is_float16(const nb::dlpack::dtype& type) {
+  return type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && type.bits == 16 &&
+         type.lanes == 1;
+}
+
+// numpy has no bf16: its bit patterns travel as uint16, as do weights in fp16.
 bool is_uint16(const nb::dlpack::dtype& type) { return type == nb::dtype<std::uint16_t>(); }
+
+GradType grad_type(const std::string& name, const nb::dlpack::dtype& type) {
+  if (is_float32(type)) return GradType::kFloat32;
+  if (is_float16(type)) return GradType::kFloat16;
+  if (!is_uint16(type)) reject(name + " must be float32, float16, or uint16 holding bf16");
+  return GradType::kBfloat16;
+}
 
 void check_vectors(const std::string& name, std::int64_t start, std::int64_t end,
                    std::uint64_t num_elements) {
@@ -80,10 +92,35 @@ const nb::ndarray<nb::ro>& ArrayArguments::add(const std::string& name, nb::hand
   return arrays_.emplace_back(std::move(array));
 }
 
-float* ArrayArguments::state(const char* name, nb::handle object) {
+float* ArrayArguments::floats(const std::string& name, nb::handle object) {
   const auto& array = add(name, object, Access::kWrite);
-  if (!is_float32(array.dtype())) reject(std::string(name) + " must be float32");
+  if (!is_float32(array.dtype())) reject(name + " must be float32");
   return static_cast<float*>(const_cast<void*>(array.data()));
+}
+
+std::uint16_t* ArrayArguments::halves(const std::string& name, nb::handle object) {
+  const auto& array = add(name, object, Access::kWrite);
+  if (!is_uint16(array.dtype())) reject(name + " must be uint16: one half of a split master");
+  return static_cast<std::uint16_t*>(const_cast<void*>(array.data()));
+}
+
+StateArrays ArrayArguments::state(nb::handle master, const std::vector<nb::object>& arrays) {
+  StateArrays state;
+  if (nb::isinstance<nb::tuple>(master)) {
+    const auto pair = nb::borrow<nb::tuple>(master);
+    if (pair.size() != 2) reject("master must be one array, or a pair of upper and lower halves");
+    state.high = halves("master[0]", pair[0]);
+    state.low = halves("master[1]", pair[1]);
+  } else {
+    state.master = floats("master", master);
+  }
+  if (arrays.empty() || arrays.size() > 2) {
+    reject("arrays lists " + std::to_string(arrays.size()) + ": optimizers have 1 or 2");
+  }
+  for (std::size_t k = 0; k < arrays.size(); ++k) {
+    state.arrays[k] = floats("arrays[" + std::to_string(k) + "]", arrays[k]);
+  }
+  return state;
 }
 
 const float* ArrayArguments::constant(const char* name, nb::handle object) {
@@ -102,10 +139,7 @@ Gradients ArrayArguments::gradients(const char* name, const std::vector<nb::obje
     const std::string item =
         std::string(name) + "[" + std::to_string(gradients.contributions.count) + "]";
     const auto& array = add(item, object, Access::kRead);
-    if (!is_float32(array.dtype()) && !is_uint16(array.dtype())) {
-      reject(item + " must be float32, or uint16 holding bf16");
-    }
-    const GradType type = is_float32(array.dtype()) ? GradType::kFloat32 : GradType::kBfloat16;
+    const GradType type = grad_type(item, array.dtype());
     if (gradients.contributions.count > 0 && type != gradients.type) {
       reject(item + " has another dtype than " + name + "[0]: contributions must agree");
     }
@@ -183,6 +217,20 @@ void check_hyper(const Hyper& hyper) {
   check(std::isfinite(hyper.eps) && hyper.eps >= 0, "eps", hyper.eps, "finite and not negative");
   check(hyper.step >= 1, "step", static_cast<double>(hyper.step), "at least 1");
   check(std::isfinite(hyper.coefficient), "coefficient", hyper.coefficient, "finite");
+}
+
+void check_state(const StateArrays& state, const Hyper& hyper) {
+  const std::size_t found = state.arrays[1] == nullptr ? 1 : 2;
+  if (found != num_arrays(hyper.optimizer)) {
+    reject("arrays lists " + std::to_string(found) + ": this optimizer has " +
+           std::to_string(num_arrays(hyper.optimizer)));
+  }
+}
+
+void check_weights(const StateArrays& state, const Weights& weights) {
+  if (state.master == nullptr && weights.type != WeightsType::kBfloat16) {
+    reject("weights_dtype must be BFLOAT16 where master is split: they are its upper halves");
+  }
 }
 
 }  // namespace penstock

@@ -38,7 +38,9 @@ class BufferView {
 // Collects the arrays of one call, checks that they fit each other, and keeps them alive.
 class ArrayArguments {
  public:
-  float* state(const char* name, nanobind::handle array);
+  // `master` is a float32 array, or the pair (upper halves, lower halves) of one that is split;
+  // `arrays` are the optimizer's own, as many as it has.
+  StateArrays state(nanobind::handle master, const std::vector<nanobind::object>& arrays);
   const float* constant(const char* name, nanobind::handle array);
   Gradients gradients(const char* name, const std::vector<nanobind::object>& arrays);
   Weights weights(nanobind::handle array, WeightsType type);
@@ -46,6 +48,8 @@ class ArrayArguments {
 
  private:
   enum class Access { kRead, kWrite };
+  float* floats(const std::string& name, nanobind::handle array);
+  std::uint16_t* halves(const std::string& name, nanobind::handle array);
   const nanobind::ndarray<nanobind::ro>& add(const std::string& name, nanobind::handle array,
                                              Access access);
 
@@ -61,5 +65,9 @@ std::vector<Span> check_spans(const std::optional<std::vector<SpanTuple>>& spans
                               std::uint64_t num_elements);
 Undo check_undo(const BufferView& buffer);
 void check_hyper(const Hyper& hyper);
+// Throws unless the state has the arrays of the optimizer.
+void check_state(const StateArrays& state, const Hyper& hyper);
+// Throws unless the weights can be the upper halves of a master that is split.
+void check_weights(const StateArrays& state, const Weights& weights);
 
 }  // namespace penstock

@@ -28,15 +28,21 @@ using RangeList = std::vector<RangeTuple>;
 using SpanList = std::optional<std::vector<SpanTuple>>;
 
 // Arguments that every pass over model state has.
-Block check_block(ArrayArguments& arrays, nb::handle master, nb::handle exp_avg,
-                  nb::handle exp_avg_sq, const RangeList& ranges) {
+Block check_block(ArrayArguments& arrays, nb::handle master, const ObjectList& state,
+                  const Hyper& hyper, const RangeList& ranges) {
   Block block;
-  block.master = arrays.state("master", master);
-  block.exp_avg = arrays.state("exp_avg", exp_avg);
-  block.exp_avg_sq = arrays.state("exp_avg_sq", exp_avg_sq);
+  block.state = arrays.state(master, state);
+  check_state(block.state, hyper);
   block.num_elements = arrays.num_elements();
   block.ranges = check_ranges(ranges, block.num_elements);
   return block;
+}
+
+Weights check_out(ArrayArguments& arrays, const Block& block, nb::handle weights,
+                  WeightsType weights_dtype) {
+  const Weights out = arrays.weights(weights, weights_dtype);
+  check_weights(block.state, out);
+  return out;
 }
 
 // preview and step_in_place take the same arguments.
@@ -44,43 +50,67 @@ using StatelessPass = Status (*)(Pool&, const Block&, const Gradients&, const Hy
                                  const Weights&);
 
 template <StatelessPass kPass>
-Status bound_pass(Pool& pool, nb::handle master, nb::handle exp_avg, nb::handle exp_avg_sq,
-                  const ObjectList& grads, nb::handle weights, WeightsType weights_dtype,
-                  const Hyper& hyper, const RangeList& ranges) {
+Status bound_pass(Pool& pool, nb::handle master, const ObjectList& state, const ObjectList& grads,
+                  nb::handle weights, WeightsType weights_dtype, const Hyper& hyper,
+                  const RangeList& ranges) {
   ArrayArguments arrays;
-  const Block block = check_block(arrays, master, exp_avg, exp_avg_sq, ranges);
+  const Block block = check_block(arrays, master, state, hyper, ranges);
   const Gradients gradients = arrays.gradients("grads", grads);
-  const Weights out = arrays.weights(weights, weights_dtype);
+  const Weights out = check_out(arrays, block, weights, weights_dtype);
   const nb::gil_scoped_release unlocked;
   return kPass(pool, block, gradients, hyper, out);
 }
 
-void bound_settle(Pool& pool, nb::handle master, nb::handle exp_avg, nb::handle exp_avg_sq,
-                  const ObjectList& grads, const Hyper& hyper, const RangeList& ranges,
-                  nb::handle undo, const SpanList& spans, std::uint64_t tag) {
+// settle and invert, too.
+using StatePass = void (*)(Pool&, const Block&, const Gradients&, const Hyper&, Settlement);
+
+template <StatePass kPass, bool kSplits>
+void bound_state_pass(Pool& pool, nb::handle master, const ObjectList& state,
+                      const ObjectList& grads, const Hyper& hyper, const RangeList& ranges,
+                      nb::handle undo, const SpanList& spans, std::uint64_t tag) {
   ArrayArguments arrays;
   const BufferView undo_buffer(undo, /*writable=*/true);
-  const Block block = check_block(arrays, master, exp_avg, exp_avg_sq, ranges);
+  const Block block = check_block(arrays, master, state, hyper, ranges);
+  if (!kSplits && block.state.master == nullptr) {
+    throw std::invalid_argument("master must not be split: what the step rounded is lost");
+  }
   const Gradients gradients = arrays.gradients("grads", grads);
   const Settlement settlement{check_undo(undo_buffer), check_spans(spans, block.num_elements), tag};
   const nb::gil_scoped_release unlocked;
-  settle(pool, block, gradients, hyper, settlement);
+  kPass(pool, block, gradients, hyper, settlement);
 }
 
-Status bound_advance(Pool& pool, nb::handle master, nb::handle exp_avg, nb::handle exp_avg_sq,
+Status bound_hold(Pool& pool, nb::handle master, const ObjectList& state, const ObjectList& grads,
+                  nb::handle weights, WeightsType weights_dtype, const Hyper& hyper,
+                  const RangeList& ranges, nb::handle undo, const SpanList& spans,
+                  std::uint64_t tag) {
+  ArrayArguments arrays;
+  const BufferView undo_buffer(undo, /*writable=*/true);
+  const Block block = check_block(arrays, master, state, hyper, ranges);
+  const Gradients gradients = arrays.gradients("grads", grads);
+  const Weights out = check_out(arrays, block, weights, weights_dtype);
+  const Settlement settlement{check_undo(undo_buffer), check_spans(spans, block.num_elements), tag};
+  const nb::gil_scoped_release unlocked;
+  return hold(pool, block, gradients, hyper, out, settlement);
+}
+
+Status bound_advance(Pool& pool, nb::handle master, const ObjectList& state,
                      const ObjectList& pending_grads, const Hyper& pending_hyper,
                      const ObjectList& grads, const Hyper& hyper, nb::handle weights,
                      WeightsType weights_dtype, const RangeList& ranges, nb::handle undo,
                      const SpanList& spans, std::uint64_t tag) {
   ArrayArguments arrays;
   const BufferView undo_buffer(undo, /*writable=*/true);
-  const Block block = check_block(arrays, master, exp_avg, exp_avg_sq, ranges);
+  const Block block = check_block(arrays, master, state, hyper, ranges);
+  if (pending_hyper.optimizer != hyper.optimizer) {
+    throw std::invalid_argument("pending_hyper and hyper must have the same optimizer");
+  }
   const Gradients pending = arrays.gradients("pending_grads", pending_grads);
   const Gradients gradients = arrays.gradients("grads", grads);
   if (pending.type != gradients.type) {
     throw std::invalid_argument("pending_grads and grads must have the same dtype");
   }
-  const Weights out = arrays.weights(weights, weights_dtype);
+  const Weights out = check_out(arrays, block, weights, weights_dtype);
   const Settlement settlement{check_undo(undo_buffer), check_spans(spans, block.num_elements), tag};
   const nb::gil_scoped_release unlocked;
   return advance(pool, block, pending, pending_hyper, gradients, hyper, out, settlement);
@@ -102,28 +132,26 @@ void bound_cast_weights(Pool& pool, nb::handle master, nb::handle weights,
   cast_weights(pool, from, out, arrays.num_elements());
 }
 
-std::vector<SpanTuple> bound_repair(nb::handle undo, nb::handle master, nb::handle exp_avg,
-                                    nb::handle exp_avg_sq) {
+std::vector<SpanTuple> bound_repair(nb::handle undo, nb::handle master, const ObjectList& state) {
   ArrayArguments arrays;
   const BufferView undo_buffer(undo, /*writable=*/true);
-  float* const p = arrays.state("master", master);
-  float* const m = arrays.state("exp_avg", exp_avg);
-  float* const v = arrays.state("exp_avg_sq", exp_avg_sq);
+  const StateArrays found = arrays.state(master, state);
   std::vector<SpanTuple> spans;
-  for (const Span& span : check_undo(undo_buffer).repair(p, m, v, arrays.num_elements())) {
+  for (const Span& span : check_undo(undo_buffer).repair(found, arrays.num_elements())) {
     spans.emplace_back(static_cast<std::int64_t>(span.start), static_cast<std::int64_t>(span.end));
   }
   return spans;
 }
 
-std::string hyper_repr(const Hyper& h) {
+std::string hyper_repr(nb::handle self) {
+  const Hyper& h = nb::cast<const Hyper&>(self);
   char text[256];
   std::snprintf(text, sizeof(text),
-                "Hyper(lr=%.17g, beta1=%.17g, beta2=%.17g, eps=%.17g, step=%llu, "
-                "coefficient=%.17g, adamw=%s)",
+                "lr=%.17g, beta1=%.17g, beta2=%.17g, eps=%.17g, step=%llu, coefficient=%.17g)",
                 h.lr, h.beta1, h.beta2, h.eps, static_cast<unsigned long long>(h.step),
-                h.coefficient, h.adamw ? "True" : "False");
-  return text;
+                h.coefficient);
+  const nb::object name = nb::cast(h.optimizer).attr("name");
+  return std::string("Hyper(optimizer=") + nb::cast<std::string>(name) + ", " + text;
 }
 
 std::string status_repr(const Status& status) {
@@ -213,24 +241,31 @@ void bind_types(nb::module_& module) {
       .value("FLOAT32", WeightsType::kFloat32)
       .value("BFLOAT16", WeightsType::kBfloat16)
       .value("FLOAT16", WeightsType::kFloat16);
+  nb::enum_<Optimizer>(module, "Optimizer")
+      .value("ADAMW", Optimizer::kAdamW)
+      .value("ADAM", Optimizer::kAdam)
+      .value("SGD", Optimizer::kSgd)
+      .value("LION", Optimizer::kLion)
+      .value("ADAGRAD", Optimizer::kAdagrad)
+      .value("TOUCH", Optimizer::kTouch);
   nb::class_<Hyper>(module, "Hyper")
       .def(
           "__init__",
           [](Hyper* self, double lr, double beta1, double beta2, double eps, std::uint64_t step,
-             double coefficient, bool adamw) {
-            const Hyper hyper{lr, beta1, beta2, eps, step, coefficient, adamw};
+             double coefficient, Optimizer optimizer) {
+            const Hyper hyper{optimizer, lr, beta1, beta2, eps, step, coefficient};
             check_hyper(hyper);
             new (self) Hyper(hyper);
           },
           nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "step"_a, "coefficient"_a = 1.0,
-          "adamw"_a = true)
+          "optimizer"_a = Optimizer::kAdamW)
       .def_ro("lr", &Hyper::lr)
       .def_ro("beta1", &Hyper::beta1)
       .def_ro("beta2", &Hyper::beta2)
       .def_ro("eps", &Hyper::eps)
       .def_ro("step", &Hyper::step)
       .def_ro("coefficient", &Hyper::coefficient)
-      .def_ro("adamw", &Hyper::adamw)
+      .def_ro("optimizer", &Hyper::optimizer)
       .def("__repr__", &hyper_repr);
   nb::class_<Status>(module, "Status")
       .def_ro("finite", &Status::finite)
@@ -265,18 +300,22 @@ void bind_pool(nb::module_& module) {
 
 void bind_passes(nb::module_& module) {
   using nb::literals::operator""_a;
-  module.def("preview", &bound_pass<preview>, "pool"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
-             "exp_avg_sq"_a, "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a, "ranges"_a);
+  module.def("preview", &bound_pass<preview>, "pool"_a, nb::kw_only(), "master"_a, "arrays"_a,
+             "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a, "ranges"_a);
   module.def("step_in_place", &bound_pass<step_in_place>, "pool"_a, nb::kw_only(), "master"_a,
-             "exp_avg"_a, "exp_avg_sq"_a, "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a,
-             "ranges"_a);
-  module.def("settle", &bound_settle, "pool"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
-             "exp_avg_sq"_a, "grads"_a, "hyper"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
+             "arrays"_a, "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a, "ranges"_a);
+  module.def("settle", &bound_state_pass<settle, true>, "pool"_a, nb::kw_only(), "master"_a,
+             "arrays"_a, "grads"_a, "hyper"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
              "tag"_a = 0);
-  module.def("advance", &bound_advance, "pool"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
-             "exp_avg_sq"_a, "pending_grads"_a, "pending_hyper"_a, "grads"_a, "hyper"_a,
-             "weights"_a, "weights_dtype"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
+  module.def("invert", &bound_state_pass<invert, false>, "pool"_a, nb::kw_only(), "master"_a,
+             "arrays"_a, "grads"_a, "hyper"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
              "tag"_a = 0);
+  module.def("hold", &bound_hold, "pool"_a, nb::kw_only(), "master"_a, "arrays"_a, "grads"_a,
+             "weights"_a, "weights_dtype"_a, "hyper"_a, "ranges"_a, "undo"_a,
+             "spans"_a = nb::none(), "tag"_a = 0);
+  module.def("advance", &bound_advance, "pool"_a, nb::kw_only(), "master"_a, "arrays"_a,
+             "pending_grads"_a, "pending_hyper"_a, "grads"_a, "hyper"_a, "weights"_a,
+             "weights_dtype"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(), "tag"_a = 0);
   module.def("gradient_status", &bound_gradient_status, "pool"_a, nb::kw_only(), "grads"_a);
   module.def("cast_weights", &bound_cast_weights, "pool"_a, nb::kw_only(), "master"_a, "weights"_a,
              "weights_dtype"_a);
@@ -301,8 +340,7 @@ void bind_undo(nb::module_& module) {
         return check_undo(buffer).state();
       },
       "undo"_a);
-  module.def("repair", &bound_repair, "undo"_a, nb::kw_only(), "master"_a, "exp_avg"_a,
-             "exp_avg_sq"_a);
+  module.def("repair", &bound_repair, "undo"_a, nb::kw_only(), "master"_a, "arrays"_a);
 }
 
 void bind_simulate(nb::module_& module) {

@@ -9,6 +9,8 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "steps.h"
+#include "storage.h"
 
 namespace penstock {
 namespace {
@@ -16,109 +18,37 @@ namespace {
 // How far ahead of the loads the memory is asked for; the best of 128 to 1024 where measured.
 constexpr std::size_t kPrefetchElements = 512;
 
-// The steps of the loop: a call would send their vectors through memory.
-#define PENSTOCK_STEP __attribute__((always_inline)) inline
-
 constexpr DecayRange kNoDecay{};
 
 inline std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
 
-enum class Mode { kPreview, kSettle, kAdvance, kInPlace, kStatus, kCast };
-
 constexpr bool settles(Mode mode) { return mode == Mode::kSettle || mode == Mode::kAdvance; }
+constexpr bool in_place(Mode mode) { return mode == Mode::kInPlace || mode == Mode::kHold; }
 constexpr bool reads_new_grads(Mode mode) { return mode != Mode::kSettle && mode != Mode::kCast; }
 constexpr bool steps_on_new_grads(Mode mode) {
-  return mode == Mode::kPreview || mode == Mode::kAdvance || mode == Mode::kInPlace;
+  return mode == Mode::kPreview || mode == Mode::kAdvance || in_place(mode);
 }
-constexpr bool reads_moments(Mode mode) { return settles(mode) || steps_on_new_grads(mode); }
-constexpr bool writes_state(Mode mode) { return settles(mode) || mode == Mode::kInPlace; }
+constexpr bool reads_state(Mode mode) { return mode != Mode::kStatus && mode != Mode::kCast; }
+constexpr bool reads_master(Mode mode) { return mode != Mode::kStatus; }
+constexpr bool writes_state(Mode mode) {
+  return settles(mode) || in_place(mode) || mode == Mode::kInvert;
+}
 constexpr bool writes_weights(Mode mode) { return steps_on_new_grads(mode) || mode == Mode::kCast; }
-
-// Gradient and weight types: how a vector of them is read or written.
-struct Float32 {
-  using Element = float;
-  template <class V>
-  static typename V::Floats load(const Element* from) {
-    return V::load(from);
-  }
-  template <class V>
-  static void store_weights(Element* to, const typename V::Floats& x) {
-    V::store(to, x);
-  }
-};
-
-struct Bfloat16 {
-  using Element = std::uint16_t;
-  template <class V>
-  static typename V::Floats load(const Element* from) {
-    return V::load_bf16(from);
-  }
-  template <class V>
-  static void store_weights(Element* to, const typename V::Floats& x) {
-    V::stream_bf16(to, x);
-  }
-};
-
-struct Float16 {
-  using Element = std::uint16_t;
-  template <class V>
-  static void store_weights(Element* to, const typename V::Floats& x) {
-    V::stream_fp16(to, x);
-  }
-};
-
-template <class V>
-struct State {
-  typename V::Floats master, exp_avg, exp_avg_sq;
-};
-
-// The scalars of one step on one range of parameters, in every lane.
-template <class V>
-struct Constants {
-  Constants(const AdamScalars& scalars, const Decay& decay)
-      : coefficient(V::broadcast(scalars.coefficient)),
-        one_minus_beta1(V::broadcast(scalars.one_minus_beta1)),
-        beta2(V::broadcast(scalars.beta2)),
-        one_minus_beta2(V::broadcast(scalars.one_minus_beta2)),
-        inverse_sqrt_correction(V::broadcast(scalars.inverse_sqrt_correction)),
-        eps(V::broadcast(scalars.eps)),
-        step_size(V::broadcast(scalars.step_size)),
-        keep(V::broadcast(decay.keep)),
-        l2(V::broadcast(decay.l2)) {}
-
-  typename V::Floats coefficient, one_minus_beta1, beta2, one_minus_beta2, inverse_sqrt_correction,
-      eps, step_size, keep, l2;
-};
-
-// Step: the optimizer's arithmetic. Each operation rounds once, on every path.
-template <class V>
-PENSTOCK_STEP State<V> adam_step(const State<V>& old, const typename V::Floats& grad_sum,
-                                 const Constants<V>& c) {
-  using Floats = typename V::Floats;
-  const Floats scaled = V::mul(grad_sum, c.coefficient);
-  const Floats grad = V::add(scaled, V::mul(old.master, c.l2));
-  State<V> next;
-  next.exp_avg = V::add(old.exp_avg, V::mul(V::sub(grad, old.exp_avg), c.one_minus_beta1));
-  next.exp_avg_sq =
-      V::add(V::mul(old.exp_avg_sq, c.beta2), V::mul(V::mul(grad, c.one_minus_beta2), grad));
-  const Floats denominator =
-      V::add(V::mul(V::sqrt(next.exp_avg_sq), c.inverse_sqrt_correction), c.eps);
-  next.master =
-      V::sub(V::mul(old.master, c.keep), V::div(V::mul(next.exp_avg, c.step_size), denominator));
-  return next;
+// The classic step in place has no undo area: a kill leaves it torn.
+template <class Step>
+constexpr bool saves_undo(Mode mode) {
+  return writes_state(mode) && mode != Mode::kInPlace && Step::kSavesUndo;
 }
 
 // Step: sum of the contributions, in list order. One contribution is the usual case: the loop over
 // the others stays rolled up, out of its way.
-template <class V, class Grad>
-PENSTOCK_STEP typename V::Floats sum_contributions(const Contributions& grads,
+template <class V, class Grads>
+PENSTOCK_STEP typename V::Floats sum_contributions(const Grads& type, const Contributions& grads,
                                                    std::size_t element) {
-  using Element = typename Grad::Element;
-  auto sum = Grad::template load<V>(static_cast<const Element*>(grads.data[0]) + element);
+  auto sum = type.template load<V>(grads.data[0], element);
 #pragma GCC unroll 1
   for (std::size_t i = 1; i < grads.count; ++i) {
-    const auto* data = static_cast<const Element*>(grads.data[i]);
-    sum = V::add(sum, Grad::template load<V>(data + element));
+    sum = V::add(sum, type.template load<V>(grads.data[i], element));
   }
   return sum;
 }
@@ -128,34 +58,27 @@ PENSTOCK_STEP typename V::Floats sum_contributions(const Contributions& grads,
 inline void keep_store_order() { __atomic_thread_fence(__ATOMIC_RELEASE); }
 
 // Step: save the old values of the vector that is about to be written.
-template <class V>
+template <class V, class Step>
 PENSTOCK_STEP void save_undo(UndoPiece& piece, std::size_t element, const State<V>& old) {
   UndoSlot& slot = piece.slots[(element / kVector) & 1];
   V::store(slot.master, old.master);
-  V::store(slot.exp_avg, old.exp_avg);
-  V::store(slot.exp_avg_sq, old.exp_avg_sq);
+  V::store(slot.arrays[0], old.first);
+  if constexpr (Step::kNumArrays > 1) V::store(slot.arrays[1], old.second);
   keep_store_order();
   __atomic_store_n(&slot.position, element + 1, __ATOMIC_RELAXED);
   keep_store_order();
 }
 
-// Integer arithmetic, because the address may lie beyond the array.
-template <bool kWrite, class Element>
-void prefetch(const Element* base, std::size_t element) {
-  const auto address = reinterpret_cast<std::uintptr_t>(base) + element * sizeof(Element);
-  __builtin_prefetch(reinterpret_cast<const void*>(address), kWrite, 3);
-}
-
-template <class V, Mode kMode, class Grad, class Weights>
+template <class V, Mode kMode, class Step, class Grads, class Store>
 class PieceLoop {
  public:
   PieceLoop(const PassArguments& args, const Piece& piece)
       : args_(args),
         piece_(piece),
-        master_(args.master),
-        exp_avg_(args.exp_avg),
-        exp_avg_sq_(args.exp_avg_sq),
-        weights_(static_cast<typename Weights::Element*>(args.weights)) {}
+        first_(args.first),
+        second_(args.second),
+        type_(args.grad_type),
+        store_(args) {}
 
   // Chunk by chunk, and within a chunk range by range of equal weight decay.
   void run() {
@@ -183,61 +106,66 @@ class PieceLoop {
     const Constants<V> next(args_.next, decay.next);
     const Contributions pending_grads = args_.pending_grads;
     const Contributions grads = args_.grads;
+    const Store store = store_;
     typename V::Doubles squares = squares_out;
     for (std::size_t i = begin; i < end; i += kVector) {
-      prefetch_vector(pending_grads, grads, i + kPrefetchElements);
-      State<V> state = load_state(i);
+      prefetch_vector(store, pending_grads, grads, i + kPrefetchElements);
+      State<V> state = load_state(store, i);
+      if constexpr (saves_undo<Step>(kMode)) save_undo<V, Step>(*piece_.undo, i, state);
       if constexpr (settles(kMode)) {
-        const State<V> settled =
-            adam_step<V>(state, sum_contributions<V, Grad>(pending_grads, i), pending);
-        save_undo<V>(*piece_.undo, i, state);
-        store_state(i, settled);
-        state = settled;
+        const auto pending_sum = sum_contributions<V>(type_, pending_grads, i);
+        state = Step::template step<V>(state, pending_sum, pending);
+        store_state(store, i, state);
       }
       if constexpr (reads_new_grads(kMode)) {
-        const auto grad_sum = sum_contributions<V, Grad>(grads, i);
+        const auto grad_sum = sum_contributions<V>(type_, grads, i);
         V::add_squares(squares, grad_sum);
-        if constexpr (steps_on_new_grads(kMode)) state = adam_step<V>(state, grad_sum, next);
-        if constexpr (kMode == Mode::kInPlace) store_state(i, state);
+        if constexpr (kMode == Mode::kInvert) {
+          state = Step::template inverse<V>(state, grad_sum, next);
+          store_state(store, i, state);
+        }
+        if constexpr (steps_on_new_grads(kMode)) {
+          state = Step::template step<V>(state, grad_sum, next);
+        }
+        if constexpr (in_place(kMode)) store_state(store, i, state);
       }
-      if constexpr (writes_weights(kMode))
-        Weights::template store_weights<V>(weights_ + i, state.master);
+      if constexpr (writes_weights(kMode)) store.template store_weights<V>(i, state.master);
     }
     squares_out = squares;
   }
 
-  PENSTOCK_STEP State<V> load_state(std::size_t i) const {
+  PENSTOCK_STEP State<V> load_state(const Store& store, std::size_t i) const {
     State<V> state{};
-    if constexpr (reads_moments(kMode) || kMode == Mode::kCast) state.master = V::load(master_ + i);
-    if constexpr (reads_moments(kMode)) {
-      state.exp_avg = V::load(exp_avg_ + i);
-      state.exp_avg_sq = V::load(exp_avg_sq_ + i);
+    if constexpr (reads_master(kMode)) state.master = store.template load_master<V>(i);
+    if constexpr (reads_state(kMode)) {
+      state.first = V::load(first_ + i);
+      if constexpr (Step::kNumArrays > 1) state.second = V::load(second_ + i);
     }
     return state;
   }
 
-  PENSTOCK_STEP void store_state(std::size_t i, const State<V>& state) const {
-    V::store(master_ + i, state.master);
-    V::store(exp_avg_ + i, state.exp_avg);
-    V::store(exp_avg_sq_ + i, state.exp_avg_sq);
+  PENSTOCK_STEP void store_state(const Store& store, std::size_t i, const State<V>& state) const {
+    store.template store_master<V>(i, state.master);
+    V::store(first_ + i, state.first);
+    if constexpr (Step::kNumArrays > 1) V::store(second_ + i, state.second);
   }
 
-  PENSTOCK_STEP void prefetch_vector(const Contributions& pending_grads, const Contributions& grads,
-                                     std::size_t i) const {
+  PENSTOCK_STEP void prefetch_vector(const Store& store, const Contributions& pending_grads,
+                                     const Contributions& grads, std::size_t i) const {
     constexpr bool kWrite = writes_state(kMode);
-    if constexpr (reads_moments(kMode) || kMode == Mode::kCast) prefetch<kWrite>(master_, i);
-    if constexpr (reads_moments(kMode)) {
-      prefetch<kWrite>(exp_avg_, i);
-      prefetch<kWrite>(exp_avg_sq_, i);
+    if constexpr (reads_master(kMode)) store.template prefetch_master<kWrite>(i);
+    if constexpr (reads_state(kMode)) {
+      prefetch_at<kWrite>(first_, i * sizeof(float));
+      if constexpr (Step::kNumArrays > 1) prefetch_at<kWrite>(second_, i * sizeof(float));
     }
     if constexpr (settles(kMode)) prefetch_grads(pending_grads, i);
     if constexpr (reads_new_grads(kMode)) prefetch_grads(grads, i);
   }
 
-  PENSTOCK_STEP static void prefetch_grads(const Contributions& grads, std::size_t i) {
+  PENSTOCK_STEP void prefetch_grads(const Contributions& grads, std::size_t i) const {
 #pragma GCC unroll 1
     for (std::size_t k = 0; k < grads.count; ++k) {
-      prefetch<false>(static_cast<const typename Grad::Element*>(grads.data[k]), i);
+      prefetch_at<false>(grads.data[k], i * type_.element_bytes());
     }
   }
 
@@ -263,46 +191,96 @@ class PieceLoop {
 
   const PassArguments& args_;
   const Piece& piece_;
-  float* const master_;
-  float* const exp_avg_;
-  float* const exp_avg_sq_;
-  typename Weights::Element* const weights_;
+  float* const first_;
+  float* const second_;
+  const Grads type_;
+  const Store store_;
 };
 
-template <class V, Mode kMode, class Grad, class Weights>
+template <class V, Mode kMode, class Step, class Grads, class Store>
 void run_piece(const PassArguments& args, const Piece& piece) {
-  PieceLoop<V, kMode, Grad, Weights>(args, piece).run();
+  PieceLoop<V, kMode, Step, Grads, Store>(args, piece).run();
+}
+
+template <class V, class Step, class Grads, class Store>
+PieceFunction find_step(Mode mode) {
+  switch (mode) {
+    case Mode::kPreview:
+      return run_piece<V, Mode::kPreview, Step, Grads, Store>;
+    case Mode::kSettle:
+      return run_piece<V, Mode::kSettle, Step, Grads, Store>;
+    case Mode::kAdvance:
+      return run_piece<V, Mode::kAdvance, Step, Grads, Store>;
+    case Mode::kInPlace:
+      return run_piece<V, Mode::kInPlace, Step, Grads, Store>;
+    case Mode::kHold:
+      return run_piece<V, Mode::kHold, Step, Grads, Store>;
+    case Mode::kInvert:
+      return run_piece<V, Mode::kInvert, Step, Grads, WideStore<AnyWeights>>;
+    default:
+      return nullptr;  // no step
+  }
+}
+
+// Adam and what it is measured against have kernels for the usual types.
+template <class V, class Step>
+PieceFunction find_fast(const Choice& choice) {
+  const bool fp32 = choice.grads == GradType::kFloat32;
+  const bool bf16 = choice.grads == GradType::kBfloat16;
+  if (choice.split) {
+    if (fp32) return find_step<V, Step, Float32Grads, SplitStore>(choice.mode);
+    if (bf16) return find_step<V, Step, Bfloat16Grads, SplitStore>(choice.mode);
+    return find_step<V, Step, AnyGrads, SplitStore>(choice.mode);
+  }
+  if (choice.weights == WeightsType::kBfloat16) {
+    if (fp32) return find_step<V, Step, Float32Grads, WideStore<Bfloat16Weights>>(choice.mode);
+    if (bf16) return find_step<V, Step, Bfloat16Grads, WideStore<Bfloat16Weights>>(choice.mode);
+  }
+  if (choice.weights == WeightsType::kFloat32 && fp32) {
+    return find_step<V, Step, Float32Grads, WideStore<Float32Weights>>(choice.mode);
+  }
+  return find_step<V, Step, AnyGrads, WideStore<AnyWeights>>(choice.mode);
+}
+
+template <class V, class Step>
+PieceFunction find_any(const Choice& choice) {
+  if (choice.split) return find_step<V, Step, AnyGrads, SplitStore>(choice.mode);
+  return find_step<V, Step, AnyGrads, WideStore<AnyWeights>>(choice.mode);
+}
+
+// Neither takes a step: any will do, and only master or the gradients are looked at.
+template <class V>
+PieceFunction find_status(GradType type) {
+  using Store = WideStore<AnyWeights>;
+  if (type == GradType::kFloat32) {
+    return run_piece<V, Mode::kStatus, TouchStep, Float32Grads, Store>;
+  }
+  if (type == GradType::kBfloat16) {
+    return run_piece<V, Mode::kStatus, TouchStep, Bfloat16Grads, Store>;
+  }
+  return run_piece<V, Mode::kStatus, TouchStep, AnyGrads, Store>;
 }
 
 template <class V>
-constexpr Kernels make_kernels(const char* name) {
-  return Kernels{
-      name,
-      {{run_piece<V, Mode::kPreview, Float32, Float32>,
-        run_piece<V, Mode::kPreview, Float32, Bfloat16>,
-        run_piece<V, Mode::kPreview, Float32, Float16>},
-       {run_piece<V, Mode::kPreview, Bfloat16, Float32>,
-        run_piece<V, Mode::kPreview, Bfloat16, Bfloat16>,
-        run_piece<V, Mode::kPreview, Bfloat16, Float16>}},
-      {run_piece<V, Mode::kSettle, Float32, Float32>,
-       run_piece<V, Mode::kSettle, Bfloat16, Float32>},
-      {{run_piece<V, Mode::kAdvance, Float32, Float32>,
-        run_piece<V, Mode::kAdvance, Float32, Bfloat16>,
-        run_piece<V, Mode::kAdvance, Float32, Float16>},
-       {run_piece<V, Mode::kAdvance, Bfloat16, Float32>,
-        run_piece<V, Mode::kAdvance, Bfloat16, Bfloat16>,
-        run_piece<V, Mode::kAdvance, Bfloat16, Float16>}},
-      {{run_piece<V, Mode::kInPlace, Float32, Float32>,
-        run_piece<V, Mode::kInPlace, Float32, Bfloat16>,
-        run_piece<V, Mode::kInPlace, Float32, Float16>},
-       {run_piece<V, Mode::kInPlace, Bfloat16, Float32>,
-        run_piece<V, Mode::kInPlace, Bfloat16, Bfloat16>,
-        run_piece<V, Mode::kInPlace, Bfloat16, Float16>}},
-      {run_piece<V, Mode::kStatus, Float32, Float32>,
-       run_piece<V, Mode::kStatus, Bfloat16, Float32>},
-      {run_piece<V, Mode::kCast, Float32, Float32>, run_piece<V, Mode::kCast, Float32, Bfloat16>,
-       run_piece<V, Mode::kCast, Float32, Float16>},
-  };
+PieceFunction find_kernel(const Choice& choice) {
+  if (choice.mode == Mode::kStatus) return find_status<V>(choice.grads);
+  if (choice.mode == Mode::kCast) {
+    return run_piece<V, Mode::kCast, TouchStep, AnyGrads, WideStore<AnyWeights>>;
+  }
+  switch (choice.optimizer) {
+    case Optimizer::kAdamW:
+    case Optimizer::kAdam:
+      return find_fast<V, AdamStep>(choice);
+    case Optimizer::kSgd:
+      return find_any<V, MomentumStep>(choice);
+    case Optimizer::kLion:
+      return find_any<V, LionStep>(choice);
+    case Optimizer::kAdagrad:
+      return find_any<V, AdagradStep>(choice);
+    case Optimizer::kTouch:
+      return find_fast<V, TouchStep>(choice);
+  }
+  return nullptr;
 }
 
 }  // namespace

@@ -3,6 +3,6 @@
 
 namespace penstock {
 
-const Kernels kAvx2Kernels = make_kernels<Avx2>("avx2");
+const Kernels kAvx2Kernels = {"avx2", find_kernel<Avx2>};
 
 }  // namespace penstock

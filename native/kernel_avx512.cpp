@@ -3,6 +3,6 @@
 
 namespace penstock {
 
-const Kernels kAvx512Kernels = make_kernels<Avx512>("avx512");
+const Kernels kAvx512Kernels = {"avx512", find_kernel<Avx512>};
 
 }  // namespace penstock

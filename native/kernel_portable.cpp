@@ -3,6 +3,6 @@
 
 namespace penstock {
 
-const Kernels kPortableKernels = make_kernels<Portable>("portable");
+const Kernels kPortableKernels = {"portable", find_kernel<Portable>};
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// What a pass hands to the vector kernels, and the table of kernels of each vector path.
+// What a pass hands to the vector kernels, and how a kernel is chosen.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,10 @@ namespace penstock {
 constexpr std::size_t kChunk = 4096;           // elements per partial sum of squares
 constexpr std::size_t kMaxContributions = 12;  // as many as the control segment has ready words
 
-enum class GradType { kFloat32, kBfloat16 };
+enum class GradType { kFloat32, kBfloat16, kFloat16 };
 enum class WeightsType { kFloat32, kBfloat16, kFloat16 };
-constexpr std::size_t kNumGradTypes = 2;
-constexpr std::size_t kNumWeightsTypes = 3;
+enum class Optimizer { kAdamW, kAdam, kSgd, kLion, kAdagrad, kTouch };
+enum class Mode { kPreview, kSettle, kAdvance, kInPlace, kHold, kInvert, kStatus, kCast };
 
 // Gradients of one attempt; their sum in this order, in float32, is the gradient.
 struct Contributions {
@@ -25,18 +25,22 @@ struct Contributions {
 };
 
 // One optimizer step's constants, see derive_scalars() in passes.cpp.
-struct AdamScalars {
+struct StepScalars {
   float coefficient = 0;  // multiplies the summed gradient
+  float beta1 = 0;
   float one_minus_beta1 = 0;
+  float inverse_beta1 = 0;
   float beta2 = 0;
   float one_minus_beta2 = 0;
-  float inverse_sqrt_correction = 0;  // 1 / sqrt(1 - beta2^t)
+  float inverse_beta2 = 0;
+  float inverse_sqrt_correction = 0;  // Adam: 1 / sqrt(1 - beta2^t)
   float eps = 0;
-  float step_size = 0;  // lr / (1 - beta1^t)
+  float step_size = 0;  // lr; Adam: lr / (1 - beta1^t)
 };
 
-// Weight decay of a range of parameters: AdamW multiplies master by keep = 1 - lr * decay (and l2
-// is 0), Adam adds l2 = decay times master to the gradient (and keep is 1).
+// Weight decay of a range of parameters: decoupled (AdamW, Lion), it multiplies master by
+// keep = 1 - lr * decay and l2 is 0; otherwise l2 = decay times master joins the gradient and keep
+// is 1.
 struct Decay {
   float keep = 1;
   float l2 = 0;
@@ -50,14 +54,18 @@ struct DecayRange {
 };
 
 struct PassArguments {
-  float* master = nullptr;
-  float* exp_avg = nullptr;
-  float* exp_avg_sq = nullptr;
+  float* master = nullptr;              // null where it is split
+  const std::uint16_t* high = nullptr;  // upper halves of a split master: the weights before
+  std::uint16_t* low = nullptr;
+  float* first = nullptr;       // the optimizer's arrays
+  float* second = nullptr;      // null where it has one
   Contributions pending_grads;  // settle and advance: written into master and state
   Contributions grads;          // all others
+  GradType grad_type = GradType::kFloat32;
   void* weights = nullptr;
-  AdamScalars pending;
-  AdamScalars next;
+  WeightsType weights_type = WeightsType::kFloat32;
+  StepScalars pending;
+  StepScalars next;
   const DecayRange* ranges = nullptr;  // sorted, without gaps; none for status and cast
   std::size_t num_ranges = 0;
 };
@@ -72,14 +80,17 @@ struct Piece {
 
 using PieceFunction = void (*)(const PassArguments&, const Piece&);
 
+struct Choice {
+  Mode mode;
+  Optimizer optimizer = Optimizer::kTouch;  // of a step; the others do without
+  GradType grads = GradType::kFloat32;
+  WeightsType weights = WeightsType::kFloat32;
+  bool split = false;
+};
+
 struct Kernels {
   const char* name;
-  PieceFunction preview[kNumGradTypes][kNumWeightsTypes];
-  PieceFunction settle[kNumGradTypes];
-  PieceFunction advance[kNumGradTypes][kNumWeightsTypes];
-  PieceFunction in_place[kNumGradTypes][kNumWeightsTypes];
-  PieceFunction status[kNumGradTypes];
-  PieceFunction cast[kNumWeightsTypes];
+  PieceFunction (*find)(const Choice& choice);
 };
 
 extern const Kernels kPortableKernels;

@@ -16,25 +16,35 @@ double power(double base, std::uint64_t exponent) {
   return result;
 }
 
+float inverse_of(double beta) { return static_cast<float>(beta == 0 ? 0.0 : 1.0 / beta); }
+
+bool is_adam(Optimizer optimizer) {
+  return optimizer == Optimizer::kAdamW || optimizer == Optimizer::kAdam;
+}
+
 // The one place where hyper-parameters become float32: everything is derived in double and rounded
 // once.
-AdamScalars derive_scalars(const Hyper& hyper) {
+StepScalars derive_scalars(const Hyper& hyper) {
   const double correction1 = 1.0 - power(hyper.beta1, hyper.step);
   const double correction2 = 1.0 - power(hyper.beta2, hyper.step);
-  AdamScalars scalars;
+  StepScalars scalars;
   scalars.coefficient = static_cast<float>(hyper.coefficient);
+  scalars.beta1 = static_cast<float>(hyper.beta1);
   scalars.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+  scalars.inverse_beta1 = inverse_of(hyper.beta1);
   scalars.beta2 = static_cast<float>(hyper.beta2);
   scalars.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+  scalars.inverse_beta2 = inverse_of(hyper.beta2);
   scalars.inverse_sqrt_correction = static_cast<float>(1.0 / std::sqrt(correction2));
   scalars.eps = static_cast<float>(hyper.eps);
-  scalars.step_size = static_cast<float>(hyper.lr / correction1);
+  const bool corrected = is_adam(hyper.optimizer);
+  scalars.step_size = static_cast<float>(corrected ? hyper.lr / correction1 : hyper.lr);
   return scalars;
 }
 
 Decay derive_decay(const Hyper& hyper, double weight_decay) {
   Decay decay;
-  if (hyper.adamw) {
+  if (hyper.optimizer == Optimizer::kAdamW || hyper.optimizer == Optimizer::kLion) {
     decay.keep = static_cast<float>(1.0 - hyper.lr * weight_decay);
   } else {
     decay.l2 = static_cast<float>(weight_decay);
@@ -150,30 +160,45 @@ Status run_undoable(Pool& pool, PieceFunction function, const PassArguments& arg
 
 PassArguments state_arguments(const Block& block, const std::vector<DecayRange>& ranges) {
   PassArguments args;
-  args.master = block.master;
-  args.exp_avg = block.exp_avg;
-  args.exp_avg_sq = block.exp_avg_sq;
+  args.master = block.state.master;
+  args.high = block.state.high;
+  args.low = block.state.low;
+  args.first = block.state.arrays[0];
+  args.second = block.state.arrays[1];
   args.ranges = ranges.data();
   args.num_ranges = ranges.size();
   return args;
 }
 
-template <class Type>
-std::size_t index(Type type) {
-  return static_cast<std::size_t>(type);
+// What steps on new gradients read and write.
+PassArguments step_arguments(const Block& block, const std::vector<DecayRange>& ranges,
+                             const Gradients& grads, const Hyper& hyper, const Weights& weights) {
+  PassArguments args = state_arguments(block, ranges);
+  args.grads = grads.contributions;
+  args.grad_type = grads.type;
+  args.next = derive_scalars(hyper);
+  args.weights = weights.data;
+  args.weights_type = weights.type;
+  return args;
+}
+
+PieceFunction find(const Pool& pool, Mode mode, const Block& block, const Hyper& hyper,
+                   const PassArguments& args) {
+  return pool.kernels.find(Choice{mode, hyper.optimizer, args.grad_type, args.weights_type,
+                                  block.state.master == nullptr});
 }
 
 }  // namespace
 
+std::size_t num_arrays(Optimizer optimizer) {
+  return is_adam(optimizer) || optimizer == Optimizer::kTouch ? 2 : 1;
+}
+
 Status preview(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                const Weights& weights) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
-  PassArguments args = state_arguments(block, ranges);
-  args.grads = grads.contributions;
-  args.next = derive_scalars(hyper);
-  args.weights = weights.data;
-  return run_whole(pool, pool.kernels.preview[index(grads.type)][index(weights.type)], args,
-                   block.num_elements);
+  const PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
+  return run_whole(pool, find(pool, Mode::kPreview, block, hyper, args), args, block.num_elements);
 }
 
 void settle(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
@@ -181,39 +206,53 @@ void settle(Pool& pool, const Block& block, const Gradients& grads, const Hyper&
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &hyper, nullptr);
   PassArguments args = state_arguments(block, ranges);
   args.pending_grads = grads.contributions;
+  args.grad_type = grads.type;
   args.pending = derive_scalars(hyper);
-  run_undoable(pool, pool.kernels.settle[index(grads.type)], args, block.num_elements, settlement);
+  run_undoable(pool, find(pool, Mode::kSettle, block, hyper, args), args, block.num_elements,
+               settlement);
 }
 
 Status advance(Pool& pool, const Block& block, const Gradients& pending_grads,
                const Hyper& pending_hyper, const Gradients& grads, const Hyper& hyper,
                const Weights& weights, Settlement settlement) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &pending_hyper, &hyper);
-  PassArguments args = state_arguments(block, ranges);
+  PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
   args.pending_grads = pending_grads.contributions;
   args.pending = derive_scalars(pending_hyper);
-  args.grads = grads.contributions;
-  args.next = derive_scalars(hyper);
-  args.weights = weights.data;
-  return run_undoable(pool, pool.kernels.advance[index(grads.type)][index(weights.type)], args,
+  return run_undoable(pool, find(pool, Mode::kAdvance, block, hyper, args), args,
                       block.num_elements, settlement);
 }
 
 Status step_in_place(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                      const Weights& weights) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
-  PassArguments args = state_arguments(block, ranges);
-  args.grads = grads.contributions;
-  args.next = derive_scalars(hyper);
-  args.weights = weights.data;
-  return run_whole(pool, pool.kernels.in_place[index(grads.type)][index(weights.type)], args,
-                   block.num_elements);
+  const PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
+  return run_whole(pool, find(pool, Mode::kInPlace, block, hyper, args), args, block.num_elements);
+}
+
+Status hold(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
+            const Weights& weights, Settlement settlement) {
+  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  const PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
+  return run_undoable(pool, find(pool, Mode::kHold, block, hyper, args), args, block.num_elements,
+                      settlement);
+}
+
+void invert(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
+            Settlement settlement) {
+  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  const PassArguments args = step_arguments(block, ranges, grads, hyper, Weights{});
+  run_undoable(pool, find(pool, Mode::kInvert, block, hyper, args), args, block.num_elements,
+               settlement);
 }
 
 Status gradient_status(Pool& pool, const Gradients& grads, std::uint64_t num_elements) {
   PassArguments args;
   args.grads = grads.contributions;
-  return run_whole(pool, pool.kernels.status[index(grads.type)], args, num_elements);
+  args.grad_type = grads.type;
+  Choice choice{Mode::kStatus};
+  choice.grads = grads.type;
+  return run_whole(pool, pool.kernels.find(choice), args, num_elements);
 }
 
 void cast_weights(Pool& pool, const float* master, const Weights& weights,
@@ -221,7 +260,8 @@ void cast_weights(Pool& pool, const float* master, const Weights& weights,
   PassArguments args;
   args.master = const_cast<float*>(master);  // this pass only reads it
   args.weights = weights.data;
-  run_whole(pool, pool.kernels.cast[index(weights.type)], args, num_elements);
+  args.weights_type = weights.type;
+  run_whole(pool, pool.kernels.find(Choice{Mode::kCast}), args, num_elements);
 }
 
 }  // namespace penstock

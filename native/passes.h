@@ -14,16 +14,20 @@
 
 namespace penstock {
 
-// Hyper-parameters of one step of torch.optim.AdamW or Adam (without amsgrad).
+// Hyper-parameters of one step. They are those of torch.optim.AdamW, Adam (without amsgrad) and
+// Adagrad, of SGD with momentum beta1, and of Lion; an optimizer ignores those it does not have.
 struct Hyper {
+  Optimizer optimizer;
   double lr;
   double beta1;
   double beta2;
   double eps;
   std::uint64_t step;  // t >= 1, for the bias corrections
   double coefficient;  // multiplies the summed gradients: clip coefficient / loss scale
-  bool adamw;          // decoupled weight decay; otherwise it is added to the gradient
 };
+
+// Arrays of state beside master.
+std::size_t num_arrays(Optimizer optimizer);
 
 // Elements [start, end) with one weight decay.
 struct WeightDecayRange {
@@ -44,9 +48,7 @@ struct Weights {
 
 struct Block {
   std::uint64_t num_elements;
-  float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  StateArrays state;
   std::vector<WeightDecayRange> ranges;
 };
 
@@ -86,6 +88,14 @@ Status advance(Pool& pool, const Block& block, const Gradients& pending_grads,
 // The classic step: master, state and weights; nothing can be undone.
 Status step_in_place(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                      const Weights& weights);
+
+// The same, crash safe: for gradients that were validated before.
+Status hold(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
+            const Weights& weights, Settlement settlement);
+
+// Takes a step in place back by arithmetic; what it rounded away is lost. Not for split masters.
+void invert(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
+            Settlement settlement);
 
 Status gradient_status(Pool& pool, const Gradients& grads, std::uint64_t num_elements);
 

@@ -34,6 +34,24 @@ const UndoSlot* last_saved(const UndoPiece& piece) {
   return &slot;
 }
 
+// The halves are those that load_split() of the vector types joins.
+void put_back(const UndoSlot& slot, const StateArrays& state, std::uint64_t element) {
+  if (state.master != nullptr) {
+    std::memcpy(state.master + element, slot.master, sizeof(slot.master));
+  } else {
+    std::uint32_t bits[kVector];
+    std::memcpy(bits, slot.master, sizeof(bits));
+    for (std::size_t j = 0; j < kVector; ++j) {
+      state.high[element + j] = static_cast<std::uint16_t>((bits[j] + 0x8000u) >> 16);
+      state.low[element + j] = static_cast<std::uint16_t>(bits[j]);
+    }
+  }
+  for (std::size_t k = 0; k < 2; ++k) {
+    if (state.arrays[k] == nullptr) continue;
+    std::memcpy(state.arrays[k] + element, slot.arrays[k], sizeof(slot.arrays[k]));
+  }
+}
+
 }  // namespace
 
 Undo::Undo(void* data, std::size_t num_bytes) : header_(static_cast<UndoHeader*>(data)) {
@@ -105,25 +123,21 @@ void Undo::disarm() {
   publish(header_->state, kIdle);
 }
 
-std::vector<Span> Undo::repair(float* master, float* exp_avg, float* exp_avg_sq,
-                               std::uint64_t num_elements) {
-  const std::uint64_t state = load_state();
-  if (state == kIdle) return {};
+std::vector<Span> Undo::repair(const StateArrays& state, std::uint64_t num_elements) {
+  const std::uint64_t word = load_state();
+  if (word == kIdle) return {};
   if (num_elements != header_->num_elements) {
     throw std::invalid_argument("undo belongs to arrays of " +
                                 std::to_string(header_->num_elements) + " elements, not " +
                                 std::to_string(num_elements));
   }
   const std::vector<Span> left = remaining();  // checks every piece before the first store
-  const UndoPiece* pieces = table(table_of(state));
+  const UndoPiece* pieces = table(table_of(word));
   for (std::size_t i = 0; i < left.size(); ++i) {
     const UndoSlot* slot = last_saved(pieces[i]);
-    if (slot == nullptr) continue;
-    std::memcpy(master + left[i].start, slot->master, sizeof(slot->master));
-    std::memcpy(exp_avg + left[i].start, slot->exp_avg, sizeof(slot->exp_avg));
-    std::memcpy(exp_avg_sq + left[i].start, slot->exp_avg_sq, sizeof(slot->exp_avg_sq));
+    if (slot != nullptr) put_back(*slot, state, left[i].start);
   }
-  publish(header_->state, kRepaired + table_of(state));
+  publish(header_->state, kRepaired + table_of(word));
   return left;
 }
 

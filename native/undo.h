@@ -1,6 +1,6 @@
 // The undo area: what makes settle and advance survive SIGKILL at any instant.
 //
-// A pass overwrites master, exp_avg and exp_avg_sq in place, one vector of 16 parameters at a time.
+// A pass overwrites master and the optimizer's arrays in place, one vector of 16 parameters at a time.
 // Before it writes a vector it saves the old values here, in memory that outlives the process.
 // After a kill, repair() puts back the at most one half-written vector of every piece of the pass
 // and says which elements are still to do; settling those gives the bits of an undisturbed pass.
@@ -24,7 +24,7 @@
 //           +64   slot 0  old values of a vector with an even number (element / 16)
 //           +320  slot 1  ... with an odd number
 //
-//     slot  +0    master[16]   +64  exp_avg[16]   +128  exp_avg_sq[16]   (float32)
+//     slot  +0    master[16]   +64  first array[16]   +128  second array[16]   (float32)
 //           +192  position     0 empty, else 1 + first element of the saved vector
 //
 // Writers: the process that runs the pass (each piece by one thread), later the process that
@@ -72,8 +72,7 @@ constexpr std::size_t kVector = 16;  // parameters per vector
 
 struct alignas(64) UndoSlot {
   float master[kVector];
-  float exp_avg[kVector];
-  float exp_avg_sq[kVector];
+  float arrays[2][kVector];  // the second unused by optimizers that have one
   std::uint64_t position;
 };
 
@@ -102,6 +101,15 @@ struct Span {
   bool operator==(const Span& other) const { return start == other.start && end == other.end; }
 };
 
+// The arrays that a pass overwrites. A split master has halves instead of `master`; its upper ones
+// may be overwritten, too, by weights of a later version.
+struct StateArrays {
+  float* master = nullptr;
+  std::uint16_t* high = nullptr;
+  std::uint16_t* low = nullptr;
+  float* arrays[2] = {};
+};
+
 struct UndoState {
   bool armed;  // a pass was cut short (or still runs): repair before the next one
   std::uint64_t tag;
@@ -127,8 +135,7 @@ class Undo {
   void disarm();
 
   // Puts back half-written vectors and returns what is left to do, in pieces; empty when idle.
-  std::vector<Span> repair(float* master, float* exp_avg, float* exp_avg_sq,
-                           std::uint64_t num_elements);
+  std::vector<Span> repair(const StateArrays& state, std::uint64_t num_elements);
 
  private:
   UndoPiece* table(std::size_t which) const;

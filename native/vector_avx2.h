@@ -19,14 +19,28 @@ struct Avx2 {
   static Floats broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   static Floats load(const float* from) { return {_mm256_load_ps(from), _mm256_load_ps(from + 8)}; }
   static Floats load_bf16(const std::uint16_t* from) { return {widen(from), widen(from + 8)}; }
+  static Floats load_fp16(const std::uint16_t* from) {
+    return {_mm256_cvtph_ps(load_half(from)), _mm256_cvtph_ps(load_half(from + 8))};
+  }
+  static Floats load_split(const std::uint16_t* high, const std::uint16_t* low) {
+    return {join(high, low), join(high + 8, low + 8)};
+  }
+  static void store_low(std::uint16_t* to, const Floats& x) {
+    const __m256i mask = _mm256_set1_epi32(0xFFFF);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to),
+                       pack(_mm256_and_si256(_mm256_castps_si256(x.low), mask),
+                            _mm256_and_si256(_mm256_castps_si256(x.high), mask)));
+  }
+  static void stream_high(std::uint16_t* to, const Floats& x) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), pack(round_up(x.low), round_up(x.high)));
+  }
   static void store(float* to, const Floats& x) {
     _mm256_store_ps(to, x.low);
     _mm256_store_ps(to + 8, x.high);
   }
   static void stream_bf16(std::uint16_t* to, const Floats& x) {
-    // packus works within 128-bit halves: the permutation puts the quarters in order again.
-    const __m256i packed = _mm256_packus_epi32(round_bf16(x.low), round_bf16(x.high));
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xD8));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                        pack(round_bf16(x.low), round_bf16(x.high)));
   }
   static void stream_fp16(std::uint16_t* to, const Floats& x) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
@@ -47,6 +61,10 @@ struct Avx2 {
     return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
   }
   static Floats sqrt(const Floats& a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+  static Floats max(const Floats& a, const Floats& b) {
+    return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
+  }
+  static Floats sign(const Floats& a) { return {sign(a.low), sign(a.high)}; }
 
   static Doubles zero_doubles() {
     const __m256d zero = _mm256_setzero_pd();
@@ -63,9 +81,30 @@ struct Avx2 {
   }
 
  private:
+  static __m128i load_half(const std::uint16_t* from) {
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(from));
+  }
   static __m256 widen(const std::uint16_t* from) {
-    const __m128i narrow = _mm_load_si128(reinterpret_cast<const __m128i*>(from));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(from)), 16));
+  }
+  static __m256 join(const std::uint16_t* high, const std::uint16_t* low) {
+    const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(high)), 16);
+    const __m256i lower = _mm256_cvtepu16_epi32(load_half(low));
+    const __m256i borrow = _mm256_slli_epi32(_mm256_srli_epi32(lower, 15), 16);
+    return _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_add_epi32(upper, lower), borrow));
+  }
+  static __m256i round_up(__m256 x) {
+    const __m256i rounded = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000));
+    return _mm256_srli_epi32(rounded, 16);
+  }
+  // packus works within 128-bit halves: the permutation puts the quarters in order again.
+  static __m256i pack(__m256i low, __m256i high) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+  }
+  static __m256 sign(__m256 a) {
+    const __m256 bit = _mm256_and_ps(a, _mm256_set1_ps(-0.0f));
+    const __m256 not_zero = _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_OQ);
+    return _mm256_and_ps(_mm256_or_ps(bit, _mm256_set1_ps(1.0f)), not_zero);
   }
   static __m256i round_bf16(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x);

@@ -17,8 +17,25 @@ struct Avx512 {
   static Floats broadcast(float value) { return _mm512_set1_ps(value); }
   static Floats load(const float* from) { return _mm512_load_ps(from); }
   static Floats load_bf16(const std::uint16_t* from) {
-    const __m256i narrow = _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(load_words(from), 16));
+  }
+  static Floats load_fp16(const std::uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static Floats load_split(const std::uint16_t* high, const std::uint16_t* low) {
+    const __m512i upper = _mm512_slli_epi32(load_words(high), 16);
+    const __m512i lower = load_words(low);
+    const __m512i borrow = _mm512_slli_epi32(_mm512_srli_epi32(lower, 15), 16);
+    return _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_add_epi32(upper, lower), borrow));
+  }
+  static void store_low(std::uint16_t* to, Floats x) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to),
+                       _mm512_cvtepi32_epi16(_mm512_castps_si512(x)));
+  }
+  static void stream_high(std::uint16_t* to, Floats x) {
+    const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
   }
   static void store(float* to, Floats x) { _mm512_store_ps(to, x); }
   static void stream_bf16(std::uint16_t* to, Floats x) {
@@ -43,6 +60,13 @@ struct Avx512 {
   static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
   static Floats sqrt(Floats a) { return _mm512_sqrt_ps(a); }
+  static Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+  static Floats sign(Floats a) {
+    const __m512i bits = _mm512_and_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(1 << 31));
+    const __m512 one = _mm512_castsi512_ps(_mm512_or_epi32(bits, _mm512_set1_epi32(0x3F800000)));
+    const __mmask16 not_zero = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    return _mm512_maskz_mov_ps(not_zero, one);
+  }
 
   static Doubles zero_doubles() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
   static void add_squares(Doubles& sums, Floats x) {
@@ -56,6 +80,9 @@ struct Avx512 {
   }
 
  private:
+  static __m512i load_words(const std::uint16_t* from) {
+    return _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
+  }
   static __mmask16 is_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
   static void add_squares(__m512d& sums, __m256 x) {
     const __m512d value = _mm512_cvtps_pd(x);

@@ -36,6 +36,26 @@ struct Portable {
   static Floats load_bf16(const std::uint16_t* from) {
     return each([=](std::size_t j) { return from_bits(std::uint32_t{from[j]} << 16); });
   }
+  static Floats load_fp16(const std::uint16_t* from) {
+    return each([=](std::size_t j) { return from_fp16(from[j]); });
+  }
+  // The float whose upper half, rounded half up in the bits, is `high` and whose lower half is
+  // `low`: rounding up carried, so the carry is taken back.
+  static Floats load_split(const std::uint16_t* high, const std::uint16_t* low) {
+    return each([=](std::size_t j) {
+      const std::uint32_t upper = std::uint32_t{high[j]} << 16;
+      const std::uint32_t lower = low[j];
+      return from_bits(upper + lower - ((lower >> 15) << 16));
+    });
+  }
+  static void store_low(std::uint16_t* to, const Floats& x) {
+    for (std::size_t j = 0; j < 16; ++j) to[j] = static_cast<std::uint16_t>(to_bits(x.lane[j]));
+  }
+  static void stream_high(std::uint16_t* to, const Floats& x) {
+    for (std::size_t j = 0; j < 16; ++j) {
+      to[j] = static_cast<std::uint16_t>((to_bits(x.lane[j]) + 0x8000u) >> 16);
+    }
+  }
   static void store(float* to, const Floats& x) { std::memcpy(to, x.lane, sizeof(x.lane)); }
   static void stream_bf16(std::uint16_t* to, const Floats& x) {
     for (std::size_t j = 0; j < 16; ++j) to[j] = to_bf16(x.lane[j]);
@@ -60,6 +80,16 @@ struct Portable {
   static Floats sqrt(const Floats& a) {
     return each([&](std::size_t j) { return std::sqrt(a.lane[j]); });
   }
+  static Floats max(const Floats& a, const Floats& b) {
+    return each([&](std::size_t j) { return a.lane[j] > b.lane[j] ? a.lane[j] : b.lane[j]; });
+  }
+  // -1, 0 or 1; 0 of NaN.
+  static Floats sign(const Floats& a) {
+    return each([&](std::size_t j) {
+      const float x = a.lane[j];
+      return x > 0.0f ? 1.0f : (x < 0.0f ? -1.0f : 0.0f);
+    });
+  }
 
   static Doubles zero_doubles() { return Doubles{}; }
   static void add_squares(Doubles& sums, const Floats& x) {
@@ -80,6 +110,15 @@ struct Portable {
     float value;
     std::memcpy(&value, &bits, sizeof(value));
     return value;
+  }
+
+  static float from_fp16(std::uint16_t half) {
+    const std::uint32_t sign = std::uint32_t{half & 0x8000u} << 16;
+    const std::uint32_t magnitude = half & 0x7FFFu;
+    if (magnitude >= 0x7C00u) return from_bits(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
+    if (magnitude >= 0x0400u) return from_bits(sign | ((magnitude << 13) + (112u << 23)));
+    const float small = static_cast<float>(magnitude) * 0x1p-24f;  // denormals, exactly
+    return from_bits(sign | to_bits(small));
   }
 
   // Round to nearest, ties to even, by adding just less than (odd: exactly) half of the last place.

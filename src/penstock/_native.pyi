@@ -3,9 +3,15 @@ simulator's event core.
 
 Arrays of the passes are one-dimensional, contiguous numpy arrays of n elements, n a positive
 multiple of 16, that start at a multiple of 64 bytes; nothing is copied. ``uint16`` arrays hold bf16
-(gradients; weights with ``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns. Wrong
-arguments raise ValueError or TypeError (BufferError for buffers) before anything is written. Every
-pass releases the GIL; passes on one pool take turns.
+(gradients; weights with ``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns; gradients in
+fp16 are ``float16`` arrays. Wrong arguments raise ValueError or TypeError (BufferError for buffers)
+before anything is written. Every pass releases the GIL; passes on one pool take turns.
+
+``master`` is a float32 array, or a *split* one: a pair (upper halves, lower halves) of ``uint16``
+arrays. The upper halves, rounded half up in the bits, are the bf16 weights of the state's version;
+a pass writes the lower ones, and those of the next version into ``weights``, another slot (advance:
+the slot that it settles away from). ``arrays`` are the optimizer's own: Adam and AdamW have two
+(exp_avg, exp_avg_sq), SGD (momentum), Lion (exp_avg) and Adagrad (sum of squares) one.
 
 All passes give the same bits on every vector path and with any number of threads, and ``advance``
 the same as ``settle`` followed by ``preview``, as long as the summed gradients are finite.
@@ -24,6 +30,8 @@ from typing_extensions import Buffer
 _Bytes: TypeAlias = Buffer | NDArray[Any]  # for type checkers, arrays are buffers since Python 3.12
 _Floats: TypeAlias = NDArray[np.float32]
 _FloatsOrBits: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+_Gradients: TypeAlias = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
+_Master: TypeAlias = NDArray[np.float32] | tuple[NDArray[np.uint16], NDArray[np.uint16]]
 _Ranges: TypeAlias = Sequence[tuple[int, int, float]]
 _Spans: TypeAlias = Sequence[tuple[int, int]]
 
@@ -46,8 +54,21 @@ class WeightsDtype(Enum):
     BFLOAT16 = ...
     FLOAT16 = ...
 
+class Optimizer(Enum):
+    """Which step is taken. TOUCH reads and writes what Adam does, computes next to nothing and
+    saves no undo values: what memory allows.
+    """
+
+    ADAMW = ...
+    ADAM = ...
+    SGD = ...
+    LION = ...
+    ADAGRAD = ...
+    TOUCH = ...
+
 class Hyper:
-    """Hyper-parameters of one optimizer step, those of torch.optim.AdamW (``adamw=False``: Adam).
+    """Hyper-parameters of one optimizer step, those of torch.optim.AdamW, Adam and Adagrad, of SGD
+    with ``beta1`` as momentum, and of Lion; an optimizer ignores what it does not have.
 
     ``step`` is t >= 1 of the bias corrections; ``coefficient`` multiplies the summed gradients
     (clip coefficient times inverse loss scale). Immutable.
@@ -62,7 +83,7 @@ class Hyper:
         eps: float,
         step: int,
         coefficient: float = 1.0,
-        adamw: bool = True,
+        optimizer: Optimizer = Optimizer.ADAMW,
     ) -> None: ...
     @property
     def lr(self) -> float: ...
@@ -77,7 +98,7 @@ class Hyper:
     @property
     def coefficient(self) -> float: ...
     @property
-    def adamw(self) -> bool: ...
+    def optimizer(self) -> Optimizer: ...
 
 class Status:
     """What a pass learned about the summed gradients (before the coefficient)."""
@@ -135,10 +156,9 @@ def available_vector_paths() -> list[str]:
 def preview(
     pool: Pool,
     *,
-    master: _Floats,
-    exp_avg: _Floats,
-    exp_avg_sq: _Floats,
-    grads: Sequence[_FloatsOrBits],
+    master: _Master,
+    arrays: Sequence[_Floats],
+    grads: Sequence[_Gradients],
     weights: _FloatsOrBits,
     weights_dtype: WeightsDtype,
     hyper: Hyper,
@@ -153,10 +173,9 @@ def preview(
 def settle(
     pool: Pool,
     *,
-    master: _Floats,
-    exp_avg: _Floats,
-    exp_avg_sq: _Floats,
-    grads: Sequence[_FloatsOrBits],
+    master: _Master,
+    arrays: Sequence[_Floats],
+    grads: Sequence[_Gradients],
     hyper: Hyper,
     ranges: _Ranges,
     undo: _Bytes,
@@ -177,12 +196,11 @@ def settle(
 def advance(
     pool: Pool,
     *,
-    master: _Floats,
-    exp_avg: _Floats,
-    exp_avg_sq: _Floats,
-    pending_grads: Sequence[_FloatsOrBits],
+    master: _Master,
+    arrays: Sequence[_Floats],
+    pending_grads: Sequence[_Gradients],
     pending_hyper: Hyper,
-    grads: Sequence[_FloatsOrBits],
+    grads: Sequence[_Gradients],
     hyper: Hyper,
     weights: _FloatsOrBits,
     weights_dtype: WeightsDtype,
@@ -201,10 +219,9 @@ def advance(
 def step_in_place(
     pool: Pool,
     *,
-    master: _Floats,
-    exp_avg: _Floats,
-    exp_avg_sq: _Floats,
-    grads: Sequence[_FloatsOrBits],
+    master: _Master,
+    arrays: Sequence[_Floats],
+    grads: Sequence[_Gradients],
     weights: _FloatsOrBits,
     weights_dtype: WeightsDtype,
     hyper: Hyper,
@@ -212,7 +229,41 @@ def step_in_place(
 ) -> Status:
     """The classic step: master, state and weights at once, without undo."""
 
-def gradient_status(pool: Pool, *, grads: Sequence[_FloatsOrBits]) -> Status:
+def hold(
+    pool: Pool,
+    *,
+    master: _Master,
+    arrays: Sequence[_Floats],
+    grads: Sequence[_Gradients],
+    weights: _FloatsOrBits,
+    weights_dtype: WeightsDtype,
+    hyper: Hyper,
+    ranges: _Ranges,
+    undo: _Bytes,
+    spans: _Spans | None = None,
+    tag: int = 0,
+) -> Status:
+    """:func:`step_in_place`, crash safe: for gradients that were looked at before. One that was cut
+    short is repaired and completed by itself, or by a settle and a new cast of the weights.
+    """
+
+def invert(
+    pool: Pool,
+    *,
+    master: _Master,
+    arrays: Sequence[_Floats],
+    grads: Sequence[_Gradients],
+    hyper: Hyper,
+    ranges: _Ranges,
+    undo: _Bytes,
+    spans: _Spans | None = None,
+    tag: int = 0,
+) -> None:
+    """Take a step in place back by arithmetic (the papers' rollback): what it rounded away is lost,
+    and after Inf or NaN everything. ``master`` must not be split.
+    """
+
+def gradient_status(pool: Pool, *, grads: Sequence[_Gradients]) -> Status:
     """Only the status that :func:`preview` would return."""
 
 def cast_weights(
@@ -231,9 +282,7 @@ def undo_state(undo: _Bytes) -> UndoState:
     nothing.
     """
 
-def repair(
-    undo: _Bytes, *, master: _Floats, exp_avg: _Floats, exp_avg_sq: _Floats
-) -> list[tuple[int, int]]:
+def repair(undo: _Bytes, *, master: _Master, arrays: Sequence[_Floats]) -> list[tuple[int, int]]:
     """Put back vectors that a killed pass left half-written; returns the spans it did not settle.
 
     Settling these spans with the same gradients, hyper-parameters, ranges and tag gives the state

@@ -85,8 +85,7 @@ class Block:
         """Keyword arguments of every pass over model state."""
         return {
             "master": self.master,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
+            "arrays": [self.exp_avg, self.exp_avg_sq],
             "ranges": self.ranges,
         }
 
@@ -94,6 +93,11 @@ class Block:
     def arrays(self) -> dict[str, Any]:
         """Keyword arguments of repair."""
         return {name: array for name, array in self.state.items() if name != "ranges"}
+
+    @property
+    def each(self) -> tuple[NDArray[np.float32], ...]:
+        """Master and the optimizer's arrays."""
+        return self.master, self.exp_avg, self.exp_avg_sq
 
     def bits(self) -> tuple[bytes, bytes, bytes]:
         """Master and state, to compare byte for byte."""

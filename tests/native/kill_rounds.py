@@ -33,6 +33,11 @@ PATIENCE_S = 30.0
 Arrays = dict[str, Any]  # name -> array
 
 
+def state_of(arrays: Arrays) -> dict[str, Any]:
+    """Arguments of every pass over model state."""
+    return {"master": arrays["master"], "arrays": [arrays["exp_avg"], arrays["exp_avg_sq"]]}
+
+
 class Shared:
     """Page-aligned arrays in an unlinked file of /dev/shm, inherited by forks."""
 
@@ -88,7 +93,13 @@ class Job:
     def settle(self, pool: _native.Pool, arrays: Arrays, undo: Any, step: int, **more: Any) -> None:
         """Settle one step."""
         _native.settle(
-            pool, undo=undo, tag=step, ranges=self.ranges, **arrays, **self.inputs(step), **more
+            pool,
+            undo=undo,
+            tag=step,
+            ranges=self.ranges,
+            **state_of(arrays),
+            **self.inputs(step),
+            **more,
         )
 
     def run_pass(self, pool: _native.Pool, shared: Shared, step: int) -> None:
@@ -107,7 +118,7 @@ class Job:
             tag=step,
             ranges=self.ranges,
             **new,
-            **shared.arrays,
+            **state_of(shared.arrays),
         )
 
 
@@ -159,7 +170,7 @@ def complete(job: Job, shared: Shared) -> None:
     """Repair and settle what is left, if a pass was cut short."""
     with job.pool() as pool:
         step = _native.undo_state(shared.undo).tag
-        spans = _native.repair(shared.undo, **shared.arrays)
+        spans = _native.repair(shared.undo, **state_of(shared.arrays))
         if spans:
             job.settle(pool, shared.arrays, shared.undo, step, spans=spans)
 
@@ -169,7 +180,7 @@ def complete_without_restoring(job: Job, shared: Shared, pool: _native.Pool) -> 
     step = _native.undo_state(shared.undo).tag
     naive = {name: aligned_copy(array) for name, array in shared.arrays.items()}
     scratch = {name: aligned_copy(array) for name, array in shared.arrays.items()}
-    spans = _native.repair(aligned_copy(shared.undo), **scratch)
+    spans = _native.repair(aligned_copy(shared.undo), **state_of(scratch))
     idle = aligned_copy(np.zeros_like(shared.undo))
     job.settle(pool, naive, idle, step, spans=spans)
     return naive

@@ -51,8 +51,25 @@ WRONG: list[tuple[str, Change, str]] = [
     ("master", lambda kit, a: floats(kit, 60), "master has 60 elements: .* multiple of 16"),
     ("master", lambda kit, a: floats(kit, 0), "master has 0 elements"),
     ("master", lambda kit, a: read_only(a["master"]), "master must be writable"),
-    ("exp_avg", lambda kit, a: floats(kit, 80), "exp_avg has 80 elements, master has 64"),
-    ("exp_avg_sq", lambda kit, a: floats(kit).view(np.int32), "exp_avg_sq must be float32"),
+    ("master", lambda kit, a: (floats(kit),), "master must be one array, or a pair"),
+    ("master", lambda kit, a: (floats(kit), floats(kit)), r"master\[0\] must be uint16"),
+    (
+        "arrays",
+        lambda kit, a: [floats(kit, 80), a["arrays"][1]],
+        r"arrays\[0\] has 80 elements, master has 64",
+    ),
+    (
+        "arrays",
+        lambda kit, a: [a["arrays"][0], floats(kit).view(np.int32)],
+        r"arrays\[1\] must be float32",
+    ),
+    ("arrays", lambda kit, a: [], "arrays lists 0: optimizers have 1 or 2"),
+    ("arrays", lambda kit, a: a["arrays"][:1], "arrays lists 1: this optimizer has 2"),
+    (
+        "hyper",
+        lambda kit, a: kit.hyper(optimizer=_native.Optimizer.ADAM),
+        "pending_hyper and hyper must have the same optimizer",
+    ),
     ("grads", lambda kit, a: [], "grads lists 0 contributions: 1 to 12"),
     ("grads", lambda kit, a: a["grads"] * 13, "grads lists 13 contributions"),
     ("grads", lambda kit, a: [a["grads"][0], floats(kit)], r"grads\[1\] has another dtype"),
@@ -60,7 +77,7 @@ WRONG: list[tuple[str, Change, str]] = [
     (
         "grads",
         lambda kit, a: [a["grads"][0].view(np.int16)],
-        r"grads\[0\] must be float32, or uint",
+        r"grads\[0\] must be float32, float16, or uint",
     ),
     ("pending_grads", lambda kit, a: [a["grads"][0][:32]], r"pending_grads\[0\] has 32 elements"),
     ("weights", lambda kit, a: floats(kit), "weights must be uint16 for this weights_dtype"),
@@ -95,12 +112,12 @@ def test_wrong_arguments_are_refused_by_name(
     args = arguments(kit)
     if name == "spans":
         args["undo"] = args["undo"][: _native.undo_bytes(1)]
-    before = [args[key].copy() for key in ("master", "exp_avg", "exp_avg_sq", "weights", "undo")]
+    arrays = [args["master"], *args["arrays"], args["weights"], args["undo"]]
+    before = [array.copy() for array in arrays]
     changed = args | {name: change(kit, args)}
     with pytest.raises((ValueError, TypeError, BufferError), match=message):
         _native.advance(pool, **changed)
-    after = [args[key] for key in ("master", "exp_avg", "exp_avg_sq", "weights", "undo")]
-    for old, new in zip(before, after, strict=True):
+    for old, new in zip(before, arrays, strict=True):
         assert old.tobytes() == new.tobytes()
 
 
@@ -132,11 +149,11 @@ def test_impossible_hyper_parameters_are_refused(name: str, value: float, kit: A
 
 
 def test_hyper_parameters_can_be_read_but_not_changed(kit: Any) -> None:
-    hyper = kit.hyper(step=7, coefficient=0.5, adamw=False)
+    hyper = kit.hyper(step=7, coefficient=0.5, optimizer=_native.Optimizer.ADAM)
     assert repr(hyper) == (
-        "Hyper(lr=0.01, beta1=0.90000000000000002, beta2=0.94999999999999996, eps=1e-08, step=7, "
-        "coefficient=0.5, adamw=False)"
+        "Hyper(optimizer=ADAM, lr=0.01, beta1=0.90000000000000002, beta2=0.94999999999999996, "
+        "eps=1e-08, step=7, coefficient=0.5)"
     )
-    assert (hyper.step, hyper.coefficient, hyper.adamw) == (7, 0.5, False)
+    assert (hyper.step, hyper.coefficient, hyper.optimizer.name) == (7, 0.5, "ADAM")
     with pytest.raises(AttributeError):
         hyper.lr = 1.0

@@ -62,7 +62,7 @@ def test_bf16_gradients_are_widened_exactly(path: str, kit: Any, cores: list[int
     finite = np.isfinite(values)
     grad[~finite] = 0
     block = kit.block(grad.size, 1)
-    for array in block.arrays.values():
+    for array in block.each:
         array[:] = 0
     with _native.Pool([cores[0]], vector_path=path) as pool:
         _native.settle(

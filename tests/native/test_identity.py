@@ -21,7 +21,7 @@ case = st.fixed_dictionaries(
         "bf16": st.booleans(),
         "count": st.integers(1, 3),
         "dtype": st.sampled_from(list(WeightsDtype)),
-        "adamw": st.booleans(),
+        "optimizer": st.sampled_from([_native.Optimizer.ADAMW, _native.Optimizer.ADAM]),
         "coefficient": st.sampled_from([1.0, 0.37, 2.0**-16]),
     }
 )
@@ -37,7 +37,7 @@ class Run:
         options = {"bf16": case["bf16"], "count": case["count"]}
         self.pending = kit.gradients(case["num_elements"], case["seed"] + 1, **options)
         self.grads = kit.gradients(case["num_elements"], case["seed"] + 2, **options)
-        changes = {"adamw": case["adamw"], "coefficient": case["coefficient"]}
+        changes = {"optimizer": case["optimizer"], "coefficient": case["coefficient"]}
         self.pending_hyper = kit.hyper(step=4, lr=2e-2, **changes)
         self.hyper = kit.hyper(step=5, **changes)
         self.out = {"weights": self.weights, "weights_dtype": case["dtype"]}

@@ -13,6 +13,7 @@ from penstock import _native
 
 NUM_STEPS = 6
 LR, BETA1, BETA2, EPS, DECAY = 3e-3, 0.9, 0.95, 1e-8, 0.1
+KINDS = {True: _native.Optimizer.ADAMW, False: _native.Optimizer.ADAM}
 
 
 def float64_step(
@@ -43,7 +44,7 @@ def test_steps_match_float64(
     block.ranges[:] = [(0, num_elements, DECAY)]
     block.exp_avg[:] = 0
     block.exp_avg_sq[:] = 0
-    exact = [array.astype(np.float64) for array in block.arrays.values()]
+    exact = [array.astype(np.float64) for array in block.each]
     with _native.Pool([cores[0], cores[-1]], vector_path=path) as pool:
         for step in range(1, NUM_STEPS + 1):
             grads = kit.gradients(num_elements, step, bf16=bf16, count=2)
@@ -52,14 +53,20 @@ def test_steps_match_float64(
             ]
             total = (floats[0] + floats[1]).astype(np.float64)
             hyper = _native.Hyper(
-                lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, step=step, coefficient=0.25, adamw=adamw
+                lr=LR,
+                beta1=BETA1,
+                beta2=BETA2,
+                eps=EPS,
+                step=step,
+                coefficient=0.25,
+                optimizer=KINDS[adamw],
             )
             status = _native.gradient_status(pool, grads=grads)
             _native.settle(pool, grads=grads, hyper=hyper, undo=block.undo, **block.state)
             float64_step(exact, total * 0.25, step, adamw=adamw)
             assert status.finite
             assert status.sum_squares == pytest.approx(float(np.sum(total**2)), rel=1e-14)
-    for found, expected in zip(block.arrays.values(), exact, strict=True):
+    for found, expected in zip(block.each, exact, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -84,7 +91,9 @@ def test_steps_match_torch(adamw: bool, pool: _native.Pool, kit: Any) -> None:
         decayed.grad = torch.from_numpy(grad[:4096].copy())
         plain.grad = torch.from_numpy(grad[4096:].copy())
         optimizer.step()
-        hyper = _native.Hyper(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, step=step, adamw=adamw)
+        hyper = _native.Hyper(
+            lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, step=step, optimizer=KINDS[adamw]
+        )
         _native.step_in_place(
             pool,
             grads=[grad],

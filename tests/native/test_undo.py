@@ -72,7 +72,7 @@ def test_what_a_finished_pass_leaves(pool: _native.Pool, kit: Any) -> None:
         for parity in (0, 1):
             first = end - 32 + 16 * parity
             slot = slot_offset(block.undo, piece, parity)
-            old = [array[first : first + 16].tobytes() for array in before.arrays.values()]
+            old = [array[first : first + 16].tobytes() for array in before.each]
             assert block.undo[slot : slot + 192].tobytes() == b"".join(old)
             assert struct.unpack_from("<Q", block.undo, slot + 192) == (first + 1,)
 

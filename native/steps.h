@@ -1,0 +1,207 @@
+// The arithmetic of the optimizers, one vector of 16 parameters at a time.
+//
+// Each operation rounds once, on every vector path. A step is a class with
+//
+//     kNumArrays                 arrays of state beside master
+//     kSavesUndo                 whether passes with an undo area use it
+//     step(old, grad_sum, c)     the state after the step
+//     inverse(next, grad_sum, c) the state before it, as far as arithmetic can tell: what rounding
+//                                lost stays lost (the papers' rollback)
+#pragma once
+
+#include <cstddef>
+
+#include "kernels.h"
+
+namespace penstock {
+namespace {
+
+// The steps of the loop: a call would send their vectors through memory.
+#define PENSTOCK_STEP __attribute__((always_inline)) inline
+
+// Master and the arrays of state, in the order of Block::arrays; unused ones stay unread.
+template <class V>
+struct State {
+  typename V::Floats master, first, second;
+};
+
+// The scalars of one step on one range of parameters, in every lane.
+template <class V>
+struct Constants {
+  using Floats = typename V::Floats;
+
+  Constants(const StepScalars& scalars, const Decay& decay)
+      : coefficient(V::broadcast(scalars.coefficient)),
+        beta1(V::broadcast(scalars.beta1)),
+        one_minus_beta1(V::broadcast(scalars.one_minus_beta1)),
+        inverse_beta1(V::broadcast(scalars.inverse_beta1)),
+        beta2(V::broadcast(scalars.beta2)),
+        one_minus_beta2(V::broadcast(scalars.one_minus_beta2)),
+        inverse_beta2(V::broadcast(scalars.inverse_beta2)),
+        inverse_sqrt_correction(V::broadcast(scalars.inverse_sqrt_correction)),
+        eps(V::broadcast(scalars.eps)),
+        step_size(V::broadcast(scalars.step_size)),
+        keep(V::broadcast(decay.keep)),
+        l2(V::broadcast(decay.l2)) {}
+
+  // The gradient of the step: scaled, and with L2 decay where there is one.
+  PENSTOCK_STEP Floats gradient(const Floats& grad_sum, const Floats& master) const {
+    return V::add(V::mul(grad_sum, coefficient), V::mul(master, l2));
+  }
+
+  Floats coefficient, beta1, one_minus_beta1, inverse_beta1, beta2, one_minus_beta2, inverse_beta2,
+      inverse_sqrt_correction, eps, step_size, keep, l2;
+};
+
+// Kingma & Ba, Algorithm 1, and Loshchilov & Hutter, Algorithm 2: the decay tells them apart.
+struct AdamStep {
+  static constexpr std::size_t kNumArrays = 2;
+  static constexpr bool kSavesUndo = true;
+
+  template <class V>
+  PENSTOCK_STEP static typename V::Floats change(const State<V>& next, const Constants<V>& c) {
+    const auto root = V::mul(V::sqrt(next.second), c.inverse_sqrt_correction);
+    return V::div(V::mul(next.first, c.step_size), V::add(root, c.eps));
+  }
+
+  template <class V>
+  PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
+                                     const Constants<V>& c) {
+    const auto grad = c.gradient(grad_sum, old.master);
+    State<V> next;
+    next.first = V::add(old.first, V::mul(V::sub(grad, old.first), c.one_minus_beta1));
+    next.second =
+        V::add(V::mul(old.second, c.beta2), V::mul(V::mul(grad, c.one_minus_beta2), grad));
+    next.master = V::sub(V::mul(old.master, c.keep), change<V>(next, c));
+    return next;
+  }
+
+  template <class V>
+  PENSTOCK_STEP static State<V> inverse(const State<V>& next, const typename V::Floats& grad_sum,
+                                        const Constants<V>& c) {
+    State<V> old;
+    old.master = V::div(V::add(next.master, change<V>(next, c)), c.keep);
+    const auto grad = c.gradient(grad_sum, old.master);
+    old.first = V::mul(V::sub(next.first, V::mul(grad, c.one_minus_beta1)), c.inverse_beta1);
+    const auto squares =
+        V::mul(V::sub(next.second, V::mul(V::mul(grad, c.one_minus_beta2), grad)), c.inverse_beta2);
+    old.second = V::max(squares, V::broadcast(0.0f));  // rounding may have made it negative
+    return old;
+  }
+};
+
+// torch.optim.SGD with momentum (beta1), without dampening or Nesterov's look ahead.
+struct MomentumStep {
+  static constexpr std::size_t kNumArrays = 1;
+  static constexpr bool kSavesUndo = true;
+
+  template <class V>
+  PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
+                                     const Constants<V>& c) {
+    State<V> next{};
+    next.first = V::add(V::mul(old.first, c.beta1), c.gradient(grad_sum, old.master));
+    next.master = V::sub(old.master, V::mul(next.first, c.step_size));
+    return next;
+  }
+
+  template <class V>
+  PENSTOCK_STEP static State<V> inverse(const State<V>& next, const typename V::Floats& grad_sum,
+                                        const Constants<V>& c) {
+    State<V> old{};
+    old.master = V::add(next.master, V::mul(next.first, c.step_size));
+    old.first = V::mul(V::sub(next.first, c.gradient(grad_sum, old.master)), c.inverse_beta1);
+    return old;
+  }
+};
+
+// Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, Algorithm 2.
+struct LionStep {
+  static constexpr std::size_t kNumArrays = 1;
+  static constexpr bool kSavesUndo = true;
+
+  template <class V>
+  PENSTOCK_STEP static typename V::Floats change(const typename V::Floats& first,
+                                                 const typename V::Floats& grad,
+                                                 const Constants<V>& c) {
+    const auto direction = V::add(first, V::mul(V::sub(grad, first), c.one_minus_beta1));
+    return V::mul(V::sign(direction), c.step_size);
+  }
+
+  template <class V>
+  PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
+                                     const Constants<V>& c) {
+    const auto grad = V::mul(grad_sum, c.coefficient);
+    State<V> next{};
+    next.first = V::add(old.first, V::mul(V::sub(grad, old.first), c.one_minus_beta2));
+    next.master = V::sub(V::mul(old.master, c.keep), change<V>(old.first, grad, c));
+    return next;
+  }
+
+  template <class V>
+  PENSTOCK_STEP static State<V> inverse(const State<V>& next, const typename V::Floats& grad_sum,
+                                        const Constants<V>& c) {
+    const auto grad = V::mul(grad_sum, c.coefficient);
+    State<V> old{};
+    old.first = V::mul(V::sub(next.first, V::mul(grad, c.one_minus_beta2)), c.inverse_beta2);
+    old.master = V::div(V::add(next.master, change<V>(old.first, grad, c)), c.keep);
+    return old;
+  }
+};
+
+// torch.optim.Adagrad without decay of the learning rate.
+struct AdagradStep {
+  static constexpr std::size_t kNumArrays = 1;
+  static constexpr bool kSavesUndo = true;
+
+  template <class V>
+  PENSTOCK_STEP static typename V::Floats change(const State<V>& next,
+                                                 const typename V::Floats& grad,
+                                                 const Constants<V>& c) {
+    return V::div(V::mul(grad, c.step_size), V::add(V::sqrt(next.first), c.eps));
+  }
+
+  template <class V>
+  PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
+                                     const Constants<V>& c) {
+    const auto grad = c.gradient(grad_sum, old.master);
+    State<V> next{};
+    next.first = V::add(old.first, V::mul(grad, grad));
+    next.master = V::sub(old.master, change<V>(next, grad, c));
+    return next;
+  }
+
+  // With L2 decay the gradient depends on the old master: it is taken from the new one.
+  template <class V>
+  PENSTOCK_STEP static State<V> inverse(const State<V>& next, const typename V::Floats& grad_sum,
+                                        const Constants<V>& c) {
+    const auto grad = c.gradient(grad_sum, next.master);
+    State<V> old{};
+    old.master = V::add(next.master, change<V>(next, grad, c));
+    old.first = V::max(V::sub(next.first, V::mul(grad, grad)), V::broadcast(0.0f));
+    return old;
+  }
+};
+
+// No optimizer: reads and writes what Adam does and computes next to nothing, to measure what
+// memory allows.
+struct TouchStep {
+  static constexpr std::size_t kNumArrays = 2;
+  static constexpr bool kSavesUndo = false;
+
+  template <class V>
+  PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
+                                     const Constants<V>&) {
+    return {V::add(old.master, grad_sum), V::add(old.first, grad_sum),
+            V::add(old.second, grad_sum)};
+  }
+
+  template <class V>
+  PENSTOCK_STEP static State<V> inverse(const State<V>& next, const typename V::Floats& grad_sum,
+                                        const Constants<V>&) {
+    return {V::sub(next.master, grad_sum), V::sub(next.first, grad_sum),
+            V::sub(next.second, grad_sum)};
+  }
+};
+
+}  // namespace
+}  // namespace penstock
