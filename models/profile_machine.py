@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 from penstock import _native
 from penstock.protocol.config import Config
+from penstock.protocol.step import OptimizerStep
+from penstock.shm.memory import NUMPY_TYPES
 from penstock.shm.table import DType
 
 _COPY_BYTES = 64 << 20
@@ -133,18 +135,18 @@ def measure_optimizer(config: Config, *, num_elements: int = _OPTIMIZER_ELEMENTS
 def _passes(
     pool: _native.Pool, config: Config, num_elements: int
 ) -> dict[str, Callable[[], object]]:
-    grads_dtype = _NUMPY_OF[config.optimizer.grad_dtype]
+    grads_dtype = NUMPY_TYPES[config.optimizer.grad_dtype]
     state: dict[str, Any] = {
         "master": _shared(num_elements, np.float32),
-        "exp_avg": _shared(num_elements, np.float32),
-        "exp_avg_sq": _shared(num_elements, np.float32),
+        "arrays": [_shared(num_elements, np.float32) for _ in config.optimizer.name.state_arrays],
         "ranges": [(0, num_elements, 0.1)],
     }
     out: dict[str, Any] = {
         "weights": _shared(num_elements, _NUMPY_OF[config.model.dtype]),
         "weights_dtype": _NATIVE_OF[config.model.dtype],
     }
-    hyper = _native.Hyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, step=1000)
+    step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
+    hyper = step.hyper(config.optimizer)
     pending: list[Any] = [_shared(num_elements, grads_dtype)]
     grads: list[Any] = [_shared(num_elements, grads_dtype)]
     undo = _shared(_native.undo_bytes(pool.num_threads), np.uint8)

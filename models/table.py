@@ -18,9 +18,6 @@ from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
-STATE_ARRAYS = ("exp_avg", "exp_avg_sq")
-"""What Adam and AdamW keep per parameter."""
-
 
 def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
     """Describe the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
@@ -49,7 +46,7 @@ def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
         blocks=blocks,
         weight_dtype=config.model.dtype,
         grad_dtype=config.optimizer.grad_dtype,
-        state_arrays=STATE_ARRAYS,
+        state_arrays=config.optimizer.name.state_arrays,
         vocab_size=int(hf_config.vocab_size),
         num_parameters=sum(t.num_elements for b in blocks for t in b.tensors),
     )

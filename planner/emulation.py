@@ -39,7 +39,6 @@ from penstock.protocol.profile_json import load_profile
 from penstock.protocol.traffic import NicBoard, NodeReads
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
-_STATE_ARRAYS = ("exp_avg", "exp_avg_sq")
 _TOKENS = "tokens"
 """The embedding's matrix, which a tied head borrows."""
 
@@ -267,7 +266,7 @@ def _of_profile(path: Path, config: Config) -> _Source:
         profile.table,
         weight_dtype=config.model.dtype,
         grad_dtype=config.optimizer.grad_dtype,
-        state_arrays=_STATE_ARRAYS,
+        state_arrays=config.optimizer.name.state_arrays,
     )
     return _Source(
         name=profile.device,
@@ -348,7 +347,7 @@ def _table(found: AnalyticCosts, config: Config) -> BlockTable:
         blocks=blocks,
         weight_dtype=config.model.dtype,
         grad_dtype=config.optimizer.grad_dtype,
-        state_arrays=_STATE_ARRAYS,
+        state_arrays=config.optimizer.name.state_arrays,
         vocab_size=found.model.vocab_size,
         num_parameters=sum(t.num_elements for block in blocks for t in block.tensors),
     )

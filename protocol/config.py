@@ -179,11 +179,29 @@ class OptimizerName(StrEnum):
 
     ADAMW = "adamw"
     ADAM = "adam"
+    SGD = "sgd"
+    LION = "lion"
+    ADAGRAD = "adagrad"
+
+    @property
+    def state_arrays(self) -> tuple[str, ...]:
+        """What it keeps per parameter beside master, by torch's names."""
+        return _STATE_ARRAYS[self]
+
+
+_STATE_ARRAYS = {
+    OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.ADAM: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.SGD: ("momentum_buffer",),
+    OptimizerName.LION: ("exp_avg",),
+    OptimizerName.ADAGRAD: ("sum",),
+}
 
 
 class OptimizerConfig(_Section):
     """The optimizer and its learning-rate schedule. Weight decay acts on parameters with two or
-    more axes.
+    more axes; ``adamw`` and ``lion`` decouple it from the gradient. ``betas`` are those of Adam and
+    Lion (usually 0.9 and 0.99), ``momentum`` is SGD's, ``eps`` Adam's and Adagrad's.
 
     ``settle``: when the state of blocks that the CPU updates takes a committed step in: with
     ``advance`` in one pass with the next one's preview; with ``early`` in a pass of its own during
@@ -193,6 +211,7 @@ class OptimizerConfig(_Section):
     name: OptimizerName = OptimizerName.ADAMW
     lr: float = Field(default=3.0e-4, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     eps: float = Field(default=1.0e-8, gt=0.0)
     weight_decay: float = Field(default=0.1, ge=0.0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -209,8 +228,6 @@ class OptimizerConfig(_Section):
     def _values(self) -> OptimizerConfig:
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"optimizer.betas {list(self.betas)}: each must be in [0, 1)")
-        if self.grad_dtype is DType.FP16:
-            raise ValueError("optimizer.grad_dtype fp16 is not supported; use bf16 or fp32")
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}")
         return self
@@ -398,6 +415,15 @@ class Config(_Section):
     memory: MemoryConfig = MemoryConfig()
     emulation: EmulationConfig = EmulationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    @model_validator(mode="after")
+    def _gradients_of_scaled_losses(self) -> Config:
+        if self.optimizer.grad_dtype is DType.FP16 and self.model.dtype is not DType.FP16:
+            raise ValueError(
+                "optimizer.grad_dtype fp16 needs the loss scale that model.dtype fp16 has, which is"
+                f" {self.model.dtype.value}; use bf16 or fp32"
+            )
+        return self
 
     @model_validator(mode="after")
     def _emulated_or_real(self) -> Config:

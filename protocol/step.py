@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,15 @@ _WEIGHTS_DTYPES = {
     DType.FP32: _native.WeightsDtype.FLOAT32,
     DType.BF16: _native.WeightsDtype.BFLOAT16,
     DType.FP16: _native.WeightsDtype.FLOAT16,
+}
+
+
+_OPTIMIZERS = {
+    OptimizerName.ADAMW: _native.Optimizer.ADAMW,
+    OptimizerName.ADAM: _native.Optimizer.ADAM,
+    OptimizerName.SGD: _native.Optimizer.SGD,
+    OptimizerName.LION: _native.Optimizer.LION,
+    OptimizerName.ADAGRAD: _native.Optimizer.ADAGRAD,
 }
 
 
@@ -64,6 +74,8 @@ class OptimizerStep:
     def hyper(self, config: OptimizerConfig) -> _native.Hyper:
         """The step's scalars, with those that all steps of a run have in common."""
         beta1, beta2 = config.betas
+        if config.name is OptimizerName.SGD:
+            beta1 = config.momentum
         return _native.Hyper(
             lr=self.learning_rate,
             beta1=beta1,
@@ -71,7 +83,7 @@ class OptimizerStep:
             eps=config.eps,
             step=self.bias_step,
             coefficient=self.coefficient,
-            adamw=config.name is OptimizerName.ADAMW,
+            optimizer=_OPTIMIZERS[config.name],
         )
 
 
@@ -85,12 +97,13 @@ class PassStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockArrays:
-    """Views of what the passes over one block read and write, flat: ``state`` by name, ``weights``
-    by slot (16-bit types as their bits), ``grads`` by copy, contributions in order. ``ranges`` are
-    (start, end, weight decay).
+    """Views of what the passes over one block read and write, flat: ``master``, the optimizer's
+    ``arrays``, ``weights`` by slot (16-bit types as their bits), ``grads`` by copy, contributions
+    in order. ``ranges`` are (start, end, weight decay).
     """
 
-    state: dict[str, Array]
+    master: Array
+    arrays: list[Array]
     weights: tuple[Array, ...]
     weights_dtype: _native.WeightsDtype
     grads: tuple[list[Array], ...]
@@ -111,7 +124,8 @@ class BlockArrays:
         grads = grads or memory.grads
         contributions = range(memory.spec.layout.contributions[block])
         return cls(
-            state={name: memory.state(block, name) for name in ("master", "exp_avg", "exp_avg_sq")},
+            master=memory.state(block, "master"),
+            arrays=[memory.state(block, name) for name in memory.spec.table.state_arrays],
             weights=tuple(_bits(memory.weights(block, slot)) for slot in range(WEIGHT_SLOTS)),
             weights_dtype=_WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
             grads=tuple(
@@ -119,6 +133,11 @@ class BlockArrays:
             ),
             ranges=[(r.start, r.end, weight_decay if r.decay else 0.0) for r in spec.decay_ranges],
         )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Arguments that every native pass over the block's state has."""
+        return {"master": self.master, "arrays": self.arrays}
 
     def preview(
         self, pool: _native.Pool, step: OptimizerStep, config: OptimizerConfig

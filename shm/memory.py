@@ -17,7 +17,7 @@ from penstock.shm.table import BlockTable, DType
 
 Array = npt.NDArray[Any]
 
-_NUMPY_TYPES = {DType.FP32: np.float32, DType.BF16: np.uint16, DType.FP16: np.float16}
+NUMPY_TYPES = {DType.FP32: np.float32, DType.BF16: np.uint16, DType.FP16: np.float16}
 """NumPy has no bfloat16: its bits travel as uint16."""
 
 
@@ -167,4 +167,4 @@ class NodeMemory:
             unlink(self.spec.name(kind))
 
     def _view(self, key: ArrayKey, dtype: DType) -> Array:
-        return np.frombuffer(self.raw(key), dtype=_NUMPY_TYPES[dtype])
+        return np.frombuffer(self.raw(key), dtype=NUMPY_TYPES[dtype])

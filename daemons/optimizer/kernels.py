@@ -29,8 +29,7 @@ from penstock.daemons.optimizer.passes import (
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.step import BlockArrays, PassStatus
 from penstock.shm.layout import GRADIENT_COPIES
-from penstock.shm.memory import Array, NodeMemory
-from penstock.shm.table import DType
+from penstock.shm.memory import NUMPY_TYPES, Array, NodeMemory
 
 
 def owned_blocks(
@@ -57,7 +56,7 @@ class RemoteGradients:
 
     def __init__(self, memory: NodeMemory, blocks: Iterable[OwnedBlock]) -> None:
         table = memory.spec.table
-        dtype = np.dtype(np.float32 if table.grad_dtype is DType.FP32 else np.uint16)
+        dtype = np.dtype(NUMPY_TYPES[table.grad_dtype])
         self._arrays: dict[tuple[int, int, int], Array] = {}
         for block in blocks:
             for contribution in block.remote:
@@ -105,7 +104,7 @@ class Kernels:
 
     def num_elements(self, block: int) -> int:
         """Parameters that a pass over the block goes through, padding included."""
-        return len(self._arrays[block].state["master"])
+        return len(self._arrays[block].master)
 
     def run(self, work: Pass) -> PassStatus | None:
         """Run one pass to its end; its status if it looked at new gradients.
@@ -146,9 +145,7 @@ class Kernels:
         arrays, pending, version = self._arrays[work.block], work.pending, work.update.version
         status = _native.advance(
             self._pool,
-            master=arrays.state["master"],
-            exp_avg=arrays.state["exp_avg"],
-            exp_avg_sq=arrays.state["exp_avg_sq"],
+            **arrays.state,
             pending_grads=arrays.grads[pending.version % 2],
             pending_hyper=pending.hyper(self._config),
             grads=arrays.grads[version % 2],
@@ -169,7 +166,7 @@ class Kernels:
         arrays = self._arrays[work.block]
         _native.cast_weights(
             self._pool,
-            master=arrays.state["master"],
+            master=arrays.master,
             weights=arrays.weights[work.version % 2],
             weights_dtype=arrays.weights_dtype,
         )

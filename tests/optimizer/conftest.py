@@ -140,7 +140,9 @@ class Reference:
         decay = self._hyper.weight_decay
         _native.step_in_place(
             self._pool,
-            **arrays,
+            master=arrays["master"],
+            arrays=[arrays["exp_avg"], arrays["exp_avg_sq"]],
+            weights=arrays["weights"],
             grads=grads,
             weights_dtype=self._weights_dtype,
             hyper=_native.Hyper(

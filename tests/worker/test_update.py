@@ -235,7 +235,8 @@ def test_tensor_operations_have_the_bits_of_the_native_kernel(
     with _native.Pool([0]) as pool:
         status = _native.preview(
             pool,
-            **state,
+            master=state["master"],
+            arrays=[state["exp_avg"], state["exp_avg_sq"]],
             grads=[aligned(g) for g in grads],
             weights=weights,
             weights_dtype=_native.WeightsDtype.FLOAT32,

@@ -22,7 +22,7 @@ from penstock.protocol.step import OptimizerStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScalars:
-    """One step's constants, rounded to fp32: ``AdamScalars`` of ``native/kernels.h``."""
+    """One step's constants, rounded to fp32: ``StepScalars`` of ``native/kernels.h``."""
 
     coefficient: float
     one_minus_beta1: float
