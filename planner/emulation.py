@@ -24,6 +24,7 @@ from typing import Any
 from penstock.planner.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cluster import (
     ADVANCE,
+    IN_PLACE,
     PREVIEW_SETTLE,
     Cluster,
     OptimizerModel,
@@ -62,6 +63,7 @@ class PassRates:
             "advance": advance_bytes,
             "preview": PREVIEW_SETTLE.tail_bytes,
             "settle": PREVIEW_SETTLE.settle_bytes,
+            "hold": IN_PLACE.tail_bytes,
             "gradient_status": _STATUS_BYTES,
             "cast": _CAST_BYTES,
         }
@@ -77,6 +79,7 @@ class PassRates:
             "advance": machine.advance_rate,
             "preview": machine.preview_rate,
             "settle": machine.settle_rate,
+            "hold": machine.in_place_rate,
             "gradient_status": machine.preview_rate,
             "cast": machine.preview_rate,
         }

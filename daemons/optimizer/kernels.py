@@ -21,6 +21,7 @@ from penstock.daemons.optimizer.passes import (
     CastWeights,
     FinishSettle,
     GradientStatus,
+    Hold,
     Pass,
     Preview,
     Settle,
@@ -98,6 +99,7 @@ class Kernels:
             Settle: self._settle,
             Advance: self._advance,
             FinishSettle: self._finish,
+            Hold: self._hold,
             GradientStatus: self._gradient_status,
             CastWeights: self._cast,
         }
@@ -140,6 +142,20 @@ class Kernels:
 
     def _finish(self, work: FinishSettle) -> None:
         self._settle(work, _native.repair(self._undo, **self._arrays[work.block].state))
+
+    def _hold(self, work: Hold) -> None:
+        arrays, version = self._arrays[work.block], work.update.version
+        _native.hold(
+            self._pool,
+            **arrays.state,
+            grads=arrays.grads[version % 2],
+            hyper=work.update.hyper(self._config),
+            weights=arrays.weights[version % 2],
+            weights_dtype=arrays.weights_dtype,
+            ranges=arrays.ranges,
+            undo=self._undo,
+            tag=pass_tag(work.block, version),
+        )
 
     def _advance(self, work: Advance) -> PassStatus:
         arrays, pending, version = self._arrays[work.block], work.pending, work.update.version

@@ -22,6 +22,8 @@ Order of the words around a pass, and what a SIGKILL at each point leaves (recov
 
 The undo area is armed only between BeginPass and EndPass, so an armed area always comes with an
 intent that names the same pass. A preview writes nothing but its slot, which is invalid meanwhile.
+A hold writes state c and its weights: one cut short is finished like the others, and the weights,
+which are still invalid, are cast from the master.
 
 A block that a worker's UPDATE previews is settled, by a pass of its own, and its slot vacated when
 the attempt begins; the worker waits for both words. It writes none itself: a kill of either process
@@ -52,6 +54,7 @@ from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
     FinishSettle,
+    Hold,
     Pass,
     Preview,
     Settle,
@@ -139,7 +142,7 @@ class Ledger:
         if written is not None:
             self._write_slot(work.block, written % 2, INVALID_VERSION)
         # A FinishSettle works under the intent of the pass that it finishes.
-        if isinstance(work, Settle | Advance):
+        if isinstance(work, Settle | Advance | Hold):
             settled = _settled_version(work)
             assert settled is not None
             self.effects.append(BeginPass(block=work.block, state_version=settled))
@@ -179,10 +182,10 @@ class Ledger:
 def _settled_version(work: Pass) -> int | None:
     if isinstance(work, Advance):
         return work.pending.version
-    return work.update.version if isinstance(work, Settle | FinishSettle) else None
+    return work.update.version if isinstance(work, Settle | FinishSettle | Hold) else None
 
 
 def _weights_version(work: Pass) -> int | None:
-    if isinstance(work, Preview | Advance):
+    if isinstance(work, Preview | Advance | Hold):
         return work.update.version
     return work.version if isinstance(work, CastWeights) else None

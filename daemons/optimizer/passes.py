@@ -41,8 +41,17 @@ class Advance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Write the committed ``update`` into master, state and weights, in one go."""
+
+    name: ClassVar[str] = "hold"
+    block: int
+    update: OptimizerStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishSettle:
-    """Repair a settle or advance of ``update`` that was cut short, then settle what it left."""
+    """Repair what was cut short while it settled ``update``, then settle what it left."""
 
     name: ClassVar[str] = "finish"
     block: int
@@ -67,7 +76,7 @@ class CastWeights:
     version: int
 
 
-Pass = Preview | Settle | Advance | FinishSettle | GradientStatus | CastWeights
+Pass = Preview | Settle | Advance | Hold | FinishSettle | GradientStatus | CastWeights
 
 
 def pass_tag(block: int, state_version: int) -> int:

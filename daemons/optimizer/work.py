@@ -13,6 +13,7 @@ from penstock.daemons.optimizer.passes import (
     CastWeights,
     FinishSettle,
     GradientStatus,
+    Hold,
     Pass,
     Preview,
     Settle,
@@ -101,7 +102,7 @@ def _complete(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass | Non
         return None
     pending = ledger.pending(block)
     if pending is not None:
-        return Preview(block=block, update=pending)
+        return Hold(block=block, update=pending)
     return CastWeights(block=block, version=ledger.committed)
 
 

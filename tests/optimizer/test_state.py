@@ -50,6 +50,7 @@ from penstock.daemons.optimizer.passes import (
     CastWeights,
     FinishSettle,
     GradientStatus,
+    Hold,
     Preview,
     Settle,
     pass_tag,
@@ -270,7 +271,7 @@ def test_a_hold_settles_at_once_and_only_looks_at_the_gradients() -> None:
     assert machine.handle(DONE) == [status(51)]
 
 
-def test_a_held_commit_flips_then_previews_in_forward_order() -> None:
+def test_a_held_commit_flips_then_takes_the_step_in_forward_order() -> None:
     machine = live(state=5, blocks=TWO_BLOCKS)
     machine.handle(attempt(51, 5, hold=True))
     for block in (3, 0):
@@ -282,16 +283,24 @@ def test_a_held_commit_flips_then_previews_in_forward_order() -> None:
         WriteRecord(record=commit),
         FlipCommitted(version=6),
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=update(6, 0.125))),
+        BeginPass(block=0, state_version=6),
+        RunPass(work=Hold(block=0, update=update(6, 0.125))),
     ]
     machine.validate()
     assert machine.handle(attempt(52, 6)) == []
     assert machine.handle(DONE) == [
+        SetState(block=0, version=6),
+        EndPass(),
         SetSlot(block=0, slot=0, version=6),
         invalid(3, 0),
-        RunPass(work=Preview(block=3, update=update(6, 0.125))),
+        BeginPass(block=3, state_version=6),
+        RunPass(work=Hold(block=3, update=update(6, 0.125))),
     ]
-    assert machine.handle(DONE) == [SetSlot(block=3, slot=0, version=6)]
+    assert machine.handle(DONE) == [
+        SetState(block=3, version=6),
+        EndPass(),
+        SetSlot(block=3, slot=0, version=6),
+    ]
 
 
 def test_a_commit_writes_the_record_then_flips_once() -> None:
@@ -311,7 +320,8 @@ def test_weights_of_another_step_than_the_committed_one_never_become_readable() 
         WriteRecord(record=commit),
         FlipCommitted(version=6),
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=promised)),
+        BeginPass(block=0, state_version=6),
+        RunPass(work=Hold(block=0, update=promised)),
     ]
 
 
@@ -412,10 +422,13 @@ def test_begin_completes_a_held_commit() -> None:
         WriteRecord(record=commit),
         FlipCommitted(version=6),
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=update(6, 0.125))),
+        BeginPass(block=0, state_version=6),
+        RunPass(work=Hold(block=0, update=update(6, 0.125))),
     ]
     assert machine.phase is Phase.RECOVERING
     assert machine.handle(DONE) == [
+        SetState(block=0, version=6),
+        EndPass(),
         SetSlot(block=0, slot=0, version=6),
         SetEpoch(epoch=1),
         SendReady(epoch=1),
