@@ -34,6 +34,7 @@ KINDS = (
     GroupAddress,
     TransferShape,
     GradientReady,
+    BlockUpdated,
     LeaseRequest,
     LeaseReply,
     BlockRequest,
