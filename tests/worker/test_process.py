@@ -178,17 +178,17 @@ def test_a_plan_it_cannot_execute_is_reported(
 ) -> None:
     cluster = make_cluster(workers=1, undo=True)
     write_run(cluster, tmp_path)
-    text = cluster.plan.to_json().replace("B 0 3", "U 3")
+    text = cluster.plan.to_json().replace("B 0 3", "SO 0 3 fraction=0.5 peer=1")
     (tmp_path / "plan.json").write_text(text)
     process = start()
     scheduler.hear("hello")
     scheduler.say(begin=pb.Begin(epoch=1, plan_json=text))
     failed = scheduler.hear("failed")
-    assert "'U 3', and workers do not execute UPDATE" in failed.error
+    assert "peer=1', and workers do not swap to devices of other nodes" in failed.error
     assert failed.exit_code == 2
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
-    assert "workers do not execute UPDATE" in errors
+    assert "workers do not swap to devices of other nodes" in errors
 
 
 def test_a_process_group_is_awaited_until_a_drain_and_its_members_must_be_named(
