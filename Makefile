@@ -19,9 +19,10 @@ PYTHON_PATHS := client daemons models planner protocol shm workers src tests ben
 train: $(STAMP)
 	$(BIN)/penstock train $(CONFIG) $(ARGS)
 
-## The whole gate: formats, lints, types, then the tests.
+## The whole gate: formats, lints, types, then the tests: those with shared memory one by one, the
+## others beside them.
 test: check
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
 ## Everything of the gate but the tests. The C++ build (warnings are errors) is part of the install.
 check: $(STAMP)

@@ -16,6 +16,10 @@ from zmq.utils.garbage import gc as garbage_collector
 
 T = TypeVar("T")
 
+APART = frozenset({"data", "models", "native", "planner", "protocol", "scheduler"})
+NOT_APART = frozenset({"test_loader.py"})
+"""Folders whose tests create no segments, and files there that do."""
+
 GRACE_S = 3.0
 """What ends on its own a moment later (a closed channel's socket, a killed child) is no leak."""
 
@@ -91,17 +95,35 @@ def zero_copy_thread() -> Iterator[None]:
     garbage_collector.stop()
 
 
+def shares_memory(path: Path) -> bool:
+    """Whether tests of a file may create segments."""
+    return path.parent.name not in APART or path.name in NOT_APART
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``-n``: tests that create segments run one after the other, beside the others.
+
+    Nobody could tell whose a segment is that no process maps any more.
+    """
+    for item in items:
+        group = "segments" if shares_memory(item.path) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a segment, a child process, a thread or a descriptor behind."""
+    shares = shares_memory(request.node.path)
     names, children = segments(), child_processes()
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     yield
-    problems = {
+    problems: dict[str, object] = {
         "child processes": settle(lambda: child_processes() - children),
         "threads": settle(lambda: {t for t in threading.enumerate() if t not in threads}),
         "descriptors": settle(lambda: dict(open_descriptors() - descriptors)),
-        "segments": settle(lambda: {n for n in segments() - names if not mapped_elsewhere(n)}),
     }
+    if shares:
+        found = settle(lambda: {n for n in segments() - names if not mapped_elsewhere(n)})
+        problems["segments"] = found
     leaks = {what: found for what, found in problems.items() if found}
     assert not leaks, f"the test left behind: {leaks}"
