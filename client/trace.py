@@ -1,7 +1,8 @@
 """``penstock trace``: what a run did when, beside what a simulation of its plan says.
 
 The simulation takes its costs from the trace itself (:mod:`penstock.planner.fitted`), so that it is
-the schedule that is judged, or from a profile. How traces are made: :mod:`penstock.protocol.trace`.
+the schedule that is judged, or from a profile. Runs on emulated devices are simulated with the
+costs that they ran on, and shown in the cluster's seconds (``emulation.time_scale``). How traces are made: :mod:`penstock.protocol.trace`.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class OpcodeTimes:
 @dataclass(frozen=True, kw_only=True)
 class TraceReport:
     """A traced run beside a simulation. ``between_s`` is what no plan knows of: messages, the
-    decision, the journal, the next batch; measured, and counted in both steps.
+    decision, the journal, the next batch; measured, and counted in both steps. ``costs``: whose the
+    simulation takes, ``None`` for those fitted to the trace.
     """
 
     run_dir: Path
@@ -121,7 +123,7 @@ class TraceReport:
     chosen: tuple[MeasuredAttempt, ...]
     fit: Fit
     simulation: Simulation
-    profile: Path | None
+    costs: str | None
     memory: tuple[DeviceMemory, ...]
 
     @cached_property
@@ -195,7 +197,7 @@ class TraceReport:
             "left_out": dict(self.measurement.left_out),
             "skipped_lines": self.trace.skipped_lines,
             "machines": self.trace.machines,
-            "costs": str(self.profile) if self.profile is not None else "trace",
+            "costs": self.costs or "trace",
             "step_seconds": self.step_s,
             "simulated_step_seconds": self.simulated_step_s,
             "error": self.error,
@@ -247,8 +249,8 @@ class TraceReport:
         return [*lines, self._costs_line()]
 
     def _costs_line(self) -> str:
-        if self.profile is not None:
-            return f"simulated with the costs of {self.profile}"
+        if self.costs is not None:
+            return f"simulated with the costs of {self.costs}"
         fit, unit = self.fit, SECONDS
         return (
             "simulated with the costs of this trace; per instruction"
@@ -337,8 +339,9 @@ def make_trace_report(
         ConfigError: no run directory, no trace in it, no such attempt, none that is complete; a
             file cannot be read or written.
     """
-    trace = read_traces(run_dir)
-    run = RunDirectory(run_dir)
+    run, trace = RunDirectory(run_dir), read_traces(run_dir)
+    if run.config.cluster.emulated is not None:
+        trace = trace.slowed(1.0 / run.config.emulation.time_scale)
     names = tuple(node.name for node in run.config.cluster.nodes)
     traced = TracedRun.of(trace, names)
     _check_wanted(traced, wanted)
@@ -354,7 +357,7 @@ def make_trace_report(
         chosen=chosen,
         fit=fit,
         simulation=_simulate(run, fit, profile),
-        profile=profile,
+        costs=str(profile) if profile is not None else run.config.cluster.emulated,
         memory=compare_memory(run, chosen, profile),
     )
     _draw(report, outputs)
@@ -387,7 +390,7 @@ def _choose(measurement: Measurement, wanted: Range | None) -> tuple[MeasuredAtt
 
 
 def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
-    if profile is None:
+    if profile is None and run.config.cluster.emulated is None:
         return simulate(fit.plan, fit.costs, fit.cluster, stops_early=True)
     prices = config_prices(run.config, run.table, profile, run.config.train.micro_batch)
     optimizer = optimizer_of(run.config)
@@ -396,7 +399,7 @@ def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
 
 def _draw(report: TraceReport, outputs: TraceOutputs) -> None:
     name = f"measured, attempt {report.typical.number}: {heading(report.fit.plan)}"
-    costs = "its own costs" if report.profile is None else str(report.profile)
+    costs = report.costs or "its own costs"
     panels = (
         (report.typical, Caption(heading=name)),
         (report.simulation, Caption(heading=f"simulated with {costs}")),

@@ -252,6 +252,14 @@ class RunTrace:
     skipped_lines: int
     machines: int
 
+    def slowed(self, factor: float) -> RunTrace:
+        """All times as many times as long: the clock of an emulated cluster runs faster."""
+        members = (
+            replace(member, events=tuple(_stretched(member.events, factor)))
+            for member in self.members
+        )
+        return replace(self, members=tuple(members))
+
 
 def read_traces(run_dir: Path) -> RunTrace:
     """Read and merge all traces of a run.
@@ -313,6 +321,16 @@ def _on_common_clock(
             member=origin.member,
             pid=origin.pid,
             events=tuple(events) if shift_s == 0.0 else tuple(_moved(events, shift_s)),
+        )
+
+
+def _stretched(events: Iterable[TraceEvent], factor: float) -> Iterator[TraceEvent]:
+    for event in events:
+        yield replace(
+            event,
+            start_s=event.start_s * factor,
+            end_s=event.end_s * factor,
+            waited_s=event.waited_s * factor,
         )
 
 
