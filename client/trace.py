@@ -347,7 +347,7 @@ def make_trace_report(
     _check_wanted(traced, wanted)
     if outputs.chrome is not None:
         write_file(outputs.chrome, chrome_trace(traced, names, wanted).encode())
-    measurement = measure(traced, run.plan)
+    measurement = measure(traced, run.plan, copies=run.config.cluster.device != "cpu")
     chosen = _choose(measurement, wanted)
     fit = Fit.of(chosen, run.config.cluster.workers)
     report = TraceReport(

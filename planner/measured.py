@@ -38,7 +38,8 @@ class MeasuredAttempt:
 
     ``announced_s``: the scheduler tells everyone. ``judged_s``: it has heard all it needs.
     ``step_s``: until the next attempt is announced, ``None`` where something else came between.
-    ``passes`` begin before ``judged_s``, by node.
+    ``passes`` begin before ``judged_s``, by node. ``copies``: devices copy weights in, which is a
+    part of the attempt as it is of simulations; otherwise loads are what waits for the commit.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class MeasuredAttempt:
     announced_s: float
     judged_s: float
     step_s: float | None
+    copies: bool = False
 
     @property
     def number(self) -> int:
@@ -56,10 +58,12 @@ class MeasuredAttempt:
 
     @cached_property
     def origin_s(self) -> float:
-        """When the first device begins to compute, its input being there."""
-        return min(
-            work.ready_s for device in self.trace.devices.values() for work in device.computed
-        )
+        """When the first device begins to copy, or to compute, its input being there."""
+        devices = self.trace.devices.values()
+        moments = [work.ready_s for device in devices for work in device.computed]
+        if self.copies:
+            moments += [work.event.start_s for device in devices for work in device.fetches]
+        return min(moments)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -225,8 +229,10 @@ class Measurement:
     left_out: Mapping[str, int]
 
 
-def measure(run: TracedRun, plan: Plan) -> Measurement:
-    """The complete attempts of ``plan`` in a run, in order."""
+def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
+    """The complete attempts of ``plan`` in a run, in order; ``copies`` as in
+    :class:`MeasuredAttempt`.
+    """
     found: list[MeasuredAttempt] = []
     left_out: Counter[str] = Counter()
     for announced, judged, following in _decided(run.scheduled):
@@ -250,6 +256,7 @@ def measure(run: TracedRun, plan: Plan) -> Measurement:
                 announced_s=announced.start_s,
                 judged_s=announced.end_s,
                 step_s=None if following is None else following.start_s - announced.start_s,
+                copies=copies,
             )
         )
     return Measurement(attempts=tuple(found), left_out=dict(left_out))

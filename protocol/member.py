@@ -60,6 +60,7 @@ class Doing:
 
 IDLE = Doing()
 
+
 class MemberLink:
     """One member's stream, kept open for as long as the process lives.
 
