@@ -8,6 +8,14 @@ One segment per kind of array, every array of a block page-aligned inside it::
     grads     | block 0: copy 0: contribution 0, 1, … | copy 1: … | block 1  gradient dtype
     control   | header, records, pass intent, undo area, block words         penstock.shm.control
 
+With a split master (:mod:`penstock.shm.halves`) ``state`` is::
+
+    state     | block 0: low | exp_avg | exp_avg_sq | block 1: …             low: uint16, rest fp32
+
+and the upper halves of version v of the state are its weights, in slot v mod 2: these bytes are
+state, too, until a pass has led the block's state on to v + 1, whatever the slot's version word
+says (:mod:`penstock.daemons.optimizer.ledger`).
+
 An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
 ``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are
 *computed* on the node: those of owned blocks, of a tied tensor's other uses, and of the plan's
@@ -15,7 +23,7 @@ other routes (the owner pulls what it did not compute). With R routes a block of
 contributions, route by route: number ``r * U + use``; where the plan reduces gradients, U. Writers:
 weights, state: optimizerd (memoryd and the loader during a restore); frozen: memoryd and the
 loader; grads: the one worker that computes the contribution. Every process computes the same layout
-from the same table and plan.
+from the same table, plan and :class:`Storage`.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from penstock.shm.table import BlockTable
@@ -31,6 +39,7 @@ from penstock.shm.table import BlockTable
 PAGE_BYTES = 4096
 WEIGHT_SLOTS = 2
 GRADIENT_COPIES = 2
+"""At most, see :class:`Storage`."""
 
 
 class SegmentKind(StrEnum):
@@ -98,22 +107,46 @@ def _nodes_of_uses(table: BlockTable, node_of_block: Sequence[int]) -> list[list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """How the state is stored, where the table leaves a choice.
+
+    ``split_master``: lower halves in the state, weights as the upper ones. ``single_gradients``:
+    blocks whose gradients are all computed on the owner's node have one copy of them; what else
+    writes it waits until the state has taken the gradients in. Contributions that are pulled keep
+    two: the node that computes them does not see the owner's words.
+    """
+
+    split_master: bool = False
+    single_gradients: bool = False
+
+
+TWO_COPIES = Storage()
+"""A master of its own, two copies of gradients: what any optimizer and plan works with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLayout:
     """Where every array of one node lies, and how large its segments are.
 
-    ``contributions[b]``: gradient contributions of block b, on all nodes.
+    ``contributions[b]``: gradient contributions of block b, on all nodes; ``gradient_copies[b]``:
+    copies of each, version v in copy ``v % gradient_copies[b]``.
     """
 
     node: int
     arrays: dict[ArrayKey, ArrayRange]
     sizes: dict[SegmentKind, int]
     contributions: tuple[int, ...]
+    gradient_copies: tuple[int, ...]
+    storage: Storage
     digest: bytes
 
     @classmethod
-    def compute(cls, table: BlockTable, ownership: Ownership, node: int) -> NodeLayout:
+    def compute(
+        cls, table: BlockTable, ownership: Ownership, node: int, storage: Storage = TWO_COPIES
+    ) -> NodeLayout:
         """Lay out the node's arrays; ``sizes`` lacks the control segment."""
         builder = _Builder()
+        copies = tuple(_copies(ownership, b.index, storage) for b in table.blocks)
         for block in table.blocks:
             b, weight, grad = block.index, table.weight_dtype.itemsize, table.grad_dtype.itemsize
             if ownership.owner[b] == node:
@@ -124,9 +157,11 @@ class NodeLayout:
                         block.trainable_elements * weight,
                     )
                 builder.add(SegmentKind.FROZEN, (b, "frozen", 0, 0), block.frozen_elements * weight)
-                for name in ("master", *table.state_arrays):
-                    builder.add(SegmentKind.STATE, (b, name, 0, 0), block.trainable_elements * 4)
-            for copy in range(GRADIENT_COPIES):
+                for name, itemsize in _state(table, storage):
+                    builder.add(
+                        SegmentKind.STATE, (b, name, 0, 0), block.trainable_elements * itemsize
+                    )
+            for copy in range(copies[b]):
                 for k, place in enumerate(ownership.computed_on[b]):
                     if place == node:
                         builder.add(
@@ -134,18 +169,28 @@ class NodeLayout:
                             (b, "grads", copy, k),
                             block.trainable_elements * grad,
                         )
-        digest = hashlib.sha256(
-            json.dumps(
-                [_storage(table), ownership.owner, ownership.computed_on, node], sort_keys=True
-            ).encode()
-        ).digest()
+        placed = [_storage(table), ownership.owner, ownership.computed_on, node, asdict(storage)]
+        digest = hashlib.sha256(json.dumps(placed, sort_keys=True).encode()).digest()
         return cls(
             node=node,
             arrays=builder.arrays,
             sizes=builder.sizes,
             contributions=tuple(map(len, ownership.computed_on)),
+            gradient_copies=copies,
+            storage=storage,
             digest=digest,
         )
+
+
+def _state(table: BlockTable, storage: Storage) -> list[tuple[str, int]]:
+    """Names and bytes an element of a block's state arrays."""
+    master = ("low", 2) if storage.split_master else ("master", 4)
+    return [master, *((name, 4) for name in table.state_arrays)]
+
+
+def _copies(ownership: Ownership, block: int, storage: Storage) -> int:
+    local = all(node == ownership.owner[block] for node in ownership.computed_on[block])
+    return 1 if storage.single_gradients and local else GRADIENT_COPIES
 
 
 def _storage(table: BlockTable) -> list[object]:

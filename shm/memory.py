@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.errors import VersionMismatchError
-from penstock.shm.layout import ArrayKey, NodeLayout, SegmentKind
+from penstock.shm.halves import Halves
+from penstock.shm.layout import WEIGHT_SLOTS, ArrayKey, NodeLayout, SegmentKind
 from penstock.shm.segment import Segment, unlink
 from penstock.shm.table import BlockTable, DType
 
@@ -128,6 +129,31 @@ class NodeMemory:
     def state(self, block: int, name: str) -> Array:
         """``master`` or one of the table's state arrays, 1-D fp32."""
         return self._view((block, name, 0, 0), DType.FP32)
+
+    @property
+    def split_master(self) -> bool:
+        """Whether masters are :meth:`halves`; there is no ``master`` array then."""
+        return self.spec.layout.storage.split_master
+
+    def halves(self, block: int, version: int) -> Halves:
+        """The split master of a block whose state is at ``version``."""
+        return Halves(
+            high=self.weights(block, version % WEIGHT_SLOTS),
+            low=np.frombuffer(self.raw((block, "low", 0, 0)), dtype=np.uint16),
+        )
+
+    def load_master(self, block: int, version: int) -> Array:
+        """Master of a block whose state is at ``version``, 1-D fp32: a copy."""
+        if self.split_master:
+            return self.halves(block, version).load()
+        return self.state(block, "master").copy()
+
+    def store_master(self, block: int, version: int, values: Array) -> None:
+        """Fill the master of a block whose state is to be at ``version``; ``values``: 1-D fp32."""
+        if self.split_master:
+            self.halves(block, version).store(values)
+        else:
+            self.state(block, "master")[:] = values
 
     def grads(self, block: int, copy: int, contribution: int) -> Array:
         """Gradients of one contribution, 1-D, in the gradient dtype (bf16 as uint16 bits)."""
