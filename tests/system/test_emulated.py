@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.client.trace import TraceOutputs, make_trace_report
 from penstock.planner.emulation import Emulation
 from penstock.planner.footprint import device_peaks
 from penstock.planner.simulate import simulate
@@ -33,6 +34,7 @@ CHANGES: dict[str, Any] = {
         "heartbeat_timeout_s": 4.0,
     },
     "emulation": {"scale": "1/1000", "time_scale": TIME_SCALE},
+    "observability": {"trace": True},
 }
 
 
@@ -74,6 +76,14 @@ def test_steps_take_as_long_as_simulated_and_say_that_they_are_emulated(undistur
     planned = max(p.total_bytes for p in device_peaks(run.plan, Emulation.of(run.config).costs))
     for line in lines:
         assert line["peak_device_bytes"] == pytest.approx(planned, rel=0.05)
+
+
+def test_a_trace_is_in_the_seconds_of_the_cluster(undisturbed: Path) -> None:
+    """And beside what the costs of the emulation lead to."""
+    report = make_trace_report(undisturbed, None, None, TraceOutputs())
+    assert report.costs == "analytic:V100-32:gpt3-1.3b"
+    assert abs(report.error) < 0.05
+    assert all(abs(device.error) < 0.05 for device in report.memory)
 
 
 @pytest.mark.slow
