@@ -2,7 +2,8 @@
 
 The simulation takes its costs from the trace itself (:mod:`penstock.planner.fitted`), so that it is
 the schedule that is judged, or from a profile. Runs on emulated devices are simulated with the
-costs that they ran on, and shown in the cluster's seconds (``emulation.time_scale``). How traces are made: :mod:`penstock.protocol.trace`.
+costs that they ran on, and shown in the cluster's seconds (``emulation.time_scale``). How traces
+are made: :mod:`penstock.protocol.trace`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from penstock import _native
 from penstock.protocol.config import Config
@@ -167,7 +167,7 @@ def _passes(
     }
 
 
-def _shared(num_elements: int, dtype: type[np.generic]) -> NDArray[Any]:
+def _shared(num_elements: int, dtype: DTypeLike) -> NDArray[Any]:
     """A zeroed array in shared memory, its pages touched."""
     size = num_elements * np.dtype(dtype).itemsize
     array: NDArray[Any] = np.frombuffer(mmap.mmap(-1, size), dtype=dtype)
