@@ -14,7 +14,7 @@ import numpy as np
 from penstock import _native
 from penstock.protocol.config import OptimizerConfig, OptimizerName
 from penstock.shm.control import CommitRecord
-from penstock.shm.layout import GRADIENT_COPIES, WEIGHT_SLOTS
+from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory
 from penstock.shm.table import DType
 
@@ -97,12 +97,13 @@ class PassStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockArrays:
-    """Views of what the passes over one block read and write, flat: ``master``, the optimizer's
-    ``arrays``, ``weights`` by slot (16-bit types as their bits), ``grads`` by copy, contributions
-    in order. ``ranges`` are (start, end, weight decay).
+    """Views of what the passes over one block read and write, flat: ``master`` (its lower halves
+    if ``split``), the optimizer's ``arrays``, ``weights`` by slot (16-bit types as their bits),
+    ``grads`` by copy, contributions in order. ``ranges`` are (start, end, weight decay).
     """
 
     master: Array
+    split: bool
     arrays: list[Array]
     weights: tuple[Array, ...]
     weights_dtype: _native.WeightsDtype
@@ -120,29 +121,39 @@ class BlockArrays:
         """Those of a block of ``memory``. ``grads``: where (block, copy, contribution) is, if not
         all contributions are in this memory.
         """
-        spec = memory.spec.table.blocks[block]
+        spec, split = memory.spec.table.blocks[block], memory.split_master
         grads = grads or memory.grads
         contributions = range(memory.spec.layout.contributions[block])
         return cls(
-            master=memory.state(block, "master"),
+            master=memory.halves(block, 0).low if split else memory.state(block, "master"),
+            split=split,
             arrays=[memory.state(block, name) for name in memory.spec.table.state_arrays],
             weights=tuple(_bits(memory.weights(block, slot)) for slot in range(WEIGHT_SLOTS)),
             weights_dtype=_WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
             grads=tuple(
-                [grads(block, copy, k) for k in contributions] for copy in range(GRADIENT_COPIES)
+                [grads(block, copy, k) for k in contributions]
+                for copy in range(memory.spec.layout.gradient_copies[block])
             ),
             ranges=[(r.start, r.end, weight_decay if r.decay else 0.0) for r in spec.decay_ranges],
         )
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """Arguments that every native pass over the block's state has."""
-        return {"master": self.master, "arrays": self.arrays}
+    def state(self, version: int) -> dict[str, Any]:
+        """Arguments that every native pass over the block's state, which is at ``version``, has."""
+        high = self.weights[version % WEIGHT_SLOTS]
+        return {
+            "master": (high, self.master) if self.split else self.master,
+            "arrays": self.arrays,
+        }
+
+    def gradients(self, version: int) -> list[Array]:
+        """The contributions that lead to ``version``."""
+        return self.grads[version % len(self.grads)]
 
     def preview(
         self, pool: _native.Pool, step: OptimizerStep, config: OptimizerConfig
     ) -> PassStatus:
-        """Write the weights that ``step`` leads to; master and state stay.
+        """Write the weights that ``step`` leads to; master and state, which are at the version
+        before it, stay.
 
         Raises:
             ValueError, RuntimeError: arrays or hyper-parameters are not what the pass needs.
@@ -150,8 +161,8 @@ class BlockArrays:
         """
         status = _native.preview(
             pool,
-            **self.state,
-            grads=self.grads[step.version % GRADIENT_COPIES],
+            **self.state(step.version - 1),
+            grads=self.gradients(step.version),
             weights=self.weights[step.version % WEIGHT_SLOTS],
             weights_dtype=self.weights_dtype,
             hyper=step.hyper(config),

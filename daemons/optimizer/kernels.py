@@ -19,6 +19,7 @@ from penstock.daemons.optimizer.events import OwnedBlock, UpdatePolicy
 from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
+    FinishHold,
     FinishSettle,
     GradientStatus,
     Hold,
@@ -29,7 +30,6 @@ from penstock.daemons.optimizer.passes import (
 )
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.step import BlockArrays, PassStatus
-from penstock.shm.layout import GRADIENT_COPIES
 from penstock.shm.memory import NUMPY_TYPES, Array, NodeMemory
 
 
@@ -62,7 +62,7 @@ class RemoteGradients:
         for block in blocks:
             for contribution in block.remote:
                 count = table.blocks[block.index].trainable_elements
-                for copy in range(GRADIENT_COPIES):
+                for copy in range(memory.spec.layout.gradient_copies[block.index]):
                     # Mapped, not allocated: page-aligned, as the native passes want it.
                     array = np.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
                     array.fill(0)
@@ -100,6 +100,7 @@ class Kernels:
             Advance: self._advance,
             FinishSettle: self._finish,
             Hold: self._hold,
+            FinishHold: self._finish_hold,
             GradientStatus: self._gradient_status,
             CastWeights: self._cast,
         }
@@ -131,8 +132,8 @@ class Kernels:
         arrays, version = self._arrays[work.block], work.update.version
         _native.settle(
             self._pool,
-            **arrays.state,
-            grads=arrays.grads[version % 2],
+            **arrays.state(version - 1),
+            grads=arrays.gradients(version),
             hyper=work.update.hyper(self._config),
             ranges=arrays.ranges,
             undo=self._undo,
@@ -141,19 +142,27 @@ class Kernels:
         )
 
     def _finish(self, work: FinishSettle) -> None:
-        self._settle(work, _native.repair(self._undo, **self._arrays[work.block].state))
+        self._settle(work, self._repair(work))
 
-    def _hold(self, work: Hold) -> None:
+    def _finish_hold(self, work: FinishHold) -> None:
+        self._hold(work, self._repair(work))
+
+    def _repair(self, work: FinishSettle | FinishHold) -> list[tuple[int, int]]:
+        state = self._arrays[work.block].state(work.update.version - 1)
+        return _native.repair(self._undo, **state)
+
+    def _hold(self, work: Hold | FinishHold, spans: list[tuple[int, int]] | None = None) -> None:
         arrays, version = self._arrays[work.block], work.update.version
         _native.hold(
             self._pool,
-            **arrays.state,
-            grads=arrays.grads[version % 2],
+            **arrays.state(version - 1),
+            grads=arrays.gradients(version),
             hyper=work.update.hyper(self._config),
             weights=arrays.weights[version % 2],
             weights_dtype=arrays.weights_dtype,
             ranges=arrays.ranges,
             undo=self._undo,
+            spans=spans,
             tag=pass_tag(work.block, version),
         )
 
@@ -161,10 +170,10 @@ class Kernels:
         arrays, pending, version = self._arrays[work.block], work.pending, work.update.version
         status = _native.advance(
             self._pool,
-            **arrays.state,
-            pending_grads=arrays.grads[pending.version % 2],
+            **arrays.state(pending.version - 1),
+            pending_grads=arrays.gradients(pending.version),
             pending_hyper=pending.hyper(self._config),
-            grads=arrays.grads[version % 2],
+            grads=arrays.gradients(version),
             hyper=work.update.hyper(self._config),
             weights=arrays.weights[version % 2],
             weights_dtype=arrays.weights_dtype,
@@ -175,11 +184,13 @@ class Kernels:
         return _status(status)
 
     def _gradient_status(self, work: GradientStatus) -> PassStatus:
-        grads = self._arrays[work.block].grads[work.version % 2]
+        grads = self._arrays[work.block].gradients(work.version)
         return _status(_native.gradient_status(self._pool, grads=grads))
 
     def _cast(self, work: CastWeights) -> None:
         arrays = self._arrays[work.block]
+        if arrays.split:
+            return  # they are the upper halves of the state itself: only their word was missing
         _native.cast_weights(
             self._pool,
             master=arrays.master,

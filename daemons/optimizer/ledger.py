@@ -22,8 +22,25 @@ Order of the words around a pass, and what a SIGKILL at each point leaves (recov
 
 The undo area is armed only between BeginPass and EndPass, so an armed area always comes with an
 intent that names the same pass. A preview writes nothing but its slot, which is invalid meanwhile.
-A hold writes state c and its weights: one cut short is finished like the others, and the weights,
-which are still invalid, are cast from the master.
+A hold writes state c and its weights, whose slot is invalid meanwhile: by that, one cut short is
+told from the others, and finished by another hold. Killed before the slot's word, its weights are
+cast from the master.
+
+A split master keeps the upper halves of state version s in slot s % 2 (:mod:`penstock.shm.layout`),
+as the bytes of the weights of s. They are there when the state reaches s, and stay until it leaves
+s, whatever the word says; s is c or c - 1::
+
+    s reached by settle, advance   slot c % 2 holds c: else the commit has queued a hold, and no
+                                   settle gets in before it
+    s reached by hold, restore     it wrote them; only the word may be missing, and a cast is then
+                                   nothing but that word
+    s = c                          previews, amended ones too, write slot (c+1) % 2, another one
+    s = c - 1                      slot (c+1) % 2 = s % 2 is the state's, and nobody writes it but
+                                   an advance, which reads each vector before it overwrites it:
+                                   plain previews are chosen at s = c only. One cut short has the
+                                   old halves of the vectors that it had not settled, those in
+                                   flight in the undo area, and the others need theirs no more
+    forget, vacate, invalidate     change words, not bytes
 
 A block that a worker's UPDATE previews is settled, by a pass of its own, and its slot vacated when
 the attempt begins; the worker waits for both words. It writes none itself: a kill of either process
@@ -53,6 +70,7 @@ from penstock.daemons.optimizer.events import (
 from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
+    FinishHold,
     FinishSettle,
     Hold,
     Pass,
@@ -141,7 +159,7 @@ class Ledger:
         written = _weights_version(work)
         if written is not None:
             self._write_slot(work.block, written % 2, INVALID_VERSION)
-        # A FinishSettle works under the intent of the pass that it finishes.
+        # What finishes a pass works under its intent.
         if isinstance(work, Settle | Advance | Hold):
             settled = _settled_version(work)
             assert settled is not None
@@ -182,10 +200,11 @@ class Ledger:
 def _settled_version(work: Pass) -> int | None:
     if isinstance(work, Advance):
         return work.pending.version
-    return work.update.version if isinstance(work, Settle | FinishSettle | Hold) else None
+    settles = isinstance(work, Settle | FinishSettle | Hold | FinishHold)
+    return work.update.version if settles else None
 
 
 def _weights_version(work: Pass) -> int | None:
-    if isinstance(work, Preview | Advance | Hold):
+    if isinstance(work, Preview | Advance | Hold | FinishHold):
         return work.update.version
     return work.version if isinstance(work, CastWeights) else None

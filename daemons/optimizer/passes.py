@@ -51,7 +51,18 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishSettle:
-    """Repair what was cut short while it settled ``update``, then settle what it left."""
+    """Repair what was cut short while it settled ``update``, then settle what it left. The weights
+    of ``update.version`` are there.
+    """
+
+    name: ClassVar[str] = "finish"
+    block: int
+    update: OptimizerStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishHold:
+    """Repair a hold of ``update`` that was cut short, then hold what it left."""
 
     name: ClassVar[str] = "finish"
     block: int
@@ -60,7 +71,7 @@ class FinishSettle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStatus:
-    """Only look at the gradients in copy ``version % 2``."""
+    """Only look at the gradients that lead to ``version``."""
 
     name: ClassVar[str] = "gradient_status"
     block: int
@@ -69,14 +80,16 @@ class GradientStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastWeights:
-    """Write the weights of ``version`` from a master that is at ``version``."""
+    """Write the weights of ``version`` from a master that is at ``version``; where it is split,
+    they are there.
+    """
 
     name: ClassVar[str] = "cast"
     block: int
     version: int
 
 
-Pass = Preview | Settle | Advance | Hold | FinishSettle | GradientStatus | CastWeights
+Pass = Preview | Settle | Advance | Hold | FinishSettle | FinishHold | GradientStatus | CastWeights
 
 
 def pass_tag(block: int, state_version: int) -> int:

@@ -111,7 +111,7 @@ class Recovery:
     """What is still missing before Ready.
 
     ``awaited``: contributions (block, contribution) being pulled; nothing is written before they
-    are there. ``left``: the work to be done then, in order: the settle that was cut short, and the
+    are there. ``left``: the work to be done then, in order: the pass that was cut short, and the
     blocks without their committed weights.
     """
 
@@ -141,7 +141,7 @@ def begin_recovery(begin: BeginAsked, ledger: Ledger, blocks: Blocks, pulls: Pul
         pair for block in lagging for pair in pulls.missing(block, version=version, attempt=attempt)
     ]
     pulls.order(awaited, epoch=begin.epoch, since_epoch=0, attempt=attempt, version=version)
-    # To finish a settle writes no weights, so this list can be made before it.
+    # To finish a hold writes weights, too: nothing is left to do for its block then.
     incomplete = [block for block in blocks.active if not ledger.holds(block, version)]
     work += [Work(kind=Kind.COMPLETE, block=block) for block in incomplete]
     return Recovery(awaited=set(awaited), left=dict.fromkeys(work))

@@ -11,6 +11,7 @@ from penstock.daemons.optimizer.ledger import Ledger
 from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
+    FinishHold,
     FinishSettle,
     GradientStatus,
     Hold,
@@ -33,7 +34,7 @@ class Kind(Enum):
     SETTLE = auto()
     """Bring its state to the committed version."""
     FINISH = auto()
-    """Finish the settle that a killed optimizerd left half done."""
+    """Finish the pass over the state that a killed optimizerd left half done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,10 @@ def _settle(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass | None:
 def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
     pending = ledger.pending(block)
     assert pending is not None, "a pass that was cut short has not set the state version"
-    return FinishSettle(block=block, update=pending)
+    if ledger.holds(block, pending.version):
+        return FinishSettle(block=block, update=pending)
+    # A hold: a split master has nothing to make its weights from but this very pass.
+    return FinishHold(block=block, update=pending)
 
 
 _CHOOSERS: Mapping[Kind, Callable[[int, Ledger, Attempt | None], Pass | None]] = MappingProxyType(

@@ -22,7 +22,7 @@ import torch
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.step import BlockArrays, OptimizerStep, PassStatus
 from penstock.protocol.updating import PIECE_ELEMENTS, PIECES
-from penstock.shm.layout import GRADIENT_COPIES, WEIGHT_SLOTS
+from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
 from penstock.workers.devices.cuda import CudaDevice
@@ -111,7 +111,7 @@ class CudaPreviewer:
 
     def _preview(self, arrays: BlockArrays, step: OptimizerStep, abort: Abort) -> None:
         scalars = StepScalars.of(step, self._config)
-        grads = arrays.grads[step.version % GRADIENT_COPIES]
+        grads = arrays.gradients(step.version)
         weights = arrays.weights[step.version % WEIGHT_SLOTS]
         with torch.cuda.stream(self._arithmetic):
             self._total.zero_()
@@ -131,10 +131,9 @@ class CudaPreviewer:
     def _bring(self, slot: _Slot, arrays: BlockArrays, start: int, end: int) -> None:
         with torch.cuda.stream(self._in):
             self._in.wait_event(slot.consumed)
-            for name, there in slot.state.items():
-                there[: end - start].copy_(
-                    torch.from_numpy(arrays.state[name][start:end]), non_blocking=True
-                )
+            here = (arrays.master, *arrays.arrays)
+            for there, array in zip(slot.state.values(), here, strict=True):
+                there[: end - start].copy_(torch.from_numpy(array[start:end]), non_blocking=True)
 
     def _add_up(self, slot: _Slot, grads: Sequence[HostArray], start: int, end: int) -> None:
         """The sum of all contributions, in their order, as fp32."""
