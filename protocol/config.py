@@ -206,6 +206,15 @@ class OptimizerConfig(_Section):
     ``settle``: when the state of blocks that the CPU updates takes a committed step in: with
     ``advance`` in one pass with the next one's preview; with ``early`` in a pass of its own during
     the next forward, which leaves a shorter preview behind the last gradient. Same bits.
+
+    ``speculate``: whether weights are computed before the gradients' norm is known: ``always``,
+    ``never`` (every update waits for it), or, with ``auto``, as long as little enough is clipped.
+    Same bits.
+
+    fp16 models train with a loss scale: it starts at ``initial_loss_scale``, halves with every
+    attempt whose gradients overflow, down to ``loss_scale_min``, and doubles after
+    ``loss_scale_growth_interval`` steps in a row. After more than ``train.max_skips`` overflows in
+    a row, the last at the lowest scale, the run ends.
     """
 
     name: OptimizerName = OptimizerName.ADAMW
@@ -221,7 +230,9 @@ class OptimizerConfig(_Section):
     rollback: Literal["exact"] = "exact"
     settle: Literal["advance", "early"] = "advance"
     threads: int = Field(default=0, ge=0)
-    initial_loss_scale: float = Field(default=65536.0, gt=0.0)
+    speculate: Literal["auto", "always", "never"] = "auto"
+    initial_loss_scale: float = Field(default=65536.0, gt=0.0, allow_inf_nan=False)
+    loss_scale_min: float = Field(default=1.0, gt=0.0)
     loss_scale_growth_interval: int = Field(default=2000, ge=1)
 
     @model_validator(mode="after")
@@ -230,6 +241,11 @@ class OptimizerConfig(_Section):
             raise ValueError(f"optimizer.betas {list(self.betas)}: each must be in [0, 1)")
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}")
+        if self.loss_scale_min > self.initial_loss_scale:
+            raise ValueError(
+                f"optimizer.loss_scale_min {self.loss_scale_min} is above"
+                f" optimizer.initial_loss_scale {self.initial_loss_scale}"
+            )
         return self
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, JournalEvaluation
+from penstock.daemons.scheduler.holding import HoldLimits, SpeculationCosts
 from penstock.daemons.scheduler.position import Position
 from penstock.daemons.scheduler.rules import Rules
 from penstock.shm.control import CommitRecord, Decision
@@ -61,6 +62,8 @@ class Ledger:
         self.evaluated = facts.evaluated
         self.last_metrics_json = facts.last_metrics_json
         self.saved = saved
+        self.costs = SpeculationCosts()
+        """What the hold policy goes by; not journaled."""
 
     @property
     def version(self) -> int:
@@ -98,7 +101,10 @@ class Ledger:
         """An attempt has ended. For a SKIP, ``record.version`` is the version that stays."""
         assert self.position is not None
         self.position = self.position.after(
-            record.decision, self._rules.config.train.global_batch, self._rules.loss_scaling
+            record.decision,
+            self._rules.config.train.global_batch,
+            self._rules.loss_scaling,
+            self.costs.limits if self._rules.advances else HoldLimits(),
         )
         if record.decision is not Decision.SKIP:
             self.record = record

@@ -6,31 +6,45 @@ A position is stored with every journal row and, as the ``scheduler`` object, in
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.daemons.scheduler.holding import AMENDED, HOLD_WINDOW, HoldLimits
 from penstock.protocol.errors import StateError
 from penstock.shm.control import Decision
 
-HOLD_WINDOW = 20
-"""Attempts that are looked at to decide whether speculation pays."""
-MIN_LOSS_SCALE = 1.0
+GROWTH_FACTOR = 2.0
+BACKOFF_FACTOR = 0.5
 
-_LETTERS = {Decision.COMMIT: "c", Decision.AMEND: "a", Decision.SKIP: "s"}
+_LETTERS = {Decision.COMMIT: "c", Decision.AMEND: AMENDED, Decision.SKIP: "s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaling:
-    """How the loss scale moves; ``dynamic`` only when weights are fp16, otherwise it stays 1."""
+    """How the loss scale moves; ``dynamic`` only when weights are fp16, otherwise it stays 1.
+
+    It doubles after ``growth_interval`` commits in a row, and halves with every skip as long as it
+    is above ``minimum``. Factors are powers of two: scaling and its inverse round nothing.
+    """
 
     dynamic: bool
     initial: float
     growth_interval: int
+    minimum: float = 1.0
 
     @property
     def start(self) -> float:
         """The scale of the first attempt."""
         return self.initial if self.dynamic else 1.0
+
+    def lowest(self, scale: float) -> bool:
+        """Whether no skip lowers ``scale`` any more."""
+        return not self.dynamic or scale <= self.minimum
+
+    def lowered(self, scale: float) -> float:
+        """The scale after a skip."""
+        return scale if self.lowest(scale) else max(self.minimum, scale * BACKOFF_FACTOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +52,8 @@ class Position:
     """After some decision: ``data_position`` samples are consumed, ``version`` commits are made.
 
     ``clean_commits``: commits since the loss scale last changed. ``skips_in_a_row``: consecutive
-    skips. ``recent``: the last decisions, newest last, a letter each (c, a, s).
+    skips. ``recent``: the last decisions, newest last, a letter each (c, a, s). ``hold``: whether
+    the next attempt waits for the norm, as the hold policy has it (:mod:`.holding`).
     """
 
     version: int
@@ -47,34 +62,37 @@ class Position:
     clean_commits: int = 0
     skips_in_a_row: int = 0
     recent: str = ""
+    hold: bool = False
 
-    @property
-    def hold(self) -> bool:
-        """Whether more than half of the last attempts were amended: the optimizer then waits."""
-        return self.recent.count("a") > HOLD_WINDOW // 2
-
-    def after(self, decision: Decision, samples: int, scaling: LossScaling) -> Position:
+    def after(
+        self,
+        decision: Decision,
+        samples: int,
+        scaling: LossScaling,
+        limits: HoldLimits = HoldLimits(),  # noqa: B008  # frozen
+    ) -> Position:
         """The position after an attempt that consumed ``samples`` and ended with ``decision``."""
         recent = (self.recent + _LETTERS[decision])[-HOLD_WINDOW:]
         data_position = self.data_position + samples
         if decision is Decision.SKIP:
-            halved = max(MIN_LOSS_SCALE, self.loss_scale / 2)
             return dataclasses.replace(
                 self,
                 data_position=data_position,
-                loss_scale=halved if scaling.dynamic else self.loss_scale,
+                loss_scale=scaling.lowered(self.loss_scale),
                 clean_commits=0,
                 skips_in_a_row=self.skips_in_a_row + 1,
                 recent=recent,
+                hold=limits.hold(self.hold, recent),
             )
         grow = scaling.dynamic and self.clean_commits + 1 >= scaling.growth_interval
         return Position(
             version=self.version + 1,
             data_position=data_position,
-            loss_scale=self.loss_scale * 2 if grow else self.loss_scale,
+            loss_scale=self.loss_scale * GROWTH_FACTOR if grow else self.loss_scale,
             clean_commits=0 if grow else self.clean_commits + 1,
             skips_in_a_row=0,
             recent=recent,
+            hold=limits.hold(self.hold, recent),
         )
 
     def to_fields(self) -> dict[str, Any]:
@@ -96,9 +114,10 @@ class Position:
                 clean_commits=int(fields["clean_commits"]),
                 skips_in_a_row=int(fields["skips_in_a_row"]),
                 recent=str(fields["recent"]),
+                hold=bool(fields.get("hold", False)),  # older positions have none
             )
             position.validate()
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise StateError(f"{source}: no scheduler position: {error!r}") from error
         return position
 
@@ -111,7 +130,7 @@ class Position:
         for name in ("version", "data_position", "clean_commits", "skips_in_a_row"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}")
-        if not self.loss_scale >= MIN_LOSS_SCALE:
+        if not (self.loss_scale > 0.0 and math.isfinite(self.loss_scale)):
             raise ValueError(f"loss_scale is {self.loss_scale}")
         if len(self.recent) > HOLD_WINDOW or set(self.recent) - set(_LETTERS.values()):
             raise ValueError(f"recent is {self.recent!r}")

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from penstock.daemons.scheduler.position import LossScaling
+from penstock.daemons.scheduler.position import LossScaling, Position
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.instructions import Update
 from penstock.protocol.names import (
     devices_of_node,
     memoryd_name,
@@ -77,7 +78,8 @@ class Deadlines:
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
-    optimizerd of every block.
+    optimizerd of every block; ``advances``: whether passes behind gradients are advances, so that
+    their time is about that of whole steps.
     """
 
     run_id: str
@@ -89,6 +91,7 @@ class Rules:
     plan_scheme: str
     state_dir: str
     deadlines: Deadlines = Deadlines()
+    advances: bool = False
 
     @classmethod
     def of_run(cls, run: RunDirectory) -> Rules:
@@ -113,6 +116,8 @@ class Rules:
             plan_json=run.plan.to_json(),
             plan_scheme=run.plan.scheme,
             state_dir=str(run.state_dir.absolute()),
+            advances=run.config.optimizer.settle == "advance"
+            and not any(isinstance(i, Update) for program in run.plan.programs for i in program),
         )
 
     @cached_property
@@ -122,7 +127,13 @@ class Rules:
             dynamic=self.config.model.dtype is DType.FP16,
             initial=self.config.optimizer.initial_loss_scale,
             growth_interval=self.config.optimizer.loss_scale_growth_interval,
+            minimum=self.config.optimizer.loss_scale_min,
         )
+
+    def holds(self, position: Position) -> bool:
+        """Whether the attempt that starts at ``position`` waits for the norm."""
+        speculate = self.config.optimizer.speculate
+        return position.hold if speculate == "auto" else speculate == "never"
 
     @property
     def emulated(self) -> bool:

@@ -65,7 +65,7 @@ class Transaction(Activity):
         self.seconds = 0.0
         self.failure = ""
         self._position = ledger.position
-        self._hold = ledger.position.hold
+        self._hold = rules.holds(ledger.position)
         self._learning_rate = learning_rate(
             rules.config.optimizer, rules.config.train.steps, ledger.version + 1
         )
@@ -178,13 +178,9 @@ class Transaction(Activity):
         line = self._finish(verdict, record, now_s)
         journaled = self.ledger.decide(record, line)
         skips, limit = journaled.position.skips_in_a_row, self.rules.config.train.max_skips
-        if skips > limit:
-            self.failure = (
-                f"{skips} attempts in a row had infinite or undefined gradients, more than"
-                f" train.max_skips = {limit}; the last was attempt {self.attempt} after step"
-                f" {self.ledger.version}: lower optimizer.lr, or look at the data from sample"
-                f" {self._position.data_position} on"
-            )
+        # As long as the loss scale comes down, it may be all that is wrong.
+        if skips > limit and self.rules.loss_scaling.lowest(self._position.loss_scale):
+            self.failure = self._why_hopeless(skips, limit)
         skip = pb.Skip(epoch=self.ledger.epoch, attempt=self.attempt)
         return [
             journaled,
@@ -192,9 +188,27 @@ class Transaction(Activity):
             AppendMetrics(metrics_json=line),
         ]
 
+    def _why_hopeless(self, skips: int, limit: int) -> str:
+        scale = ""
+        if self.rules.loss_scaling.dynamic:
+            scale = (
+                f" with the loss scale at optimizer.loss_scale_min ="
+                f" {self.rules.loss_scaling.minimum:g}"
+            )
+        return (
+            f"{skips} attempts in a row had infinite or undefined gradients, more than"
+            f" train.max_skips = {limit}; the last{scale} was attempt {self.attempt} after step"
+            f" {self.ledger.version}: lower optimizer.lr, or look at the data from sample"
+            f" {self._position.data_position} on"
+        )
+
     def _finish(self, verdict: Verdict, record: CommitRecord, now_s: float) -> str:
         self.done = True
         self.seconds = now_s - self._started_s
+        if not self._hold:
+            self.ledger.costs.add(
+                verdict.decision, passes_s=self._passes_s, tail_s=now_s - self._workers_done_s
+            )
         return attempt_line(
             record=record,
             reports=[self._reports[worker] for worker in self.rules.workers],
@@ -209,6 +223,15 @@ class Transaction(Activity):
             ),
             emulated=self.rules.emulated,
         )
+
+    @property
+    def _passes_s(self) -> float:
+        """How long the passes behind the gradients took, on the node where they took longest."""
+        seconds: dict[str, float] = {}
+        for block, status in self._statuses.items():
+            owner = self.rules.owners[block]
+            seconds[owner] = seconds.get(owner, 0.0) + status.seconds
+        return max(seconds.values(), default=0.0)
 
     def _tell_all(self, message: pb.SchedulerMessage) -> list[Effect]:
         return send_all((*self.rules.optimizerds, *self.rules.workers), message)

@@ -13,6 +13,7 @@ from penstock.daemons.scheduler.learning_rate import learning_rate
 from penstock.daemons.scheduler.position import LossScaling, Position
 from penstock.daemons.scheduler.transaction import judge
 from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import Driver, facts_at, make_config, make_position, make_rules
@@ -158,31 +159,6 @@ def test_an_impossible_sum_is_skipped(total: float) -> None:
     assert judge(statuses(0.0, total), 1.0, 1.0).decision is Decision.SKIP
 
 
-def test_hold_begins_after_eleven_amends_of_twenty_and_ends_when_they_are_fewer() -> None:
-    driver = Driver(facts=facts_at(20, position=make_position(20, recent="a" * 10 + "c" * 10)))
-    driver.join_all()
-    driver.drained(20)
-    assert driver.ready() == told("run_attempt e4 a22 v20 data 160")
-    driver.run_attempt(4.0)
-    assert driver.amended()[-3:] == told("run_attempt e4 a23 v21 data 168"), "still 10 of 20"
-    position = make_position(20, recent="c" * 9 + "a" * 11)
-    driver = Driver(facts=facts_at(20, position=position))
-    driver.join_all()
-    driver.drained(20)
-    assert driver.ready() == told("run_attempt e4 a22 v20 data 160 hold")
-    lines = driver.run_attempt(4.0)
-    coefficient = f"{1.0 / (math.sqrt(8.0) + 1e-6):.4g}"
-    assert lines[:2] == [
-        f"journal AMEND v21 a22 c={coefficient}",
-        f"optimizerd.a <- commit e4 v21 c={coefficient}",
-    ], "no preview to amend: it is journaled at once"
-    holds = 0
-    while driver.machine.ledger.position is not None and driver.machine.ledger.position.hold:
-        assert driver.run_attempt()[0].startswith("journal COMMIT")
-        holds += 1
-    assert holds == 10, "8 clean ones leave the window first, then two amends"
-
-
 def test_fp16_loss_scale_halves_on_skip_and_grows_after_clean_commits(
     live_with: Callable[..., Driver],
 ) -> None:
@@ -204,6 +180,56 @@ def test_fp16_loss_scale_halves_on_skip_and_grows_after_clean_commits(
     for _ in range(4):
         driver.run_attempt(math.nan)
     assert scales() == [1.0] * 3, "not below 1"
+
+
+def test_fp16_gives_up_only_at_the_lowest_loss_scale(live_with: Callable[..., Driver]) -> None:
+    optimizer = {"initial_loss_scale": 2.0**40, "loss_scale_min": 4.0}
+    driver = live_with(model={"dtype": "fp16"}, optimizer=optimizer, train={"max_skips": 2})
+    for _ in range(38):
+        driver.run_attempt(math.nan)
+    position = driver.machine.ledger.position
+    assert position is not None
+    assert (position.loss_scale, position.skips_in_a_row) == (4.0, 38)
+    assert driver.status.phase == "running"
+    driver.run_attempt(math.nan)
+    assert "39 attempts in a row" in driver.status.message
+    assert "the last with the loss scale at optimizer.loss_scale_min = 4 was" in (
+        driver.status.message
+    )
+    assert "lower optimizer.lr" in driver.status.message
+    assert driver.leave_all() == ["exit 4"]
+
+
+def test_loss_scale_is_restored_from_the_journal(live_with: Callable[..., Driver]) -> None:
+    optimizer = {"initial_loss_scale": 64.0, "loss_scale_growth_interval": 3}
+    driver = live_with(model={"dtype": "fp16"}, optimizer=optimizer)
+    driver.run_attempt(math.nan)
+    for _ in range(2):
+        driver.run_attempt()
+    [journaled] = [e for e in driver.effects if isinstance(e, JournalDecision)]
+    fields = json.loads(json.dumps(journaled.position.to_fields()))
+    position = Position.from_fields(fields, "journal")
+    assert position == journaled.position
+    assert (position.loss_scale, position.clean_commits) == (32.0, 2)
+    resumed = Driver(
+        driver.rules,
+        facts_at(2, record=journaled.record, position=position, next_attempt=4),
+    )
+    resumed.join_all()
+    resumed.drained(2)
+    resumed.ready()
+    resumed.run_attempt()
+    [journaled] = [e for e in resumed.effects if isinstance(e, JournalDecision)]
+    assert journaled.record.inverse_loss_scale == 1 / 32
+    assert journaled.position.loss_scale == 64.0, "the third clean one in a row"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("initial_loss_scale", math.inf), ("loss_scale_min", 65537.0)]
+)
+def test_impossible_loss_scales_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer\.({field}|initial_loss_scale)"):
+        make_config(optimizer={field: value})
 
 
 def test_other_dtypes_have_no_loss_scale() -> None:
