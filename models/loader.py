@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from penstock.models.hf import load_run_config
 from penstock.models.initial import initial_blocks, pack
-from penstock.protocol.loading import memory_to_fill, run_loader
+from penstock.protocol.loading import INITIAL_VERSION, memory_to_fill, run_loader
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.memory import Array, NodeMemory
 from penstock.shm.table import DType
@@ -40,7 +40,7 @@ def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -
     owned = memory.owned_blocks()
     for block, tensors in initial_blocks(files.config, hf_config, files.table, owned):
         trainable, frozen = pack(files.table.blocks[block], tensors)
-        memory.state(block, "master")[:] = trainable
+        memory.store_master(block, INITIAL_VERSION, trainable)
         if len(frozen):
             _store(memory.frozen(block), torch.from_numpy(frozen), files.table.weight_dtype)
 

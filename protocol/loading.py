@@ -20,17 +20,23 @@ from penstock.shm.errors import SegmentError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 
+INITIAL_VERSION = 0
+"""What new weights are."""
+
+_FILLED = (SegmentKind.STATE, SegmentKind.WEIGHTS, SegmentKind.FROZEN)
+
 
 @contextmanager
 def memory_to_fill(files: RunDirectory, node_name: str) -> Iterator[NodeMemory]:
-    """State and frozen arrays of a node that holds no model yet.
+    """State, weights (a split master has its upper halves there) and frozen arrays of a node that
+    holds no model yet.
 
     Raises:
         ConfigError: no such node. StateError: its memory cannot be attached, or holds a model.
     """
     spec = files.memory_spec(node_index(files.config, node_name))
     try:
-        memory = NodeMemory.attach(spec, (SegmentKind.STATE, SegmentKind.FROZEN))
+        memory = NodeMemory.attach(spec, _FILLED)
     except SegmentError as error:
         raise StateError(f"memory of node {node_name}: {error}") from error
     try:

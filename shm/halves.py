@@ -25,6 +25,13 @@ class Halves:
     high: npt.NDArray[np.uint16]
     low: npt.NDArray[np.uint16]
 
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def part(self, start: int, end: int) -> Halves:
+        """Elements ``[start, end)``, in place."""
+        return Halves(high=self.high[start:end], low=self.low[start:end])
+
     def load(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
         """Elements ``[start, end)``, joined: a copy."""
         high, low = self.high[start:end].astype(np.uint32), self.low[start:end].astype(np.uint32)

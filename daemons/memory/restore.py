@@ -65,7 +65,7 @@ def restore(
 ) -> None:
     """Fill the memory of all blocks the node owns.
 
-    ``load_initial(cancelled)`` writes master and frozen weights of a new model.
+    ``load_initial(cancelled)`` writes master and frozen weights of a new model, at version 0.
 
     Raises:
         StateError: the saved state is damaged or of another model; nothing was touched.
@@ -83,7 +83,7 @@ def restore(
         if cancelled():
             raise CancelledError
         assert filling.source is not None
-        snapshot.load_block(memory, filling.source, block, places)
+        snapshot.load_block(memory, filling.source, block, filling.version, places)
     _finish(memory, filling)
 
 
@@ -152,7 +152,7 @@ def _finish(memory: NodeMemory, filling: Filling) -> None:
     cores = sorted(os.sched_getaffinity(0))[:MAX_THREADS]
     with _native.Pool(cores) as pool:
         for block in blocks:
-            _zero_padding(memory, memory.spec.table.blocks[block])
+            _zero_padding(memory, memory.spec.table.blocks[block], version)
             _cast(pool, memory, block, version % 2)
     for block in blocks:
         control.set_state_version(block, version)
@@ -174,9 +174,11 @@ def _finish(memory: NodeMemory, filling: Filling) -> None:
 
 
 def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None:
-    """Weights from master, rounded as the optimizer passes round."""
+    """Weights from master, rounded as the optimizer passes round; those that are its upper half
+    are there.
+    """
     weights = memory.weights(block, slot)
-    if weights.size:
+    if weights.size and not memory.split_master:
         _native.cast_weights(
             pool,
             master=memory.state(block, "master"),
@@ -185,14 +187,19 @@ def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None
         )
 
 
-def _zero_padding(memory: NodeMemory, block: BlockSpec) -> None:
+def _zero_padding(memory: NodeMemory, block: BlockSpec, version: int) -> None:
     """Padding takes part in passes and norms; it must be zero, whatever was there before."""
-    arrays = ("master", *memory.spec.table.state_arrays)
+    arrays = [memory.state(block.index, name) for name in memory.spec.table.state_arrays]
+    if memory.split_master:
+        halves = memory.halves(block.index, version)
+        arrays += [halves.high, halves.low]
+    else:
+        arrays.append(memory.state(block.index, "master"))
     for tensor in block.tensors:
         end = tensor.offset + tensor.num_elements
         gap = slice(end, tensor.offset + padded(tensor.num_elements))
         if tensor.trainable:
-            for name in arrays:
-                memory.state(block.index, name)[gap] = 0
+            for array in arrays:
+                array[gap] = 0
         else:
             memory.frozen(block.index)[gap] = 0

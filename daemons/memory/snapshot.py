@@ -1,9 +1,9 @@
 """Saved states: one safetensors file a block and a manifest. Writing, checking, reading, comparing.
 
-``block-%04d.safetensors`` holds, for the tensors the block owns: ``<name>`` (fp32 master),
-``<array>.<name>`` (state arrays, fp32) and ``frozen.<name>`` (frozen tensors in the weight dtype),
-all without padding. The scheduler writes ``manifest.json`` last and renames the directory; memoryd
-writes the files of the blocks its node owns.
+``block-%04d.safetensors`` holds, for the tensors the block owns: ``<name>`` (fp32 master, joined if
+memory has it in halves), ``<array>.<name>`` (state arrays, fp32) and ``frozen.<name>`` (frozen
+tensors in the weight dtype), all without padding. The scheduler writes ``manifest.json`` last and
+renames the directory; memoryd writes the files of the blocks its node owns.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from penstock.daemons.memory.tensorfile import (
     write_tensors,
 )
 from penstock.protocol.errors import StateError
+from penstock.shm.halves import Halves
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockSpec, DType
 
@@ -69,13 +70,20 @@ def block_file(block: int) -> str:
     return f"block-{block:04d}.safetensors"
 
 
-def block_tensors(memory: NodeMemory, block: BlockSpec) -> tuple[TensorBytes, ...]:
-    """What the file of an owned block holds, as views of the node's memory."""
+def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[TensorBytes, ...]:
+    """What the file of an owned block whose state is at ``version`` holds, as views of the node's
+    memory.
+    """
     table = memory.spec.table
     found: list[TensorBytes] = []
-    for prefix, array in (("", "master"), *((f"{name}.", name) for name in table.state_arrays)):
-        raw = memory.raw((block.index, array, 0, 0))
-        found += _cut(raw, block, trainable=True, prefix=prefix, dtype=DType.FP32)
+    arrays: list[tuple[str, memoryview | Halves]] = [
+        ("", memory.halves(block.index, version))
+        if memory.split_master
+        else ("", memory.raw((block.index, "master", 0, 0)))
+    ]
+    arrays += [(f"{name}.", memory.raw((block.index, name, 0, 0))) for name in table.state_arrays]
+    for prefix, array in arrays:
+        found += _cut(array, block, trainable=True, prefix=prefix, dtype=DType.FP32)
     raw = memory.raw((block.index, "frozen", 0, 0))
     found += _cut(raw, block, trainable=False, prefix="frozen.", dtype=table.weight_dtype)
     return tuple(found)
@@ -108,7 +116,7 @@ def save(
     specs = memory.spec.table.blocks
 
     def write(block: int, stopped: Callable[[], bool]) -> WrittenFile:
-        tensors = block_tensors(memory, specs[block])
+        tensors = block_tensors(memory, specs[block], version)
         return write_tensors(directory / block_file(block), tensors, stopped)
 
     try:
@@ -179,7 +187,7 @@ def check(
             raise StateError(f"{directory / MANIFEST_NAME}: lists no {path.name}")
         _check_size(path, entry)
         places = read_header(path)
-        _check_tensors(path, places, block_tensors(memory, specs[block]))
+        _check_tensors(path, places, block_tensors(memory, specs[block], version))
         if sha256_of(path, stopped) != entry.sha256:
             raise StateError(f"{path}: its checksum does not match the manifest: damaged")
         return places
@@ -189,9 +197,13 @@ def check(
 
 
 def load_block(
-    memory: NodeMemory, directory: Path, block: int, places: Mapping[str, TensorPlace]
+    memory: NodeMemory,
+    directory: Path,
+    block: int,
+    version: int,
+    places: Mapping[str, TensorPlace],
 ) -> None:
-    """Copy the checked file of a block into memory.
+    """Copy the checked file of a block at ``version`` into memory.
 
     Raises:
         StateError: the file changed since it was checked.
@@ -199,7 +211,7 @@ def load_block(
     path = directory / block_file(block)
     try:
         with path.open("rb", buffering=0) as file:
-            for tensor in block_tensors(memory, memory.spec.table.blocks[block]):
+            for tensor in block_tensors(memory, memory.spec.table.blocks[block], version):
                 read_into(file, places[tensor.name], tensor.data)
     except (OSError, EOFError) as error:
         raise StateError(f"{path}: {error}; did it change while it was read?") from error
@@ -275,15 +287,19 @@ def _in_parallel(
 
 
 def _cut(
-    raw: memoryview, block: BlockSpec, *, trainable: bool, prefix: str, dtype: DType
+    array: memoryview | Halves, block: BlockSpec, *, trainable: bool, prefix: str, dtype: DType
 ) -> list[TensorBytes]:
-    size = dtype.itemsize
+    def data(start: int, end: int) -> memoryview | Halves:
+        if isinstance(array, Halves):
+            return array.part(start, end)
+        return array[start * dtype.itemsize : end * dtype.itemsize]
+
     return [
         TensorBytes(
             name=prefix + tensor.name,
             dtype=_FILE_DTYPES[dtype],
             shape=tensor.shape,
-            data=raw[tensor.offset * size : (tensor.offset + tensor.num_elements) * size],
+            data=data(tensor.offset, tensor.offset + tensor.num_elements),
         )
         for tensor in block.tensors
         if tensor.trainable is trainable

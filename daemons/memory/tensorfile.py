@@ -13,13 +13,18 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from penstock.protocol.errors import StateError
+from penstock.shm.halves import Halves
 
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 64 << 20
+_CHUNK_FLOATS = CHUNK_BYTES // 4
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -29,12 +34,19 @@ class CancelledError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """One tensor: its place in memory and what it is. ``dtype``: ``F32``, ``BF16`` or ``F16``."""
+    """One tensor: its place in memory and what it is. ``dtype``: ``F32``, ``BF16`` or ``F16``; in a
+    file F32 of which memory has two halves looks like any other.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    data: memoryview | Halves
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return len(self.data) * (ITEM_BYTES[self.dtype] if isinstance(self.data, Halves) else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +79,7 @@ def write_tensors(
     """
     digest = hashlib.sha256()
     num_bytes = 0
-    pieces = [memoryview(_header(tensors)), *_pieces(tensor.data for tensor in tensors)]
+    pieces = chain([memoryview(_header(tensors))], _pieces(tensor.data for tensor in tensors))
     with path.open("wb") as file:
         for piece in pieces:
             if cancelled():
@@ -107,13 +119,23 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     return places
 
 
-def read_into(file: BinaryIO, place: TensorPlace, out: memoryview) -> None:
+def read_into(file: BinaryIO, place: TensorPlace, out: memoryview | Halves) -> None:
     """Copy one tensor's bytes into ``out``, which has its size.
 
     Raises:
         EOFError: the file became shorter than its header says.
     """
     file.seek(place.start)
+    if not isinstance(out, Halves):
+        _fill(file, out)
+        return
+    for start in range(0, len(out), _CHUNK_FLOATS):
+        values = np.empty(min(_CHUNK_FLOATS, len(out) - start), dtype=np.float32)
+        _fill(file, memoryview(values).cast("B"))
+        out.store(values, start)
+
+
+def _fill(file: BinaryIO, out: memoryview) -> None:
     position = 0
     while position < len(out):
         count = file.readinto(out[position : position + CHUNK_BYTES])  # type: ignore[attr-defined]
@@ -142,7 +164,7 @@ def _header(tensors: Sequence[TensorBytes]) -> bytes:
     fields: dict[str, object] = {}
     position = 0
     for tensor in tensors:
-        end = position + len(tensor.data)
+        end = position + tensor.num_bytes
         fields[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -154,10 +176,14 @@ def _header(tensors: Sequence[TensorBytes]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _pieces(buffers: Iterable[memoryview]) -> Iterable[memoryview]:
+def _pieces(buffers: Iterable[memoryview | Halves]) -> Iterable[memoryview]:
     for buffer in buffers:
-        for start in range(0, len(buffer), CHUNK_BYTES):
-            yield buffer[start : start + CHUNK_BYTES]
+        if isinstance(buffer, Halves):
+            for start in range(0, len(buffer), _CHUNK_FLOATS):
+                yield memoryview(buffer.load(start, start + _CHUNK_FLOATS)).cast("B")
+        else:
+            for start in range(0, len(buffer), CHUNK_BYTES):
+                yield buffer[start : start + CHUNK_BYTES]
 
 
 def _place(path: Path, name: str, entry: object, data_start: int) -> TensorPlace:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.protocol.loading import memory_to_fill, run_loader
+from penstock.protocol.loading import INITIAL_VERSION, memory_to_fill, run_loader
 from penstock.protocol.rundir import RunDirectory
 
 _DEVIATION = 0.02
@@ -31,7 +31,7 @@ def load_node(run_dir: Path, node_name: str) -> None:
             if count:
                 source = np.random.Generator(np.random.Philox([files.config.run.seed, block]))
                 numbers = source.standard_normal(count, dtype=np.float32)
-                memory.state(block, "master")[:] = numbers * _DEVIATION
+                memory.store_master(block, INITIAL_VERSION, numbers * np.float32(_DEVIATION))
             if files.table.blocks[block].frozen_elements:
                 memory.frozen(block)[:] = 0
 
