@@ -75,7 +75,7 @@ def record_of(message: pb.Record) -> CommitRecord:
     )
 
 
-_EVENTS: dict[str, Callable[[Any], Event]] = {
+EVENTS: dict[str, Callable[[Any], Event]] = {
     "drain": lambda m: DrainAsked(epoch=m.epoch),
     "run_attempt": lambda m: AttemptAsked(
         epoch=m.epoch,
@@ -208,10 +208,10 @@ class Service:
             raise RefusedError(f"the scheduler refuses this optimizerd: {message.refused.reason}")
         if kind == "begin":
             self._on_begin(message.begin)
-        elif kind in _EVENTS:
+        elif kind in EVENTS:
             if kind == "shutdown":
                 _log.info("shutdown: %s", message.shutdown.reason)
-            self._feed(_EVENTS[kind](getattr(message, kind)))
+            self._feed(EVENTS[kind](getattr(message, kind)))
             if kind in _ENDINGS:
                 self._parts.trace.flush()
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import _native
 from penstock.shm.layout import NodeLayout, Ownership
-from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.memory import NUMPY_TYPES, MemorySpec, NodeMemory
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
 
 
@@ -182,8 +182,8 @@ def aligned(count: int, dtype: Any) -> Any:
 
 def to_gradients(values: Any, dtype: DType) -> Any:
     """fp32 values in the gradient dtype (bf16 by truncation: any bit pattern will do)."""
-    if dtype is DType.FP32:
-        return values.astype(np.float32)
+    if dtype is not DType.BF16:
+        return values.astype(NUMPY_TYPES[dtype])
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
