@@ -16,7 +16,7 @@ from penstock.planner.emulation import Emulation
 from penstock.planner.footprint import DevicePeak, Footprint, device_peaks, footprints
 from penstock.planner.profile import Guess, block_costs
 from penstock.protocol.config import Config
-from penstock.protocol.names import ownership
+from penstock.protocol.names import ownership, storage
 from penstock.protocol.plan import Plan
 from penstock.protocol.profile import Profile
 from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
@@ -76,7 +76,7 @@ def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow,
     rows: list[MemoryRow] = []
     for node, node_config in enumerate(config.cluster.nodes):
         place = f"node {node_config.name}"
-        rows += _node_rows(place, NodeLayout.compute(table, owners, node))
+        rows += _node_rows(place, NodeLayout.compute(table, owners, node, storage(config)))
         pulled = _pulled_bytes(table, owners, node)
         if pulled:
             rows.append(

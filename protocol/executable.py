@@ -73,6 +73,11 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
             "emulation.optimizer_start = flush: devices update blocks as soon as their gradients"
             f" are there (block {min(plan.updates)}): {advice}"
         )
+    if config.optimizer.master == "split":
+        raise ConfigError(
+            f"plan: UPDATE of block {min(plan.updates)}, and optimizer.master is split: devices"
+            f" update whole masters only: {advice}, or set optimizer.master: fp32"
+        )
     if plan.shards_weights:
         raise ConfigError(
             f"plan: {plan.scheme} shares weights out over devices, and UPDATE (of block"

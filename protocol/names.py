@@ -6,7 +6,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
 from penstock.protocol.reduction import Reduction
-from penstock.shm.layout import Ownership
+from penstock.shm.layout import Ownership, Storage
 from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
 
 
@@ -93,6 +93,14 @@ def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
     _check_contributions(table, len(published))
     routes = [[node_of_device(config, device) for device in route] for route in published]
     return Ownership.from_backward_nodes(table, routes[0], routes[1:])
+
+
+def storage(config: Config) -> Storage:
+    """How the optimizer's options store model state."""
+    split = config.optimizer.master == "split"
+    return Storage(
+        split_master=split, single_gradients=split and config.optimizer.settle == "early"
+    )
 
 
 def _check_contributions(table: BlockTable, num_routes: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.protocol.config import Config, load_config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
-from penstock.protocol.names import ownership
+from penstock.protocol.names import ownership, storage
 from penstock.protocol.plan import Plan
 from penstock.shm.layout import NodeLayout
 from penstock.shm.memory import MemorySpec
@@ -139,7 +139,7 @@ class RunDirectory:
             run_id=self.run_id,
             node_name=self.config.cluster.nodes[node].name,
             table=self.table,
-            layout=NodeLayout.compute(self.table, owners, node),
+            layout=NodeLayout.compute(self.table, owners, node, storage(self.config)),
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
         )
 
