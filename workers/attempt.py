@@ -43,7 +43,7 @@ from penstock.workers.trace import TraceRing
 from penstock.workers.transport import Transport
 from penstock.workers.updates import BlockUpdates, PreviewedBlock, UpdateScope
 from penstock.workers.usage import MemoryPeak
-from penstock.workers.waiting import Abort
+from penstock.workers.waiting import Abort, wait_until
 from penstock.workers.weights import FetchScope, StageKey, WeightLoader
 
 JobPhase = Literal["train", "eval"]
@@ -138,6 +138,7 @@ class Attempt:
             epoch=bench.epoch,
             attempt=job.number,
             notify=self._notify,
+            await_settled=self._await_settled,
         )
         self.stages = Stages(
             layout=bench.flow.layout,
@@ -404,6 +405,22 @@ class Attempt:
         bench.transport.notify(owner, message, bench.abort, bench.timeout_s)
         published = time.perf_counter()
         self._trace(TraceLane.OFFLOAD, f"{block} {contribution}", published, published)
+
+    def _await_settled(self, block: int) -> None:
+        """Where the owner is this node: only its gradients have a single copy."""
+        bench, version = self.bench, self.job.base_version
+        state_version = bench.memory.control.state_version
+
+        def what() -> str:
+            return (
+                f"optimizerd to settle block {block} at version {version}, whose gradients are to"
+                f" be overwritten (its state is at {state_version(block)})"
+            )
+
+        with bench.progress.awaiting(f"block {block} to be settled at version {version}"):
+            wait_until(
+                lambda: state_version(block) == version, what, bench.abort, bench.timeout_s
+            )
 
     def _updated(self, instruction: Update, version: int, block: int, done: PreviewedBlock) -> None:
         bench = self.bench

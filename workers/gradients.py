@@ -15,14 +15,16 @@ import numpy as np
 import torch
 
 from penstock.protocol.reduction import Reduction
-from penstock.shm.layout import GRADIENT_COPIES
 from penstock.shm.memory import NodeMemory
-from penstock.shm.table import BlockTable
+from penstock.shm.table import BlockTable, DType
 from penstock.workers.devices.base import Device, HostArray
 from penstock.workers.weights import lender
 
 Notify = Callable[[int, int], None]
 """Called with (block, contribution) when it is complete and its ready word is set."""
+
+AwaitSettled = Callable[[int], None]
+"""Waits until a block's state contains the step that its last committed gradients are of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +74,19 @@ class GradientBook:
         epoch: int,
         attempt: int,
         notify: Notify,
+        await_settled: AwaitSettled,
     ) -> None:
         self._table = table
         self._reduction = reduction
         self._memory = memory
         self._device = device
-        self._copy = target % GRADIENT_COPIES
+        self._target_version = target
         self._epoch = epoch
         self._attempt = attempt
         self._notify = notify
+        self._await_settled = await_settled
+        # Only a device that sums in fp32, on a CPU, may do so where they are published.
+        self._may_sum_in_place = table.grad_dtype is DType.FP32
         self._open: dict[Sum, torch.Tensor] = {}
         self._closed: set[Sum] = set()
 
@@ -89,6 +95,8 @@ class GradientBook:
         found = self._open.get(wanted)
         if found is None:
             assert wanted not in self._closed, f"{wanted} is published or sent already"
+            if self._may_sum_in_place:
+                self._await_copy(wanted)
             found = self._device.gradients(self._target(wanted))
             self._open[wanted] = found
         return found
@@ -110,6 +118,7 @@ class GradientBook:
         """
         for found in self._sums(stage):
             contribution = self._contribution(found)
+            self._await_copy(found)
             self._device.offload(
                 self._close(found),
                 self._target(found),
@@ -145,13 +154,19 @@ class GradientBook:
         route = self._reduction.published_route(published.stage)
         return Contribution(published.block, route * uses + published.use)
 
+    def _await_copy(self, wanted: Sum) -> None:
+        """A block's only copy holds committed gradients until its state has taken them in."""
+        if self._memory.spec.layout.gradient_copies[wanted.block] == 1:
+            self._await_settled(wanted.block)
+
     def _target(self, wanted: Sum) -> HostArray:
         """Where a sum is published; for one that is sent, memory of its own, which a device that
         sums elsewhere never touches.
         """
         if self._reduction.publishes(wanted.stage):
             contribution = self._contribution(wanted)
-            return self._memory.grads(contribution.block, self._copy, contribution.index)
+            copy = self._target_version % self._memory.spec.layout.gradient_copies[wanted.block]
+            return self._memory.grads(contribution.block, copy, contribution.index)
         elements = self._table.blocks[wanted.block].trainable_elements
         return np.empty(elements, dtype=np.float32)
 
