@@ -418,9 +418,7 @@ class Attempt:
             )
 
         with bench.progress.awaiting(f"block {block} to be settled at version {version}"):
-            wait_until(
-                lambda: state_version(block) == version, what, bench.abort, bench.timeout_s
-            )
+            wait_until(lambda: state_version(block) == version, what, bench.abort, bench.timeout_s)
 
     def _updated(self, instruction: Update, version: int, block: int, done: PreviewedBlock) -> None:
         bench = self.bench

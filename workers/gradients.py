@@ -156,7 +156,8 @@ class GradientBook:
 
     def _await_copy(self, wanted: Sum) -> None:
         """A block's only copy holds committed gradients until its state has taken them in."""
-        if self._memory.spec.layout.gradient_copies[wanted.block] == 1:
+        copies = self._memory.spec.layout.gradient_copies[wanted.block]
+        if copies == 1 and self._reduction.publishes(wanted.stage):
             self._await_settled(wanted.block)
 
     def _target(self, wanted: Sum) -> HostArray:
