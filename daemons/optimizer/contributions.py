@@ -20,7 +20,7 @@ class Blocks:
     ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are the pairs
     (block, contribution) that this node computes and that others compute. ``settled_early`` are the
     active blocks whose state is brought up to date before new gradients come, ``on_devices`` those
-    of them that workers preview.
+    of them that workers preview. ``in_place``: all blocks step in place.
 
     ``together``: no block's update begins before all gradients of the node are there, which is the
     synchronous optimizer of Mobius and Megatron.
@@ -37,6 +37,7 @@ class Blocks:
         # Last blocks first: their gradients are the first to come.
         self.settled_early = self._with(UpdatePolicy.SETTLE_EARLY, UpdatePolicy.DEVICE)[::-1]
         self.on_devices = self._with(UpdatePolicy.DEVICE)
+        self.in_place = any(b.policy is UpdatePolicy.IN_PLACE for b in self.all)
         self.num_contributions = {b.index: b.contributions for b in self.all}
 
     def startable(self, block: int, ready: Mapping[int, set[int]]) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ def read_facts(control: ControlView, blocks: Iterable[OwnedBlock]) -> MemoryFact
         incarnation=control.incarnation,
         committed=committed,
         record=control.record(committed),
+        next_record=control.record(committed + 1),
         interrupted=control.interrupted_pass,
         undo=UndoWords(armed=undo.armed, tag=undo.tag, completed=undo.completed),
         blocks={

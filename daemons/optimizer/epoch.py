@@ -38,9 +38,9 @@ from penstock.daemons.optimizer.events import (
     SkipAsked,
 )
 from penstock.daemons.optimizer.ledger import Ledger
-from penstock.daemons.optimizer.passes import Advance, Pass, Preview
+from penstock.daemons.optimizer.passes import Advance, Hold, Pass, Preview
 from penstock.daemons.optimizer.recovery import ImpossibleError, begin_recovery
-from penstock.daemons.optimizer.work import Attempt, Kind, Running, Work, choose_pass
+from penstock.daemons.optimizer.work import CHOOSERS, Attempt, Chooser, Kind, Running, Work
 from penstock.protocol.step import OptimizerStep, PassStatus
 
 LiveEvent: TypeAlias = (
@@ -54,7 +54,8 @@ LiveEvent: TypeAlias = (
 )
 """What an epoch may hear of once it has recovered."""
 
-_Finisher: TypeAlias = "Callable[[Epoch, Work, Pass | None, PassDone | None], None]"
+Handlers: TypeAlias = Mapping[type[Any], Callable[[Any, Any], None]]
+Finishers: TypeAlias = Mapping[Kind, Callable[[Any, Work, Pass | None, PassDone | None], None]]
 
 
 class Epoch:
@@ -326,7 +327,7 @@ class Epoch:
         """Start the pass whose turn it is, unless one is running."""
         while self._running is None and self._queue:
             work = self._queue.popleft()
-            pass_ = choose_pass(work, self.ledger, self._attempt)
+            pass_ = self._CHOOSERS[work.kind](work.block, self.ledger, self._attempt)
             if pass_ is None:
                 self._finish(work, None, None)
                 continue
@@ -374,7 +375,7 @@ class Epoch:
         )
 
     def _finish_amend(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
-        assert self._attempt is not None and isinstance(pass_, Preview)
+        assert self._attempt is not None and isinstance(pass_, Preview | Hold)
         self._attempt.previewed[work.block] = pass_.update
         self._attempt.amending.discard(work.block)
         self._report_amended(self._attempt)
@@ -388,7 +389,7 @@ class Epoch:
         """Of what a commit during the epoch left to complete, nobody waits for the end."""
         self._recovery.left.pop(work, None)
 
-    _HANDLERS: ClassVar[Mapping[type[Any], Callable[[Epoch, Any], None]]] = {
+    _HANDLERS: ClassVar[Handlers] = {
         AttemptAsked: _on_attempt,
         GradientsReady: _on_gradients,
         DeviceUpdated: _on_device_updated,
@@ -397,7 +398,8 @@ class Epoch:
         SkipAsked: _on_skip,
         SettleAsked: _on_settle,
     }
-    _FINISHERS: ClassVar[Mapping[Kind, _Finisher]] = {
+    _CHOOSERS: ClassVar[Mapping[Kind, Chooser]] = CHOOSERS
+    _FINISHERS: ClassVar[Finishers] = {
         Kind.UPDATE: _finish_update,
         Kind.AMEND: _finish_amend,
         Kind.SETTLE: _finish_settle,

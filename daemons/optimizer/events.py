@@ -21,6 +21,10 @@ class UpdatePolicy(Enum):
     """Preview when the gradients are there, settle during the next forward."""
     DEVICE = auto()
     """Settle during the next forward; a worker's UPDATE previews. A holding attempt's is ours."""
+    IN_PLACE = auto()
+    """Step in place when the gradients are there; arithmetic takes back what does not count. All
+    blocks of a run or none (:mod:`penstock.daemons.optimizer.arithmetic`).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +60,14 @@ class UndoWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """What is found in the control segment at a ``Begin``. ``record`` is that of ``committed``."""
+    """What is found in the control segment at a ``Begin``. ``record`` is that of ``committed``,
+    ``next_record`` that of the version after it.
+    """
 
     incarnation: int
     committed: int
     record: CommitRecord | None
+    next_record: CommitRecord | None
     interrupted: PassIntent | None
     undo: UndoWords
     blocks: Mapping[int, BlockWords]
@@ -234,7 +241,7 @@ class SetSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetState:
-    """Say how many commits a block's state contains."""
+    """Say how many steps a block's state contains."""
 
     block: int
     version: int

@@ -20,9 +20,11 @@ from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
     FinishHold,
+    FinishInvert,
     FinishSettle,
     GradientStatus,
     Hold,
+    Invert,
     Pass,
     Preview,
     Settle,
@@ -101,6 +103,8 @@ class Kernels:
             FinishSettle: self._finish,
             Hold: self._hold,
             FinishHold: self._finish_hold,
+            Invert: self._invert,
+            FinishInvert: self._finish_invert,
             GradientStatus: self._gradient_status,
             CastWeights: self._cast,
         }
@@ -164,6 +168,25 @@ class Kernels:
             undo=self._undo,
             spans=spans,
             tag=pass_tag(work.block, version),
+        )
+
+    def _finish_invert(self, work: FinishInvert) -> None:
+        state = self._arrays[work.block].state(work.update.version)
+        self._invert(work, _native.repair(self._undo, **state))
+
+    def _invert(
+        self, work: Invert | FinishInvert, spans: list[tuple[int, int]] | None = None
+    ) -> None:
+        arrays, version = self._arrays[work.block], work.update.version
+        _native.invert(
+            self._pool,
+            **arrays.state(version),
+            grads=arrays.gradients(version),
+            hyper=work.update.hyper(self._config),
+            ranges=arrays.ranges,
+            undo=self._undo,
+            spans=spans,
+            tag=pass_tag(work.block, version - 1),
         )
 
     def _advance(self, work: Advance) -> PassStatus:

@@ -42,6 +42,20 @@ s, whatever the word says; s is c or c - 1::
                                    flight in the undo area, and the others need theirs no more
     forget, vacate, invalidate     change words, not bytes
 
+Blocks that step in place (:mod:`penstock.daemons.optimizer.arithmetic`) go ahead of the commit: by
+a hold to state c + 1 when their gradients are there, by an inverse back to c when these do not
+count. What they step with is the record of c + 1, which is written while no block is ahead, so a
+block whose state version is c + 1 contains that very step::
+
+    WriteRecord(c + 1)            killed before or amid: no block is ahead
+    Hold of block b               state c -> c + 1, drawn above; between the two an intent of c + 1
+                                  at state c is a hold cut short
+    Invert of block b             state c + 1 -> c, the same way, its slot invalidated before: an
+                                  intent of c at state c + 1 is an inverse cut short
+    WriteRecord, FlipCommitted    the commit: the same step, so nothing is left to do. One cut
+                                  short leaves no record of c + 1 beside blocks ahead: then the
+                                  scheduler's commit is what they contain
+
 A block that a worker's UPDATE previews is settled, by a pass of its own, and its slot vacated when
 the attempt begins; the worker waits for both words. It writes none itself: a kill of either process
 finds the slot invalid until the worker has said that its last byte is written::
@@ -71,8 +85,10 @@ from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
     FinishHold,
+    FinishInvert,
     FinishSettle,
     Hold,
+    Invert,
     Pass,
     Preview,
     Settle,
@@ -94,21 +110,40 @@ class Ledger:
         self.effects = effects
         self.committed = facts.committed
         self.record = facts.record
+        self.next_record = facts.next_record
         self._blocks = {
             block: _Words(words.state_version, list(words.slots))
             for block, words in facts.blocks.items()
         }
 
     def state_version(self, block: int) -> int:
-        """How many commits the block's state contains."""
+        """How many steps the block's state contains: commits, or one more."""
         return self._blocks[block].state_version
 
     def pending(self, block: int) -> OptimizerStep | None:
         """The committed step that the block's state still lacks."""
-        if self.state_version(block) == self.committed:
+        if self.state_version(block) >= self.committed:
             return None
         assert self.record is not None, "a pending step without a record passed the checks"
         return OptimizerStep.of(self.record)
+
+    def ahead(self, block: int) -> OptimizerStep | None:
+        """The step that the block's state contains and that is not committed."""
+        if self.state_version(block) <= self.committed:
+            return None
+        return self.announced
+
+    @property
+    def announced(self) -> OptimizerStep:
+        """The step that blocks take in place, ahead of the commit."""
+        assert self.next_record is not None, "blocks step ahead only after an announcement"
+        return OptimizerStep.of(self.next_record)
+
+    def announce(self, record: CommitRecord) -> None:
+        """Keep the record of what blocks are going to step ahead with, while none is ahead."""
+        if record != self.next_record:
+            self.effects.append(WriteRecord(record=record))
+            self.next_record = record
 
     def holds(self, block: int, version: int) -> bool:
         """Whether the slot of ``version`` says that it holds it."""
@@ -126,6 +161,7 @@ class Ledger:
         if record.version != self.committed:
             self.effects.append(FlipCommitted(version=record.version))
             self.committed = record.version
+            self.next_record = None
 
     def set_state(self, block: int, version: int) -> None:
         """Set a block's state version."""
@@ -159,8 +195,10 @@ class Ledger:
         written = _weights_version(work)
         if written is not None:
             self._write_slot(work.block, written % 2, INVALID_VERSION)
+        if isinstance(work, Invert):
+            self.forget(work.block, work.update.version)
         # What finishes a pass works under its intent.
-        if isinstance(work, Settle | Advance | Hold):
+        if isinstance(work, Settle | Advance | Hold | Invert):
             settled = _settled_version(work)
             assert settled is not None
             self.effects.append(BeginPass(block=work.block, state_version=settled))
@@ -182,7 +220,8 @@ class Ledger:
         """
         for block in sorted(blocks):
             state, slots = self.state_version(block), self._blocks[block].slots
-            if state not in (self.committed, self.committed - 1):
+            ahead = 0 if self.next_record is None else self.next_record.version
+            if state not in (self.committed, self.committed - 1, ahead):
                 raise ValueError(f"block {block}: state {state}, committed {self.committed}")
             for slot, version in enumerate(slots):
                 if version == INVALID_VERSION:
@@ -198,10 +237,14 @@ class Ledger:
 
 
 def _settled_version(work: Pass) -> int | None:
+    """The version of the state that a pass leads to."""
     if isinstance(work, Advance):
         return work.pending.version
-    settles = isinstance(work, Settle | FinishSettle | Hold | FinishHold)
-    return work.update.version if settles else None
+    if isinstance(work, Invert | FinishInvert):
+        return work.update.version - 1
+    if isinstance(work, Settle | FinishSettle | Hold | FinishHold):
+        return work.update.version
+    return None
 
 
 def _weights_version(work: Pass) -> int | None:

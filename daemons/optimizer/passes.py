@@ -42,7 +42,9 @@ class Advance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """Write the committed ``update`` into master, state and weights, in one go."""
+    """Write ``update``, which is committed or steps in place, into master, state and weights, in
+    one go.
+    """
 
     name: ClassVar[str] = "hold"
     block: int
@@ -70,6 +72,24 @@ class FinishHold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Invert:
+    """Take ``update`` out of master and state again, by arithmetic."""
+
+    name: ClassVar[str] = "invert"
+    block: int
+    update: OptimizerStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishInvert:
+    """Repair an inverse of ``update`` that was cut short, then invert what it left."""
+
+    name: ClassVar[str] = "finish"
+    block: int
+    update: OptimizerStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStatus:
     """Only look at the gradients that lead to ``version``."""
 
@@ -89,12 +109,25 @@ class CastWeights:
     version: int
 
 
-Pass = Preview | Settle | Advance | Hold | FinishSettle | FinishHold | GradientStatus | CastWeights
+Pass = (
+    Preview
+    | Settle
+    | Advance
+    | Hold
+    | FinishSettle
+    | FinishHold
+    | Invert
+    | FinishInvert
+    | GradientStatus
+    | CastWeights
+)
 
 
 def pass_tag(block: int, state_version: int) -> int:
-    """Name, in the undo area, of the one pass that leads a block's state to ``state_version``.
+    """Name, in the undo area, of a pass that leads a block's state to ``state_version``.
 
-    Unique and never 0 for one filling of the memory; a restore clears the undo area.
+    Never 0, and never that of the pass before; a restore clears the undo area. Steps in place and
+    their inverses lead to a version again and again, but between two that lead to the same one
+    another pass led the block's state away from it.
     """
     return (block << 40) | state_version

@@ -13,11 +13,18 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from penstock.daemons.optimizer.contributions import Blocks, Pulls
-from penstock.daemons.optimizer.events import BeginAsked, EndPass, MemoryFacts, OwnedBlock
+from penstock.daemons.optimizer.events import (
+    BeginAsked,
+    EndPass,
+    MemoryFacts,
+    OwnedBlock,
+    UpdatePolicy,
+)
 from penstock.daemons.optimizer.ledger import Ledger
 from penstock.daemons.optimizer.passes import pass_tag
 from penstock.daemons.optimizer.work import Kind, Work
-from penstock.shm.control import Decision
+from penstock.protocol.step import OptimizerStep
+from penstock.shm.control import CommitRecord, Decision
 
 
 class ImpossibleError(Exception):
@@ -75,6 +82,8 @@ def check_begin(begin: BeginAsked, blocks: Iterable[OwnedBlock]) -> None:
         state = facts.blocks[block.index].state_version
         if not block.contributions or state == record.version == facts.committed:
             continue
+        if block.policy is UpdatePolicy.IN_PLACE and _stepped_ahead(begin, state):
+            continue
         if state != behind:
             raise ImpossibleError(
                 f"block {block.index}: state version {state}, the scheduler is at {record.version}"
@@ -87,17 +96,32 @@ def check_begin(begin: BeginAsked, blocks: Iterable[OwnedBlock]) -> None:
     _check_intent(begin)
 
 
+def _stepped_ahead(begin: BeginAsked, state: int) -> bool:
+    """Whether a block took a step in place, and which one is known."""
+    facts, record = begin.facts, begin.record
+    if state != facts.committed + 1:
+        return False
+    if state > record.version:
+        return facts.next_record is not None
+    # Journaled meanwhile. Writing that record may have been cut short, nothing else can.
+    step = OptimizerStep.of(record)
+    return facts.next_record is None or OptimizerStep.of(facts.next_record) == step
+
+
 def _check_intent(begin: BeginAsked) -> None:
     facts, intent = begin.facts, begin.facts.interrupted
     if interrupted_pass(facts) is Interrupted.NONE or intent is None:
         return
     words = facts.blocks.get(intent.block)
-    # A pass leads to the committed version, and no later commit is possible before it has ended.
-    expected = (begin.record.version, begin.record.version - 1)
+    # A pass leads to the committed version, and no later commit is possible before it has ended;
+    # a step in place leads to the version after it, its inverse back.
+    stepping = facts.next_record is not None and facts.committed == begin.record.version
+    highest = begin.record.version + stepping
     if (
         words is None
-        or intent.state_version != begin.record.version
-        or words.state_version not in expected
+        or not begin.record.version <= intent.state_version <= highest
+        or not begin.record.version - 1 <= words.state_version <= highest
+        or abs(intent.state_version - words.state_version) > 1
     ):
         found = None if words is None else words.state_version
         raise ImpossibleError(
@@ -111,8 +135,8 @@ class Recovery:
     """What is still missing before Ready.
 
     ``awaited``: contributions (block, contribution) being pulled; nothing is written before they
-    are there. ``left``: the work to be done then, in order: the pass that was cut short, and the
-    blocks without their committed weights.
+    are there. ``left``: the work to be done then, in order: the pass that was cut short, the blocks
+    that are ahead of the commit, and those without their committed weights.
     """
 
     awaited: set[tuple[int, int]]
@@ -134,17 +158,38 @@ def begin_recovery(begin: BeginAsked, ledger: Ledger, blocks: Blocks, pulls: Pul
     for block in blocks.active:
         ledger.forget(block, record.version + 1)
     ledger.follow_commit(blocks.empty)
-    version, attempt = record.version, record.attempt
     # Later settles need them at hand; a new optimizerd has lost what it had pulled.
     lagging = [block for block in blocks.active if ledger.pending(block) is not None]
-    awaited = [
-        pair for block in lagging for pair in pulls.missing(block, version=version, attempt=attempt)
-    ]
-    pulls.order(awaited, epoch=begin.epoch, since_epoch=0, attempt=attempt, version=version)
+    awaited = _pull_again(begin.epoch, record, lagging, pulls)
+    ahead = _ahead(begin, ledger, blocks.active)
+    if ahead and ledger.next_record is not None:
+        awaited += _pull_again(begin.epoch, ledger.next_record, ahead, pulls)
+    work += [Work(kind=Kind.REVERT, block=block) for block in ahead]
     # To finish a hold writes weights, too: nothing is left to do for its block then.
-    incomplete = [block for block in blocks.active if not ledger.holds(block, version)]
+    incomplete = [block for block in blocks.active if not ledger.holds(block, record.version)]
     work += [Work(kind=Kind.COMPLETE, block=block) for block in incomplete]
     return Recovery(awaited=set(awaited), left=dict.fromkeys(work))
+
+
+def _pull_again(
+    epoch: int, record: CommitRecord, blocks: Iterable[int], pulls: Pulls
+) -> list[tuple[int, int]]:
+    """The contributions to a record's attempt that are not at hand, and are pulled now."""
+    version, attempt = record.version, record.attempt
+    awaited = [
+        pair for block in blocks for pair in pulls.missing(block, version=version, attempt=attempt)
+    ]
+    pulls.order(awaited, epoch=epoch, since_epoch=0, attempt=attempt, version=version)
+    return awaited
+
+
+def _ahead(begin: BeginAsked, ledger: Ledger, active: Iterable[int]) -> list[int]:
+    """Blocks whose step is to be taken back, that of a pass which was cut short among them."""
+    intent, facts = begin.facts.interrupted, begin.facts
+    stepping = None
+    if intent is not None and interrupted_pass(facts) is Interrupted.CUT_SHORT:
+        stepping = intent.block if intent.state_version > ledger.committed else None
+    return [b for b in active if b == stepping or ledger.ahead(b) is not None]
 
 
 def _resolve_intent(facts: MemoryFacts, ledger: Ledger) -> list[Work]:
@@ -153,7 +198,8 @@ def _resolve_intent(facts: MemoryFacts, ledger: Ledger) -> list[Work]:
     if intent is None:
         return []
     if found is Interrupted.CUT_SHORT:
-        return [Work(kind=Kind.FINISH, block=intent.block)]
+        back = intent.state_version < ledger.state_version(intent.block)
+        return [Work(kind=Kind.FINISH_REVERT if back else Kind.FINISH, block=intent.block)]
     if found is Interrupted.COMPLETE:
         ledger.set_state(intent.block, intent.state_version)
     ledger.effects.append(EndPass())

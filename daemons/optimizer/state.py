@@ -3,7 +3,8 @@
 Pure: events come in, effects go out (:mod:`penstock.daemons.optimizer.events`), to be carried out
 in order. No threads, sockets, clocks or memory; the control words are mirrored in a
 :class:`~penstock.daemons.optimizer.ledger.Ledger`. What happens within an epoch is in
-:mod:`penstock.daemons.optimizer.epoch`.
+:mod:`penstock.daemons.optimizer.epoch` (steps in place:
+:mod:`penstock.daemons.optimizer.arithmetic`).
 
 Life (``Phase``)::
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar
 
+from penstock.daemons.optimizer.arithmetic import ArithmeticEpoch
 from penstock.daemons.optimizer.contributions import Blocks, Pulls
 from penstock.daemons.optimizer.epoch import Epoch, LiveEvent
 from penstock.daemons.optimizer.events import (
@@ -154,7 +156,8 @@ class OptimizerState:
         self._newest = event.epoch
         self.phase = Phase.RECOVERING
         self._pulls.cancel()
-        self._joined = Epoch(event, self._blocks, self._pulls, self._out)
+        epoch = ArithmeticEpoch if self._blocks.in_place else Epoch
+        self._joined = epoch(event, self._blocks, self._pulls, self._out)
 
     def _on_drain(self, event: DrainAsked) -> None:
         if self._too_old(event.epoch):

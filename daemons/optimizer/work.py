@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
+from typing import TypeAlias
 
 from penstock.daemons.optimizer.ledger import Ledger
 from penstock.daemons.optimizer.passes import (
@@ -19,7 +20,7 @@ from penstock.daemons.optimizer.passes import (
     Preview,
     Settle,
 )
-from penstock.protocol.step import OptimizerStep
+from penstock.protocol.step import OptimizerStep, PassStatus
 
 
 class Kind(Enum):
@@ -35,6 +36,10 @@ class Kind(Enum):
     """Bring its state to the committed version."""
     FINISH = auto()
     """Finish the pass over the state that a killed optimizerd left half done."""
+    REVERT = auto()
+    """Take back, by arithmetic, the step that its state is ahead of the committed version."""
+    FINISH_REVERT = auto()
+    """Finish such a pass that a killed optimizerd left half done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,8 @@ class Attempt:
 
     ``ready``: contributions that are complete, by block; ``reported``: blocks whose status was
     sent; ``update``: the step it leads to if nothing is clipped, ``amended`` the clipped one;
-    ``amending``: blocks whose slot does not hold the clipped one yet.
+    ``amending``: blocks whose slot does not hold the clipped one yet; ``looked_at``: status and
+    seconds of those whose gradients were looked at, and that have yet to step in place.
     """
 
     number: int
@@ -71,17 +77,15 @@ class Attempt:
     previewed: dict[int, OptimizerStep] = field(default_factory=dict)
     amended: OptimizerStep | None = None
     amending: set[int] = field(default_factory=set)
+    looked_at: dict[int, tuple[PassStatus, float]] = field(default_factory=dict)
 
 
-def choose_pass(work: Work, ledger: Ledger, attempt: Attempt | None) -> Pass | None:
-    """The pass that brings the work forward, None if nothing is left to do.
-
-    An UPDATE that holds may need two: a settle first, then the look at the new gradients.
-    """
-    return _CHOOSERS[work.kind](work.block, ledger, attempt)
+Chooser: TypeAlias = Callable[[int, Ledger, Attempt | None], Pass | None]
+"""The pass that brings work on a block forward, None if nothing is left to do."""
 
 
 def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+    """One that holds may need two: a settle first, then the look at the new gradients."""
     assert attempt is not None, "updates are dropped with their attempt"
     pending = ledger.pending(block)
     if attempt.hold:
@@ -121,7 +125,7 @@ def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
     return FinishHold(block=block, update=pending)
 
 
-_CHOOSERS: Mapping[Kind, Callable[[int, Ledger, Attempt | None], Pass | None]] = MappingProxyType(
+CHOOSERS: Mapping[Kind, Chooser] = MappingProxyType(
     {
         Kind.UPDATE: _update,
         Kind.AMEND: _amend,

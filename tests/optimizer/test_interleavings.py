@@ -57,6 +57,7 @@ CASES = 60
 STEPS = 4
 DECISIONS = (Decision.COMMIT, Decision.COMMIT, Decision.AMEND, Decision.SKIP)
 LOSS_SCALES = (1.0, 4.0, 1024.0)
+EXACT = [policy for policy in UpdatePolicy if policy is not UpdatePolicy.IN_PLACE]
 
 
 class KilledError(Exception):
@@ -104,7 +105,7 @@ class World:
     def choose_policy(self, block: int) -> UpdatePolicy:
         uses = range(self.table.blocks[block].contributions)
         local = all(self.memory.has((block, "grads", 0, k)) for k in uses)
-        return self.fate.choice([p for p in UpdatePolicy if local or p is not UpdatePolicy.DEVICE])
+        return self.fate.choice([p for p in EXACT if local or p is not UpdatePolicy.DEVICE])
 
     # ---- optimizerd ----
 

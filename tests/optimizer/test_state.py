@@ -103,6 +103,7 @@ def facts(
         incarnation=1,
         committed=committed,
         record=found or record(committed, 10 * committed),
+        next_record=None,
         interrupted=interrupted,
         undo=undo,
         blocks={b: BlockWords(state_version=s, slots=(x, y)) for b, (s, x, y) in blocks.items()},
