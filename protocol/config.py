@@ -211,6 +211,11 @@ class OptimizerConfig(_Section):
     are the upper ones, rounded half up. It takes 2 bytes per parameter less; with ``settle: early``
     there is one copy of gradients, too (of blocks whose gradients the owner's node computes).
 
+    ``rollback``: ``exact`` computes weights ahead of the state, so that nothing has to be undone;
+    ``arithmetic`` steps in place and inverts steps that do not count (SPipe, DeepSpeed), which
+    loses bits, but needs one copy of the gradients only
+    (:mod:`penstock.daemons.optimizer.arithmetic`).
+
     ``speculate``: whether weights are computed before the gradients' norm is known: ``always``,
     ``never`` (every update waits for it), or, with ``auto``, as long as little enough is clipped.
     Same bits.
@@ -231,7 +236,7 @@ class OptimizerConfig(_Section):
     warmup_steps: int = Field(default=0, ge=0)
     min_lr: float = Field(default=0.0, ge=0.0)
     grad_dtype: DType = DType.FP32
-    rollback: Literal["exact"] = "exact"
+    rollback: Literal["exact", "arithmetic"] = "exact"
     settle: Literal["advance", "early"] = "advance"
     master: Literal["fp32", "split"] = "fp32"
     threads: int = Field(default=0, ge=0)
@@ -239,6 +244,15 @@ class OptimizerConfig(_Section):
     initial_loss_scale: float = Field(default=65536.0, gt=0.0, allow_inf_nan=False)
     loss_scale_min: float = Field(default=1.0, gt=0.0)
     loss_scale_growth_interval: int = Field(default=2000, ge=1)
+
+    @model_validator(mode="after")
+    def _in_place(self) -> OptimizerConfig:
+        if self.rollback == "arithmetic" and self.settle == "early":
+            raise ValueError(
+                "optimizer.rollback arithmetic steps in place, and optimizer.settle early leaves"
+                " the state for later; use settle advance, or rollback exact"
+            )
+        return self
 
     @model_validator(mode="after")
     def _values(self) -> OptimizerConfig:
@@ -460,6 +474,17 @@ class Config(_Section):
             raise ValueError(
                 "optimizer.grad_dtype fp16 needs the loss scale that model.dtype fp16 has, which is"
                 f" {self.model.dtype.value}; use bf16 or fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rollback_of_scaled_losses(self) -> Config:
+        scaled = DType.FP16 in (self.model.dtype, self.optimizer.grad_dtype)
+        if self.optimizer.rollback == "arithmetic" and scaled:
+            raise ValueError(
+                "optimizer.rollback arithmetic: a dynamic loss scale, which fp16 needs, makes"
+                " gradients overflow again and again, and what an overflow does to a state that was"
+                " stepped in place no arithmetic brings back; use rollback exact, or bf16"
             )
         return self
 

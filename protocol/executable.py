@@ -68,6 +68,11 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
     if not plan.updates:
         return
     advice = "leave it to the CPU (schedule.passes, or the plan's UPDATE instructions)"
+    if config.optimizer.rollback == "arithmetic":
+        raise ConfigError(
+            "optimizer.rollback = arithmetic: blocks step in place, and devices only preview (block"
+            f" {min(plan.updates)}): {advice}, or use rollback: exact"
+        )
     if config.emulation.optimizer_start == "flush":
         raise ConfigError(
             "emulation.optimizer_start = flush: devices update blocks as soon as their gradients"

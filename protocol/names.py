@@ -97,10 +97,11 @@ def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
 
 def storage(config: Config) -> Storage:
     """How the optimizer's options store model state."""
-    split = config.optimizer.master == "split"
-    return Storage(
-        split_master=split, single_gradients=split and config.optimizer.settle == "early"
-    )
+    optimizer = config.optimizer
+    split = optimizer.master == "split"
+    # Steps in place leave nothing for which gradients would have to stay.
+    single = optimizer.rollback == "arithmetic" or (split and optimizer.settle == "early")
+    return Storage(split_master=split, single_gradients=single)
 
 
 def _check_contributions(table: BlockTable, num_routes: int) -> None:

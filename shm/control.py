@@ -30,9 +30,10 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
            +32 ready words, one per contribution (at most 12): (epoch << 32) | attempt
                                    the worker that computes it; optimizerd reads
 
-memoryd writes versions and records only during a restore, when optimizerd is drained. A record is
-eight payload words and their CRC-32; one cut short by a kill fails its checksum and counts as
-absent.
+A state version may be committed + 1 where blocks step in place; the record of that version is then
+what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.arithmetic`). memoryd writes
+versions and records only during a restore, when optimizerd is drained. A record is eight payload
+words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ class ControlView:
         return self._buffer[PAGE_BYTES : PAGE_BYTES + self.undo_bytes]
 
     def state_version(self, block: int) -> int:
-        """How many commits master and state of the block contain."""
+        """How many steps master and state of the block contain: commits, or one more."""
         return self._load(self._block(block))
 
     def set_state_version(self, block: int, version: int) -> None:
@@ -331,15 +332,19 @@ class ControlView:
         )
 
     def validate(self, blocks: Iterable[int]) -> None:
-        """Check that no commit was applied twice and none lost, for the blocks a node owns.
+        """Check that no commit was applied twice and none lost, for the blocks a node owns. A step
+        in place, ahead of the commit, has a record.
 
         Raises:
             ValueError: naming the block and its versions.
         """
         committed = self.committed
+        possible = {committed, committed - 1}
+        if self.record(committed + 1) is not None:
+            possible.add(committed + 1)
         for block in blocks:
             version = self.state_version(block)
-            if version not in (committed, committed - 1):
+            if version not in possible:
                 raise ValueError(f"block {block}: state version {version}, committed {committed}")
 
     def _block(self, block: int) -> int:
