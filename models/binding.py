@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from penstock.models.skeleton import LAYER_NUMBERS, Part
-from penstock.shm.table import BlockSpec, BlockTable, TensorSpec
+from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec
 
 Borrowed = tuple[torch.Tensor, torch.Tensor | None]
 """Flat array of the owner that holds the tied tensor, and the flat gradients of this use (None:
-none)."""
+none, or not yet)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class BoundBlock:
     """A block with memory: leaf tensors by the name under which the block's module knows them.
 
     Leaves are views of the arrays given to :meth:`ModelRuntime.bind`, which stay referenced until
-    the last BoundBlock (and the last autograd graph made with it) is gone.
+    the last BoundBlock (and the last autograd graph made with it) is gone. Their ``.grad`` may be
+    bound later than they are.
     """
 
     index: int
@@ -43,32 +44,49 @@ def bind_block(
     *,
     weights: torch.Tensor | None,
     frozen: torch.Tensor | None,
-    grads: torch.Tensor | None,
     borrowed: Mapping[str, Borrowed],
+    sums: torch.dtype | None,
 ) -> BoundBlock:
-    """See :meth:`penstock.models.runtime.ModelRuntime.bind`."""
+    """See :meth:`penstock.models.runtime.ModelRuntime.bind`; gradients are not bound."""
     spec = table.blocks[block]
     _check_length(spec, "weights", weights, spec.trainable_elements)
     _check_length(spec, "frozen", frozen, spec.frozen_elements)
-    if grads is not None:
-        _check_length(spec, "grads", grads, spec.trainable_elements)
     leaves: dict[str, torch.Tensor] = {}
     for tensor in spec.tensors:
         source = weights if tensor.trainable else frozen
         assert source is not None
-        leaves[tensor.name] = _leaf(tensor, source, grads if tensor.trainable else None)
+        leaves[tensor.name] = _leaf(tensor, source, sums)
     for lent in spec.borrows:
         if lent.local_name not in borrowed:
             raise ValueError(f"block {spec.name!r} needs borrowed {lent.local_name!r}")
-        flat, contribution = borrowed[lent.local_name]
-        owner = table.blocks[lent.owner]
-        tensor = next(t for t in owner.tensors if t.name == lent.name)
+        (flat, _), owner = borrowed[lent.local_name], table.blocks[lent.owner]
+        tensor = _lent_tensor(table, lent)
         wanted = owner.trainable_elements if tensor.trainable else owner.frozen_elements
         _check_length(owner, f"array lent as {lent.local_name}", flat, wanted)
-        if contribution is not None:
-            _check_length(owner, "contribution", contribution, owner.trainable_elements)
-        leaves[lent.local_name] = _leaf(tensor, flat, contribution if tensor.trainable else None)
+        leaves[lent.local_name] = _leaf(tensor, flat, sums)
     return BoundBlock(index=block, leaves=leaves)
+
+
+def bind_gradients(
+    table: BlockTable,
+    bound: BoundBlock,
+    *,
+    grads: torch.Tensor | None,
+    borrowed: Mapping[str, torch.Tensor],
+) -> None:
+    """See :meth:`penstock.models.runtime.ModelRuntime.bind_gradients`."""
+    spec = table.blocks[bound.index]
+    _check_length(spec, "grads", grads, spec.trainable_elements)
+    for tensor in spec.tensors:
+        if tensor.trainable:
+            assert grads is not None
+            bound.leaves[tensor.name].grad = _view(tensor, grads).detach()
+    for lent in spec.borrows:
+        tensor = _lent_tensor(table, lent)
+        if tensor.trainable:
+            owner, flat = table.blocks[lent.owner], borrowed[lent.local_name]
+            _check_length(owner, "contribution", flat, owner.trainable_elements)
+            bound.leaves[lent.local_name].grad = _view(tensor, flat).detach()
 
 
 class Kind:
@@ -128,17 +146,18 @@ def _check_length(spec: BlockSpec, what: str, flat: torch.Tensor | None, wanted:
         )
 
 
-def _leaf(tensor: TensorSpec, flat: torch.Tensor, grads: torch.Tensor | None) -> torch.Tensor:
-    """A leaf over ``flat`` at the tensor's place; its ``.grad`` lies in ``grads`` at the same
-    place.
-    """
+def _leaf(tensor: TensorSpec, flat: torch.Tensor, sums: torch.dtype | None) -> torch.Tensor:
+    """A leaf over ``flat`` at the tensor's place; ``sums``: of its ``.grad``, ``None``: none."""
     leaf = _view(tensor, flat).detach()
-    if grads is not None:
+    if sums is not None and tensor.trainable:
         leaf.requires_grad_(True)
         # The gradient may be wider than the parameter: fp32 sums for bf16 weights.
-        leaf.grad_dtype = grads.dtype
-        leaf.grad = _view(tensor, grads).detach()
+        leaf.grad_dtype = sums
     return leaf
+
+
+def _lent_tensor(table: BlockTable, lent: BorrowedTensor) -> TensorSpec:
+    return next(t for t in table.blocks[lent.owner].tensors if t.name == lent.name)
 
 
 def _view(tensor: TensorSpec, flat: torch.Tensor) -> torch.Tensor:

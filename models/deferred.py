@@ -91,9 +91,11 @@ class DeferredWeights:
 
     def seal(self) -> None:
         """BACKWARD_INPUT is over: drop the entries that it did not reach, with the weights they
-        refer to.
+        refer to. Gradients go where ``.grad`` points now.
         """
         self._entries = [entry for entry in self._entries if entry.reached]
+        for record in self._records:
+            record.settle()
 
     def append(self, entry: Entry) -> None:
         """Take the next entry, in the order of the forward."""

@@ -20,8 +20,8 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 class ParameterRecord:
     """A parameter of the stage: where its gradient goes.
 
-    Holds the gradient array that was bound when the forward ran, else (none bound, or hooks that
-    want to see the gradient) the parameter.
+    Holds the gradient array that is bound when BACKWARD_INPUT ends, at the latest; before that, or
+    with none bound, or with hooks that want to see the gradient, the parameter.
     """
 
     __slots__ = (
@@ -30,16 +30,14 @@ class ParameterRecord:
         "_parameter",
         "caught",
         "edge",
-        "place",
         "uses",
         "waiting",
     )
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        self._gradient = None if hooks else parameter.grad
-        self._parameter = parameter if self._gradient is None else None
-        self.place = id(parameter) if self._gradient is None else self._gradient.data_ptr()
+        self._gradient: torch.Tensor | None = None
+        self._parameter: torch.Tensor | None = parameter
+        self.settle()
         self.edge: GradientEdge | None = None
         """Where graphs of the store end."""
         self.caught = False
@@ -48,8 +46,22 @@ class ParameterRecord:
         """How many entries have gradients for it."""
         self.waiting: list[torch.Tensor] = []
 
+    @property
+    def place(self) -> int:
+        """The same for all records whose gradients go there."""
+        return id(self._parameter) if self._gradient is None else self._gradient.data_ptr()
+
+    def settle(self) -> None:
+        """Hold the gradient array, if one is bound by now, instead of the parameter."""
+        parameter = self._parameter
+        if parameter is None or parameter.grad is None:
+            return
+        if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            self._gradient, self._parameter = parameter.grad, None
+
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Add to ``.grad`` as autograd does: converted to its type, then added in place."""
+        self.settle()
         if self._gradient is not None:
             self._gradient.add_(gradient.to(self._gradient.dtype))
         else:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.models.batch import MicroBatch
-from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block
+from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block, bind_gradients
 from penstock.models.compiled import CompiledLayer
 from penstock.models.kept import let_go
 from penstock.models.kept.tape import tensors_in
@@ -126,12 +126,14 @@ class ModelRuntime:
         frozen: torch.Tensor | None = None,
         grads: torch.Tensor | None = None,
         borrowed: Mapping[str, Borrowed] | None = None,
+        sums: torch.dtype | None = None,
     ) -> BoundBlock:
         """Make the block's leaves over flat 1-D arrays; nothing is copied.
 
         ``weights`` and ``grads`` have ``trainable_elements``, ``frozen`` ``frozen_elements``
         elements (None where there are none). Gradients add up in ``grads``, in its own dtype, over
-        all backwards; ``grads=None`` means inference. ``borrowed`` maps each tied tensor's
+        all backwards; without them it is inference, or ``sums`` is the type of gradients that
+        :meth:`bind_gradients` binds before the first backward. ``borrowed`` maps each tied tensor's
         ``local_name`` to the owner's flat array (its weights, or its frozen array if the tensor is
         frozen there) and the gradient range of this contribution, which has the owner's
         ``trainable_elements``.
@@ -139,9 +141,31 @@ class ModelRuntime:
         Raises:
             ValueError: an array is missing or has another length than the table says.
         """
-        return bind_block(
-            self._table, block, weights=weights, frozen=frozen, grads=grads, borrowed=borrowed or {}
+        borrowed = borrowed or {}
+        contributions = {name: own for name, (_, own) in borrowed.items() if own is not None}
+        given = next((own for own in (grads, *contributions.values()) if own is not None), None)
+        sums = sums if given is None else given.dtype
+        bound = bind_block(
+            self._table, block, weights=weights, frozen=frozen, borrowed=borrowed, sums=sums
         )
+        if given is not None:
+            self.bind_gradients(bound, grads=grads, borrowed=contributions)
+        return bound
+
+    def bind_gradients(
+        self,
+        bound: BoundBlock,
+        *,
+        grads: torch.Tensor | None,
+        borrowed: Mapping[str, torch.Tensor],
+    ) -> None:
+        """From now on, also for graphs that were made before, gradients add up in ``grads``, and in
+        ``borrowed`` (by ``local_name``) for trainable tensors of others.
+
+        Raises:
+            ValueError: an array is missing or has another length than the table says.
+        """
+        bind_gradients(self._table, bound, grads=grads, borrowed=borrowed)
 
     def forward(
         self,

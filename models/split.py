@@ -75,7 +75,7 @@ def split_backward(
     """Make the backward of the forward inside a split one; ``store`` takes the weight gradients.
 
     ``parameters``: the weights of the forward's modules, trainable or frozen. What is not among
-    them is an activation. Their gradients go where ``.grad`` points during the forward.
+    them is an activation. Their gradients go where ``.grad`` points by BACKWARD_INPUT.
     ``reductions``: defer the gradients of norms and elementwise functions too. A store takes one
     forward.
     """

@@ -177,10 +177,15 @@ _SUMMED = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """All blocks, and the fixed overhead of each compute instruction in seconds."""
+    """All blocks, and the fixed overhead of each compute instruction in seconds.
+
+    ``copies_gradients``: OFFLOAD_GRADIENTS copies, beside what follows it, as GPUs do; otherwise
+    the sums are gone when it has run.
+    """
 
     blocks: tuple[BlockCost, ...]
     instruction_s: float = 0.0
+    copies_gradients: bool = True
 
     def of(self, blocks: range) -> BlockCost:
         """A stage of consecutive blocks."""

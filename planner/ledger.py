@@ -65,6 +65,7 @@ class Sizes:
         self.blocks = costs.blocks
         self.skipped = skipped_forwards(layout, plan.programs)
         self.reduction = Reduction.of(plan)
+        self.copies_gradients = costs.copies_gradients
         self._copies = layout.num_routes if plan.shards_weights else 1
         self._concatenates = plan.concatenates_gradients
         self._dropped: dict[tuple[int, tuple[str, ...]], float] = {}
@@ -116,6 +117,8 @@ class Ledger:
         self._entries: dict[_Key, float] = {}
         self._afterwards: list[tuple[_Key, float]] = []
         self._accumulating: set[int] = set()
+        self._leaving: int | None = None
+        """The stage whose sums were offloaded last, and may not have left yet."""
         self._out: dict[tuple[int, int], tuple[int, float]] = {}
         # UPDATE runs beside what follows it, in buffers that stay.
         updated = (sizes.blocks[u.block].parameters for u in program if isinstance(u, Update))
@@ -189,8 +192,7 @@ class Ledger:
         cost = self._sizes.backward[b]
         whole, workspaces = type(work) is Backward, cost.by_kind
         self._workspace = workspaces.backward if whole else workspaces.backward_input
-        if whole:
-            self._accumulate(b)
+        self._accumulate(b)
         self._hold(("gradient", b, m), self._sizes.inputs[b])
         if not self._sizes.layout.is_last_backward(b):
             self._later(("gradient", b + 1, m))
@@ -200,22 +202,33 @@ class Ledger:
         sizes = self._sizes
         self._workspace = sizes.backward[work.stage].by_kind.backward_weight
         self._workspace += sizes.joined_bytes(work)
-        self._accumulate(work.stage)
         for m in work.micro_batches:
             self._later(("graph", work.stage, m))
 
     def _accumulate(self, stage: int) -> None:
+        """Its first backward waits until nothing leaves but what was offloaded last."""
         if stage not in self._accumulating:
             self._accumulating.add(stage)
-            self._gradients += self._sizes.backward[stage].device_gradient_bytes
+            self._gradients = sum(map(self._sum_bytes, self._accumulating))
+            if self._leaving is not None:
+                self._gradients += self._sum_bytes(self._leaving)
 
     def _offload(self, offload: OffloadGradients) -> None:
-        """Where sums of other routes are added, one of them is here at a time."""
-        if self._sizes.reduction.senders(offload.stage):
-            self._workspace = self._sizes.backward[offload.stage].device_gradient_bytes
-        if offload.stage in self._accumulating:
-            self._accumulating.remove(offload.stage)
-            self._gradients -= self._sizes.backward[offload.stage].device_gradient_bytes
+        """Where sums of other routes are added, one of them is here at a time. Sums that are sent
+        elsewhere are gone; a copy to the host may take longer.
+        """
+        stage, sizes = offload.stage, self._sizes
+        if sizes.reduction.senders(stage):
+            self._workspace = self._sum_bytes(stage)
+        if stage in self._accumulating:
+            self._accumulating.remove(stage)
+            if sizes.copies_gradients and sizes.reduction.publishes(stage):
+                self._leaving = stage
+            else:
+                self._gradients -= self._sum_bytes(stage)
+
+    def _sum_bytes(self, stage: int) -> float:
+        return self._sizes.backward[stage].device_gradient_bytes
 
     def _receive_activation(self, transfer: RecvActivation) -> None:
         num_bytes = self._sizes.forward[transfer.stage].output_bytes

@@ -183,9 +183,10 @@ def device_costs(config: Config, table: BlockTable, profile: Profile | None = No
         return Emulation.of(config).costs
     tokens = config.train.micro_batch * config.data.sequence_length
     blocks = block_costs(table, profile or Guess(), tokens=tokens).blocks
+    on_cpu = config.cluster.device == "cpu"
     # CPUs compute in fp32, whatever weights are stored in.
-    widening = 4 / table.weight_dtype.itemsize if config.cluster.device == "cpu" else 1.0
-    return TableCosts(blocks=blocks, table=table, widening=widening)
+    widening = 4 / table.weight_dtype.itemsize if on_cpu else 1.0
+    return TableCosts(blocks=blocks, table=table, widening=widening, copies_gradients=not on_cpu)
 
 
 def table_costs(table: BlockTable, *, tokens: int) -> TableCosts:

@@ -89,6 +89,18 @@ class GradientBook:
         self._may_sum_in_place = table.grad_dtype is DType.FP32
         self._open: dict[Sum, torch.Tensor] = {}
         self._closed: set[Sum] = set()
+        self._leaving = 0
+        """Sums of the stage that was published last."""
+
+    def begin(self, stage: int) -> None:
+        """The first backward of a stage starts: make its sums.
+
+        It waits until no others are on their way to the host but those published last, so that the
+        device holds those of one stage that leaves, whatever its links can do.
+        """
+        self._device.await_offloads(self._leaving)
+        for wanted in self._sums(stage):
+            self.flat(wanted)
 
     def flat(self, wanted: Sum) -> torch.Tensor:
         """The sum so far, flat fp32; zeros when asked for the first time."""
@@ -116,7 +128,9 @@ class GradientBook:
         """The gradients of a backward stage are final. Those never asked for are zeros, and
         published too.
         """
-        for found in self._sums(stage):
+        leaving = self._sums(stage)
+        self._leaving = len(leaving)
+        for found in leaving:
             contribution = self._contribution(found)
             self._await_copy(found)
             self._device.offload(

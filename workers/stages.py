@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -37,6 +38,9 @@ class Stages:
         self._scope = scope
         self._bound: dict[tuple[StageKey, bool], tuple[BoundBlock, ...]] = {}
         self._places: dict[int, BoundWeights] = {}
+        self._begun: set[int] = set()
+        self._without_sums: dict[int, list[BoundBlock]] = {}
+        """By backward stage: bound by forwards, before there is anything to sum."""
         self.waited_s = 0.0
 
     def blocks(self, key: StageKey) -> range:
@@ -65,14 +69,22 @@ class Stages:
             self._bind_places(stage)
         return self._places[stage]
 
+    def begin_backward(self, stage: int) -> None:
+        """The first backward of a stage makes the sums that it, and all after it, add to."""
+        if stage not in self._begun:
+            self._gradients.begin(stage)
+            self._begun.add(stage)
+            for block in self._without_sums.pop(stage, ()):
+                self._bind_sums(block, stage)
+
     def backward_key(self, stage: int) -> StageKey:
         """The buffer that RECOMPUTE and BACKWARD of a stage use."""
         key = StageKey(stage, Phase.BACKWARD)
         return key if self._weights.has(key) else StageKey(stage, Phase.FORWARD)
 
     def bound(self, key: StageKey, *, grads: bool) -> tuple[BoundBlock, ...]:
-        """The stage's blocks over its weights and, for a backward, over the attempt's gradient
-        sums.
+        """The stage's blocks over its weights; ``grads``: for a backward, whose sums are bound to
+        them when its first begins.
 
         Waits until the weights are there.
         """
@@ -84,11 +96,11 @@ class Stages:
             self.waited_s += time.perf_counter() - start
             self._scope.acquired()
             # A forward that keeps its graph is of a stage that is the same in both lists.
-            stage = key.stage if grads else None
-            found = tuple(self._bind(block, loaded, stage) for block in self.blocks(key))
+            found = tuple(self._bind(block, loaded, grads) for block in self.blocks(key))
             self._bound[key, grads] = found
             if grads:
                 self._bind_places(key.stage)
+                self._bind_sums_in_time(found, key.stage)
         return found
 
     @property
@@ -100,6 +112,7 @@ class Stages:
         """Release everything; graphs made with the bound blocks must be gone."""
         self._bound.clear()
         self._places.clear()
+        self._without_sums.clear()
         self._weights.drop()
 
     def _bind_places(self, stage: int) -> None:
@@ -109,25 +122,39 @@ class Stages:
             both = ((StageKey(stage, phase), True) for phase in (Phase.BACKWARD, Phase.FORWARD))
             places.bind(next((self._bound[key] for key in both if key in self._bound), ()))
 
-    def _bind(self, block: int, loaded: LoadedStage, stage: int | None) -> BoundBlock:
-        """``stage`` is the backward stage that sums gradients; ``None`` for inference."""
+    def _bind(self, block: int, loaded: LoadedStage, grads: bool) -> BoundBlock:
+        """``grads``: whether it will sum gradients; otherwise for inference."""
         spec = self._table.blocks[block]
         borrowed: dict[str, Borrowed] = {}
         for lent in spec.borrows:
             array = lender(self._table, lent)
             flat = loaded.array(array.block, array.name)
             assert flat is not None, f"{array} is read by block {block} and was not loaded"
-            trains = array.name == "weights"
-            grads = self._sum(lent.owner, lent.contribution, stage) if trains else None
-            borrowed[lent.local_name] = flat, grads
-        trains = spec.trainable_elements > 0
+            borrowed[lent.local_name] = flat, None
         return self._runtime.bind(
             block,
             weights=loaded.array(block, "weights"),
             frozen=loaded.array(block, "frozen"),
-            grads=self._sum(block, 0, stage) if trains else None,
             borrowed=borrowed,
+            sums=torch.float32 if grads else None,
         )
 
-    def _sum(self, block: int, use: int, stage: int | None) -> torch.Tensor | None:
-        return None if stage is None else self._gradients.flat(Sum(stage, block, use))
+    def _bind_sums_in_time(self, bound: Iterable[BoundBlock], stage: int) -> None:
+        """Now, if the stage's backwards have begun."""
+        if stage not in self._begun:
+            self._without_sums.setdefault(stage, []).extend(bound)
+            return
+        for block in bound:
+            self._bind_sums(block, stage)
+
+    def _bind_sums(self, bound: BoundBlock, stage: int) -> None:
+        spec, sums = self._table.blocks[bound.index], self._gradients
+        self._runtime.bind_gradients(
+            bound,
+            grads=sums.flat(Sum(stage, bound.index, 0)) if spec.trainable_elements else None,
+            borrowed={
+                lent.local_name: sums.flat(Sum(stage, lent.owner, lent.contribution))
+                for lent in spec.borrows
+                if lender(self._table, lent).name == "weights"
+            },
+        )

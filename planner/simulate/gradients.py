@@ -12,7 +12,12 @@ from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.lanes import Lane
 from penstock.planner.simulate.ring import add_ring
-from penstock.protocol.instructions import OffloadGradients, ReduceGradients
+from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
+    OffloadGradients,
+    ReduceGradients,
+)
 
 Reduced = Mapping[int, Ints]
 """By backward stage that publishes, the tasks after which its gradients are summed."""
@@ -104,4 +109,20 @@ def add_offloads(context: Context, reduced: Reduced) -> Mapping[int, int]:
     for task, stage in zip(tasks.tolist(), stages, strict=True):
         if stage in reduced:
             context.builder.need(task, reduced[stage])
+    _await_former(context, tasks, rows)
     return dict(zip(rows.tolist(), tasks.tolist(), strict=True))
+
+
+def _await_former(context: Context, offloads: Ints, rows: Ints) -> None:
+    """A device holds sums of one stage that leaves, as :mod:`penstock.planner.ledger` counts them:
+    the first backward of a stage waits for all offloads before it but the last.
+    """
+    columns = context.columns
+    backwards = columns.rows(Backward, BackwardInput)
+    firsts = backwards[np.unique(columns.stages[backwards], return_index=True)[1]]
+    own = np.searchsorted(rows, columns.starts[columns.devices[firsts]])
+    awaited = np.searchsorted(rows, firsts) - 2
+    waits = awaited >= own
+    if waits.any() and context.costs.copies_gradients:
+        tasks = np.searchsorted(columns.computes, firsts[waits])
+        context.builder.need(tasks, offloads[awaited[waits]])

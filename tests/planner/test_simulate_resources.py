@@ -9,6 +9,7 @@ import pytest
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
 from penstock.planner.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.footprint import footprints
 from penstock.planner.layout import OrderedInstruction
 from penstock.planner.schedule import lower
 from penstock.planner.simulate import Lane, Simulation, simulate
@@ -114,6 +115,23 @@ def test_the_optimizer_is_no_faster_than_its_cores() -> None:
         ("U 1", 0, 3.04, 7.04),
         ("U 0", 0, 7.04, 11.04),
     ]
+
+
+def test_a_backward_finds_the_sums_of_one_stage_that_leaves() -> None:
+    """That of stage 0 waits for the copy of stage 2, which takes 8 s, and not for that of stage 1:
+    then its sums are there beside those of stage 1.
+    """
+    plan = by_hand(
+        "device 0: B 2 0; OG 2; B 1 0; OG 1; B 0 0; OG 0",
+        (0, 0, 0),
+    )
+    block = BlockCost(backward_input_s=1.0, gradient_bytes=16.0, device_gradient_bytes=32.0)
+    costs, cluster = Costs(blocks=(block,) * 3), Cluster(devices_per_node=1, offload_bandwidth=2.0)
+    backwards = [("B 2 0", 0, 0.0, 1.0), ("B 1 0", 0, 1.0, 2.0), ("B 0 0", 0, 9.0, 10.0)]
+    assert uses(simulate(plan, costs, cluster), Lane.COMPUTE) == backwards
+    assert footprints(plan, costs)[0].gradient_bytes == (32.0, 32.0, 64.0, 64.0, 64.0, 64.0)
+    in_place = replace(costs, copies_gradients=False)
+    assert uses(simulate(plan, in_place, cluster), Lane.COMPUTE)[-1][2:] == (2.0, 3.0)
 
 
 def test_a_synchronous_optimizer_starts_when_all_gradients_are_there() -> None:

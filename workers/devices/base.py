@@ -94,6 +94,9 @@ class Device(Protocol):
     ) -> None:
         """Write final gradients to ``target``, then call ``complete``; may return before that."""
 
+    def await_offloads(self, at_most: int) -> None:
+        """Work issued from now on finds no more than the latest ``at_most`` offloads under way."""
+
     def finish(self) -> None:
         """Wait until every offload has written its last byte and called ``complete``; raise what
         went wrong.

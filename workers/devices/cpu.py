@@ -93,6 +93,9 @@ class CpuDevice:
             self._pool.give(gradients)
         complete()
 
+    def await_offloads(self, at_most: int) -> None:
+        """None is under way."""
+
     def finish(self) -> None:
         """Nothing is under way."""
 

@@ -6,8 +6,9 @@ weights are streamed, one for each stage where they are resident. Gradients are 
 the device and converted there, on their way out (Deep Optimizer States, section 4.1): fewer bytes
 cross the bus, and no CPU thread converts. Memory of the host: :mod:`.pinned`; time: :mod:`.clock`.
 
-The host waits for the device in three places only: where a message leaves through host memory, on
-the thread that announces gradients, and at the end of an attempt. CUDA keeps a current device per
+The host waits for the device in four places only: where a message leaves through host memory, on
+the thread that announces gradients, at the end of an attempt, and in the first backward of a stage
+for sums that were to leave two stages ago. CUDA keeps a current device per
 thread; each thread that comes here sets it, because torch would make a second context on GPU 0.
 """
 
@@ -112,14 +113,19 @@ class _OffloadThread:
         """Until nothing is pending. ``discard``: without ``complete``, and forget errors."""
         with self._changed:
             self._discard = discard
-            if not self._changed.wait_for(lambda: not self._pending, _TIMEOUT_S):
-                raise LostMemberError(
-                    f"waited {_TIMEOUT_S:g} s for {self._pending} copies of gradients to the host:"
-                    " the GPU hangs, or is used by others"
-                )
+            self.wait_for_all_but(0)
             error, self._error, self._discard = self._error, None, False
         if error is not None and not discard:
             raise error
+
+    def wait_for_all_but(self, at_most: int) -> None:
+        """Until no more than so many are pending."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._pending <= at_most, _TIMEOUT_S):
+                raise LostMemberError(
+                    f"waited {_TIMEOUT_S:g} s for {self._pending - at_most} copies of gradients to"
+                    " the host: the GPU hangs, or is used by others"
+                )
 
     def close(self) -> None:
         self._queue.put(None)
@@ -305,6 +311,11 @@ class CudaDevice:
         if self._narrow.numel() < gradients.numel():
             self._narrow = torch.empty(gradients.numel(), dtype=dtype, device=self.torch_device)
         return self._narrow[: gradients.numel()].copy_(gradients)
+
+    def await_offloads(self, at_most: int) -> None:
+        """The host waits: the memory of what has left is used again."""
+        if self._offloads is not None:
+            self._offloads.wait_for_all_but(at_most)
 
     def finish(self) -> None:
         """Wait for the offload thread, and for the computation."""

@@ -137,6 +137,7 @@ def _input_gradient(instruction: Backward | BackwardInput, attempt: Attempt) -> 
     device_of(attempt).await_swap(stage, m)
     _await_weights(stage, attempt)
     gradients = {} if layout.is_last_backward(stage) else attempt.take("gradient", stage + 1, m)
+    attempt.stages.begin_backward(stage)
     output: object = attempt.take_graph(stage, m)
     assert isinstance(output, EmulatedOutput)
     found, deferred = _runtime(attempt).backward_input(output, gradients)

@@ -158,6 +158,7 @@ class EmulatedDevice:
         self._swapped: dict[SwapKey, float] = {}
         self._back_at: dict[tuple[int, int], float] = {}
         self._leaving: list[tuple[int, float]] = []
+        self._began = 0.0
         self._needed_at = 0.0
         self.arrived_at: float | None = None
         """When what was received last arrives on the clock, if its sender said so."""
@@ -191,6 +192,7 @@ class EmulatedDevice:
             Interrupted: aborted.
         """
         start, end = self.compute.occupy(self._needed_at, self._scaled(seconds))
+        self._began = start
         sleep_until(end, abort)
         return start, end
 
@@ -261,8 +263,10 @@ class EmulatedDevice:
 
     @property
     def leaving_elements(self) -> float:
-        """Of gradient sums whose copies to the host are under way, at full size."""
-        return sum(count for count, until in self._leaving if until > self._now) * self._growth
+        """Of gradient sums, at full size, whose copies to the host had not ended when the latest
+        compute instruction began.
+        """
+        return sum(count for count, until in self._leaving if until > self._began) * self._growth
 
     @property
     def _now(self) -> float:
@@ -332,6 +336,11 @@ class EmulatedDevice:
         assert self._publisher is not None, "not attached"
         self._leaving.append((target.size, arrives_at))
         self._publisher.put(_Offload(gradients, target, arrives_at, complete))
+
+    def await_offloads(self, at_most: int) -> None:
+        """The instruction under way starts no sooner."""
+        if len(self._leaving) > at_most:
+            self.needs(self._leaving[-1 - at_most][1])
 
     def finish(self) -> None:
         """Wait for the last copy."""

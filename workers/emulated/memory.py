@@ -54,13 +54,11 @@ class EmulatedMeter:
         self._device = device
         self._table, self._costs = device.emulation.table, device.emulation.costs
         self._before: _Entries = {}
-        self._summing: set[int] = set()
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Begins with an empty device."""
         self.peak, self._before = None, {}
-        self._summing.clear()
         yield
         self._before = {}
 
@@ -70,10 +68,10 @@ class EmulatedMeter:
         Raises:
             DeviceMemoryError: that is more than the device has.
         """
-        if isinstance(instruction, (Backward, BackwardWeight)):
-            self._summing.add(instruction.stage)
         now = dict(self._entries(attempt))
         before, self._before = self._before, now
+        # What was still leaving when the instruction began; it may have waited for some.
+        before = {key: entry for key, entry in before.items() if key != "leaving"}
         moved = _changes_its_name(instruction)
         if moved is not None:
             before = {k: e for k, e in before.items() if k in now or e.use is not moved}
@@ -87,9 +85,7 @@ class EmulatedMeter:
                 during=instruction,
                 at_s=time.perf_counter(),
             )
-        # Plans do not reckon with sums that are being copied, so they do not fail for them.
-        reckoned = usage.total_bytes - now["leaving"].num_bytes
-        if self.limit_bytes is not None and reckoned > self.limit_bytes:
+        if self.limit_bytes is not None and usage.total_bytes > self.limit_bytes:
             bench, there = attempt.bench, Usage(dict(_together(before, {})))
             raise DeviceMemoryError(
                 bench.plan.programs[bench.device_index],
@@ -123,9 +119,8 @@ class EmulatedMeter:
             count = sum(num_elements(table, array) for array in arrays)
             yield key, _Entry(Use.WEIGHTS, count * table.weight_dtype.itemsize, None)
         for found in attempt.gradients.unpublished:
-            if found.stage in self._summing:
-                count = table.blocks[found.block].trainable_elements
-                yield found, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
+            count = table.blocks[found.block].trainable_elements
+            yield found, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
 
     def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         held, device = attempt.holdings, self._device

@@ -33,11 +33,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedBlock:
-    """A block with memory: its number, a hash of its weights, and where its gradients go."""
+    """A block with memory: its number, a hash of its weights, and where its gradients go, once that
+    is known.
+    """
 
     index: int
     weights: int
-    gradients: tuple[torch.Tensor, ...]
+    gradients: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +72,28 @@ class EmulatedRuntime:
         frozen: torch.Tensor | None = None,
         grads: torch.Tensor | None = None,
         borrowed: Mapping[str, Borrowed] | None = None,
+        sums: torch.dtype | None = None,
     ) -> EmulatedBlock:
         """Hash the weights; their bytes stay where they are."""
+        del sums
         lent = (borrowed or {}).values()
         arrays = (weights, frozen, *(array for array, _ in lent))
-        sums = (grads, *(contribution for _, contribution in lent))
+        gradients = (grads, *(contribution for _, contribution in lent))
         return EmulatedBlock(
             index=block,
             weights=_hash(*(_crc(array) for array in arrays if array is not None)),
-            gradients=tuple(gradient for gradient in sums if gradient is not None),
+            gradients=[gradient for gradient in gradients if gradient is not None],
         )
+
+    def bind_gradients(
+        self,
+        bound: EmulatedBlock,
+        *,
+        grads: torch.Tensor | None,
+        borrowed: Mapping[str, torch.Tensor],
+    ) -> None:
+        """As in the model's runtime."""
+        bound.gradients.extend(g for g in (grads, *borrowed.values()) if g is not None)
 
     def forward(
         self,

@@ -80,6 +80,7 @@ def _backward(attempt: Attempt, stage: int, micro_batch: int) -> StageOutput:
     last = layout.is_last_backward(stage)
     gradients = {} if last else attempt.take("gradient", stage + 1, micro_batch)
     _bind_anew(attempt, stage)
+    attempt.stages.begin_backward(stage)
     output = attempt.take_graph(stage, micro_batch)
     found = attempt.bench.runtime.backward(output, gradients)
     if not layout.is_first_backward(stage):
