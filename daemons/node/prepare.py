@@ -30,6 +30,11 @@ from penstock.shm.table import BlockTable
 
 Progress = Callable[[str], None]
 
+_NOT_EXACT = (
+    "warning: optimizer.rollback arithmetic is not exact: every step that is clipped, skipped or"
+    " broken off is taken back with rounding errors, so two runs need not end with the same bits"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
@@ -55,6 +60,8 @@ def prepare_run(
     previous = _previous(run_dir)
     config = keep_choice(_absolute_paths(config), previous, progress)
     changes = _changes(config, previous, run_dir, progress)
+    if config.optimizer.rollback == "arithmetic":
+        progress(_NOT_EXACT)
     directory = RunDirectory.create(run_dir)
     if _inputs_changed(changes) or not _inputs_exist(run_dir):
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())

@@ -182,11 +182,26 @@ class Transaction(Activity):
         if skips > limit and self.rules.loss_scaling.lowest(self._position.loss_scale):
             self.failure = self._why_hopeless(skips, limit)
         skip = pb.Skip(epoch=self.ledger.epoch, attempt=self.attempt)
-        return [
+        effects: list[Effect] = [
             journaled,
             *self._tell_all(pb.SchedulerMessage(skip=skip)),
             AppendMetrics(metrics_json=line),
         ]
+        if self.rules.config.optimizer.rollback == "arithmetic":
+            effects += self._take_back()
+        return effects
+
+    def _take_back(self) -> list[Effect]:
+        """Steps in place are inverted with the gradients that the next attempt overwrites."""
+        self.done, self.phase = False, Phase.SETTLING
+        self.waiting = set(self.rules.optimizerds)
+        settle = pb.Settle(epoch=self.ledger.epoch, version=self.ledger.version)
+        return send_all(self.rules.optimizerds, pb.SchedulerMessage(settle=settle))
+
+    def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
+        if self.phase is Phase.SETTLING and body.version == self.ledger.version:
+            self.done = self.answered(member)
+        return []
 
     def _why_hopeless(self, skips: int, limit: int) -> str:
         scale = ""
@@ -205,10 +220,7 @@ class Transaction(Activity):
     def _finish(self, verdict: Verdict, record: CommitRecord, now_s: float) -> str:
         self.done = True
         self.seconds = now_s - self._started_s
-        if not self._hold:
-            self.ledger.costs.add(
-                verdict.decision, passes_s=self._passes_s, tail_s=now_s - self._workers_done_s
-            )
+        self.ledger.costs.add(verdict.decision, self.seconds, held=self._hold)
         return attempt_line(
             record=record,
             reports=[self._reports[worker] for worker in self.rules.workers],
@@ -224,15 +236,6 @@ class Transaction(Activity):
             emulated=self.rules.emulated,
         )
 
-    @property
-    def _passes_s(self) -> float:
-        """How long the passes behind the gradients took, on the node where they took longest."""
-        seconds: dict[str, float] = {}
-        for block, status in self._statuses.items():
-            owner = self.rules.owners[block]
-            seconds[owner] = seconds.get(owner, 0.0) + status.seconds
-        return max(seconds.values(), default=0.0)
-
     def _tell_all(self, message: pb.SchedulerMessage) -> list[Effect]:
         return send_all((*self.rules.optimizerds, *self.rules.workers), message)
 
@@ -240,4 +243,5 @@ class Transaction(Activity):
         "block_status": _on_block_status,
         "attempt_done": _on_attempt_done,
         "amended": _on_amended,
+        "settled": _on_settled,
     }

@@ -122,6 +122,21 @@ def test_skip_consumes_data_and_keeps_the_version(live: Driver, finite: bool) ->
     assert live.run_attempt()[0] == "journal COMMIT v1 a2 c=1"
 
 
+def test_steps_in_place_are_taken_back_before_the_next_attempt(
+    live_with: Callable[..., Driver],
+) -> None:
+    driver = live_with(optimizer={"rollback": "arithmetic"})
+    assert driver.run_attempt(math.inf) == [
+        "journal SKIP v0 a1 c=0",
+        *told("skip e1 a1"),
+        "metrics line",
+        "optimizerd.a <- settle e1 v0",
+    ]
+    assert driver.status.phase == "settling"
+    settled = pb.Settled(epoch=1, version=0)
+    assert driver.say("optimizerd.a", settled=settled) == told("run_attempt e1 a2 v0 data 8")
+
+
 def test_too_many_skips_in_a_row_end_the_run(live_with: Callable[..., Driver]) -> None:
     driver = live_with(train={"max_skips": 2})
     driver.run_attempt(math.nan)
