@@ -83,6 +83,8 @@ def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy
     """By block: the plan's UPDATEs are the workers', the others are done as configured."""
     updates = plan.updates
     ours = UpdatePolicy.SETTLE_EARLY if config.settle == "early" else UpdatePolicy.ADVANCE
+    if config.rollback == "arithmetic":
+        ours = UpdatePolicy.IN_PLACE
     return lambda block: UpdatePolicy.DEVICE if block in updates else ours
 
 
