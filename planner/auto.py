@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.planner.build import build_plan, dropped_operators
-from penstock.planner.cluster import ADVANCE, PREVIEW_SETTLE, OptimizerModel
+from penstock.planner.cluster import OptimizerModel
 from penstock.planner.costs import Costs
-from penstock.planner.emulation import Emulation
+from penstock.planner.emulation import Emulation, optimizer_way
 from penstock.planner.profile import block_costs, cluster_of, guess_of
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
@@ -273,7 +273,7 @@ def optimizer_of(config: Config) -> OptimizerModel:
     """How a configuration's optimizer works on its nodes' cores."""
     if config.cluster.emulated is not None:
         return Emulation.of(config).optimizer
-    return PREVIEW_SETTLE if config.optimizer.settle == "early" else ADVANCE
+    return optimizer_way(config.optimizer)
 
 
 def _default(plans: _Plans, terms: Terms) -> str:

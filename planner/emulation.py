@@ -33,7 +33,7 @@ from penstock.planner.cluster import (
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.profile import block_costs, cluster_of
 from penstock.planner.sources import AnalyticSource, parse_costs
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, OptimizerConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.profile import Profile
 from penstock.protocol.profile_json import load_profile
@@ -45,6 +45,13 @@ _TOKENS = "tokens"
 
 _STATUS_BYTES = 4.0
 _CAST_BYTES = 6.0
+
+
+def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
+    """How the optimizer gets from version to version."""
+    if config.rollback == "arithmetic":
+        return IN_PLACE
+    return PREVIEW_SETTLE if config.settle == "early" else ADVANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +71,7 @@ class PassRates:
             "preview": PREVIEW_SETTLE.tail_bytes,
             "settle": PREVIEW_SETTLE.settle_bytes,
             "hold": IN_PLACE.tail_bytes,
+            "invert": IN_PLACE.tail_bytes,
             "gradient_status": _STATUS_BYTES,
             "cast": _CAST_BYTES,
         }
@@ -80,6 +88,7 @@ class PassRates:
             "preview": machine.preview_rate,
             "settle": machine.settle_rate,
             "hold": machine.in_place_rate,
+            "invert": machine.in_place_rate,
             "gradient_status": machine.preview_rate,
             "cast": machine.preview_rate,
         }
@@ -130,11 +139,11 @@ class Emulation:
         _check_model(config, made.table)
         cluster = _changed(made.cluster, config)
         advance_bytes = wanted.optimizer_bytes or ADVANCE.tail_bytes
-        early = config.optimizer.settle == "early"
-        optimizer = OptimizerModel(
+        way = optimizer_way(config.optimizer)
+        optimizer = replace(
+            way,
             start=OptimizerStart(wanted.optimizer_start),
-            tail_bytes=PREVIEW_SETTLE.tail_bytes if early else advance_bytes,
-            settle_bytes=PREVIEW_SETTLE.settle_bytes if early else 0.0,
+            tail_bytes=advance_bytes if way == ADVANCE else way.tail_bytes,
         )
         overhead_s = wanted.instruction_s
         return cls(
