@@ -3,8 +3,10 @@ clipped.
 
 Speculation hides the update behind the backward, and pays for every clipped attempt with a second
 preview of all blocks. A holding attempt only looks at its gradients and takes the whole step, once,
-after the decision. What was clipped is counted in both modes: a holding attempt over the limit is
-an AMEND, too, only that nothing has to be done again.
+after the decision; its passes delay the next forward, more or less of which they overlap with.
+What is cheaper depends on the rate of clipping, on machine and schedule. The rate is counted in
+both modes: a holding attempt over the limit is an AMEND, too, only that nothing is done again. The
+rest is measured: until it is, a hold begins above one half.
 """
 
 from __future__ import annotations
@@ -22,6 +24,13 @@ HYSTERESIS = 4
 """How many fewer clipped attempts end a hold than begin one: at a steady rate of clipping their
 number in the window moves by one, by chance by two or three.
 """
+MIN_CLEAN, MIN_AMENDED, MIN_HELD = 3, 2, 5
+"""Attempts of each kind that are needed to judge what they take."""
+REMEMBERED = 500
+"""Attempts in one mode after which what was measured in the other is too old."""
+NOTICEABLE = 0.05
+NEVER = HOLD_WINDOW + HYSTERESIS + 1
+"""The limit at which no hold begins, and none goes on, whatever is clipped."""
 AMENDED = "a"
 """The letter of an attempt over the limit in a position's ``recent``."""
 
@@ -41,43 +50,50 @@ class HoldLimits:
         return amended >= self.leave if holding else amended > self.enter
 
 
-class SpeculationCosts:
-    """What speculated attempts took, of late; no part of the journal, as it belongs to a machine.
-
-    ``tail`` is the time from the last gradient to the decision, ``passes`` that of all passes which
-    gave the decision its statuses.
+class AttemptCosts:
+    """How long attempts take, of late, in each mode; no part of the journal, as it belongs to a
+    machine and its load.
     """
 
     def __init__(self) -> None:
-        self._passes_s: deque[float] = deque(maxlen=HOLD_WINDOW)
-        self._tails_s = {
-            decision: deque[float](maxlen=HOLD_WINDOW)
-            for decision in (Decision.COMMIT, Decision.AMEND)
-        }
+        self._clean_s, self._amended_s, self._held_s = (
+            deque[float](maxlen=HOLD_WINDOW) for _ in range(3)
+        )
+        self._held = False
+        self._in_mode = 0
 
-    def add(self, decision: Decision, *, passes_s: float, tail_s: float) -> None:
-        """An attempt was speculated and decided."""
-        if decision in self._tails_s:
-            self._passes_s.append(passes_s)
-            self._tails_s[decision].append(tail_s)
+    def add(self, decision: Decision, seconds: float, *, held: bool) -> None:
+        """An attempt that ``held`` or speculated took ``seconds`` from the decision before it."""
+        self._in_mode = self._in_mode + 1 if held is self._held else 0
+        self._held = held
+        # The first attempt behind a change still pays for the mode before.
+        if self._in_mode and decision is not Decision.SKIP:
+            amended = decision is Decision.AMEND
+            (self._held_s if held else self._amended_s if amended else self._clean_s).append(
+                seconds
+            )
+        if self._in_mode >= REMEMBERED:
+            for old in (self._clean_s, self._amended_s) if held else (self._held_s,):
+                old.clear()
 
     @property
     def limits(self) -> HoldLimits:
         """The limits at which holding costs what speculating costs.
 
-        A held step is one pass over everything behind the last gradient: about as long as all
-        advances, ``passes``. Speculating leaves the tail of a clean attempt, and for the clipped
-        share the second previews. Both are equal at ``(passes - tail) / previews``. It is not
-        followed above one half: passes after a held decision overlap with the next forward, which
-        this leaves out, and a second preview with nothing.
+        With ``p`` clipped, speculated attempts take ``clean + p (amended - clean)`` on average. If
+        ``held`` is not known yet, and amending takes a noticeable time, a hold is tried out; what
+        was tried goes on only if it would begin now.
         """
-        clean_s, amended_s = self._tails_s[Decision.COMMIT], self._tails_s[Decision.AMEND]
-        if len(clean_s) < 3 or len(amended_s) < 2:
+        if len(self._clean_s) < MIN_CLEAN or len(self._amended_s) < MIN_AMENDED:
             return HoldLimits()
-        tail_s = statistics.median(clean_s)
-        again_s = statistics.median(amended_s) - tail_s
-        hidden_s = statistics.median(self._passes_s) - tail_s
-        if again_s <= 0.0 or hidden_s >= again_s / 2:
+        clean_s = statistics.median(self._clean_s)
+        again_s = statistics.median(self._amended_s) - clean_s
+        if again_s <= 0.0:
             return HoldLimits()
-        enter = max(1, math.floor(HOLD_WINDOW * hidden_s / again_s))
-        return HoldLimits(enter=enter, leave=max(1, enter - HYSTERESIS))
+        if len(self._held_s) < MIN_HELD:
+            worth_trying = again_s > NOTICEABLE * clean_s
+            return HoldLimits(enter=MIN_AMENDED - 1, leave=0) if worth_trying else HoldLimits()
+        rate = (statistics.median(self._held_s) - clean_s) / again_s
+        enter = max(1, min(NEVER, math.floor(HOLD_WINDOW * rate)))
+        tried = len(self._held_s) == self._in_mode == MIN_HELD and self._held
+        return HoldLimits(enter=enter, leave=enter + 1 if tried else max(1, enter - HYSTERESIS))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, JournalEvaluation
-from penstock.daemons.scheduler.holding import HoldLimits, SpeculationCosts
+from penstock.daemons.scheduler.holding import AttemptCosts
 from penstock.daemons.scheduler.position import Position
 from penstock.daemons.scheduler.rules import Rules
 from penstock.shm.control import CommitRecord, Decision
@@ -62,7 +62,7 @@ class Ledger:
         self.evaluated = facts.evaluated
         self.last_metrics_json = facts.last_metrics_json
         self.saved = saved
-        self.costs = SpeculationCosts()
+        self.costs = AttemptCosts()
         """What the hold policy goes by; not journaled."""
 
     @property
@@ -104,7 +104,7 @@ class Ledger:
             record.decision,
             self._rules.config.train.global_batch,
             self._rules.loss_scaling,
-            self.costs.limits if self._rules.advances else HoldLimits(),
+            self.costs.limits,
         )
         if record.decision is not Decision.SKIP:
             self.record = record

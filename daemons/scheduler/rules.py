@@ -9,7 +9,6 @@ from functools import cached_property
 from penstock.daemons.scheduler.position import LossScaling, Position
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Update
 from penstock.protocol.names import (
     devices_of_node,
     memoryd_name,
@@ -78,8 +77,7 @@ class Deadlines:
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
-    optimizerd of every block; ``advances``: whether passes behind gradients are advances, so that
-    their time is about that of whole steps.
+    optimizerd of every block.
     """
 
     run_id: str
@@ -91,7 +89,6 @@ class Rules:
     plan_scheme: str
     state_dir: str
     deadlines: Deadlines = Deadlines()
-    advances: bool = False
 
     @classmethod
     def of_run(cls, run: RunDirectory) -> Rules:
@@ -116,8 +113,6 @@ class Rules:
             plan_json=run.plan.to_json(),
             plan_scheme=run.plan.scheme,
             state_dir=str(run.state_dir.absolute()),
-            advances=run.config.optimizer.settle == "advance"
-            and not any(isinstance(i, Update) for program in run.plan.programs for i in program),
         )
 
     @cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from itertools import pairwise
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.daemons.scheduler.events import JournalDecision
-from penstock.daemons.scheduler.holding import HYSTERESIS, HoldLimits, SpeculationCosts
+from penstock.daemons.scheduler.holding import HYSTERESIS, AttemptCosts, HoldLimits
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import Driver, facts_at, make_config, make_position, make_rules
 
@@ -76,55 +75,77 @@ def test_whatever_is_clipped_the_mode_lasts_six_attempts(amended: list[bool]) ->
     assert all(later - sooner > HYSTERESIS + 1 for sooner, later in pairwise(at))
 
 
+def learned(clean_s: float, amended_s: float, held_s: float) -> AttemptCosts:
+    """All kinds of attempts were seen, with an outlier each."""
+    costs = AttemptCosts()
+    for held, decision, seconds in (
+        (False, Decision.COMMIT, clean_s),
+        (False, Decision.AMEND, amended_s),
+        (True, Decision.AMEND, held_s),
+    ):
+        costs.add(Decision.SKIP, 50.0, held=held)
+        for outlier in (1.0, 1.0, 1.0, 9.0, 1.0, 1.0):
+            costs.add(decision, outlier * seconds, held=held)
+    return costs
+
+
 @pytest.mark.parametrize(
-    ("passes_s", "clean_s", "amended_s", "limits"),
+    ("clean_s", "amended_s", "held_s", "limits"),
     [
-        (1.0, 0.1, 0.8, DEFAULT),  # hidden behind the backward: a second preview is all it costs
-        (1.0, 0.6, 1.4, DEFAULT),
-        (1.0, 0.7, 1.5, HoldLimits(enter=7, leave=3)),
-        (1.0, 0.9, 1.7, HoldLimits(enter=2, leave=1)),
-        (1.0, 1.1, 1.9, HoldLimits(enter=1, leave=1)),  # nothing hidden: each preview is lost
-        (1.0, 1.1, 1.0, DEFAULT),  # noise
+        (1.0, 2.0, 1.52, DEFAULT),
+        (1.0, 2.0, 1.27, HoldLimits(enter=5, leave=1)),
+        (1.0, 2.0, 0.9, HoldLimits(enter=1, leave=1)),  # nothing is hidden by speculating
+        (1.0, 2.0, 1.77, HoldLimits(enter=15, leave=11)),
+        (1.0, 1.1, 1.5, HoldLimits(enter=25, leave=21)),  # a hold would cost more than amends
+        (1.0, 0.9, 1.5, DEFAULT),  # noise
     ],
 )
 def test_the_limit_is_where_holding_costs_what_speculating_costs(
-    passes_s: float, clean_s: float, amended_s: float, limits: HoldLimits
+    clean_s: float, amended_s: float, held_s: float, limits: HoldLimits
 ) -> None:
-    costs = SpeculationCosts()
-    for decision in (Decision.COMMIT, Decision.AMEND, Decision.COMMIT, Decision.AMEND):
-        tail_s = amended_s if decision is Decision.AMEND else clean_s
-        costs.add(decision, passes_s=passes_s, tail_s=tail_s)
-    assert costs.limits == DEFAULT, "too little is known yet"
-    costs.add(Decision.COMMIT, passes_s=passes_s, tail_s=clean_s)
-    assert costs.limits == limits
-    costs.add(Decision.SKIP, passes_s=100.0, tail_s=100.0)
-    costs.add(Decision.COMMIT, passes_s=passes_s, tail_s=100 * clean_s)
-    assert costs.limits == limits, "one outlier decides nothing"
+    assert learned(clean_s, amended_s, held_s).limits == limits
 
 
-def run_attempt(driver: Driver, sum_squares: float, tail_s: float, passes_s: float) -> bool:
-    """An attempt whose optimizer takes that long; whether it held."""
+def test_a_limit_above_all_attempts_ends_a_hold_whatever_is_clipped() -> None:
+    limits = learned(1.0, 1.1, 1.5).limits
+    assert not limits.hold(True, "a" * 20)
+    assert not limits.hold(False, "a" * 20)
+
+
+def test_what_is_too_old_is_forgotten() -> None:
+    costs = learned(1.0, 2.0, 1.27)
+    for _ in range(494):
+        assert costs.limits == HoldLimits(enter=5, leave=1)
+        costs.add(Decision.AMEND, 1.27, held=True)
+    assert costs.limits == DEFAULT
+
+
+def run_attempt(driver: Driver, clipped: bool, *, amend_s: float, hold_s: float) -> bool:
+    """An attempt of one second, and what its mode adds; whether it held."""
     held = driver.machine.activity._hold  # type: ignore[union-attr]
-    for worker in driver.rules.workers:
-        driver.done(worker)
-    driver.block(0, sum_squares, seconds=passes_s)
-    driver.now_s += tail_s
-    driver.block(1, sum_squares, seconds=0.0)
+    driver.now_s += 1.0 + hold_s * held
+    driver.run_attempt(4.0 * clipped)
     if driver.status.phase == "amending":
-        driver.now_s += tail_s
+        driver.now_s += amend_s
         driver.amended()
     return held
 
 
-def test_what_attempts_take_decides_where_the_hold_begins() -> None:
-    rules = dataclasses.replace(make_rules(), advances=True)
-    driver = Driver(rules)
+@pytest.mark.parametrize(
+    ("hold_s", "amend_s", "held"),
+    [
+        (0.1, 0.8, [False] * 8 + [True] * 32),  # a quarter of 0.8 s is more
+        (0.3, 0.8, [False] * 8 + [True] * 6 + [False] * 26),  # less
+        (0.3, 0.01, [False] * 40),  # not worth trying
+    ],
+)
+def test_a_hold_is_tried_out_and_kept_if_it_pays(
+    hold_s: float, amend_s: float, held: list[bool]
+) -> None:
+    driver = Driver()
     driver.begin()
-    held = [run_attempt(driver, 4.0 * (i % 4 == 3), tail_s=1.0, passes_s=1.0) for i in range(12)]
-    assert held == [False] * 8 + [True] * 4, "at the second amend the price of amending is known"
-    indirect = Driver(dataclasses.replace(rules, advances=False))
-    indirect.begin()
-    assert not any(run_attempt(indirect, 4.0 * (i % 4 == 3), 1.0, 1.0) for i in range(12))
+    clipped = [attempt % 4 == 3 for attempt in range(40)]
+    assert [run_attempt(driver, c, amend_s=amend_s, hold_s=hold_s) for c in clipped] == held
 
 
 def test_a_hold_is_journaled_and_goes_on_until_fewer_than_six_are_clipped() -> None:
