@@ -17,6 +17,7 @@ from penstock.planner.render import Caption, timeline
 from penstock.planner.simulate import Simulation
 from penstock.planner.trial import try_plan
 from penstock.protocol.config import Config
+from penstock.protocol.placement import check_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +105,11 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
     """Plan, simulate (with measured costs if there is a profile), and add up memory.
 
     Raises:
-        ConfigError: the configuration has no plan, or the profile is of another model.
+        ConfigError: the configuration has no plan, the profile is of another model, or
+            ``optimizer.cores`` are not there.
         CapacityError: ``schedule: auto`` found nothing that fits.
     """
+    check_cores(config)
     if profile is not None:
         schedule = config.schedule.model_copy(update={"profile": profile})
         config = config.model_copy(update={"schedule": schedule})

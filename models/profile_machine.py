@@ -8,7 +8,6 @@ on shared memory with the native kernels, on as many cores as the optimizer will
 from __future__ import annotations
 
 import mmap
-import os
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from penstock import _native
 from penstock.protocol.config import Config
+from penstock.protocol.placement import place
 from penstock.protocol.step import OptimizerStep
 from penstock.shm.memory import NUMPY_TYPES
 from penstock.shm.table import DType
@@ -124,10 +124,8 @@ class OptimizerRates:
 
 
 def measure_optimizer(config: Config, *, num_elements: int = _OPTIMIZER_ELEMENTS) -> OptimizerRates:
-    """All four passes over one block, with the configured types and number of threads."""
-    available = sorted(os.sched_getaffinity(0))
-    cores = available[: config.optimizer.threads or len(available)]
-    with _native.Pool(cores) as pool:
+    """All four passes over one block, with the configured types, on the configured cores."""
+    with _native.Pool(place(config, 0).optimizer) as pool:
         seconds = {name: _median(run) for name, run in _passes(pool, config, num_elements).items()}
     return OptimizerRates(**{name: num_elements / took_s for name, took_s in seconds.items()})
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import DType
+from penstock.shm.topology import parse_cpus
 
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -54,6 +55,40 @@ def parse_share(value: Any) -> float:
 
 
 Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0.0, le=1.0)]
+
+
+def parse_cores(value: Any) -> Any:
+    """CPU numbers from a list or from ``0-3,8``; ``auto`` as it is.
+
+    Raises:
+        ValueError: neither, or a number twice.
+    """
+    if value == AUTO:
+        return value
+    cores = tuple(value) if isinstance(value, (list, tuple)) else parse_cpus(str(value))
+    if not cores or not all(type(core) is int and core >= 0 for core in cores):
+        raise ValueError("auto, a list of CPU numbers, or ranges such as 0-3,8 are accepted")
+    if len(set(cores)) < len(cores):
+        raise ValueError("a core is named twice; each takes one thread")
+    return cores
+
+
+def parse_leave(value: Any) -> Any:
+    """A share below 1, or ``auto`` as it is.
+
+    Raises:
+        ValueError: neither.
+    """
+    share = value if value == AUTO else parse_share(value)
+    if share != AUTO and not 0.0 <= share < 1.0:
+        raise ValueError(
+            "auto or a share of the physical cores, 0 or more and below 1, such as 1/4"
+        )
+    return share
+
+
+Cores = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(parse_cores)]
+LeftShare = Annotated[Literal["auto"] | float, BeforeValidator(parse_leave)]
 
 
 class _Section(BaseModel):
@@ -211,6 +246,11 @@ class OptimizerConfig(_Section):
     are the upper ones, rounded half up. It takes 2 bytes per parameter less; with ``settle: early``
     there is one copy of gradients, too (of blocks whose gradients the owner's node computes).
 
+    ``cores``: CPUs that the threads are pinned to, one each; with ``auto`` as
+    :func:`penstock.protocol.placement.place` decides: as many as ``threads`` says (0: one for each
+    physical core), or as there are if these are fewer, with ``leave_cores`` of the physical cores,
+    rounded, left to the workers.
+
     ``rollback``: ``exact`` computes weights ahead of the state, so that nothing has to be undone;
     ``arithmetic`` steps in place and inverts steps that do not count (SPipe, DeepSpeed), which
     loses bits, but needs one copy of the gradients only
@@ -240,6 +280,8 @@ class OptimizerConfig(_Section):
     settle: Literal["advance", "early"] = "advance"
     master: Literal["fp32", "split"] = "fp32"
     threads: int = Field(default=0, ge=0)
+    cores: Cores = "auto"
+    leave_cores: LeftShare = "auto"
     speculate: Literal["auto", "always", "never"] = "auto"
     initial_loss_scale: float = Field(default=65536.0, gt=0.0, allow_inf_nan=False)
     loss_scale_min: float = Field(default=1.0, gt=0.0)
@@ -260,6 +302,11 @@ class OptimizerConfig(_Section):
             raise ValueError(f"optimizer.betas {list(self.betas)}: each must be in [0, 1)")
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}")
+        if self.cores != AUTO and (self.threads or self.leave_cores != AUTO):
+            raise ValueError(
+                f"optimizer.cores {list(self.cores)} says which cores, one thread each; leave out"
+                " optimizer.threads and optimizer.leave_cores, or use cores: auto"
+            )
         if self.loss_scale_min > self.initial_loss_scale:
             raise ValueError(
                 f"optimizer.loss_scale_min {self.loss_scale_min} is above"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,18 @@ import numpy.typing as npt
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.errors import VersionMismatchError
 from penstock.shm.halves import Halves
+from penstock.shm.hugepages import huge_bytes
 from penstock.shm.layout import WEIGHT_SLOTS, ArrayKey, NodeLayout, SegmentKind
-from penstock.shm.segment import Segment, unlink
+from penstock.shm.numa import NodeRange
+from penstock.shm.segment import SHM_ROOT, Segment, unlink
 from penstock.shm.table import BlockTable, DType
 
 Array = npt.NDArray[Any]
 
 NUMPY_TYPES = {DType.FP32: np.float32, DType.BF16: np.uint16, DType.FP16: np.float16}
 """NumPy has no bfloat16: its bits travel as uint16."""
+
+ANYWHERE: Mapping[SegmentKind, Sequence[NodeRange]] = MappingProxyType({})
 
 
 def segment_name(run_id: str, node_name: str, kind: SegmentKind) -> str:
@@ -62,16 +67,21 @@ class NodeMemory:
         self._segments = segments
 
     @classmethod
-    def create(cls, spec: MemorySpec) -> NodeMemory:
+    def create(
+        cls, spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]] = ANYWHERE
+    ) -> NodeMemory:
         """Create all segments, the control segment last: where it exists, the others do too.
+
+        ``places``: NUMA nodes for ranges of segments, as far as the kernel grants them.
 
         Raises:
             SegmentError: a segment cannot be created; those created before are removed again.
         """
         segments: dict[str, Segment] = {}
         try:
+            wanted = {spec.name(kind): ranges for kind, ranges in places.items()}
             for name, size in spec.sizes().items():  # control is the last entry
-                segments[name] = Segment.create(name, size)
+                segments[name] = Segment.create(name, size, wanted.get(name, ()))
             control = ControlView.initialize(
                 segments[spec.name(SegmentKind.CONTROL)].buffer,
                 run_id=spec.run_id,
@@ -171,6 +181,15 @@ class NodeMemory:
         """A whole mapped segment (a GPU worker registers it), None if it is empty or not mapped."""
         segment = self._segments.get(self.spec.name(kind))
         return None if segment is None else segment.buffer
+
+    def huge_bytes(self) -> dict[SegmentKind, int]:
+        """Of each mapped segment, what lies in huge pages for this process."""
+        found = huge_bytes()
+        return {
+            kind: found[str(SHM_ROOT / self.spec.name(kind).lstrip("/"))]
+            for kind in SegmentKind
+            if self.spec.name(kind) in self._segments
+        }
 
     def has(self, key: ArrayKey) -> bool:
         """Whether this node holds the array."""

@@ -17,6 +17,7 @@ from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
 from penstock.protocol.names import metrics_port, node_of_device, worker_name
+from penstock.protocol.placement import place
 from penstock.protocol.process import (
     StopSignal,
     configure_logging,
@@ -76,6 +77,8 @@ def set_up_torch(num_threads: int, device: str) -> None:
 def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) -> None:
     config, name = files.config, worker_name(device)
     configure_logging(name, files.path, config.observability.log_level)
+    # Before any thread starts: threads inherit it.
+    os.sched_setaffinity(0, place(config, node_of_device(config, device)).workers)
     set_up_torch(
         threads_per_worker(config, device, len(os.sched_getaffinity(0))), config.cluster.device
     )

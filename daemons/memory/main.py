@@ -25,6 +25,7 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
 from penstock.protocol.names import ipc_address, memoryd_name, metrics_port, node_index
+from penstock.protocol.placement import page_places, place
 from penstock.protocol.process import (
     StopSignal,
     configure_logging,
@@ -33,6 +34,7 @@ from penstock.protocol.process import (
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.shm.memory import NodeMemory
 
 REPORT_TIMEOUT_S = 5.0
 
@@ -92,7 +94,7 @@ def _run(
         link.start()
         cleanup.callback(link.close)
         try:
-            memory = acquire(directory.memory_spec(index))
+            memory = _acquire(directory, index)
         except PenstockError as error:
             _report(link, error)
             raise
@@ -111,6 +113,14 @@ def _run(
         cleanup.callback(server.close)
         cleanup.callback(effects.close)
         return service.run()
+
+
+def _acquire(directory: RunDirectory, node: int) -> NodeMemory:
+    """The node's memory; new pages come to lie near the optimizer's threads."""
+    placement = place(directory.config, node)
+    spec = directory.memory_spec(node)
+    several = placement.several
+    return acquire(spec, page_places(placement, spec.layout, spec.table) if several else {})
 
 
 def _loader(config: Config) -> tuple[str, ...]:

@@ -48,6 +48,12 @@ class MemoryMetrics:
             ["segment"],
             registry=registry,
         )
+        self._huge_bytes = Gauge(
+            "penstock_memoryd_huge_page_bytes",
+            "What of shared-memory segments lay in huge pages when they were mapped",
+            ["segment"],
+            registry=registry,
+        )
         self._committed = Gauge(
             "penstock_memoryd_committed_version", "Committed version in memory", registry=registry
         )
@@ -61,5 +67,7 @@ class MemoryMetrics:
         """Report the memory's sizes, and its versions at every scrape."""
         for name, size in memory.spec.sizes().items():
             self._segment_bytes.labels(name.rpartition("-")[2]).set(size)
+        for kind, size in memory.huge_bytes().items():
+            self._huge_bytes.labels(kind).set(size)
         self._committed.set_function(lambda: float(memory.control.committed))
         self._incarnation.set_function(lambda: float(memory.control.incarnation))

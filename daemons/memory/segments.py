@@ -7,17 +7,23 @@ written last), so nothing in them counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from penstock.protocol.errors import CapacityError, StateError
 from penstock.shm.errors import NoSpaceError, SegmentError, ShortSegmentError
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.layout import SegmentKind
-from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.memory import ANYWHERE, MemorySpec, NodeMemory
+from penstock.shm.numa import NodeRange
 from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import Segment, available_bytes, exists, unlink
 
 
-def acquire(spec: MemorySpec) -> NodeMemory:
-    """The node's memory, owned by the calling process. Fresh memory has incarnation 0.
+def acquire(
+    spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]] = ANYWHERE
+) -> NodeMemory:
+    """The node's memory, owned by the calling process. Fresh memory has incarnation 0, and lies on
+    the NUMA nodes that ``places`` says, as far as the kernel grants them.
 
     The caller holds the run's local socket, so no second memoryd does the same at once.
 
@@ -29,7 +35,7 @@ def acquire(spec: MemorySpec) -> NodeMemory:
     if _cut_short(spec):
         reclaim(spec)
     if not exists(spec.name(SegmentKind.CONTROL)):
-        return _create(spec)
+        return _create(spec, places)
     try:
         memory = NodeMemory.attach(spec)
     except SegmentError as error:
@@ -66,13 +72,13 @@ def _cut_short(spec: MemorySpec) -> bool:
         segment.close()
 
 
-def _create(spec: MemorySpec) -> NodeMemory:
+def _create(spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]]) -> NodeMemory:
     needed = sum(spec.sizes().values())
     free = available_bytes()
     if needed > free:
         raise _too_small(spec, needed, free)
     try:
-        return NodeMemory.create(spec)
+        return NodeMemory.create(spec, places)
     except NoSpaceError as error:
         raise _too_small(spec, needed, available_bytes()) from error
     except SegmentError as error:

@@ -24,6 +24,7 @@ from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.protocol.config import AUTO, Config
 from penstock.protocol.errors import StateError
+from penstock.protocol.placement import check_cores
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory, write_atomically
 from penstock.shm.table import BlockTable
@@ -56,6 +57,7 @@ def prepare_run(
         CapacityError: something is short; carries the table.
         StateError: the directory's files are damaged.
     """
+    check_cores(config)
     run_dir = run_dir.absolute()
     previous = _previous(run_dir)
     config = keep_choice(_absolute_paths(config), previous, progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from penstock.daemons.optimizer.emulated import EmulatedKernels
 from penstock.daemons.optimizer.events import OwnedBlock, UpdatePolicy
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
+from penstock.daemons.optimizer.locality import local_ratio
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import Parts, Service
@@ -32,6 +32,7 @@ from penstock.protocol.names import (
     optimizerd_name,
     ownership,
 )
+from penstock.protocol.placement import Placement, place
 from penstock.protocol.plan import Plan
 from penstock.protocol.process import (
     StopSignal,
@@ -40,7 +41,7 @@ from penstock.protocol.process import (
     run_main,
     serve_metrics,
 )
-from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS, RunDirectory
+from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.trace import TraceLog
 from penstock.protocol.traffic import TrafficBoard
 from penstock.shm.layout import SegmentKind
@@ -73,12 +74,6 @@ def _run(run: RunDirectory, node: str, scheduler: str, stop: StopSignal) -> None
         service.run()
 
 
-def _cores(config: OptimizerConfig) -> list[int]:
-    """The cores to pin threads to: those this process may use, at most as many as configured."""
-    available = sorted(os.sched_getaffinity(0))
-    return available[: min(config.threads or len(available), MAX_OPTIMIZER_THREADS)]
-
-
 def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy]:
     """By block: the plan's UPDATEs are the workers', the others are done as configured."""
     updates = plan.updates
@@ -106,6 +101,7 @@ def _build(
     index = node_index(config, node)
     registry = CollectorRegistry()
     metrics = OptimizerMetrics(registry)
+    placement = place(config, index)  # first of all: refuses cores that are not there
     server = serve_metrics(registry, metrics_port(config, member))
     stack.callback(server.close)
     several = len(config.cluster.nodes) > 1
@@ -118,9 +114,10 @@ def _build(
     stack.callback(gradients.close)
     memory = attach(run, index, member, kinds=_MAPPED)
     stack.callback(memory.close)
+    metrics.placed(placement, local_ratio(memory, placement), sum(memory.huge_bytes().values()))
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks)
-    kernels, passes = _passes(stack, run, memory, blocks, remote, inbox)
+    kernels, passes = _passes(stack, run, placement, memory, blocks, remote, inbox)
     puller = _puller(stack, run, index, blocks, remote, inbox)
     link = MemberLink(
         address=scheduler,
@@ -149,13 +146,14 @@ def _build(
 def _passes(
     stack: ExitStack,
     run: RunDirectory,
+    placement: Placement,
     memory: NodeMemory,
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
     inbox: Inbox,
 ) -> tuple[Kernels, PassThread]:
     config = run.config
-    pool = stack.enter_context(Pool(_cores(config.optimizer)))
+    pool = stack.enter_context(Pool(placement.optimizer))
     kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
     stack.callback(kernels.close)
     runner: PassRunner = kernels

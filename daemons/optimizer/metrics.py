@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import math
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from penstock.protocol.placement import Placement
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -52,6 +56,37 @@ class OptimizerMetrics:
             ["reason"],
             registry=registry,
         )
+
+        self._placement = Info(
+            "penstock_optimizer_placement",
+            "Cores of the optimizer's threads, NUMA nodes of these, and the workers' cores.",
+            registry=registry,
+        )
+        self._threads = Gauge(
+            "penstock_optimizer_threads",
+            "Threads pinned to cores.",
+            ["numa_node"],
+            registry=registry,
+        )
+        self._local = Gauge(
+            "penstock_optimizer_local_state_ratio",
+            "Share of the state's pages (a sample, at start) that lie on the NUMA node of the"
+            " thread that works on them; NaN: the kernel does not say.",
+            registry=registry,
+        )
+        self._huge_bytes = Gauge(
+            "penstock_optimizer_huge_page_bytes",
+            "Mapped shared memory that lay in huge pages at start.",
+            registry=registry,
+        )
+
+    def placed(self, placement: Placement, local: float | None, huge_bytes: int) -> None:
+        """Where threads and memory are; ``local``: share of the state's pages, if known."""
+        self._placement.info(placement.to_dict())
+        for node in sorted(set(placement.nodes)):
+            self._threads.labels(str(node)).set(placement.nodes.count(node))
+        self._local.set(math.nan if local is None else local)
+        self._huge_bytes.set(huge_bytes)
 
     def pass_done(self, name: str, seconds: float, num_parameters: int) -> None:
         """Count one pass."""

@@ -1,0 +1,86 @@
+"""On which NUMA node the pages of a mapping shall lie, and do.
+
+Both are Linux system calls that the C library does not wrap. The policy of a shared mapping belongs
+to the memory, not to the process: set before the pages exist, it holds for whoever makes them.
+Nodes are preferred, never enforced: a full node makes pages go elsewhere, and training slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.shm.layout import PAGE_BYTES
+
+_MPOL_PREFERRED = 1
+_MASK_BITS = 1024  # the kernel's largest number of nodes
+_CALLS = {"x86_64": {"mbind": 237, "move_pages": 279}, "aarch64": {"mbind": 235, "move_pages": 239}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRange:
+    """Bytes ``[offset, offset + num_bytes)`` of a segment belong on NUMA node ``node``."""
+
+    offset: int
+    num_bytes: int
+    node: int
+
+
+def prefer_nodes(buffer: memoryview | mmap.mmap, ranges: Iterable[NodeRange]) -> None:
+    """Ask that pages which do not exist yet be made on these nodes. Offsets are page-aligned.
+
+    Raises:
+        OSError: the kernel refuses (no such node for this process, a container that forbids it).
+            Some ranges may have been set.
+    """
+    anchor = ctypes.c_char.from_buffer(buffer)
+    base = ctypes.addressof(anchor)
+    for wanted in ranges:
+        mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
+        mask[wanted.node // 64] = 1 << wanted.node % 64
+        # The kernel reads one bit less than it is told.
+        _call(
+            "mbind",
+            ctypes.c_void_p(base + wanted.offset),
+            ctypes.c_ulong(wanted.num_bytes),
+            ctypes.c_int(_MPOL_PREFERRED),
+            mask,
+            ctypes.c_ulong(_MASK_BITS + 1),
+            ctypes.c_uint(0),
+        )
+
+
+def nodes_of_pages(buffer: memoryview | mmap.mmap, offsets: Sequence[int]) -> list[int | None]:
+    """The NUMA nodes of the pages at byte ``offsets``; None for a page that is not mapped.
+
+    Raises:
+        OSError: the kernel does not say (a container that forbids it).
+    """
+    anchor = ctypes.c_char.from_buffer(buffer)
+    base = ctypes.addressof(anchor)
+    pages = [(base + offset) // PAGE_BYTES * PAGE_BYTES for offset in offsets]
+    status = (ctypes.c_int * len(pages))()
+    _call(
+        "move_pages",
+        ctypes.c_int(0),
+        ctypes.c_ulong(len(pages)),
+        (ctypes.c_void_p * len(pages))(*pages),
+        None,
+        status,
+        ctypes.c_int(0),
+    )
+    return [node if node >= 0 else None for node in status]
+
+
+def _call(name: str, *arguments: object) -> None:
+    number = _CALLS.get(platform.machine(), {}).get(name)
+    if number is None:
+        raise OSError(f"{name}: its number on {platform.machine()} is not known here")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(number), *arguments) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
