@@ -179,13 +179,14 @@ _SUMMED = tuple(
 class Costs:
     """All blocks, and the fixed overhead of each compute instruction in seconds.
 
-    ``copies_gradients``: OFFLOAD_GRADIENTS copies, beside what follows it, as GPUs do; otherwise
-    the sums are gone when it has run.
+    ``separate_memory``: devices do not compute in the host's, so that OFFLOAD_GRADIENTS copies,
+    beside what follows it, and UPDATE needs buffers; otherwise the sums are gone when the former
+    has run, and the latter works where the state is.
     """
 
     blocks: tuple[BlockCost, ...]
     instruction_s: float = 0.0
-    copies_gradients: bool = True
+    separate_memory: bool = True
 
     def of(self, blocks: range) -> BlockCost:
         """A stage of consecutive blocks."""

@@ -65,7 +65,7 @@ class Sizes:
         self.blocks = costs.blocks
         self.skipped = skipped_forwards(layout, plan.programs)
         self.reduction = Reduction.of(plan)
-        self.copies_gradients = costs.copies_gradients
+        self.separate_memory = costs.separate_memory
         self._copies = layout.num_routes if plan.shards_weights else 1
         self._concatenates = plan.concatenates_gradients
         self._dropped: dict[tuple[int, tuple[str, ...]], float] = {}
@@ -122,7 +122,8 @@ class Ledger:
         self._out: dict[tuple[int, int], tuple[int, float]] = {}
         # UPDATE runs beside what follows it, in buffers that stay.
         updated = (sizes.blocks[u.block].parameters for u in program if isinstance(u, Update))
-        self._staging = staging_bytes(max(updated, default=0.0))
+        largest = max(updated, default=0.0) if sizes.separate_memory else 0.0
+        self._staging = staging_bytes(largest)
         for instruction in program:
             self._book(instruction)
 
@@ -222,7 +223,7 @@ class Ledger:
             self._workspace = self._sum_bytes(stage)
         if stage in self._accumulating:
             self._accumulating.remove(stage)
-            if sizes.copies_gradients and sizes.reduction.publishes(stage):
+            if sizes.separate_memory and sizes.reduction.publishes(stage):
                 self._leaving = stage
             else:
                 self._gradients -= self._sum_bytes(stage)

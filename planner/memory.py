@@ -186,7 +186,7 @@ def device_costs(config: Config, table: BlockTable, profile: Profile | None = No
     on_cpu = config.cluster.device == "cpu"
     # CPUs compute in fp32, whatever weights are stored in.
     widening = 4 / table.weight_dtype.itemsize if on_cpu else 1.0
-    return TableCosts(blocks=blocks, table=table, widening=widening, copies_gradients=not on_cpu)
+    return TableCosts(blocks=blocks, table=table, widening=widening, separate_memory=not on_cpu)
 
 
 def table_costs(table: BlockTable, *, tokens: int) -> TableCosts:

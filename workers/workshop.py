@@ -26,6 +26,7 @@ from penstock.protocol.instructions import (
     SendCheckpoint,
     SendGradient,
 )
+from penstock.protocol.lodging import LodgingBoard
 from penstock.protocol.names import (
     ipc_address,
     memoryd_name,
@@ -100,6 +101,9 @@ def make_device(
             table,
             announce=partial(traffic.post, local),
             leave=partial(nics.occupy, source=node),
+            lodging=LodgingBoard.of_node(
+                run_dir, nodes[node].name, config.cluster.workers, device_index
+            ),
         )
     if config.cluster.device == "cuda":
         local = device_index % config.cluster.workers

@@ -123,6 +123,6 @@ def _await_former(context: Context, offloads: Ints, rows: Ints) -> None:
     own = np.searchsorted(rows, columns.starts[columns.devices[firsts]])
     awaited = np.searchsorted(rows, firsts) - 2
     waits = awaited >= own
-    if waits.any() and context.costs.copies_gradients:
+    if waits.any() and context.costs.separate_memory:
         tasks = np.searchsorted(columns.computes, firsts[waits])
         context.builder.need(tasks, offloads[awaited[waits]])

@@ -113,7 +113,7 @@ def test_weights_gradients_and_what_is_always_there() -> None:
     assert (weights["FW"], weights["OG"], weights["RW"]) == (100.0, 100.0, 0.0)
     # On a device that copies them, the sums of the last stage leave beside what follows.
     assert (gradients["F"], gradients["B"], gradients["OG"]) == (0.0, 1000.0, 1000.0)
-    summed_in_place = replace(costs_of(plan), copies_gradients=False)
+    summed_in_place = replace(costs_of(plan), separate_memory=False)
     found = footprints(plan, summed_in_place)[0].gradient_bytes
     assert found[len(plan.programs[0]) - 2] == 0.0
     assert (workspace["F"], workspace["SA"], workspace["B"]) == (0.5, 0.0, 0.5)

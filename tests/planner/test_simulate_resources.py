@@ -130,7 +130,7 @@ def test_a_backward_finds_the_sums_of_one_stage_that_leaves() -> None:
     backwards = [("B 2 0", 0, 0.0, 1.0), ("B 1 0", 0, 1.0, 2.0), ("B 0 0", 0, 9.0, 10.0)]
     assert uses(simulate(plan, costs, cluster), Lane.COMPUTE) == backwards
     assert footprints(plan, costs)[0].gradient_bytes == (32.0, 32.0, 64.0, 64.0, 64.0, 64.0)
-    in_place = replace(costs, copies_gradients=False)
+    in_place = replace(costs, separate_memory=False)
     assert uses(simulate(plan, in_place, cluster), Lane.COMPUTE)[-1][2:] == (2.0, 3.0)
 
 

@@ -19,6 +19,7 @@ from penstock.planner.simulate.lanes import Lane
 from penstock.protocol.config import parse_config
 from penstock.protocol.instructions import Backward, Forward, Recompute, parse_instruction
 from penstock.protocol.layout import StageLayout
+from penstock.protocol.lodging import LodgingBoard
 from penstock.protocol.traffic import NicBoard
 from penstock.workers.emulated.clock import Stream, sleep_until
 from penstock.workers.emulated.device import EmulatedDevice, Sending, SwapKey
@@ -56,8 +57,15 @@ def leave_at_once(ready_at: float, seconds: float, *, target: int) -> tuple[floa
 
 
 @pytest.fixture
-def device() -> Iterator[EmulatedDevice]:
-    made = EmulatedDevice(EMULATION, EMULATION.stored, lambda copy: None, leave_at_once)
+def lodging(tmp_path: Path) -> Iterator[LodgingBoard]:
+    made = LodgingBoard.of_node(tmp_path, "a", 2, 0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def device(lodging: LodgingBoard) -> Iterator[EmulatedDevice]:
+    made = EmulatedDevice(EMULATION, EMULATION.stored, lambda copy: None, leave_at_once, lodging)
     yield made
     made.detach()
 
@@ -218,12 +226,35 @@ def test_sends_carry_the_output_of_the_stage_before() -> None:
         assert durations.num_bytes(parse_instruction(text)) == hidden
 
 
-def test_the_time_scale_applies_to_everything(device: EmulatedDevice) -> None:
+def test_a_device_holds_what_others_swap_to_it(
+    device: EmulatedDevice, lodging: LodgingBoard, tmp_path: Path
+) -> None:
+    """From the start of the copy out to the end of the copy back."""
+    host = LodgingBoard.of_node(tmp_path, "a", 2, 1)
+    key = SwapKey(stage=0, micro_batch=0, fraction=1.0, peer=1)
+    device.swap_out(key, 3e6)
+    device.begin()
+    _, sent = device.compute_for(0.1, Abort())
+    device.swap_in(key, 3e6)
+    (out, _), (_, back) = device.copies[-1], device.copies[-1]
+    assert host.bytes_here(sent - 0.05, sent) == 3e6
+    assert host.bytes_here(back, back + 1.0) == 0.0
+    assert lodging.bytes_here(0.0, back) == 0.0
+    device.swap_out(key, 3e6)
+    device.drop()  # the attempt is given up: nobody takes it back
+    assert host.bytes_here(out, back + 1.0) == 0.0
+    host.close()
+
+
+def test_the_time_scale_applies_to_everything(
+    device: EmulatedDevice, lodging: LodgingBoard
+) -> None:
     fast = EmulatedDevice(
         dataclasses.replace(EMULATION, time_scale=0.1),
         EMULATION.stored,
         lambda copy: None,
         leave_at_once,
+        lodging,
     )
     fast.begin()
     start, end = fast.compute_for(0.02, Abort())

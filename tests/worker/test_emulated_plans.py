@@ -28,6 +28,7 @@ from penstock.planner.emulation import Emulation
 from penstock.planner.simulate import simulate
 from penstock.protocol.config import Config, OptimizerConfig, parse_config
 from penstock.protocol.instructions import Instruction, OffloadGradients, Opcode, Update
+from penstock.protocol.lodging import LodgingBoard
 from penstock.protocol.names import node_of_device, ownership
 from penstock.protocol.plan import Plan
 from penstock.protocol.step import OptimizerStep
@@ -189,11 +190,19 @@ def make_devices(stack: ExitStack, config: Config, emulation: Emulation, plan: P
         optimizer = context.socket(zmq.PULL)  # nobody reads what is announced
         optimizer.bind(_optimizer(run_id, node))
         stack.callback(optimizer.close, 0)
-    benches = [
-        _bench(stack, device, plan, owners, emulation, memories[reads.node], reads, addresses)
-        for device in range(plan.num_devices)
-        for reads in [_reads(stack, config, emulation, node_of_device(config, device))]
-    ]
+    benches = []
+    for device in range(plan.num_devices):
+        reads = _reads(stack, config, emulation, node_of_device(config, device))
+        made = EmulatedDevice(
+            emulation,
+            emulation.stored,
+            announce=lambda copy: None,
+            leave=partial(reads.board.occupy, source=reads.node),
+            lodging=_lodging(stack, config, reads.node, device),
+        )
+        benches.append(
+            _bench(stack, device, plan, owners, made, memories[reads.node], reads, addresses)
+        )
     _connect(benches, plan, [_optimizer(run_id, node) for node in memories])
     return Devices(benches, plan)
 
@@ -202,6 +211,13 @@ def _reads(stack: ExitStack, config: Config, emulation: Emulation, node: int) ->
     reads = emulation.reads(config.run_dir, config, node)
     stack.callback(reads.board.close)
     return reads
+
+
+def _lodging(stack: ExitStack, config: Config, node: int, device: int) -> LodgingBoard:
+    name, workers = config.cluster.nodes[node].name, config.cluster.workers
+    board = LodgingBoard.of_node(config.run_dir, name, workers, device)
+    stack.callback(board.close)
+    return board
 
 
 def _optimizer(run_id: str, node: int) -> str:
@@ -246,18 +262,12 @@ def _bench(
     index: int,
     plan: Plan,
     owners: Ownership,
-    emulation: Emulation,
+    device: EmulatedDevice,
     memory: NodeMemory,
     reads: NodeReads,
     addresses: dict[int, str],
 ) -> Bench:
     spec, node = memory.spec, reads.node
-    device = EmulatedDevice(
-        emulation,
-        spec.table,
-        announce=lambda copy: None,
-        leave=partial(reads.board.occupy, source=node),
-    )
     device.attach(memory, 0, 0)
     stack.callback(device.detach)
     transport = Transport(

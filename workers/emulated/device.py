@@ -15,6 +15,7 @@ import torch
 
 from penstock.planner.emulation import Emulation
 from penstock.protocol.layout import StageLayout
+from penstock.protocol.lodging import LodgingBoard
 from penstock.protocol.traffic import Copy
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
@@ -129,14 +130,20 @@ class EmulatedDevice:
         table: BlockTable,
         announce: Callable[[Copy], None],
         leave: Leave,
+        lodging: LodgingBoard,
     ) -> None:
         """``table``: the stored one of the run. ``announce`` is told of copies through the node's
         memory; their rates are in bytes per second of the clock. ``leave``: a transfer takes the
-        NICs of this node and of another.
+        NICs of this node and of another. ``lodging``: what devices of the node swapped to each
+        other.
         """
         self.emulation = emulation
         self._announce = announce
         self._leave = leave
+        self._lodging = lodging
+        self._lodged: dict[SwapKey, int] = {}
+        self.staging_bytes = 0.0
+        """Of the buffers that UPDATE works in."""
         self.compute = Stream()
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}
@@ -237,6 +244,8 @@ class EmulatedDevice:
         end = self._copy(stream, self.compute.free_at, num_bytes, bandwidth, key.peer is None)
         self.copies.append((begun, end))
         self._swapped[key] = end + self._scaled(latency_s)
+        if key.peer is not None:
+            self._lodged[key] = self._lodging.leave(key.peer, num_bytes, begun)
 
     def swap_in(self, key: SwapKey, num_bytes: float) -> None:
         """Start to bring it back, once it is out."""
@@ -245,6 +254,8 @@ class EmulatedDevice:
         begun = max(ready_at, stream.free_at)
         end = self._copy(stream, ready_at, num_bytes, bandwidth, key.peer is None)
         self.copies.append((begun, end))
+        if key.peer is not None:
+            self._lodging.take_back(self._lodged.pop(key), end)
         place = key.stage, key.micro_batch
         back_at = end + self._scaled(latency_s)
         self._back_at[place] = max(self._back_at.get(place, 0.0), back_at)
@@ -267,6 +278,13 @@ class EmulatedDevice:
         compute instruction began.
         """
         return sum(count for count, until in self._leaving if until > self._began) * self._growth
+
+    @property
+    def lodged_bytes(self) -> float:
+        """What other devices had swapped here while the latest compute instruction ran, as far as
+        they have said so by now.
+        """
+        return self._lodging.bytes_here(self._began, self.compute.free_at)
 
     @property
     def _now(self) -> float:
@@ -354,6 +372,8 @@ class EmulatedDevice:
         self.compute, self._fetches, self._offloads = Stream(), Stream(), Stream()
         for kept in (self._links, self._guests, self._swapped, self._back_at, self.deferred):
             kept.clear()
+        self._lodged.clear()
+        self._lodging.clear()
         self.fetches.clear()
         self.scatters.clear()
         self.rings = None

@@ -4,7 +4,8 @@ Nothing of a plan's reckoning is used: after each instruction the account looks 
 (stages fetched, gradient sums from the first that is added until they are written, graphs and the
 blocks they went through, deferred weight gradients, tensors kept, expected or swapped) and takes
 the sizes from the costs and the full table. While an instruction runs it holds what was there
-before and what is there afterwards. Not there: what peers swap to this device.
+before and what is there afterwards. What leaves by itself (sums that are being copied, what peers
+swapped here and take back) is there while the instruction runs, by the clocks of those who move it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class _Entry(NamedTuple):
 
 _Entries = Mapping[Hashable, _Entry]
 
+_LEAVES_BY_ITSELF = ("leaving", "lodged")
+
 
 class EmulatedMeter:
     """See :class:`penstock.workers.meters.Meter`; exceeding the limit is an error."""
@@ -70,8 +73,7 @@ class EmulatedMeter:
         """
         now = dict(self._entries(attempt))
         before, self._before = self._before, now
-        # What was still leaving when the instruction began; it may have waited for some.
-        before = {key: entry for key, entry in before.items() if key != "leaving"}
+        before = {key: entry for key, entry in before.items() if key not in _LEAVES_BY_ITSELF}
         moved = _changes_its_name(instruction)
         if moved is not None:
             before = {k: e for k, e in before.items() if k in now or e.use is not moved}
@@ -112,6 +114,8 @@ class EmulatedMeter:
         offloaded = self._device.emulation.offloaded
         leaving = self._device.leaving_elements if offloaded else 0.0
         yield "leaving", _Entry(Use.GRADIENTS, leaving * _GRADIENT_ITEMSIZE, None)
+        yield "lodged", _Entry(Use.ACTIVATIONS, self._device.lodged_bytes, None)
+        yield "staging", _Entry(Use.WORKSPACE, self._device.staging_bytes, None)
         if not offloaded:
             return  # weights and sums are part of what is there all the time
         for key in bench.weights.in_use:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.plan import Plan
 from penstock.protocol.step import OptimizerStep
+from penstock.protocol.updating import staging_bytes
 from penstock.shm.memory import NodeMemory
 from penstock.workers.emulated.clock import sleep_until
 from penstock.workers.emulated.device import EmulatedDevice
@@ -39,6 +40,8 @@ class EmulatedPreviewer:
         self._index = device_index
         self._issued_at: dict[int, float] = {}
         self._here_at: dict[int, float] = {}
+        largest = max(self._parameters(b) for b, d in plan.updates.items() if d == device_index)
+        device.staging_bytes = staging_bytes(largest)
 
     def issue(self, block: int) -> None:
         """Behind what the device computes."""
@@ -66,6 +69,7 @@ class EmulatedPreviewer:
     def close(self) -> None:
         """End the threads."""
         self._stored.close()
+        self._device.staging_bytes = 0.0
 
     def _copy_in(self, block: int, ready_at: float, *, gradients: bool) -> float:
         """When the copy ends; it starts no sooner than now, since what it copies was awaited."""
