@@ -131,7 +131,7 @@ def read_into(file: BinaryIO, place: TensorPlace, out: memoryview | Halves) -> N
         return
     for start in range(0, len(out), _CHUNK_FLOATS):
         values = np.empty(min(_CHUNK_FLOATS, len(out) - start), dtype=np.float32)
-        _fill(file, memoryview(values).cast("B"))
+        _fill(file, values.data.cast("B"))
         out.store(values, start)
 
 
@@ -180,7 +180,7 @@ def _pieces(buffers: Iterable[memoryview | Halves]) -> Iterable[memoryview]:
     for buffer in buffers:
         if isinstance(buffer, Halves):
             for start in range(0, len(buffer), _CHUNK_FLOATS):
-                yield memoryview(buffer.load(start, start + _CHUNK_FLOATS)).cast("B")
+                yield buffer.load(start, start + _CHUNK_FLOATS).data.cast("B")
         else:
             for start in range(0, len(buffer), CHUNK_BYTES):
                 yield buffer[start : start + CHUNK_BYTES]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import _native
-from penstock.shm.layout import NodeLayout, Ownership
+from penstock.shm.layout import TWO_COPIES, NodeLayout, Ownership, Storage
 from penstock.shm.memory import NUMPY_TYPES, MemorySpec, NodeMemory
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
 
@@ -82,10 +82,22 @@ class Hyperparameters:
 
 
 class Reference:
-    """The classic in-place step on private arrays: what only the committed records lead to."""
+    """The classic in-place step on private arrays: what only the committed records lead to.
 
-    def __init__(self, table: BlockTable, pool: _native.Pool, blocks: Sequence[int]) -> None:
+    ``half_up``: weights are bf16, rounded half up in the bits, as the upper halves of split masters
+    are; the master is whole here all the same.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        pool: _native.Pool,
+        blocks: Sequence[int],
+        *,
+        half_up: bool = False,
+    ) -> None:
         self._table = table
+        self._half_up = half_up
         self._pool = pool
         self._hyper = Hyperparameters()
         types = {DType.FP32: np.float32, DType.BF16: np.uint16, DType.FP16: np.uint16}
@@ -114,6 +126,11 @@ class Reference:
                 weights=arrays["weights"],
                 weights_dtype=self._weights_dtype,
             )
+            self._round(arrays)
+
+    def _round(self, arrays: dict[str, Any]) -> None:
+        if self._half_up:
+            arrays["weights"][:] = (arrays["master"].view(np.uint32) + 0x8000 >> 16) & 0xFFFF
 
     def fill(self, memory: NodeMemory, version: int = 0) -> None:
         """Write these arrays into a node's memory, as a restore does."""
@@ -125,7 +142,8 @@ class Reference:
             control.set_slot_version(b, version % 2, version)
             control.set_slot_version(b, 1 - version % 2, 2**64 - 1)
             if b in self.arrays:
-                for name in ("master", "exp_avg", "exp_avg_sq"):
+                memory.store_master(b, version, self.arrays[b]["master"])
+                for name in ("exp_avg", "exp_avg_sq"):
                     memory.state(b, name)[:] = self.arrays[b][name]
                 weights = memory.weights(b, version % 2)
                 weights.view(self.arrays[b]["weights"].dtype)[:] = self.arrays[b]["weights"]
@@ -155,6 +173,7 @@ class Reference:
             ),
             ranges=[(r.start, r.end, decay if r.decay else 0.0) for r in spec.decay_ranges],
         )
+        self._round(arrays)
 
     def assert_weights(self, memory: NodeMemory, block: int, version: int) -> None:
         """The slot of ``version`` holds these weights, bit for bit."""
@@ -165,11 +184,13 @@ class Reference:
 
     def assert_state(self, memory: NodeMemory, block: int) -> None:
         """Master and state are these, bit for bit."""
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            if block in self.arrays:
-                assert memory.state(block, name).tobytes() == (
-                    self.arrays[block][name].tobytes()
-                ), f"{name} of block {block}"
+        if block not in self.arrays:
+            return
+        version = memory.control.state_version(block)
+        found = {name: memory.state(block, name) for name in ("exp_avg", "exp_avg_sq")}
+        for name, array in (("master", memory.load_master(block, version)), *found.items()):
+            expected = self.arrays[block][name].tobytes()
+            assert array.tobytes() == expected, f"{name} of block {block}"
 
 
 def aligned(count: int, dtype: Any) -> Any:
@@ -205,7 +226,7 @@ def tools() -> Toolbox:
     return Toolbox()
 
 
-MemoryFactory = Callable[[BlockTable, Ownership, int], NodeMemory]
+MemoryFactory = Callable[[BlockTable, Ownership, int, Storage], NodeMemory]
 
 
 @pytest.fixture
@@ -214,12 +235,14 @@ def new_memory() -> Iterator[MemoryFactory]:
     created: list[NodeMemory] = []
     run_id = secrets.token_hex(6)
 
-    def create(table: BlockTable, ownership: Ownership, node: int = 0) -> NodeMemory:
+    def create(
+        table: BlockTable, ownership: Ownership, node: int = 0, storage: Storage = TWO_COPIES
+    ) -> NodeMemory:
         spec = MemorySpec(
             run_id=run_id,
             node_name="ab"[node],
             table=table,
-            layout=NodeLayout.compute(table, ownership, node),
+            layout=NodeLayout.compute(table, ownership, node, storage),
             undo_bytes=_native.undo_bytes(64),
         )
         created.append(NodeMemory.create(spec))

@@ -44,12 +44,12 @@ from penstock.daemons.optimizer.events import (
     UpdatePolicy,
 )
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
-from penstock.daemons.optimizer.passes import CastWeights, Pass, Preview
+from penstock.daemons.optimizer.passes import CastWeights, Pass, Preview, pass_tag
 from penstock.daemons.optimizer.state import OptimizerState, Phase
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.step import BlockArrays, OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
-from penstock.shm.layout import Ownership
+from penstock.shm.layout import Ownership, Storage
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 
@@ -71,10 +71,18 @@ class BrokenEpochError(Exception):
 class World:
     """One case. ``fate`` decides everything."""
 
+    loss_scales = LOSS_SCALES
+
     def __init__(
-        self, fate: random.Random, memory: NodeMemory, pool: _native.Pool, tools: Any
+        self,
+        fate: random.Random,
+        memory: NodeMemory,
+        pool: _native.Pool,
+        tools: Any,
+        policies: tuple[UpdatePolicy, ...] = EXACT,
     ) -> None:
         self.fate = fate
+        self.policies = policies
         self.memory = memory
         self.tools = tools
         self.table = memory.spec.table
@@ -89,7 +97,9 @@ class World:
             betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay
         )
         self.kernels = Kernels(pool, memory, self.config, self.blocks, self.remote)
-        self.reference = tools.reference(self.table, pool, memory.owned_blocks())
+        self.reference = tools.reference(
+            self.table, pool, memory.owned_blocks(), half_up=memory.split_master
+        )
         self.reference.initialize(self.numbers)
         self.reference.fill(memory)
         self.kill_probability = fate.choice((0.0, 0.01, 0.05, 0.15))
@@ -105,7 +115,8 @@ class World:
     def choose_policy(self, block: int) -> UpdatePolicy:
         uses = range(self.table.blocks[block].contributions)
         local = all(self.memory.has((block, "grads", 0, k)) for k in uses)
-        return self.fate.choice([p for p in EXACT if local or p is not UpdatePolicy.DEVICE])
+        wanted = [p for p in self.policies if local or p is not UpdatePolicy.DEVICE]
+        return self.fate.choice(wanted)
 
     # ---- optimizerd ----
 
@@ -122,8 +133,18 @@ class World:
             if block.contributions:
                 for slot in (0, 1):
                     # A pass that was cut short leaves anything in the slot it wrote.
-                    if self.control.slot_version(block.index, slot) == INVALID_VERSION:
+                    invalid = self.control.slot_version(block.index, slot) == INVALID_VERSION
+                    if invalid and not self.holds_state(block.index, slot):
                         self.scribble(self.memory.weights(block.index, slot))
+
+    def holds_state(self, block: int, slot: int) -> bool:
+        """Whether a slot's bytes are the upper halves of the block's state."""
+        version, intent = self.control.state_version(block), self.control.interrupted_pass
+        if intent is not None and intent.block == block:
+            completed = _native.undo_state(self.control.undo_area).completed
+            if completed == pass_tag(block, intent.state_version):
+                version = intent.state_version  # only the word is missing
+        return self.memory.split_master and version % 2 == slot
 
     def scribble(self, array: Any) -> None:
         array.view(np.uint8)[:] = self.fate.getrandbits(8)
@@ -175,7 +196,9 @@ class World:
         self.perhaps_die()  # before its first byte
         if self.fate.random() < self.kill_probability and isinstance(work, Preview | CastWeights):
             version = work.version if isinstance(work, CastWeights) else work.update.version
-            self.scribble(self.memory.weights(work.block, version % 2))
+            if isinstance(work, Preview) or not self.memory.split_master:
+                assert not self.holds_state(work.block, version % 2)
+                self.scribble(self.memory.weights(work.block, version % 2))
             self.kills += 1
             raise KilledError  # amid the weights it writes; amid state: tests of the process
         status = self.kernels.run(work)
@@ -332,7 +355,7 @@ class World:
         decision = self.fate.choice(
             (Decision.COMMIT, Decision.COMMIT, Decision.AMEND, Decision.SKIP)
         )
-        scale, lr = self.fate.choice(LOSS_SCALES), self.fate.choice((0.0, 1e-3, 0.1))
+        scale, lr = self.fate.choice(self.loss_scales), self.fate.choice((0.0, 1e-3, 0.1))
         asked = AttemptAsked(
             epoch=self.epoch,
             attempt=self.attempt,
@@ -353,6 +376,10 @@ class World:
         grads: dict[tuple[int, int], Any] = {}
         for block, contribution, values in todo:
             grads[(block, contribution)] = values
+            if early and not self.settled(block, base):
+                early = False
+                self.deliver(asked)
+            self.until(lambda b=block: self.settled(b, base), "settle")  # type: ignore[misc]
             self.publish(block, contribution, base + 1, values)
             self.perhaps_break()
             if early and self.fate.random() < 0.5:
@@ -391,10 +418,16 @@ class World:
         for block in owned:
             self.reference.assert_weights(self.memory, block, base)
 
+    def settled(self, block: int, base: int) -> bool:
+        """Whether the block's next gradients may be written; always where they have two copies."""
+        single = self.memory.spec.layout.gradient_copies[block] == 1
+        return not single or self.control.state_version(block) == base
+
     def publish(self, block: int, contribution: int, version: int, values: Any) -> None:
         word = (self.epoch, self.attempt)
         if self.memory.has((block, "grads", 0, contribution)):
-            self.memory.grads(block, version % 2, contribution)[:] = values
+            copy = version % self.memory.spec.layout.gradient_copies[block]
+            self.memory.grads(block, copy, contribution)[:] = values
             self.control.set_ready(block, contribution, epoch=word[0], attempt=word[1])
             self.deliver(
                 GradientsReady(
@@ -494,10 +527,41 @@ def test_any_life_ends_with_the_bytes_of_its_commits(
     there = 1 if remote else 0
     ownership = Ownership(owner=(0, 0, 0, 0), computed_on=((0, there), (0,), (0,), (0,)))
     memory = new_memory(table, ownership)
-    kills, updates, first = 0, 0, random.randrange(10**6)
+    lives = live(lambda fate: World(fate, memory, pool, tools))
+    assert sum(world.updates for world in lives) > CASES / 2, "devices must update"
+
+
+@pytest.mark.parametrize(
+    ("single", "remote"), [(False, False), (True, True)], ids=["two-local", "single-remote"]
+)
+def test_split_masters_end_with_the_bits_of_whole_ones(
+    single: bool, remote: bool, new_memory: Any, tools: Any, pool: _native.Pool
+) -> None:
+    """``single``: gradients that nobody else computes have one copy. The reference's masters are
+    whole, its weights rounded half up.
+    """
+    blocks = [tools.make_block(0, [40, 16], contributions=2), tools.make_block(1, [4096, 30])]
+    there = 1 if remote else 0
+    memory = new_memory(
+        tools.make_table(blocks, DType.BF16, DType.BF16),
+        Ownership(owner=(0, 0), computed_on=((0, there), (0,))),
+        0,
+        Storage(split_master=True, single_gradients=single),
+    )
+    copies = memory.spec.layout.gradient_copies
+    assert copies == ((2 if remote else 1, 1) if single else (2, 2))
+    early = (UpdatePolicy.SETTLE_EARLY,)
+    policies = early if single else (*early, UpdatePolicy.ADVANCE)
+    live(lambda fate: World(fate, memory, pool, tools, policies))
+
+
+def live(new_world: Callable[[random.Random], World]) -> list[World]:
+    """So many lives."""
+    lives, first = [], random.randrange(10**6)
     print(f"seeds from {first}")
     for seed in range(first, first + CASES):
-        world = World(random.Random(seed), memory, pool, tools)
+        world = new_world(random.Random(seed))
+        lives.append(world)
         try:
             world.life()
         except BaseException as error:
@@ -505,7 +569,5 @@ def test_any_life_ends_with_the_bytes_of_its_commits(
             raise
         finally:
             world.kernels.close()
-        kills += world.kills
-        updates += world.updates
-    assert kills > CASES, "the kills must hit"
-    assert updates > CASES / 2, "devices must update"
+    assert sum(world.kills for world in lives) > CASES, "the kills must hit"
+    return lives

@@ -129,17 +129,20 @@ class Node:
 class Rig:
     """A run of one or two nodes."""
 
-    def __init__(self, path: Path, table: BlockTable, owners: list[int], tools: Any) -> None:
+    def __init__(
+        self, path: Path, table: BlockTable, owners: list[int], tools: Any, *, split: bool = False
+    ) -> None:
         self.table = table
         self.tools = tools
         self.run = RunDirectory.create(path)
-        self.config = configuration(path, num_nodes=max(owners) + 1, tools=tools)
+        self.config = configuration(path, num_nodes=max(owners) + 1, tools=tools, split=split)
         write_inputs(self.run, self.config, table, owners)
         self.scheduler = Scheduler()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.nodes = [self._new_node(i) for i in range(len(self.config.cluster.nodes))]
         self.pool = _native.Pool([0])
-        self.reference = tools.reference(table, self.pool, range(len(table.blocks)))
+        blocks = range(len(table.blocks))
+        self.reference = tools.reference(table, self.pool, blocks, half_up=split)
         self.numbers = np.random.default_rng(0)
         self.reference.initialize(self.numbers)
         for node in self.nodes:
@@ -347,17 +350,18 @@ def wait_until(reached: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def configuration(path: Path, num_nodes: int, tools: Any) -> Config:
+def configuration(path: Path, num_nodes: int, tools: Any, *, split: bool) -> Config:
     hyper = tools.hyperparameters
     return parse_config(
         {
             "run": {"dir": str(path)},
-            "model": {"hf": {"model_type": "none"}},
+            "model": {"hf": {"model_type": "none"}, "dtype": "bf16" if split else "fp32"},
             "data": {"path": "@stdlib"},
             "optimizer": {
                 "betas": list(hyper.betas),
                 "eps": hyper.eps,
                 "weight_decay": hyper.weight_decay,
+                "master": "split" if split else "fp32",
             },
             "cluster": {
                 "workers": 1,
@@ -388,15 +392,15 @@ def write_inputs(run: RunDirectory, config: Config, table: BlockTable, owners: l
     (run.path / "plan.json").write_text(plan.to_json())
 
 
-RigFactory = Callable[[BlockTable, list[int]], Rig]
+RigFactory = Callable[..., Rig]
 
 
 @pytest.fixture
 def new_rig(tmp_path: Path, tools: Any) -> Iterator[RigFactory]:
     rigs: list[Rig] = []
 
-    def create(table: BlockTable, owners: list[int]) -> Rig:
-        rigs.append(Rig(tmp_path / "run", table, owners, tools))
+    def create(table: BlockTable, owners: list[int], *, split: bool = False) -> Rig:
+        rigs.append(Rig(tmp_path / "run", table, owners, tools, split=split))
         return rigs[-1]
 
     yield create
@@ -568,7 +572,7 @@ def test_memory_of_another_incarnation_is_reported(new_rig: RigFactory, tools: A
 
 
 def interrupt(rig: Rig, node: Node, fate: random.Random) -> bool:
-    """SIGKILL at a random instant of an attempt; whether it hit in the middle of an advance."""
+    """SIGKILL at a random instant; whether it hit in the middle of a pass that writes state."""
     control = node.memory.control
     if fate.random() < 0.75:  # aim at a pass that writes state; on a busy machine it may be missed
         deadline = time.monotonic() + 0.5
@@ -579,7 +583,7 @@ def interrupt(rig: Rig, node: Node, fate: random.Random) -> bool:
         time.sleep(fate.random() * 0.05)
     rig.kill(node)
     hit = _native.undo_state(control.undo_area).armed
-    if hit and fate.random() < 0.7:  # once more, while the settle is being finished
+    if hit and fate.random() < 0.7:  # once more, while the pass is being finished
         rig.start(node)
         rig.begin(wait=False)
         time.sleep(fate.random() * 0.01)
@@ -587,18 +591,19 @@ def interrupt(rig: Rig, node: Node, fate: random.Random) -> bool:
     return hit
 
 
-def test_sigkill_amid_an_advance_changes_no_byte(new_rig: RigFactory, tools: Any) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_sigkill_amid_a_pass_changes_no_byte(split: bool, new_rig: RigFactory, tools: Any) -> None:
     blocks = [tools.make_block(0, [6_000_000, 64]), tools.make_block(1, [1_500_000])]
-    rig = new_rig(tools.make_table(blocks, DType.BF16, DType.BF16), [0, 0])
+    rig = new_rig(tools.make_table(blocks, DType.BF16, DType.BF16), [0, 0], split=split)
     [node] = rig.nodes
     seed = random.randrange(1000)
     fate = random.Random(seed)
     print(f"seed {seed}")
     rig.start(node)
     rig.begin()
-    hits = kills = 0
-    while hits < 3 and kills < 25:
-        hold = fate.random() < 0.3
+    hits = kills = holds = 0
+    while (hits < 2 or holds < 1) and kills < 25:
+        hold = fate.random() < 0.4
         rig.begin_attempt(hold=hold)
         if node.memory.control.state_version(0) == rig.version:
             rig.statuses()  # nothing was pending: no state is written this time
@@ -609,15 +614,22 @@ def test_sigkill_amid_an_advance_changes_no_byte(new_rig: RigFactory, tools: Any
             rig.begin()
             continue
         rig.journal(coefficient=0.25 if hold else 1.0)
-        if fate.random() < 0.5:
+        if hold:  # the commit starts holds of all blocks
+            rig.commit()
+            holds += interrupt(rig, node, fate)
+            kills += 1
+            rig.start(node)
+            rig.begin()
+        elif fate.random() < 0.5:
             rig.commit()
         else:  # killed between journal and broadcast
             rig.kill(node)
             rig.start(node)
             rig.begin()
         rig.await_weights()
-    print(f"{kills} kills, {hits} amid an advance, version {rig.version}")
-    assert hits >= 3, f"seed {seed}: {kills} kills, {hits} amid an advance"
+    told = f"seed {seed}: {kills} kills, {hits} amid an advance or settle, {holds} amid a hold"
+    print(f"{told}, version {rig.version}")
+    assert hits >= 2 and holds >= 1, told
     rig.settle_and_compare()
 
 
