@@ -17,13 +17,17 @@ import resource
 import shutil
 import signal
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.client.doctor_placement import Machine, PlacementReport
 from penstock.client.saved import saved_states
 from penstock.daemons.node.capacity import human_bytes
 from penstock.daemons.node.remains import committed_version
+from penstock.protocol.config import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.rundir import RunDirectory
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.process import start_ticks
 from penstock.shm.segment import SHM_ROOT, list_segments, unlink
@@ -46,6 +50,7 @@ class Report:
     """Everything found, and facts about the machine."""
 
     machine: dict[str, str]
+    placement: PlacementReport
     findings: tuple[Finding, ...]
     removed: tuple[str, ...] = ()
 
@@ -53,6 +58,7 @@ class Report:
         """For ``--json``."""
         return {
             "machine": self.machine,
+            "placement": self.placement.to_dict(),
             "findings": [asdict(finding) for finding in self.findings],
             "removed": list(self.removed),
         }
@@ -61,7 +67,7 @@ class Report:
         """For people."""
         width = max(len(name) for name in self.machine)
         lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
-        lines.append("")
+        lines += ["", *self.placement.to_lines(), ""]
         for finding in self.findings:
             state = "may go" if finding.removable else "in use"
             lines.append(f"{finding.kind}: {finding.name} ({state}): {finding.detail}")
@@ -73,12 +79,30 @@ class Report:
         return "\n".join(lines)
 
 
-def examine(run_dir: Path | None) -> Report:
-    """Look at segments, processes, and optionally a run directory."""
+def examine(run_dir: Path | None, config: Config | None = None) -> Report:
+    """Look at segments, processes, and optionally a run directory.
+
+    Cores are placed for ``config``, or for the one of the run directory.
+    """
+    config = config or _config_of(run_dir)
     findings = [*_segments(run_dir), *_processes()]
     if run_dir is not None:
         findings += _run_directory(run_dir)
-    return Report(machine=machine_facts(), findings=tuple(findings))
+    return Report(
+        machine=machine_facts(),
+        placement=PlacementReport.of(Machine.probe(), config),
+        findings=tuple(findings),
+    )
+
+
+def _config_of(run_dir: Path | None) -> Config | None:
+    """The configuration of a run directory, if it has one that can be read: the doctor also looks
+    at damaged ones.
+    """
+    try:
+        return None if run_dir is None else RunDirectory(run_dir).config
+    except ConfigError:
+        return None
 
 
 def clean(report: Report, run_dir: Path | None) -> Report:
@@ -88,7 +112,7 @@ def clean(report: Report, run_dir: Path | None) -> Report:
         if finding.removable:
             _REMOVERS[finding.kind](finding.name, run_dir)
             removed.append(f"{finding.kind} {finding.name}: {finding.detail}")
-    return Report(machine=report.machine, findings=report.findings, removed=tuple(removed))
+    return replace(report, removed=tuple(removed))
 
 
 def machine_facts() -> dict[str, str]:

@@ -275,6 +275,10 @@ def trace(
 
 @app.command(epilog="--clean removes only what belongs to dead processes, and says what was in it.")
 def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="Say which cores this configuration would get."),
+    ] = None,
     run_dir: RunDirOption = None,
     remove: Annotated[bool, typer.Option("--clean", help="Remove what nobody uses.")] = False,
     as_json: JsonOption = False,
@@ -283,7 +287,7 @@ def doctor(
     with errors_explained():
         from penstock.client.doctor import clean, examine
 
-        report = examine(run_dir)
+        report = examine(run_dir, None if config is None else load(config, None))
         if remove:
             report = clean(report, run_dir)
         typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())

@@ -87,7 +87,7 @@ def place(
         optimizer=optimizer,
         nodes=tuple(topology.node_of[cpu] for cpu in optimizer),
         workers=workers,
-        several=len(set(topology.node_of.values()) | set(topology.memory)) > 1,
+        several=len(topology.nodes) > 1,
     )
 
 

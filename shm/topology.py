@@ -27,27 +27,28 @@ class Core:
 class Topology:
     """Online CPUs. ``node_of``: CPU -> NUMA node. ``siblings``: CPU -> all CPUs of its core.
 
-    ``memory``: NUMA node -> bytes, also of nodes that have no CPU.
+    ``nodes``: all NUMA nodes, those with memory only, too. (How much memory is not told: /sys
+    counts too little where memory was plugged in later.)
     """
 
     node_of: dict[int, int]
     siblings: dict[int, tuple[int, ...]]
-    memory: dict[int, int]
+    nodes: tuple[int, ...]
 
     @classmethod
     def read(cls, root: Path = SYSTEM_ROOT) -> Topology:
         """Of this machine. What /sys does not say is taken as: one node, one CPU a core."""
         online = _cpu_list(root / "cpu" / "online") or tuple(sorted(os.sched_getaffinity(0)))
-        node_of, memory = dict.fromkeys(online, 0), {}
-        for path in sorted((root / "node").glob("node[0-9]*")):
+        node_of, nodes = dict.fromkeys(online, 0), set[int]()
+        for path in (root / "node").glob("node[0-9]*"):
             node = int(path.name.removeprefix("node"))
-            memory[node] = _memory_bytes(path / "meminfo")
+            nodes.add(node)
             node_of |= {cpu: node for cpu in _cpu_list(path / "cpulist") if cpu in node_of}
         siblings = {}
         for cpu in online:
             found = _cpu_list(root / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list")
             siblings[cpu] = found or (cpu,)
-        return cls(node_of=node_of, siblings=siblings, memory=memory)
+        return cls(node_of=node_of, siblings=siblings, nodes=tuple(sorted(nodes)) or (0,))
 
     def cores(self, allowed: Iterable[int]) -> tuple[Core, ...]:
         """The physical cores of the CPUs in ``allowed``, NUMA node by NUMA node."""
@@ -90,11 +91,3 @@ def _cpu_list(path: Path) -> tuple[int, ...]:
         return parse_cpus(path.read_text(encoding="ascii"))
     except (FileNotFoundError, PermissionError):
         return ()
-
-
-def _memory_bytes(path: Path) -> int:
-    try:
-        match = re.search(r"MemTotal:\s*(\d+) kB", path.read_text(encoding="ascii"))
-    except (FileNotFoundError, PermissionError):
-        return 0
-    return int(match[1]) * 1024 if match else 0

@@ -8,14 +8,19 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.client.doctor import Finding, clean, examine
+from penstock.client.doctor_placement import Machine, PlacementReport
 from penstock.daemons.node.lock import RunLock, train_lock_path
+from penstock.protocol.config import load_config
 from penstock.shm.control import ControlView, control_bytes
+from penstock.shm.hugepages import HugePages
 from penstock.shm.segment import Segment, exists, unlink
+from penstock.shm.topology import Topology, format_cpus
 
 DEAD_OWNER = """
 import sys
@@ -59,7 +64,7 @@ def test_dead_memory_is_described_and_removed(run_id: str, tmp_path: Path) -> No
     assert finding.removable
     assert "holds step 17; saved on disk: step 12" in finding.detail
     report = examine(tmp_path)
-    only_ours = type(report)(machine=report.machine, findings=(finding,))
+    only_ours = replace(report, findings=(finding,))
     cleaned = clean(only_ours, tmp_path)
     assert not exists(name)
     assert [text for text in cleaned.removed if "holds step 17" in text]
@@ -98,7 +103,7 @@ def test_run_directory_leftovers(tmp_path: Path) -> None:
     report = examine(tmp_path)
     loose = tuple(f for f in report.findings if f.name in ours)
     assert [f.removable for f in loose] == [True, True]
-    clean(type(report)(machine=report.machine, findings=loose), tmp_path)
+    clean(replace(report, findings=loose), tmp_path)
     assert not half.exists() and not endpoint.exists()
 
 
@@ -109,3 +114,46 @@ def test_machine_facts_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
+
+
+def test_placement_says_what_a_configuration_gets_and_what_to_change(tmp_path: Path) -> None:
+    machine = Machine(
+        topology=Topology(
+            node_of={0: 0, 1: 0, 2: 1, 3: 1},
+            siblings={cpu: (cpu,) for cpu in range(4)},
+            nodes=(0, 1, 2),
+        ),
+        allowed=frozenset({0, 1, 2, 3}),
+        huge_pages=HugePages.NEVER,
+        huge_bytes=0,
+        memlock=8 << 20,
+        num_gpus=1,
+        numa_balancing=True,
+        binds=False,
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text("{model: {hf: {model_type: llama}}, data: {path: '@stdlib'}}")
+    config = load_config(file, ("cluster.device=cuda", "cluster.workers=1"))
+    lines = "\n".join(PlacementReport.of(machine, config).to_lines())
+    expected = """\
+placement
+  NUMA node 0: CPUs 0-1
+  NUMA node 1: CPUs 2-3
+  NUMA node 2: memory only
+  usable: CPUs 0-3 on 4 physical cores
+  huge pages behind /dev/shm: never; shared memory in huge pages now: 0 B
+  node a: optimizer 1-3, numa nodes 0-1, workers 0
+  advice: model state gets no huge pages; as root: mount -o remount,huge=advise"""
+    assert lines.startswith(expected)
+    for advice in ("memlock limit is 8.0 MiB", "CAP_SYS_NICE", "kernel.numa_balancing=0"):
+        assert advice in lines
+    wrong = PlacementReport.of(machine, load_config(file, ("optimizer.cores=2-4",)))
+    assert (
+        "optimizer.cores = 2-4: 4 not on this machine" in wrong.to_dict()["cluster"]["a"]["refused"]
+    )
+
+
+def test_this_machine_has_a_placement_section() -> None:
+    found = examine(None).to_dict()["placement"]
+    assert found["allowed_cpus"] == format_cpus(os.sched_getaffinity(0))
+    assert found["physical_cores"] >= 1 and found["cluster"] == {}

@@ -28,7 +28,7 @@ def server(nodes: int = 2, cores: int = 4, threads: int = 2) -> Topology:
             cpu: tuple(cpu % count + count * t for t in range(threads))
             for cpu in range(count * threads)
         },
-        memory=dict.fromkeys(range(nodes), 64 << 30),
+        nodes=tuple(range(nodes)),
     )
 
 
@@ -137,14 +137,13 @@ def test_topology_is_read_as_linux_writes_it(tmp_path: Path) -> None:
     write("cpu/online", "0-1,4-5\n")  # 2 and 3 are switched off
     write("node/node0/cpulist", "0,2,4\n")
     write("node/node1/cpulist", "1,3,5\n")
-    write("node/node1/meminfo", "Node 1 MemTotal:       1024 kB\n")
     write("node/node2/cpulist", "\n")  # memory without cores
     for cpu in (0, 1, 4, 5):
         write(f"cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}\n")
     found = Topology.read(tmp_path)
     assert found.node_of == {0: 0, 1: 1, 4: 0, 5: 1}
     assert found.siblings[5] == (1, 5)
-    assert found.memory == {0: 0, 1: 1 << 20, 2: 0}
+    assert found.nodes == (0, 1, 2)
     assert [core.cpus for core in found.cores({0, 1, 4})] == [(0, 4), (1,)]
     assert Topology.read(tmp_path / "absent").siblings[0] == (0,)
 
