@@ -118,12 +118,19 @@ def make_run(tmp_path: Path) -> Iterator[RunFactory]:
     """Prepared run directories; their segments are removed afterwards."""
     made: list[RunDirectory] = []
 
-    def make(*, nodes: int = 1, dtype: DType = DType.BF16, elements: int = 90) -> RunDirectory:
+    def make(
+        *,
+        nodes: int = 1,
+        dtype: DType = DType.BF16,
+        elements: int = 90,
+        optimizer: dict[str, Any] | None = None,
+    ) -> RunDirectory:
         directory = RunDirectory.create(tmp_path / f"run{len(made)}")
         config = parse_config(
             {
-                "model": {"hf": {"model_type": "llama"}},
+                "model": {"hf": {"model_type": "llama"}, "dtype": dtype.value},
                 "data": {"path": "@stdlib"},
+                "optimizer": optimizer or {},
                 "cluster": {
                     "workers": 1,
                     "nodes": [{"name": name} for name in NODES[:nodes]],

@@ -17,6 +17,7 @@ from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_loader
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
 from penstock.protocol.errors import ExitCode, StateError
+from penstock.protocol.loading import INITIAL_VERSION
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
@@ -100,6 +101,52 @@ def test_restore_brings_back_every_bit(memory: NodeMemory, saved: Path) -> None:
     assert [control.slot_version(b, 1) for b in range(3)] == [7, 7, 7]
     assert [control.slot_version(b, 0) for b in range(3)] == [INVALID_VERSION] * 3
     control.validate(memory.owned_blocks())
+
+
+def test_split_and_whole_masters_read_each_others_files(
+    make_run: Any, helpers: Any, tmp_path: Path
+) -> None:
+    """Files are the same, and so are all bits, ties and numbers next to overflow included."""
+    whole = NodeMemory.create(make_run().memory_spec(0))
+    split = NodeMemory.create(make_run(optimizer={"master": "split"}).memory_spec(0))
+    try:
+        helpers.fill(whole)
+        ties = np.array([0x3F808000, 0x3F7F8000, 0x7F7FFFFF, 0x80000001, 0xFFFFFFFF], np.uint32)
+        whole.state(0, "master")[:5] = ties.view(np.float32)
+        helpers.commit(whole, 7)
+        for source, target in ((whole, split), (split, whole)):
+            directory = tmp_path / source.spec.run_id
+            files = snapshot.save(source, directory, 7, never)
+            helpers.manifest(source, directory, 7, files)
+            before = [source.load_master(b, 7).tobytes() for b in source.owned_blocks()]
+            for key in target.spec.layout.arrays:
+                target.raw(key)[:] = b"\xa5" * len(target.raw(key))
+            load(target, directory)
+            assert [target.load_master(b, 7).tobytes() for b in target.owned_blocks()] == before
+        one, other = (tmp_path / memory.spec.run_id for memory in (whole, split))
+        assert snapshot.compare(one, other, whole.spec.table.blocks) == ()
+        assert split.weights(0, 1)[:5].tolist() == [0x3F81, 0x3F80, 0x7F80, 0x8000, 0x0000]
+    finally:
+        whole.close()
+        split.close()
+
+
+def test_initial_weights_of_a_split_master(make_run: Any) -> None:
+    """A loader writes it where version 0 has it."""
+    memory = NodeMemory.create(make_run(optimizer={"master": "split"}).memory_spec(0))
+    values = np.random.default_rng(1).standard_normal(len(memory.weights(1, 0)), np.float32)
+    values[90:96] = values[101:] = 0.0  # padding
+
+    def loader(cancelled: Callable[[], bool]) -> None:
+        for block in memory.owned_blocks():
+            memory.store_master(block, INITIAL_VERSION, values)
+
+    try:
+        restore(memory, Filling(incarnation=1, version=0, source=None), loader, never)
+        assert memory.load_master(1, 0).tobytes() == values.tobytes()
+        assert memory.control.slot_version(1, 0) == 0
+    finally:
+        memory.close()
 
 
 def test_restored_weights_are_the_rounded_master(memory: NodeMemory, saved: Path) -> None:

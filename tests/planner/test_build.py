@@ -88,6 +88,9 @@ def test_updates_are_of_blocks_whose_gradients_are_all_made_on_their_node(
         updating = dataclasses.replace(plan, programs=programs)
         if nodes == 1:
             check_updates(config, tied, updating)
+            split = config.optimizer.model_copy(update={"master": "split"})
+            with pytest.raises(ConfigError, match=r"UPDATE of block 0, and optimizer\.master is"):
+                check_updates(config.model_copy(update={"optimizer": split}), tied, updating)
             continue
         message = r"UPDATE of block 0 \(block0\): node n1 computes a part of its gradients"
         with pytest.raises(ConfigError, match=message):

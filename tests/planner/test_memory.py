@@ -13,7 +13,7 @@ from penstock.planner.memory import DevicePeak, Resource, device_peaks, memory_t
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import Opcode
-from penstock.shm.table import BlockTable, BorrowedTensor
+from penstock.shm.table import BlockTable, BorrowedTensor, DType
 
 Tables = Callable[..., BlockTable]
 Configs = Callable[..., Config]
@@ -45,6 +45,29 @@ def test_rows_of_two_nodes(make_table: Tables, make_config: Configs) -> None:
         ("device 0", "gradients", 1024 * 4),
     ]
     assert {row[0] for row in rows[12:]} == {"device 0", "device 1"}
+
+
+def test_a_split_master_and_one_copy_of_gradients_are_16_bytes_a_parameter(
+    make_table: Tables, make_config: Configs
+) -> None:
+    """With both weight slots, and settles in the next forward."""
+    config = make_config("gpipe", nodes=1)
+    optimizer = {"master": "split", "settle": "early", "grad_dtype": "bf16"}
+    split = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=optimizer)})
+    table = dataclasses.replace(make_table(4), weight_dtype=DType.BF16, grad_dtype=DType.BF16)
+    plan, parameters = build_plan(config, table), 4 * 1024
+    found = {
+        one.optimizer.master: {
+            row.use: row.num_bytes / parameters
+            for row in memory_table(one, table, plan)
+            if row.resource is Resource.SHM and row.use != "page padding"
+        }
+        for one in (config, split)
+    }
+    moments = {"frozen": 0, "exp_avg": 4, "exp_avg_sq": 4}
+    assert found["split"] == {"weights": 4, "low": 2, **moments, "grads": 2}
+    assert found["fp32"] == {"weights": 4, "master": 4, **moments, "grads": 4}
+    assert (sum(found["split"].values()), sum(found["fp32"].values())) == (16, 20)
 
 
 def test_a_cpu_worker_needs_host_memory_a_gpu_its_own(

@@ -67,6 +67,11 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("optimizer.betas=[0.9, 1.0]",), ("optimizer.betas", "[0, 1)")),
         (("optimizer.min_lr=1",), ("min_lr 1.0", "optimizer.lr")),
         (("optimizer.grad_dtype=fp16",), ("grad_dtype", "bf16 or fp32")),
+        (("optimizer.master=split", "model.dtype=fp16"), ("model.dtype is fp16", "bf16")),
+        (
+            ("optimizer.master=split", "model.dtype=bf16", "optimizer.rollback=arithmetic"),
+            ("optimizer.rollback arithmetic", "master is split", "exact"),
+        ),
         (("optimizer.name=rmsprop",), ("optimizer.name = 'rmsprop'", "adagrad")),
         (("train.global_batch=8", "train.micro_batch=3"), ("8", "micro_batch 3")),
         (("train.freeze=['(']",), ("train.freeze", "'('")),

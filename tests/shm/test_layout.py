@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.shm.layout import PAGE_BYTES, ArrayRange, NodeLayout, Ownership, SegmentKind
+import numpy as np
+import pytest
+
+from penstock.shm.halves import Halves
+from penstock.shm.layout import (
+    PAGE_BYTES,
+    ArrayRange,
+    NodeLayout,
+    Ownership,
+    SegmentKind,
+    Storage,
+)
 from penstock.shm.table import BlockTable, DType
 
 
@@ -66,6 +77,37 @@ def test_every_route_contributes_each_use(table: BlockTable) -> None:
         for layout in layouts
     ]
     assert grads == [[(0, 0), (0, 3), (1, 1)], [(0, 1), (0, 2), (1, 0)]]
+
+
+def test_split_masters_and_single_gradients(table: BlockTable) -> None:
+    """A contribution that another node computes keeps two copies: it is pulled."""
+    storage = Storage(split_master=True, single_gradients=True)
+    owners = Ownership.from_backward_nodes(table, [0, 1])
+    layout = NodeLayout.compute(table, owners, 1, storage)
+    assert layout.gradient_copies == (2, 1)
+    assert [key[1:] for key in layout.arrays if key[0] == 1] == [
+        ("weights", 0, 0),
+        ("weights", 1, 0),
+        ("frozen", 0, 0),
+        ("low", 0, 0),
+        ("exp_avg", 0, 0),
+        ("exp_avg_sq", 0, 0),
+        ("grads", 0, 0),
+    ]
+    weights, low = layout.arrays[1, "weights", 0, 0], layout.arrays[1, "low", 0, 0]
+    assert table.weight_dtype.itemsize == 2 and low.num_bytes == weights.num_bytes
+    assert layout.digest != NodeLayout.compute(table, owners, 1).digest
+
+
+@pytest.mark.parametrize("low", [0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_halves_hold_every_float(low: int) -> None:
+    bits = (np.arange(1 << 16, dtype=np.uint32) << 16) | low
+    halves = Halves(high=np.empty(1 << 16, np.uint16), low=np.empty(1 << 16, np.uint16))
+    halves.store(bits.view(np.float32))
+    assert np.array_equal(halves.load().view(np.uint32), bits)
+    assert np.array_equal(halves.high, ((bits.astype(np.uint64) + 0x8000) >> 16) & 0xFFFF)
+    halves.part(5, 9).store(bits.view(np.float32)[:2], start=1)
+    assert np.array_equal(halves.load(6, 8).view(np.uint32), bits[:2])
 
 
 def test_digest_tells_layouts_apart(table: BlockTable) -> None:

@@ -28,7 +28,7 @@ from penstock.planner.build import build_plan
 from penstock.protocol.config import Config, parse_config
 from penstock.protocol.frames import GradientReady, decode
 from penstock.protocol.instructions import Program
-from penstock.protocol.names import node_of_device, ownership
+from penstock.protocol.names import node_of_device, ownership, storage
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS
 from penstock.shm.layout import NodeLayout, Ownership
@@ -95,6 +95,7 @@ def make_config(
     schedule: dict[str, Any] | None = None,
     freeze: tuple[str, ...] = (),
     grad_dtype: str = "fp32",
+    optimizer: dict[str, Any] | None = None,
     device: str = "cpu",
     transport: str = "auto",
 ) -> Config:
@@ -109,7 +110,7 @@ def make_config(
                 "micro_batch": 2,
                 "freeze": freeze,
             },
-            "optimizer": {"grad_dtype": grad_dtype},
+            "optimizer": {"grad_dtype": grad_dtype, **(optimizer or {})},
             "schedule": {"scheme": scheme, **(schedule or {})},
             "cluster": {
                 "workers": workers // nodes,
@@ -398,7 +399,7 @@ def build_cluster(
             run_id=run_id,
             node_name=node.name,
             table=table,
-            layout=NodeLayout.compute(table, owners, index),
+            layout=NodeLayout.compute(table, owners, index, storage(config)),
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS) if undo else 4096,
         )
         memories.append(memory := NodeMemory.create(spec))

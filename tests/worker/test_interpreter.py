@@ -119,6 +119,38 @@ def test_a_missing_commit_ends_in_an_error_that_says_so(make_cluster: Any) -> No
     assert "waited 0.2 s for weights of block 0 at version 1: committed is 0" in str(result)
 
 
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_the_only_copy_of_gradients_waits_for_its_settle(
+    make_cluster: Any, grad_dtype: str
+) -> None:
+    """Those of version 1, which is committed, are not overwritten before the state has them."""
+    cluster = make_cluster(
+        workers=1,
+        model={"dtype": "bf16"},
+        grad_dtype=grad_dtype,
+        optimizer={"master": "split", "settle": "early"},
+        timeout_s=0.2,
+    )
+    memory = cluster.memories[0]
+    grads = [memory.grads(block, 0, 0) for block in memory.owned_blocks()]
+    for block in memory.owned_blocks():
+        assert not memory.has((block, "grads", 1, 0))
+        memory.weights(block, 1)[:] = memory.weights(block, 0)
+        memory.control.set_slot_version(block, 1, 1)
+        grads[block][:] = 5
+    memory.control.set_committed(1)
+    (result,) = cluster.run(replace(cluster.job(), base_version=1))
+    assert isinstance(result, InstructionError)
+    assert "waited 0.2 s for optimizerd to settle block" in str(result)
+    assert "(its state is at 0)" in str(result)
+    assert all((array == 5).all() for array in grads)
+    for block in memory.owned_blocks():
+        memory.control.set_state_version(block, 1)
+    cluster.begin(2)
+    cluster.train(replace(cluster.job(), base_version=1))
+    assert not any((array == 5).all() for array in grads)
+
+
 @pytest.mark.parametrize(
     ("scheme", "schedule"),
     [
