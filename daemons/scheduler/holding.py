@@ -24,13 +24,11 @@ HYSTERESIS = 4
 """How many fewer clipped attempts end a hold than begin one: at a steady rate of clipping their
 number in the window moves by one, by chance by two or three.
 """
-MIN_CLEAN, MIN_AMENDED, MIN_HELD = 3, 2, 5
+MIN_CLEAN, MIN_AMENDED, MIN_HELD = 2, 2, 5
 """Attempts of each kind that are needed to judge what they take."""
 REMEMBERED = 500
 """Attempts in one mode after which what was measured in the other is too old."""
 NOTICEABLE = 0.05
-NEVER = HOLD_WINDOW + HYSTERESIS + 1
-"""The limit at which no hold begins, and none goes on, whatever is clipped."""
 AMENDED = "a"
 """The letter of an attempt over the limit in a position's ``recent``."""
 
@@ -48,6 +46,11 @@ class HoldLimits:
         """Whether to hold in the next attempt. ``recent``: the last decisions, a letter each."""
         amended = recent.count(AMENDED)
         return amended >= self.leave if holding else amended > self.enter
+
+
+NEVER = HoldLimits(enter=HOLD_WINDOW + HYSTERESIS + 1, leave=HOLD_WINDOW + 1)
+TO_HOLD = HoldLimits(enter=MIN_AMENDED - 1, leave=0)
+TO_SPECULATE = HoldLimits(enter=HOLD_WINDOW - MIN_CLEAN, leave=HOLD_WINDOW - MIN_CLEAN)
 
 
 class AttemptCosts:
@@ -80,20 +83,21 @@ class AttemptCosts:
     def limits(self) -> HoldLimits:
         """The limits at which holding costs what speculating costs.
 
-        With ``p`` clipped, speculated attempts take ``clean + p (amended - clean)`` on average. If
-        ``held`` is not known yet, and amending takes a noticeable time, a hold is tried out; what
-        was tried goes on only if it would begin now.
+        With ``p`` clipped, speculated attempts take ``clean + p (amended - clean)`` on average.
+        Until that is known a hold, once measured, gives way as soon as clean attempts would show
+        it; until a hold is known, one is tried out if amending takes a noticeable time, and goes on
+        only if it would begin now.
         """
+        held = len(self._held_s) >= MIN_HELD
         if len(self._clean_s) < MIN_CLEAN or len(self._amended_s) < MIN_AMENDED:
-            return HoldLimits()
+            return TO_SPECULATE if held else HoldLimits()
         clean_s = statistics.median(self._clean_s)
         again_s = statistics.median(self._amended_s) - clean_s
+        if not held:
+            return TO_HOLD if again_s > NOTICEABLE * clean_s else HoldLimits()
+        delay_s = statistics.median(self._held_s) - clean_s
         if again_s <= 0.0:
-            return HoldLimits()
-        if len(self._held_s) < MIN_HELD:
-            worth_trying = again_s > NOTICEABLE * clean_s
-            return HoldLimits(enter=MIN_AMENDED - 1, leave=0) if worth_trying else HoldLimits()
-        rate = (statistics.median(self._held_s) - clean_s) / again_s
-        enter = max(1, min(NEVER, math.floor(HOLD_WINDOW * rate)))
+            return HoldLimits() if delay_s <= 0.0 else NEVER
+        enter = max(1, min(NEVER.enter, math.floor(HOLD_WINDOW * delay_s / again_s)))
         tried = len(self._held_s) == self._in_mode == MIN_HELD and self._held
         return HoldLimits(enter=enter, leave=enter + 1 if tried else max(1, enter - HYSTERESIS))

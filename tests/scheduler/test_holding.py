@@ -99,7 +99,8 @@ def learned(clean_s: float, amended_s: float, held_s: float) -> AttemptCosts:
         (1.0, 2.0, 0.9, HoldLimits(enter=1, leave=1)),  # nothing is hidden by speculating
         (1.0, 2.0, 1.77, HoldLimits(enter=15, leave=11)),
         (1.0, 1.1, 1.5, HoldLimits(enter=25, leave=21)),  # a hold would cost more than amends
-        (1.0, 0.9, 1.5, DEFAULT),  # noise
+        (1.0, 0.9, 1.5, HoldLimits(enter=25, leave=21)),
+        (1.0, 1.0, 1.0, DEFAULT),
     ],
 )
 def test_the_limit_is_where_holding_costs_what_speculating_costs(
@@ -119,6 +120,10 @@ def test_what_is_too_old_is_forgotten() -> None:
     for _ in range(494):
         assert costs.limits == HoldLimits(enter=5, leave=1)
         costs.add(Decision.AMEND, 1.27, held=True)
+    unknown = HoldLimits(enter=18, leave=18)
+    assert costs.limits == unknown, "clean attempts are wanted again"
+    for _ in range(501):
+        costs.add(Decision.COMMIT, 1.0, held=False)
     assert costs.limits == DEFAULT
 
 
@@ -150,7 +155,7 @@ def test_a_hold_is_tried_out_and_kept_if_it_pays(
     assert [run_attempt(driver, c, amend_s=amend_s, hold_s=hold_s) for c in clipped] == held
 
 
-def test_a_hold_is_journaled_and_goes_on_until_fewer_than_six_are_clipped() -> None:
+def test_a_hold_is_journaled_and_goes_on_until_its_time_is_known() -> None:
     driver = Driver(facts=facts_at(20, position=make_position(20, recent="c" * 10 + "a" * 10)))
     driver.join_all()
     driver.drained(20)
@@ -167,7 +172,7 @@ def test_a_hold_is_journaled_and_goes_on_until_fewer_than_six_are_clipped() -> N
     holds = 0
     while any(line.endswith("hold") for line in resumed.run_attempt()):
         holds += 1
-    assert holds == 14, "8 clean ones leave the window, then 7 of 12 amends"
+    assert holds == 4, "then clean attempts are to show what speculating takes"
 
 
 @pytest.mark.parametrize(("speculate", "holds"), [("always", False), ("never", True)])
