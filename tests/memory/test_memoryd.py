@@ -108,6 +108,7 @@ def test_hello_names_the_process_and_its_ports(
         text = page.read().decode()
     assert "penstock_memoryd_incarnation 0.0" in text
     assert 'penstock_memoryd_segment_bytes{segment="weights"} 24576.0' in text
+    assert 'penstock_memoryd_huge_page_bytes{segment="weights"} 0.0' in text  # smaller than one
 
 
 def test_sigterm_keeps_the_memory(make_run: Any, scheduler: Any, start_memoryd: Any) -> None:
@@ -253,6 +254,18 @@ def test_memory_that_does_not_fit_is_reported(
     code, said = end(process)
     assert code == 3
     assert said.startswith("penstock: the segments of node a need")
+    assert segments_of(run) == []
+
+
+def test_cores_that_are_not_there_are_reported_before_memory_is_made(
+    make_run: Any, scheduler: Any, start_memoryd: Any
+) -> None:
+    run = make_run(optimizer={"cores": [0, 4095]})
+    process = start_memoryd(run)
+    failed = scheduler.wait_for(A, pb.Failed)
+    assert failed.exit_code == 2
+    assert "optimizer.cores = 0,4095: 4095 not on this machine" in failed.error
+    assert end(process)[0] == 2
     assert segments_of(run) == []
 
 

@@ -203,3 +203,11 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
 def test_missing_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path.*absent"):
         prepare_run(config(f"data.path={tmp_path / 'absent.txt'}"), tmp_path / "run")
+
+
+def test_cores_that_are_not_there_are_refused_before_anything_is_written(
+    tmp_path: Path, corpus: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.cores = 4095: 4095 not on this machine"):
+        prepare_run(config(corpus, "optimizer.cores=[4095]"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -35,12 +35,14 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.instructions import Update
 from penstock.protocol.names import ipc_address, optimizerd_name
+from penstock.protocol.placement import place
 from penstock.protocol.plan import Plan, StageRange
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.step import BlockArrays, OptimizerStep
 from penstock.shm.control import Decision
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
+from penstock.shm.topology import Topology, format_cpus
 
 WAIT_S = 20.0
 LEARNING_RATE = 0.01
@@ -448,6 +450,10 @@ def test_a_life_without_accidents(new_rig: RigFactory, tools: Any) -> None:
     metrics = urllib.request.urlopen(f"http://127.0.0.1:{hello.metrics_port}", timeout=5).read()
     assert b'penstock_optimizer_parameters_total{pass="advance"}' in metrics
     assert b"penstock_optimizer_committed_version 4.0" in metrics
+    cores = format_cpus(place(rig.config, 0).optimizer)
+    assert f'optimizer="{cores}"'.encode() in metrics
+    if len(Topology.read().nodes) == 1:
+        assert b"penstock_optimizer_local_state_ratio 1.0" in metrics
     rig.say_all(shutdown=pb.Shutdown(keep_memory=True, reason="done"))
     assert node.process.wait(timeout=WAIT_S) == 0
 
