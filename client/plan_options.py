@@ -239,7 +239,7 @@ def size(option: str, text: str | None) -> int | None:
     Raises:
         ConfigError: no size.
     """
-    from penstock.protocol.config import parse_size
+    from penstock.protocol.config_values import parse_size
 
     if text is None:
         return None

@@ -56,7 +56,9 @@ class OptimizerMetrics:
             ["reason"],
             registry=registry,
         )
+        self._make_placement(registry)
 
+    def _make_placement(self, registry: CollectorRegistry) -> None:
         self._placement = Info(
             "penstock_optimizer_placement",
             "Cores of the optimizer's threads, NUMA nodes of these, and the workers' cores.",

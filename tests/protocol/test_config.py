@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.protocol.config import Config, apply_overrides, load_config, parse_config, parse_size
+from penstock.protocol.config import Config, apply_overrides, load_config, parse_config
+from penstock.protocol.config_values import parse_size
 from penstock.protocol.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}

@@ -1,0 +1,80 @@
+"""Values of the configuration that people write in more than one way: sizes, shares, cores."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from penstock.shm.topology import parse_cpus
+
+_AUTO = "auto"
+_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(value: Any) -> int:
+    """Bytes from ``20G``, ``512M``, ``1.5T`` (powers of two) or an integer.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value))
+    if match is None:
+        raise ValueError("a size is a number of bytes or a number with K, M, G or T, such as 20G")
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+
+
+def parse_share(value: Any) -> float:
+    """A share from ``0.001`` or ``1/1000``.
+
+    Raises:
+        ValueError: not a share.
+    """
+    numerator, slash, denominator = str(value).partition("/")
+    try:
+        return float(numerator) / float(denominator if slash else 1.0)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError("a share is a number or a fraction such as 1/1000") from error
+
+
+Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0.0, le=1.0)]
+
+
+def parse_cores(value: Any) -> Any:
+    """CPU numbers from a list or from ``0-3,8``; ``auto`` as it is.
+
+    Raises:
+        ValueError: neither, or a number twice.
+    """
+    if value == _AUTO:
+        return value
+    cores = tuple(value) if isinstance(value, (list, tuple)) else parse_cpus(str(value))
+    if not cores or not all(type(core) is int and core >= 0 for core in cores):
+        raise ValueError("auto, a list of CPU numbers, or ranges such as 0-3,8 are accepted")
+    if len(set(cores)) < len(cores):
+        raise ValueError("a core is named twice; each takes one thread")
+    return cores
+
+
+def parse_leave(value: Any) -> Any:
+    """A share below 1, or ``auto`` as it is.
+
+    Raises:
+        ValueError: neither.
+    """
+    share = value if value == _AUTO else parse_share(value)
+    if share != _AUTO and not 0.0 <= share < 1.0:
+        raise ValueError(
+            "auto or a share of the physical cores, 0 or more and below 1, such as 1/4"
+        )
+    return share
+
+
+Cores = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(parse_cores)]
+LeftShare = Annotated[Literal["auto"] | float, BeforeValidator(parse_leave)]
