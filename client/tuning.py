@@ -30,6 +30,7 @@ from penstock.planner.tune import Limits, Outcome, Planner, Pricer, Search, frag
 from penstock.protocol.config import Config, ScheduleConfig, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.executable import check_executable
+from penstock.protocol.names import storage
 from penstock.protocol.plan import Plan
 from penstock.shm.table import BlockTable
 
@@ -135,6 +136,7 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
         pricer=lambda size: config_prices(config, table, settings.profile, size),
         limits=limits,
         planner=_config_planner(config, table) if runs else None,
+        storage=storage(config),
         optimizer=OPTIMIZERS[settings.optimizer],
         stops_early=True,
     )

@@ -30,6 +30,7 @@ from penstock.planner.space import Candidate, Space
 from penstock.planner.trial import Terms, lowered, make_schedule
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan import Plan
+from penstock.shm.layout import GRADIENT_COPIES, TWO_COPIES, WEIGHT_SLOTS, Storage
 
 Pricer = Callable[[int], Prices]
 """Prices of the model and one node's worth of cluster, for micro-batches of so many sequences."""
@@ -51,9 +52,7 @@ RESCUED = 3
 schemes, and on so many that would be fast but need too much device memory.
 """
 
-_MASTER_AND_MOMENTS_BYTES = 12.0
-_COPIES = 2
-"""Of weights (two slots) and of gradients (of this attempt and the next) in host memory."""
+_MOMENTS_BYTES = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,8 @@ class Limits:
 class Search:
     """The best outcomes so far, and why others are not among them.
 
-    ``planner`` makes the plan of a candidate, or raises ConfigError. ``optimizer`` and
+    ``planner`` makes the plan of a candidate, or raises ConfigError. ``storage`` is that of host
+    memory. ``optimizer`` and
     ``stops_early``: as in :func:`penstock.planner.simulate.simulate`.
     """
 
@@ -104,6 +104,7 @@ class Search:
     limits: Limits
     planner: Planner | None = None
     optimizer: OptimizerModel = ADVANCE
+    storage: Storage = TWO_COPIES
     stops_early: bool = False
     num_tried: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
@@ -190,7 +191,7 @@ class Search:
         if device_bytes > limits.device_bytes:
             self._too_large.append((bound_s, candidate))
             return "device memory"
-        host_bytes = _host_bytes(plan, prices)
+        host_bytes = _host_bytes(plan, prices, self.storage)
         if host_bytes > limits.host_bytes:
             return "host memory"
         simulation = simulate(
@@ -261,13 +262,16 @@ def _work_s(candidate: Candidate, costs: Costs) -> float:
     return once * candidate.num_microbatches / candidate.num_devices
 
 
-def _host_bytes(plan: Plan, prices: Prices) -> float:
+def _host_bytes(plan: Plan, prices: Prices, storage: Storage) -> float:
     """Model state, gradients and swapped activations of the node that needs most.
 
-    Per parameter two copies of weights and gradients as they travel, and 12 bytes of master weight
-    and moments; nothing where the optimizer's state stays on the devices. A node owns the blocks
-    whose backward it runs (for the first route), and holds the gradients that its devices make.
+    Per parameter two copies of weights, and two or one of gradients, as they travel; 12 bytes of
+    master weight and moments, or 10 with a split master; nothing where the optimizer's state stays
+    on the devices. A node owns the blocks whose backward it runs (for the first route), and holds
+    the gradients that its devices make.
     """
+    copies = 1 if storage.single_gradients else GRADIENT_COPIES
+    state_bytes = _MOMENTS_BYTES + (2.0 if storage.split_master else 4.0)
     costs, cluster = prices.costs, prices.cluster
     nodes = [0.0] * (cluster.node_of(plan.num_devices - 1) + 1)
     for device, swapped in enumerate(swapped_peaks(plan, costs)):
@@ -279,9 +283,9 @@ def _host_bytes(plan: Plan, prices: Prices) -> float:
             block = costs.blocks[index]
             if block.static_bytes:
                 continue
-            nodes[node] += _COPIES * block.gradient_bytes
+            nodes[node] += copies * block.gradient_bytes
             if index not in owned:
                 owned.add(index)
-                state = _MASTER_AND_MOMENTS_BYTES * block.parameters
-                nodes[node] += _COPIES * block.weight_bytes + state
+                state = state_bytes * block.parameters
+                nodes[node] += WEIGHT_SLOTS * block.weight_bytes + state
     return max(nodes)

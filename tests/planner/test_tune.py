@@ -11,6 +11,7 @@ from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.sources import Prices
 from penstock.planner.space import Candidate, Space
 from penstock.planner.tune import Limits, Outcome, Search, fragment
+from penstock.shm.layout import TWO_COPIES, Storage
 
 BLOCK = BlockCost(
     forward_s=1.0,
@@ -59,8 +60,8 @@ def space(**changes: object) -> Space:
     return Space(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def searched(where: Space, **limits: float) -> Search:
-    search = Search(pricer=prices, limits=Limits(**limits))  # type: ignore[arg-type]
+def searched(where: Space, storage: Storage = TWO_COPIES, **limits: float) -> Search:
+    search = Search(pricer=prices, limits=Limits(**limits), storage=storage)  # type: ignore[arg-type]
     search.run(where)
     return search
 
@@ -133,6 +134,8 @@ def test_memory_limits_decide() -> None:
     assert tight.best is not None and tight.best.candidate.recompute == "full"
     # Eight blocks: two copies of weights and gradients, 12 bytes of master weight and moments.
     assert {o.host_bytes for o in roomy.outcomes} == {8 * (2 * 2 + 2 * 2 + 12)}
+    small = searched(space(), Storage(split_master=True, single_gradients=True))
+    assert {o.host_bytes for o in small.outcomes} == {8 * (2 * 2 + 2 + 10)}
     none = searched(space(), host_bytes=159.0)
     assert none.best is None and set(none.left_out) == {"host memory"}
 
