@@ -7,8 +7,10 @@ is lost when it is taken back.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,7 @@ from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from tests.optimizer.conftest import Reference, Toolbox
 from tests.optimizer.test_interleavings import World
+from tests.optimizer.test_process import Rig
 from tests.optimizer.test_state import (
     DONE,
     OK,
@@ -393,3 +396,59 @@ def test_any_life_ends_with_the_numbers_of_its_commits(
             world.kernels.close()
         kills += world.kills
     assert kills > CASES, "the kills must hit"
+
+
+# ---- the process ----
+
+
+def interrupt(rig: Rig, fate: random.Random) -> list[str]:
+    """SIGKILL amid passes over state until one is missed; which were hit."""
+    [node] = rig.nodes
+    hits: list[str] = []
+    for kill in range(3):
+        if kill:
+            rig.begin(wait=False)  # what the kill left is taken back
+        deadline = time.monotonic() + 0.5
+        while node.memory.control.interrupted_pass is None and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        time.sleep(fate.random() * 0.004)
+        rig.kill(node)
+        armed = _native.undo_state(node.memory.control.undo_area).armed
+        intent = node.memory.control.interrupted_pass
+        rig.start(node)
+        if not armed:
+            break
+        assert intent is not None
+        hits.append("step" if intent.state_version > rig.version else "inverse")
+    return hits
+
+
+@pytest.mark.slow
+def test_sigkill_amid_steps_and_inverses_loses_no_step(tmp_path: Path, tools: Any) -> None:
+    blocks = [tools.make_block(0, [6_000_000, 64]), tools.make_block(1, [1_500_000])]
+    table = tools.make_table(blocks, DType.BF16, DType.BF16)
+    rig = Rig(tmp_path / "run", table, [0, 0], CloseToolbox(), rollback="arithmetic")
+    seed = random.randrange(1000)
+    fate = random.Random(seed)
+    print(f"seed {seed}")
+    try:
+        rig.start(rig.nodes[0])
+        rig.begin()
+        hits: list[str] = []
+        for attempt in range(24):
+            rig.begin_attempt()
+            if attempt % 2 == 0:
+                hits += interrupt(rig, fate)
+                rig.begin()
+                continue
+            rig.statuses()
+            if fate.random() < 0.5:
+                rig.amend(0.25)
+                rig.journal(coefficient=0.25)
+            else:
+                rig.journal(coefficient=1.0)
+            rig.commit()
+            rig.settle_and_compare()
+    finally:
+        rig.close()
+    assert {"step", "inverse"} <= set(hits), f"seed {seed}: kills amid {hits}"

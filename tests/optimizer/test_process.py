@@ -132,12 +132,21 @@ class Rig:
     """A run of one or two nodes."""
 
     def __init__(
-        self, path: Path, table: BlockTable, owners: list[int], tools: Any, *, split: bool = False
+        self,
+        path: Path,
+        table: BlockTable,
+        owners: list[int],
+        tools: Any,
+        *,
+        split: bool = False,
+        rollback: str = "exact",
     ) -> None:
         self.table = table
         self.tools = tools
         self.run = RunDirectory.create(path)
-        self.config = configuration(path, num_nodes=max(owners) + 1, tools=tools, split=split)
+        self.config = configuration(
+            path, num_nodes=max(owners) + 1, tools=tools, split=split, rollback=rollback
+        )
         write_inputs(self.run, self.config, table, owners)
         self.scheduler = Scheduler()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -259,7 +268,8 @@ class Rig:
                 self.publish(block.index, contribution)
 
     def publish(self, block: int, contribution: int) -> None:
-        copy = (self.version + 1) % 2
+        copies = self.nodes[0].memory.spec.layout.gradient_copies[block]
+        copy = (self.version + 1) % copies
         [node] = [n for n in self.nodes if n.memory.has((block, "grads", copy, contribution))]
         target = node.memory.grads(block, copy, contribution)
         # A short random vector, repeated: drawing millions of numbers would take all the time.
@@ -352,7 +362,7 @@ def wait_until(reached: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def configuration(path: Path, num_nodes: int, tools: Any, *, split: bool) -> Config:
+def configuration(path: Path, num_nodes: int, tools: Any, *, split: bool, rollback: str) -> Config:
     hyper = tools.hyperparameters
     return parse_config(
         {
@@ -364,6 +374,7 @@ def configuration(path: Path, num_nodes: int, tools: Any, *, split: bool) -> Con
                 "eps": hyper.eps,
                 "weight_decay": hyper.weight_decay,
                 "master": "split" if split else "fp32",
+                "rollback": rollback,
             },
             "cluster": {
                 "workers": 1,
