@@ -48,6 +48,7 @@ from penstock.daemons.optimizer.events import (
 from penstock.daemons.optimizer.passes import (
     Advance,
     CastWeights,
+    FinishHold,
     FinishSettle,
     GradientStatus,
     Hold,
@@ -498,6 +499,25 @@ def test_begin_finishes_an_interrupted_pass_as_settle_only() -> None:
     assert machine.handle(QUIET) == [
         SetState(block=0, version=5),
         EndPass(),
+        SetEpoch(epoch=1),
+        SendReady(epoch=1),
+    ]
+
+
+def test_begin_finishes_an_interrupted_hold_as_a_hold() -> None:
+    """Told by the slot: upper halves of a split master exist nowhere else."""
+    machine = OptimizerState(ONE_BLOCK)
+    intent = PassIntent(block=0, state_version=5)
+    undo = UndoWords(armed=True, tag=TAG, completed=7)
+    found = facts(5, {0: (4, 4, INVALID_VERSION)}, interrupted=intent, undo=undo)
+    assert machine.handle(begin(found)) == [
+        invalid(0, 1),
+        RunPass(work=FinishHold(block=0, update=update(5))),
+    ]
+    assert machine.handle(QUIET) == [
+        SetState(block=0, version=5),
+        EndPass(),
+        SetSlot(block=0, slot=1, version=5),
         SetEpoch(epoch=1),
         SendReady(epoch=1),
     ]
