@@ -40,3 +40,6 @@ def test_killed_optimizerds_and_workers_leave_no_trace(runner: Any) -> None:
     steps = [line["step"] for line in H.metrics(run.run_dir)]
     assert steps == list(range(1, STEPS + 1)), "each step exactly once"
     assert H.state_bytes(run.run_dir) == H.state_bytes(undisturbed)
+    whole = {"optimizer": {"grad_dtype": "bf16"}, "train": {**CHANGES["train"], "steps": STEPS + 1}}
+    resumed = runner.train(runner.configure("undisturbed", {**CHANGES, **whole}))
+    assert [line["step"] for line in H.metrics(resumed)] == list(range(1, STEPS + 2))
