@@ -131,6 +131,11 @@ def page_places(
     return found
 
 
+def array_places(placement: Placement, item_bytes: int, count: int) -> list[NodeRange]:
+    """Where the pages of one array of a block belong."""
+    return list(_ranges(placement, 0, item_bytes, count))
+
+
 def _ranges(placement: Placement, offset: int, item_bytes: int, count: int) -> Iterator[NodeRange]:
     """Of one array, runs of pieces of the same node as one."""
     start = end = 0

@@ -8,10 +8,12 @@ Nodes are preferred, never enforced: a full node makes pages go elsewhere, and t
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.shm.layout import PAGE_BYTES
@@ -19,6 +21,8 @@ from penstock.shm.layout import PAGE_BYTES
 _MPOL_PREFERRED = 1
 _MASK_BITS = 1024  # the kernel's largest number of nodes
 _CALLS = {"x86_64": {"mbind": 237, "move_pages": 279}, "aarch64": {"mbind": 235, "move_pages": 239}}
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +41,28 @@ def prefer_nodes(buffer: memoryview | mmap.mmap, ranges: Iterable[NodeRange]) ->
         OSError: the kernel refuses (no such node for this process, a container that forbids it).
             Some ranges may have been set.
     """
-    anchor = ctypes.c_char.from_buffer(buffer)
-    base = ctypes.addressof(anchor)
-    for wanted in ranges:
-        mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
-        mask[wanted.node // 64] = 1 << wanted.node % 64
-        # The kernel reads one bit less than it is told.
-        _call(
-            "mbind",
-            ctypes.c_void_p(base + wanted.offset),
-            ctypes.c_ulong(wanted.num_bytes),
-            ctypes.c_int(_MPOL_PREFERRED),
-            mask,
-            ctypes.c_ulong(_MASK_BITS + 1),
-            ctypes.c_uint(0),
-        )
+    with _address(buffer) as base:
+        for wanted in ranges:
+            mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
+            mask[wanted.node // 64] = 1 << wanted.node % 64
+            # The kernel reads one bit less than it is told.
+            _call(
+                "mbind",
+                ctypes.c_void_p(base + wanted.offset),
+                ctypes.c_ulong(wanted.num_bytes),
+                ctypes.c_int(_MPOL_PREFERRED),
+                mask,
+                ctypes.c_ulong(_MASK_BITS + 1),
+                ctypes.c_uint(0),
+            )
+
+
+def prefer_nodes_if_granted(buffer: memoryview | mmap.mmap, ranges: Sequence[NodeRange]) -> None:
+    """As :func:`prefer_nodes`; a refusal is only logged."""
+    try:
+        prefer_nodes(buffer, ranges)
+    except OSError as error:
+        _log.warning("pages lie on NUMA nodes as they come: %s", error)
 
 
 def nodes_of_pages(buffer: memoryview | mmap.mmap, offsets: Sequence[int]) -> list[int | None]:
@@ -60,20 +71,31 @@ def nodes_of_pages(buffer: memoryview | mmap.mmap, offsets: Sequence[int]) -> li
     Raises:
         OSError: the kernel does not say (a container that forbids it).
     """
-    anchor = ctypes.c_char.from_buffer(buffer)
-    base = ctypes.addressof(anchor)
-    pages = [(base + offset) // PAGE_BYTES * PAGE_BYTES for offset in offsets]
-    status = (ctypes.c_int * len(pages))()
-    _call(
-        "move_pages",
-        ctypes.c_int(0),
-        ctypes.c_ulong(len(pages)),
-        (ctypes.c_void_p * len(pages))(*pages),
-        None,
-        status,
-        ctypes.c_int(0),
-    )
+    status = (ctypes.c_int * len(offsets))()
+    with _address(buffer) as base:
+        pages = [(base + offset) // PAGE_BYTES * PAGE_BYTES for offset in offsets]
+        _call(
+            "move_pages",
+            ctypes.c_int(0),
+            ctypes.c_ulong(len(pages)),
+            (ctypes.c_void_p * len(pages))(*pages),
+            None,
+            status,
+            ctypes.c_int(0),
+        )
     return [node if node >= 0 else None for node in status]
+
+
+@contextmanager
+def _address(buffer: memoryview | mmap.mmap) -> Iterator[int]:
+    """Where the buffer is. What keeps it from being closed goes at the end, even if an exception,
+    whose traceback keeps frames alive, lives on.
+    """
+    anchor = ctypes.c_char.from_buffer(buffer)
+    try:
+        yield ctypes.addressof(anchor)
+    finally:
+        del anchor
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from penstock.shm.errors import (
     ShortSegmentError,
 )
 from penstock.shm.hugepages import HugePages, allowed_huge_pages
-from penstock.shm.numa import NodeRange, prefer_nodes
+from penstock.shm.numa import NodeRange, prefer_nodes_if_granted
 
 SHM_ROOT = Path("/dev/shm")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
@@ -38,8 +37,6 @@ _BLOCK_BYTES = 512  # unit of st_blocks
 
 # EFAULT: populating met what would have been a SIGBUS.
 _OUT_OF_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT)
-
-_log = logging.getLogger(__name__)
 
 
 class Segment:
@@ -174,10 +171,7 @@ def _reserve_and_map(descriptor: int, size: int, places: Sequence[NodeRange]) ->
         # In a mapping of its own: the policy stays with the memory, the mapping that is used is
         # not cut into one for each range.
         with mmap.mmap(descriptor, size) as mapping:
-            try:
-                prefer_nodes(mapping, places)
-            except OSError as error:
-                _log.warning("pages lie on NUMA nodes as they come: %s", error)
+            prefer_nodes_if_granted(mapping, places)
     if allowed_huge_pages(SHM_ROOT) is HugePages.NEVER:
         os.posix_fallocate(descriptor, 0, size)
         return _map(descriptor, size)

@@ -31,8 +31,10 @@ from penstock.daemons.optimizer.passes import (
     pass_tag,
 )
 from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.placement import Placement, array_places
 from penstock.protocol.step import BlockArrays, PassStatus
 from penstock.shm.memory import NUMPY_TYPES, Array, NodeMemory
+from penstock.shm.numa import prefer_nodes_if_granted
 
 
 def owned_blocks(
@@ -55,9 +57,13 @@ def owned_blocks(
 
 
 class RemoteGradients:
-    """Buffers for contributions of other nodes. Their pages are there before the first step."""
+    """Buffers for contributions of other nodes. Their pages are there before the first step, where
+    ``placement`` wants them (None: anywhere).
+    """
 
-    def __init__(self, memory: NodeMemory, blocks: Iterable[OwnedBlock]) -> None:
+    def __init__(
+        self, memory: NodeMemory, blocks: Iterable[OwnedBlock], placement: Placement | None = None
+    ) -> None:
         table = memory.spec.table
         dtype = np.dtype(NUMPY_TYPES[table.grad_dtype])
         self._arrays: dict[tuple[int, int, int], Array] = {}
@@ -66,7 +72,11 @@ class RemoteGradients:
                 count = table.blocks[block.index].trainable_elements
                 for copy in range(memory.spec.layout.gradient_copies[block.index]):
                     # Mapped, not allocated: page-aligned, as the native passes want it.
-                    array = np.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
+                    mapping = mmap.mmap(-1, count * dtype.itemsize)
+                    if placement is not None and placement.several:
+                        places = array_places(placement, dtype.itemsize, count)
+                        prefer_nodes_if_granted(mapping, places)
+                    array = np.frombuffer(mapping, dtype=dtype)
                     array.fill(0)
                     self._arrays[(block.index, contribution, copy)] = array
 

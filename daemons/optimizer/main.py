@@ -116,7 +116,7 @@ def _build(
     stack.callback(memory.close)
     metrics.placed(placement, local_ratio(memory, placement), sum(memory.huge_bytes().values()))
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
-    remote = RemoteGradients(memory, blocks)
+    remote = RemoteGradients(memory, blocks, placement)
     kernels, passes = _passes(stack, run, placement, memory, blocks, remote, inbox)
     puller = _puller(stack, run, index, blocks, remote, inbox)
     link = MemberLink(

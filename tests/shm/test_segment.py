@@ -26,8 +26,10 @@ from penstock.shm.errors import (
 from penstock.shm.inventory import inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.numa import NodeRange, nodes_of_pages
 from penstock.shm.process import ProcessIdentity, start_ticks
 from penstock.shm.segment import Segment
+from penstock.shm.topology import Topology
 
 
 @pytest.fixture
@@ -75,6 +77,23 @@ def test_create_refuses_a_taken_name(name: str) -> None:
         Segment.create(name, 4096)
     assert first.buffer[0] == 1
     first.close()
+
+
+def test_pages_lie_on_the_wanted_node_and_a_refusal_is_only_logged(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = min(Topology.read().node_of.values())
+    segment = Segment.create(name, 3 * 4096, [NodeRange(offset=4096, num_bytes=8192, node=node)])
+    try:
+        found = nodes_of_pages(segment.buffer, [4096, 8192])
+    except PermissionError:
+        pytest.skip("this container forbids move_pages")
+    finally:
+        segment.close()
+        segment.unlink()
+    assert found == [node, node] and not caplog.messages
+    Segment.create(name, 4096, [NodeRange(offset=0, num_bytes=4096, node=900)]).close()
+    assert "pages lie on NUMA nodes as they come: [Errno 22]" in caplog.text
 
 
 def test_larger_than_free_is_an_error_and_leaves_nothing(name: str) -> None:
