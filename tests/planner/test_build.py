@@ -91,6 +91,11 @@ def test_updates_are_of_blocks_whose_gradients_are_all_made_on_their_node(
             split = config.optimizer.model_copy(update={"master": "split"})
             with pytest.raises(ConfigError, match=r"UPDATE of block 0, and optimizer\.master is"):
                 check_updates(config.model_copy(update={"optimizer": split}), tied, updating)
+            in_place = config.optimizer.model_copy(update={"rollback": "arithmetic"})
+            with pytest.raises(
+                ConfigError, match=r"optimizer\.rollback = arithmetic: .*\(block 0\)"
+            ):
+                check_updates(config.model_copy(update={"optimizer": in_place}), tied, updating)
             continue
         message = r"UPDATE of block 0 \(block0\): node n1 computes a part of its gradients"
         with pytest.raises(ConfigError, match=message):

@@ -52,22 +52,31 @@ def test_a_split_master_and_one_copy_of_gradients_are_16_bytes_a_parameter(
 ) -> None:
     """With both weight slots, and settles in the next forward."""
     config = make_config("gpipe", nodes=1)
-    optimizer = {"master": "split", "settle": "early", "grad_dtype": "bf16"}
-    split = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=optimizer)})
+
+    def changed(**optimizer: str) -> Config:
+        changed = config.optimizer.model_copy(update=optimizer)
+        return config.model_copy(update={"optimizer": changed})
+
+    ways = {
+        "exact": config,
+        "split": changed(master="split", settle="early"),
+        "arithmetic": changed(rollback="arithmetic"),
+    }
     table = dataclasses.replace(make_table(4), weight_dtype=DType.BF16, grad_dtype=DType.BF16)
     plan, parameters = build_plan(config, table), 4 * 1024
     found = {
-        one.optimizer.master: {
+        name: {
             row.use: row.num_bytes / parameters
             for row in memory_table(one, table, plan)
             if row.resource is Resource.SHM and row.use != "page padding"
         }
-        for one in (config, split)
+        for name, one in ways.items()
     }
     moments = {"frozen": 0, "exp_avg": 4, "exp_avg_sq": 4}
     assert found["split"] == {"weights": 4, "low": 2, **moments, "grads": 2}
-    assert found["fp32"] == {"weights": 4, "master": 4, **moments, "grads": 4}
-    assert (sum(found["split"].values()), sum(found["fp32"].values())) == (16, 20)
+    assert found["exact"] == {"weights": 4, "master": 4, **moments, "grads": 4}
+    assert found["arithmetic"] == {**found["exact"], "grads": 2}
+    assert (sum(found["split"].values()), sum(found["exact"].values())) == (16, 20)
 
 
 def test_a_cpu_worker_needs_host_memory_a_gpu_its_own(

@@ -68,6 +68,14 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("optimizer.betas=[0.9, 1.0]",), ("optimizer.betas", "[0, 1)")),
         (("optimizer.min_lr=1",), ("min_lr 1.0", "optimizer.lr")),
         (("optimizer.grad_dtype=fp16",), ("grad_dtype", "bf16 or fp32")),
+        (
+            ("optimizer.rollback=arithmetic", "model.dtype=fp16"),
+            ("optimizer.rollback arithmetic", "loss scale", "no arithmetic brings back", "exact"),
+        ),
+        (
+            ("optimizer.rollback=arithmetic", "optimizer.settle=early"),
+            ("steps in place", "optimizer.settle early", "use settle advance, or rollback exact"),
+        ),
         (("optimizer.master=split", "model.dtype=fp16"), ("model.dtype is fp16", "bf16")),
         (
             ("optimizer.master=split", "model.dtype=bf16", "optimizer.rollback=arithmetic"),
