@@ -51,7 +51,7 @@ def test_default_stages(
 
 
 def test_the_configuration_knows_every_scheme() -> None:
-    assert get_args(ScheduleConfig.model_fields["scheme"].annotation) == tuple(SCHEMES)
+    assert get_args(ScheduleConfig.model_fields["scheme"].annotation) == ("auto", *SCHEMES)
 
 
 @pytest.mark.parametrize(("workers", "nodes"), [(4, 1), (2, 2)])
