@@ -72,9 +72,8 @@ def place(
     cores = topology.cores(allowed)
     wanted = config.optimizer.cores
     if wanted == "auto":
-        shares = _shares(config, cores)
-        optimizer = _choose(config, shares[node])
-        taken = {cpu for share in shares for cpu in _choose(config, share)}
+        chosen = {i: _choose(config, share) for i, share in _shares(config, node, cores).items()}
+        optimizer, taken = chosen[node], {cpu for cpus in chosen.values() for cpu in cpus}
     else:
         _check_there(wanted, topology, allowed)
         optimizer, taken = wanted, set(wanted)
@@ -149,17 +148,16 @@ def _ranges(placement: Placement, offset: int, item_bytes: int, count: int) -> I
             start = end
 
 
-def _shares(config: Config, cores: Sequence[Core]) -> list[Sequence[Core]]:
-    """The physical cores of each node of the cluster; nodes with the same host are one machine."""
-    hosts = [node.host for node in config.cluster.nodes]
-    found: list[Sequence[Core]] = []
-    for i, host in enumerate(hosts):
-        here, before = hosts.count(host), hosts[:i].count(host)
-        if len(cores) < 2 * here:
-            found.append(cores)
-        else:
-            found.append(cores[len(cores) * before // here : len(cores) * (before + 1) // here])
-    return found
+def _shares(config: Config, node: int, cores: Sequence[Core]) -> dict[int, Sequence[Core]]:
+    """The physical cores of each node of the cluster that has the host of ``node``: these are on
+    one machine.
+    """
+    hosts = [other.host for other in config.cluster.nodes]
+    here = [i for i, host in enumerate(hosts) if host == hosts[node]]
+    if len(cores) < 2 * len(here):
+        return dict.fromkeys(here, cores)
+    bounds = [len(cores) * k // len(here) for k in range(len(here) + 1)]
+    return {i: cores[bounds[k] : bounds[k + 1]] for k, i in enumerate(here)}
 
 
 def _choose(config: Config, cores: Sequence[Core]) -> tuple[int, ...]:

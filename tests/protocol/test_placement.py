@@ -46,7 +46,7 @@ def config(
             "cluster": {
                 "workers": workers,
                 "device": device,
-                "nodes": [{"name": f"n{i}"} for i in range(nodes)],
+                "nodes": [{"name": f"n{i}", "host": host} for i, host in enumerate(hosts)],
             },
         }
     )
@@ -100,10 +100,14 @@ def test_only_allowed_cores_count() -> None:
 
 
 def test_nodes_of_the_cluster_on_one_machine_divide_it() -> None:
-    both = [cpus(config(nodes=2, device="cuda", workers=1), server(), node=i) for i in range(2)]
-    assert both == [("1,2,3", "000", "0,4,8,12"), ("5,6,7", "111", "0,4,8,12")]
-    few = [cpus(config(nodes=2), server(1, 2, 1), node=i)[0] for i in range(2)]
-    assert few == ["0,1", "0,1"]
+    wanted = config(hosts=("there", "here", "here"), device="cuda", workers=1)
+    assert [cpus(wanted, server(), node=i) for i in range(3)] == [
+        ("1,2,3,4,5,6,7", "0001111", "0,8"),
+        ("1,2,3", "000", "0,4,8,12"),
+        ("5,6,7", "111", "0,4,8,12"),
+    ]
+    few = config(hosts=("here", "here"))
+    assert [cpus(few, server(1, 2, 1), node=i)[0] for i in range(2)] == ["0,1", "0,1"]
 
 
 def test_named_cores_are_taken_in_the_order_of_their_nodes() -> None:
