@@ -36,7 +36,7 @@ def config(
     optimizer: dict[str, object] | None = None,
     workers: int = 2,
     device: str = "cpu",
-    nodes: int = 1,
+    hosts: tuple[str, ...] = ("here",),
 ) -> Config:
     return parse_config(
         {
