@@ -137,8 +137,8 @@ class ArithmeticEpoch(Epoch):
         self._report_amended(attempt)
 
     def _on_commit(self, event: CommitAsked) -> None:
-        ahead = self._ahead()
-        if ahead and OptimizerStep.of(event.record) != self.ledger.announced:
+        ahead, news = self._ahead(), event.record.version != self.ledger.committed
+        if ahead and news and OptimizerStep.of(event.record) != self.ledger.announced:
             raise ImpossibleError(
                 f"version {event.record.version} is committed with another step than blocks"
                 f" {ahead} have taken"

@@ -200,6 +200,10 @@ def test_a_commit_of_another_step_than_the_one_taken_ends_the_run() -> None:
     assert isinstance(failed, SendFailed) and "another step" in failed.error
 
 
+def test_a_commit_that_is_heard_again_changes_nothing_ahead_of_it() -> None:
+    assert ahead().handle(CommitAsked(epoch=1, record=record(5, 50))) == []
+
+
 def test_an_attempt_that_holds_steps_after_its_commit() -> None:
     machine = OptimizerState(ONE_BLOCK)
     machine.handle(begin(facts(5, {0: (5, 4, 5)})))
