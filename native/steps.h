@@ -153,11 +153,10 @@ struct AdagradStep {
   static constexpr std::size_t kNumArrays = 1;
   static constexpr bool kSavesUndo = true;
 
+  // Of a gradient of 1.
   template <class V>
-  PENSTOCK_STEP static typename V::Floats change(const State<V>& next,
-                                                 const typename V::Floats& grad,
-                                                 const Constants<V>& c) {
-    return V::div(V::mul(grad, c.step_size), V::add(V::sqrt(next.first), c.eps));
+  PENSTOCK_STEP static typename V::Floats rate(const State<V>& next, const Constants<V>& c) {
+    return V::div(c.step_size, V::add(V::sqrt(next.first), c.eps));
   }
 
   template <class V>
@@ -166,17 +165,20 @@ struct AdagradStep {
     const auto grad = c.gradient(grad_sum, old.master);
     State<V> next{};
     next.first = V::add(old.first, V::mul(grad, grad));
-    next.master = V::sub(old.master, change<V>(next, grad, c));
+    next.master = V::sub(old.master, V::mul(grad, rate<V>(next, c)));
     return next;
   }
 
-  // With L2 decay the gradient depends on the old master: it is taken from the new one.
+  // The gradient has a part of the old master: p' = p - rate * (g + l2 * p), solved for p.
   template <class V>
   PENSTOCK_STEP static State<V> inverse(const State<V>& next, const typename V::Floats& grad_sum,
                                         const Constants<V>& c) {
-    const auto grad = c.gradient(grad_sum, next.master);
+    const auto rate_of_one = rate<V>(next, c);
+    const auto change = V::mul(V::mul(grad_sum, c.coefficient), rate_of_one);
+    const auto share = V::sub(V::broadcast(1.0f), V::mul(rate_of_one, c.l2));
     State<V> old{};
-    old.master = V::add(next.master, change<V>(next, grad, c));
+    old.master = V::div(V::add(next.master, change), share);
+    const auto grad = c.gradient(grad_sum, old.master);
     old.first = V::max(V::sub(next.first, V::mul(grad, grad)), V::broadcast(0.0f));
     return old;
   }

@@ -81,7 +81,8 @@ def test_every_scheme_can_be_planned_by_name(scheme: str) -> None:
     assert report["scheme"] == scheme and len(report["instructions"]) == 2
 
 
-def test_report_for_people() -> None:
+def test_report_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "88")
     code, out, _ = penstock("plan", "--scheme", "1f1b", "--devices", "2", "--micro-batches", "2")
     assert code == 0
     assert out == (

@@ -19,6 +19,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_clipped_steps_and_a_killed_optimizerd_cost_bits_and_no_more(runner: Any) -> None:
     exact = H.metrics(runner.train(runner.configure("exact", CHANGES)))
     in_place = H.merge(CHANGES, {"optimizer": {"rollback": "arithmetic"}})
