@@ -30,7 +30,7 @@ def case(scheme: str, nodes: int, workers: int, clip: bool, tied: bool) -> dict[
 
 
 GATE = [
-    ("1f1b", 2, 2, True, False),
+    ("1f1b", 1, 2, True, False),
     ("spipe", 2, 1, False, True),
     ("chimera", 2, 1, True, True),
 ]
