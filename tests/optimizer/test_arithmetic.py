@@ -405,15 +405,21 @@ def test_any_life_ends_with_the_numbers_of_its_commits(
 # ---- the process ----
 
 
+def under_way(rig: Rig, *, inverse: bool) -> bool:
+    """Whether a pass over state is under way, or one that takes a step back."""
+    intent = rig.nodes[0].memory.control.interrupted_pass
+    return intent is not None and (not inverse or intent.state_version <= rig.version)
+
+
 def interrupt(rig: Rig, fate: random.Random) -> list[str]:
-    """SIGKILL amid passes over state until one is missed; which were hit."""
+    """SIGKILL amid a step, then amid what takes it back, until one is missed; which were hit."""
     [node] = rig.nodes
     hits: list[str] = []
     for kill in range(3):
         if kill:
             rig.begin(wait=False)  # what the kill left is taken back
         deadline = time.monotonic() + 0.5
-        while node.memory.control.interrupted_pass is None and time.monotonic() < deadline:
+        while not under_way(rig, inverse=kill > 0) and time.monotonic() < deadline:
             time.sleep(0.0005)
         time.sleep(fate.random() * 0.004)
         rig.kill(node)
