@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from penstock import _native
 from penstock.protocol.config import Config
 from penstock.protocol.placement import place
-from penstock.protocol.step import OptimizerStep
+from penstock.protocol.step import WEIGHTS_DTYPES, OptimizerStep
 from penstock.shm.memory import NUMPY_TYPES
 from penstock.shm.table import DType
 
@@ -40,11 +40,6 @@ _NUMPY_OF: dict[DType, type[np.generic]] = {
     DType.FP16: np.uint16,
 }
 _TORCH_OF = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
-_NATIVE_OF = {
-    DType.FP32: _native.WeightsDtype.FLOAT32,
-    DType.BF16: _native.WeightsDtype.BFLOAT16,
-    DType.FP16: _native.WeightsDtype.FLOAT16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +136,7 @@ def _passes(
     }
     out: dict[str, Any] = {
         "weights": _shared(num_elements, _NUMPY_OF[config.model.dtype]),
-        "weights_dtype": _NATIVE_OF[config.model.dtype],
+        "weights_dtype": WEIGHTS_DTYPES[config.model.dtype],
     }
     step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
     hyper = step.hyper(config.optimizer)

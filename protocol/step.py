@@ -18,11 +18,12 @@ from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory
 from penstock.shm.table import DType
 
-_WEIGHTS_DTYPES = {
+WEIGHTS_DTYPES = {
     DType.FP32: _native.WeightsDtype.FLOAT32,
     DType.BF16: _native.WeightsDtype.BFLOAT16,
     DType.FP16: _native.WeightsDtype.FLOAT16,
 }
+"""What native passes write weights as."""
 
 
 _OPTIMIZERS = {
@@ -129,7 +130,7 @@ class BlockArrays:
             split=split,
             arrays=[memory.state(block, name) for name in memory.spec.table.state_arrays],
             weights=tuple(_bits(memory.weights(block, slot)) for slot in range(WEIGHT_SLOTS)),
-            weights_dtype=_WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
+            weights_dtype=WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
             grads=tuple(
                 [grads(block, copy, k) for k in contributions]
                 for copy in range(memory.spec.layout.gradient_copies[block])

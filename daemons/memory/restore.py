@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -22,22 +21,16 @@ from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
 from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.step import WEIGHTS_DTYPES
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
-from penstock.shm.table import BlockSpec, DType, padded
+from penstock.shm.table import BlockSpec, padded
 
 MAX_THREADS = 2
 """Casting is limited by memory; more threads would take cores from others at start."""
 
 _POLL_S = 0.05
 _STDERR_BYTES = 2000
-_WEIGHTS_DTYPES = MappingProxyType(
-    {
-        DType.FP32: _native.WeightsDtype.FLOAT32,
-        DType.BF16: _native.WeightsDtype.BFLOAT16,
-        DType.FP16: _native.WeightsDtype.FLOAT16,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +176,7 @@ def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None
             pool,
             master=memory.state(block, "master"),
             weights=weights.view(np.uint16) if weights.dtype == np.float16 else weights,
-            weights_dtype=_WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
+            weights_dtype=WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
         )
 
 

@@ -143,17 +143,8 @@ class Kernels:
     def _settle(
         self, work: Settle | FinishSettle, spans: list[tuple[int, int]] | None = None
     ) -> None:
-        arrays, version = self._arrays[work.block], work.update.version
-        _native.settle(
-            self._pool,
-            **arrays.state(version - 1),
-            grads=arrays.gradients(version),
-            hyper=work.update.hyper(self._config),
-            ranges=arrays.ranges,
-            undo=self._undo,
-            spans=spans,
-            tag=pass_tag(work.block, version),
-        )
+        version = work.update.version
+        self._write_state(_native.settle, work, version - 1, version, spans)
 
     def _finish(self, work: FinishSettle) -> None:
         self._settle(work, self._repair(work))
@@ -187,16 +178,28 @@ class Kernels:
     def _invert(
         self, work: Invert | FinishInvert, spans: list[tuple[int, int]] | None = None
     ) -> None:
-        arrays, version = self._arrays[work.block], work.update.version
-        _native.invert(
+        version = work.update.version
+        self._write_state(_native.invert, work, version, version - 1, spans)
+
+    def _write_state(
+        self,
+        run: Callable[..., None],
+        work: Settle | FinishSettle | Invert | FinishInvert,
+        before: int,
+        after: int,
+        spans: list[tuple[int, int]] | None,
+    ) -> None:
+        """Bring the state from one version to another, with the gradients of the update."""
+        arrays = self._arrays[work.block]
+        run(
             self._pool,
-            **arrays.state(version),
-            grads=arrays.gradients(version),
+            **arrays.state(before),
+            grads=arrays.gradients(work.update.version),
             hyper=work.update.hyper(self._config),
             ranges=arrays.ranges,
             undo=self._undo,
             spans=spans,
-            tag=pass_tag(work.block, version - 1),
+            tag=pass_tag(work.block, after),
         )
 
     def _advance(self, work: Advance) -> PassStatus:
