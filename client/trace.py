@@ -144,11 +144,12 @@ class TraceReport:
         values = [a.between_s for a in self.chosen if a.between_s is not None]
         return median(values) if values else 0.0
 
-    @cached_property
+    @property
     def step_s(self) -> float:
-        """From one attempt's announcement to the next's: median, measured."""
-        steps = [a.step_s for a in self.chosen if a.step_s is not None]
-        return median(steps) if steps else self.measured.makespan_s
+        """Measured attempt, and what lies between two: never less than the attempt, as a median
+        over the attempts that another follows could be.
+        """
+        return self.measured.makespan_s + self.between_s
 
     @property
     def simulated_step_s(self) -> float:
