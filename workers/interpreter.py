@@ -25,15 +25,15 @@ class InstructionError(PenstockError):
 class JobResult:
     """``loss_sum`` over ``loss_tokens`` counted tokens whose loss this device computed (0: none).
 
-    ``wall_s`` runs from the first instruction to the last offload, and ``update_s`` from there to
-    the last update of a block; waits are in ``waited_s`` by
-    cause. ``peak``: of the device's memory, where it was measured.
+    ``wall_s`` runs from the first instruction to the last offload; ``tail_s`` from the end of the
+    last compute instruction to that of everything, offloads and updates of blocks included (0
+    where nothing was computed). ``peak``: of the device's memory, where it was measured.
     """
 
     loss_sum: float
     loss_tokens: int
     wall_s: float
-    update_s: float
+    tail_s: float
     tally: Tally
     weights_wait_s: float
     peak: MemoryPeak | None = None
@@ -57,11 +57,12 @@ def run_job(
                 _execute(instruction, attempt, handlers[instruction.opcode])
         attempt.finish()
         attempt.record_peak(bench.meter.peak)
+        end, computed_at = time.perf_counter(), attempt.tally.computed_at
         return JobResult(
             loss_sum=attempt.loss_sum,
             loss_tokens=attempt.loss_tokens,
-            wall_s=time.perf_counter() - start - attempt.update_s,
-            update_s=attempt.update_s,
+            wall_s=end - start - attempt.update_s,
+            tail_s=end - computed_at if computed_at else 0.0,
             tally=attempt.tally,
             weights_wait_s=attempt.stages.waited_s,
             peak=bench.meter.peak,

@@ -162,7 +162,7 @@ class Session:
                 loss_tokens=result.loss_tokens,
                 busy_seconds=result.tally.busy_s,
                 wall_seconds=result.wall_s,
-                update_seconds=result.update_s,
+                tail_seconds=result.tail_s,
                 peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
             )
             self._link.send(pb.MemberMessage(attempt_done=done))

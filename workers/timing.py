@@ -20,13 +20,15 @@ from penstock.workers.trace import COMPUTE, Executed, TraceRing
 @dataclass(slots=True)
 class Tally:
     """What an attempt's instructions took, in seconds. ``busy_s``: computing, without waits;
-    ``received_s``: the host's waits for peers.
+    ``received_s``: the host's waits for peers; ``computed_at``: when the last compute instruction
+    ended, by ``time.perf_counter`` (0: there was none).
     """
 
     seconds: defaultdict[Opcode, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[Opcode] = field(default_factory=Counter)
     received_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     busy_s: float = 0.0
+    computed_at: float = 0.0
 
 
 class Timeline:
@@ -84,6 +86,7 @@ class Timeline:
             tally.counts[opcode] += 1
             if type(instruction) in COMPUTE:
                 tally.busy_s += end - ready
+                tally.computed_at = max(tally.computed_at, end)
             self._ring.executed(
                 Executed(
                     self._phase,

@@ -14,10 +14,10 @@ from penstock.shm.control import CommitRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptTimes:
-    """Clock readings of one attempt: start, last worker done, decision."""
+    """Clock readings of one attempt: start, end of the last compute instruction, decision."""
 
     started_s: float
-    workers_done_s: float
+    computed_s: float
     decided_s: float
 
 
@@ -38,7 +38,9 @@ def attempt_line(
 
     ``bubble_ratio`` is the share of the workers' time, from the first instruction to the last of
     the slowest, in which they computed nothing. ``peak_device_bytes`` is that of the device that
-    held most, left out where none was measured. Values that are no finite number become null.
+    held most, left out where none was measured. ``optimizer_tail_seconds`` runs from the end of the
+    last compute instruction of any worker, when the last gradient is there, to the decision: copies
+    to the host, passes, messages, amends. Values that are no finite number become null.
     """
     done = list(reports)
     tokens = sum(report.loss_tokens for report in done)
@@ -60,7 +62,7 @@ def attempt_line(
         loss_scale=loss_scale,
         epoch=epoch,
         bubble_ratio=max(0.0, 1.0 - busy / (len(done) * wall)) if wall > 0 else 0.0,
-        optimizer_tail_seconds=max(0.0, times.decided_s - times.workers_done_s),
+        optimizer_tail_seconds=max(0.0, times.decided_s - times.computed_s),
         **({"peak_device_bytes": peak_bytes} if peak_bytes else {}),
         **_mark(emulated),
     )

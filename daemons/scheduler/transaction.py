@@ -71,7 +71,7 @@ class Transaction(Activity):
         )
         self._statuses: dict[int, pb.BlockStatus] = {}
         self._reports: dict[str, pb.AttemptDone] = {}
-        self._started_s = self._workers_done_s = 0.0
+        self._started_s = self._computed_s = 0.0
         self._decided: tuple[Verdict, CommitRecord] | None = None
 
     @property
@@ -114,7 +114,7 @@ class Transaction(Activity):
         if body.attempt != self.attempt or member not in self.waiting:
             return []
         self._reports[member] = body
-        self._workers_done_s = max(self._workers_done_s, now_s - body.update_seconds)
+        self._computed_s = max(self._computed_s, now_s - body.tail_seconds)
         if self.answered(member):
             self.phase = Phase.DECIDING
         return self._decide_if_complete(now_s)
@@ -230,7 +230,7 @@ class Transaction(Activity):
             epoch=self.ledger.epoch,
             times=AttemptTimes(
                 started_s=self._started_s,
-                workers_done_s=self._workers_done_s,
+                computed_s=self._computed_s,
                 decided_s=now_s,
             ),
             emulated=self.rules.emulated,

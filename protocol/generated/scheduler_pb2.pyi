@@ -119,7 +119,7 @@ class BlockStatus(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., block: _Optional[int] = ..., finite: _Optional[bool] = ..., sum_squares: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class AttemptDone(_message.Message):
-    __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds", "peak_device_bytes", "update_seconds")
+    __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds", "peak_device_bytes", "tail_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
@@ -127,7 +127,7 @@ class AttemptDone(_message.Message):
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PEAK_DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     loss_sum: float
@@ -135,8 +135,8 @@ class AttemptDone(_message.Message):
     busy_seconds: float
     wall_seconds: float
     peak_device_bytes: int
-    update_seconds: float
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., wall_seconds: _Optional[float] = ..., peak_device_bytes: _Optional[int] = ..., update_seconds: _Optional[float] = ...) -> None: ...
+    tail_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., wall_seconds: _Optional[float] = ..., peak_device_bytes: _Optional[int] = ..., tail_seconds: _Optional[float] = ...) -> None: ...
 
 class Amended(_message.Message):
     __slots__ = ("epoch", "attempt")

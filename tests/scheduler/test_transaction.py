@@ -257,8 +257,22 @@ def test_other_dtypes_have_no_loss_scale() -> None:
 
 def test_metrics_line(live: Driver) -> None:
     live.now_s += 1.0
-    live.done("worker.0", busy_seconds=1.0, wall_seconds=2.0, loss_sum=0.0, loss_tokens=0)
-    live.done("worker.1", busy_seconds=0.5, wall_seconds=1.0, loss_sum=30.0, loss_tokens=10)
+    live.done(
+        "worker.0",
+        busy_seconds=1.0,
+        wall_seconds=2.0,
+        loss_sum=0.0,
+        loss_tokens=0,
+        tail_seconds=0.9,
+    )
+    live.done(
+        "worker.1",
+        busy_seconds=0.5,
+        wall_seconds=1.0,
+        loss_sum=30.0,
+        loss_tokens=10,
+        tail_seconds=0.25,
+    )
     live.block(0)
     live.now_s += 3.0
     live.block(1)
@@ -277,7 +291,7 @@ def test_metrics_line(live: Driver) -> None:
         "loss_scale": 1.0,
         "epoch": 1,
         "bubble_ratio": 1.0 - 1.5 / 4.0,
-        "optimizer_tail_seconds": 3.0,
+        "optimizer_tail_seconds": 3.25,  # since the later one's last gradient
     }
     assert live.status.eta_seconds == 99 * 4.0
     live.run_attempt(math.nan)

@@ -155,6 +155,7 @@ def test_attempt_done_carries_loss_and_times(worker: OneWorker) -> None:
     assert done.loss_sum == pytest.approx(worker.cluster.reference(job)[0], rel=1e-6)
     assert done.loss_tokens == job.counted_tokens
     assert 0 < done.busy_seconds <= done.wall_seconds
+    assert 0 < done.tail_seconds <= done.wall_seconds - done.busy_seconds
 
 
 def test_a_drain_in_the_queue_ends_the_attempt_before_it(worker: OneWorker) -> None:
