@@ -10,11 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock.models.probe import WeightlessStub, layer_stubs, shell, shell_at
 from penstock.models.skeleton import Skeleton
@@ -138,8 +138,8 @@ class Pieces:
         computes them.
         """
 
-        def decoder(*_: Any, **__: Any) -> _DecoderOutput:
-            return _DecoderOutput(last_hidden_state=finished[None])
+        def decoder(*_: Any, **__: Any) -> Any:
+            return _decoder_output()(last_hidden_state=finished[None])
 
         model = shell_at(self._skeleton.model, self._skeleton.decoder_path, decoder)
         logits: torch.Tensor = model(inputs_embeds=finished[None], use_cache=False).logits
@@ -180,14 +180,20 @@ class _FirstLayerReached(Exception):
         self.hidden = hidden
 
 
-class _DecoderOutput(BaseModelOutputWithPast):
-    """Has every optional field that some model's head passes on (router logits, cross
-    attentions): None.
+@cache
+def _decoder_output() -> type[Any]:
+    """What a decoder returns, with every optional field that some model's head passes on (router
+    logits, cross attentions): None.
     """
+    # Imported here: emulated workers import this module and need no transformers.
+    from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    class DecoderOutput(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return DecoderOutput
 
 
 def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> bool:

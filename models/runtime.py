@@ -11,12 +11,11 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from penstock.models.batch import MicroBatch
 from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block, bind_gradients
@@ -29,6 +28,9 @@ from penstock.models.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
 from penstock.models.storing import Stored, Storing
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["HIDDEN", "Borrowed", "BoundBlock", "ModelRuntime", "StageOutput"]
 

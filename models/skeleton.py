@@ -15,14 +15,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from penstock.models.probe import observe_order
 from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 EMBEDDING_KIND = "embedding"
 HEAD_KIND = "head"
@@ -117,6 +119,9 @@ def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
 
 
 def _build_on_meta(hf_config: PretrainedConfig) -> Any:
+    # Imported here: it takes seconds, and emulated workers import this module and build nothing.
+    from transformers import AutoModelForCausalLM
+
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     # Soft-capped attention scores exist in the eager implementation only.

@@ -128,13 +128,18 @@ def test_nothing_unfinished_and_nothing_printed() -> None:
 
 
 def test_light_modules_import_no_torch() -> None:
-    """One interpreter after the other, so that no module hides behind another's import."""
+    """One module after the other, so that the message names the first that does. Workers need
+    torch; what builds a model they import when they build one, emulated workers never.
+    """
     program = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"
         "    importlib.import_module(name)\n"
         "    heavy = {'torch', 'transformers', 'scipy', 'matplotlib'} & sys.modules.keys()\n"
         "    assert not heavy, f'{name} imports {heavy}'\n"
+        "import penstock.workers.main as worker\n"
+        "heavy = {'transformers', 'scipy', 'matplotlib'} & sys.modules.keys()\n"
+        "assert not heavy, f'{worker.__name__} imports {heavy}'\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *LIGHT_MODULES],

@@ -12,7 +12,6 @@ from typing import cast
 import torch
 import zmq
 
-from penstock.models.hf import load_run_config
 from penstock.models.runtime import ModelRuntime
 from penstock.planner.emulation import Emulation
 from penstock.protocol.blocks import attach
@@ -285,6 +284,9 @@ class EpochWorkshop:
                 ModelRuntime, EmulatedRuntime(self._table, seed=self._config.run.seed)
             )
         if self._runtime is None:
+            # Imported here: with transformers it takes seconds, and emulated workers need neither.
+            from penstock.models.hf import load_run_config
+
             self._runtime = ModelRuntime(
                 load_run_config(self._files.path),
                 self._table,
