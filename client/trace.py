@@ -20,10 +20,10 @@ from penstock.client.chrome_trace import Range, chrome_trace
 from penstock.client.outputs import write_file
 from penstock.client.reports import heading
 from penstock.client.trace_memory import DeviceMemory, compare_memory, memory_lines
-from penstock.planner.auto import config_prices, optimizer_of
 from penstock.planner.fitted import Fit
 from penstock.planner.measured import MeasuredAttempt, Measurement, measure
 from penstock.planner.overlap import copies_behind_compute, optimizer_behind_compute
+from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.render import SECONDS, Caption
 from penstock.planner.render.compared import compared_png, compared_svg
 from penstock.planner.render.lanes import Picturable

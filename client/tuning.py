@@ -19,8 +19,9 @@ from rich.table import Table
 from penstock.client.laboratory import options_named
 from penstock.client.outputs import write_file
 from penstock.daemons.node.prepare import table_of
-from penstock.planner.auto import config_prices, trainable_plan, trainable_schemes
+from penstock.planner.auto import trainable_plan, trainable_schemes
 from penstock.planner.emulation import Emulation
+from penstock.planner.prices import config_prices
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.sources import AnalyticSource, Prices

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.planner.build import build_plan, dropped_operators
-from penstock.planner.cluster import OptimizerModel
 from penstock.planner.costs import Costs
-from penstock.planner.emulation import Emulation, optimizer_way
-from penstock.planner.profile import block_costs, cluster_of, guess_of
+from penstock.planner.emulation import Emulation
+from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.sources import Prices
@@ -28,7 +27,6 @@ from penstock.protocol.config import AUTO, Config, ScheduleConfig
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.executable import check_executable, check_updates
 from penstock.protocol.plan import Plan
-from penstock.protocol.profile_json import load_profile
 from penstock.shm.table import BlockTable
 
 Fits = Callable[[Config, Plan], None]
@@ -185,26 +183,6 @@ def config_terms(config: Config, table: BlockTable, profile: Path | None = None)
     )
 
 
-def config_prices(
-    config: Config, table: BlockTable, profile: Path | None, micro_batch: int
-) -> Prices:
-    """Costs and cluster of a configuration for micro-batches of so many sequences.
-
-    Raises:
-        ConfigError: as :func:`config_terms`.
-    """
-    profile = profile or config.schedule.profile
-    if profile is None and config.cluster.emulated is not None:
-        train = config.train.model_copy(update={"micro_batch": micro_batch})
-        emulation = Emulation.of(config.model_copy(update={"train": train}))
-        return Prices(costs=emulation.costs, cluster=emulation.cluster)
-    source = load_profile(profile) if profile is not None else guess_of(config.cluster.device)
-    return Prices(
-        costs=block_costs(table, source, tokens=micro_batch * config.data.sequence_length),
-        cluster=cluster_of(source, devices_per_node=config.cluster.workers),
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class _Plans:
     """Plans of candidates as ``train`` makes them; ``refused``: a first example of each kind of
@@ -267,13 +245,6 @@ def _limits(config: Config, prices: Prices) -> Limits:
     limit = config.memory.device_limit
     there = prices.cluster.device_memory_bytes
     return Limits(device_bytes=there if limit is None else limit, keep=KEPT)
-
-
-def optimizer_of(config: Config) -> OptimizerModel:
-    """How a configuration's optimizer works on its nodes' cores."""
-    if config.cluster.emulated is not None:
-        return Emulation.of(config).optimizer
-    return optimizer_way(config.optimizer)
 
 
 def _default(plans: _Plans, terms: Terms) -> str:

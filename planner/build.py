@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.planner.costs import Costs
-from penstock.planner.emulation import Emulation
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.memory import table_costs
 from penstock.planner.operators import OPERATOR_SETS
 from penstock.planner.partition import partition
 from penstock.planner.passes import PASSES, Pass, PassContext
-from penstock.planner.profile import block_costs, cluster_of, guess_of
+from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
@@ -36,6 +35,7 @@ def build_plan(config: Config, table: BlockTable, costs: Costs | None = None) ->
             :class:`~penstock.planner.validate.PlanError` for a plan file that makes no sense.
     """
     file = config.schedule.file
+    _check_used(config)
     if file is not None and file.suffix.lower() != ".csv":
         plan = _load(file, config)
     else:
@@ -140,24 +140,36 @@ def _pass(name: str, config: Config) -> Pass:
     return PASSES[name]
 
 
+def _check_used(config: Config) -> None:
+    """Keys for passes have a pass that looks at them."""
+    wish = config.schedule
+    for key, value, users in (
+        ("update_stride", wish.update_stride, ("interleave-updates",)),
+        ("resident_share", wish.resident_share, ("interleave-updates", "twinflow")),
+    ):
+        if value and not set(users) & set(wish.passes):
+            raise ConfigError(
+                f"schedule.{key} = {value}: no pass looks at it; leave it out, or have"
+                f" {' or '.join(users)} in schedule.passes"
+            )
+
+
 def _context(config: Config, table: BlockTable) -> PassContext:
-    """Costs as guessed for the configured device, or as emulated; a hop carries the largest output
-    of a block.
+    """Costs as ``schedule.profile`` has them, as emulated, or as guessed for the device; a hop
+    carries the largest output of a block.
     """
-    if config.cluster.emulated is not None:
-        emulation = Emulation.of(config)
-        costs, cluster = emulation.costs, emulation.cluster
-    else:
-        guess = guess_of(config.cluster.device)
-        tokens = config.train.micro_batch * config.data.sequence_length
-        costs = block_costs(table, guess, tokens=tokens)
-        cluster = cluster_of(guess, devices_per_node=config.cluster.workers)
+    prices = config_prices(config, table, None, config.train.micro_batch)
+    cluster = prices.cluster
+    costs = replace(prices.costs, separate_memory=config.cluster.device != "cpu")
     largest = max(block.output_bytes for block in costs.blocks)
     return PassContext(
         costs=costs,
         cluster=cluster,
         memory_limit_bytes=config.memory.device_limit,
         hop_s=largest / cluster.peer_bandwidth + cluster.latency_s,
+        optimizer=optimizer_of(config),
+        update_stride=config.schedule.update_stride,
+        resident_share=config.schedule.resident_share,
     )
 
 

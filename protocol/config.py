@@ -261,6 +261,11 @@ class ScheduleConfig(_Section):
     ``concatenate``): ``looped`` leaves the bits of an unsplit backward; ``concatenated`` is one
     product over the rows of all, which is faster where they are few, and rounds otherwise.
 
+    ``update_stride``: the pass ``interleave-updates`` has every so many-th block updated on its
+    device; unset, what is fastest by the rates of ``profile``. ``resident_share``: of each device's
+    parameters, those whose optimizer state stays on the device: the last to be updated with
+    ``interleave-updates``, the first with ``twinflow``.
+
     ``scheme: auto`` (or ``schedule: auto``): the fastest that the tuner finds
     (:mod:`penstock.planner.auto`); other keys that are given restrict its search. ``profile``: what
     ``penstock profile`` measured, for costs of simulations; a guess at the device otherwise.
@@ -294,6 +299,8 @@ class ScheduleConfig(_Section):
     drop: tuple[str, ...] = ()
     weight_gradients: Literal["looped", "concatenated"] = "looped"
     passes: tuple[str, ...] = ()
+    update_stride: int | None = Field(default=None, ge=1)
+    resident_share: float = Field(default=0.0, ge=0.0, le=1.0)
     file: Path | None = None
     profile: Path | None = None
     asked: dict[str, Any] | None = None

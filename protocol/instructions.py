@@ -332,10 +332,15 @@ class Update(Instruction):
     Waits for the OffloadGradients of every backward stage that contains the block (one of each
     route). Reads its state from host memory, writes its next weights there (Deep Optimizer States,
     section 4).
+
+    ``resident``: the device keeps the state that it read, and the gradients, and brings them up to
+    each commit itself, so that it reads no state in later attempts (a static resident, section
+    4.1). What is in host memory stays the truth.
     """
 
     opcode: ClassVar[Opcode] = Opcode.UPDATE
     block: int
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,6 +427,12 @@ def _parse_phase(text: str) -> Phase:
     return Phase(text)
 
 
+def _parse_flag(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError("expected yes or no")
+    return text == "yes"
+
+
 def _parse_after(text: str) -> RecomputeAfter:
     if text not in {after.value for after in RecomputeAfter}:
         raise ValueError("expected checkpoint or gradient")
@@ -439,10 +450,13 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "drop": _parse_operators,
     "phase": _parse_phase,
     "after": _parse_after,
+    "resident": _parse_flag,
 }
 
 
 def _format_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, tuple):
@@ -453,8 +467,8 @@ def _format_value(value: Any) -> str:
 def format_instruction(instruction: Instruction) -> str:
     """The text form, such as ``F 3 0 keep=all``; :func:`parse_instruction` reads it back.
 
-    Optional fields (``drop``, ``after``, ``peer`` of swaps) are left out where they have their
-    default.
+    Optional fields (``drop``, ``after``, ``resident``, ``peer`` of swaps) are left out where they
+    have their default.
     """
     code = instruction.opcode.value
     defaults = _DEFAULTS_OF_CODE[code]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.planner.cluster import Cluster
+from penstock.planner.cluster import PREVIEW_SETTLE, Cluster, OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.schedule import Schedule
 
@@ -15,13 +15,18 @@ class PassContext:
     """What passes decide by. ``memory_limit_bytes``: of one device; ``None`` where it is no limit.
 
     ``hop_s``: what a tensor takes from one device to the next, for decisions by
-    :func:`penstock.planner.timing.order_times`.
+    :func:`penstock.planner.timing.order_times`. ``optimizer``: what the CPU does with the blocks
+    that it updates. ``update_stride``: which blocks ``interleave-updates`` takes, if it shall not
+    decide; ``resident_share``: of each device's parameters, those whose state stays there.
     """
 
     costs: Costs
     cluster: Cluster
     memory_limit_bytes: float | None = None
     hop_s: float = 0.0
+    optimizer: OptimizerModel = PREVIEW_SETTLE
+    update_stride: int | None = None
+    resident_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,15 @@
 
 Source: Maurya et al., "Deep Optimizer States", Middleware 2024, sections 4.1 to 4.3, with blocks as
 subgroups and our own step: an UPDATE is a *preview* (state in, next weights out, see
-:func:`penstock.planner.update_rates.preview_ratio`), so what the CPU does is taken to be previews,
-too (:data:`penstock.planner.cluster.PREVIEW_SETTLE`).
+:func:`penstock.planner.update_rates.preview_ratio`). What the CPU does with the others is
+``context.optimizer``.
 
 - ``interleave-updates``: every k-th block, right behind the last backward of its stage. Its state
   comes over the idle host-to-device stream; the kernel fills a gap between compute instructions.
+  With static residents (``resident_share``), the last ones: their kernels run while what others
+  left is still being copied.
+- ``twinflow``: static residents only, the first ones, and nothing interleaved: DeepSpeed's TwinFlow
+  (ZeRO-Offload++), for comparison.
 - ``device-update``: only the last blocks, whose gradients come when nothing hides an update any
   more. Ours, for SPipe's optimizer tail; it is also what the paper's static residents last come to
   where no state stays on a GPU.
@@ -17,11 +21,11 @@ An UPDATE runs on the device that made the block's gradients: it reads them ther
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 
-from penstock.planner.cluster import PREVIEW_SETTLE
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.schedule import Schedule
@@ -41,23 +45,62 @@ def subgroups_on_gpu(count: int, stride: int, residents: Collection[int] = ()) -
 
 
 def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
-    """Put every k-th block on its GPU; k is that of our counterpart of equation 1.
+    """Put every k-th block on its GPU, and the last ones of each as residents.
 
-    That is :func:`penstock.planner.update_rates.preview_stride`. Blocks are counted per node, in
-    the order in which their gradients become final. Nothing changes where the cluster's CPU
-    optimizer is no limit.
+    k is ``context.update_stride``, or that of our counterpart of equation 1,
+    :func:`penstock.planner.update_rates.preview_stride`. Blocks are counted per node, in the order
+    in which their gradients become final. Nothing changes where nothing is asked for and the
+    cluster's CPU optimizer is no limit, or devices are its own cores.
 
     Raises:
         ConfigError: several routes, or updates are there already.
     """
     _require_plain(schedule, "interleave-updates")
-    stride = preview_stride(context.cluster, PREVIEW_SETTLE)
-    if stride is None:
-        return schedule
-    chosen: set[int] = set()
-    for blocks in _final_order(schedule, context).values():
-        chosen.update(blocks[i] for i in subgroups_on_gpu(len(blocks), stride))
-    return _with_updates(schedule, chosen)
+    stride = context.update_stride
+    if stride is None and context.costs.separate_memory:
+        stride = preview_stride(context.cluster, context.optimizer)
+    orders = _final_order(schedule, context)
+    residents = _residents(schedule, context, [blocks[::-1] for blocks in orders.values()])
+    chosen = set(residents)
+    for blocks in orders.values():
+        chosen.update(blocks[i] for i in subgroups_on_gpu(len(blocks), stride or len(blocks) + 1))
+    return _with_updates(schedule, chosen, residents) if chosen else schedule
+
+
+def twinflow(schedule: Schedule, context: PassContext) -> Schedule:
+    """Keep the state of the first blocks of each GPU there, ``context.resident_share`` of it.
+
+    The ratio is the user's, as in DeepSpeed; it is rounded down to whole blocks.
+
+    Raises:
+        ConfigError: several routes, updates are there already, or no share is given.
+    """
+    _require_plain(schedule, "twinflow")
+    if not context.resident_share:
+        raise ConfigError(
+            "passes: twinflow: schedule.resident_share = 0: which share of the optimizer's state"
+            " stays on devices? Accepted: above 0, at most 1"
+        )
+    residents = _residents(schedule, context, _final_order(schedule, context).values())
+    return _with_updates(schedule, residents, residents)
+
+
+def _residents(
+    schedule: Schedule, context: PassContext, orders: Iterable[Sequence[int]]
+) -> set[int]:
+    """The first blocks of each device in ``orders``, within its resident share."""
+    layout, costs = schedule.layout, context.costs.blocks
+    device_of = {b: stage.device for stage in layout.backward for b in stage.blocks}
+    room: dict[int, float] = defaultdict(float)
+    for block, device in device_of.items():
+        room[device] += context.resident_share * costs[block].parameters
+    found: set[int] = set()
+    for block in chain.from_iterable(orders):
+        device = device_of[block]
+        room[device] -= costs[block].parameters
+        if room[device] >= -1e-9 * costs[block].parameters:
+            found.add(block)
+    return found
 
 
 def device_update(schedule: Schedule, context: PassContext) -> Schedule:
@@ -75,7 +118,7 @@ def device_update(schedule: Schedule, context: PassContext) -> Schedule:
     chosen: set[int] = set()
     for node in _nodes(schedule, context):
         chosen.update(_balanced(schedule.layout, node, context))
-    return _with_updates(schedule, chosen) if chosen else schedule
+    return _with_updates(schedule, chosen, ()) if chosen else schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +148,7 @@ def _balanced(layout: StageLayout, node: _Node, context: PassContext) -> set[int
     blocks = context.costs.blocks
     left = {device: list(layout.backward[s].blocks) for device, s in node.last_stages.items()}
     on_cpu = sum(blocks[b].parameters for stage in left.values() for b in stage)
-    cpu_rate = host_rate(context.cluster, PREVIEW_SETTLE, alone=True)
+    cpu_rate = host_rate(context.cluster, context.optimizer, alone=True)
     gpu_rate = device_rate(context.cluster)
     last_s = max(node.ends_s.values())
     busy_s = dict(node.ends_s)
@@ -149,10 +192,12 @@ def _final_order(schedule: Schedule, context: PassContext) -> dict[int, list[int
     return blocks
 
 
-def _with_updates(schedule: Schedule, chosen: Collection[int]) -> Schedule:
+def _with_updates(
+    schedule: Schedule, chosen: Collection[int], residents: Collection[int]
+) -> Schedule:
     backward = schedule.layout.backward
     updates = {
-        stage: tuple(Update(block=b) for b in blocks.blocks if b in chosen)
+        stage: tuple(Update(block=b, resident=b in residents) for b in blocks.blocks if b in chosen)
         for stage, blocks in enumerate(backward)
     }
     orders = tuple(tuple(_inserted(order, updates)) for order in schedule.orders)
@@ -182,6 +227,11 @@ PASSES = (
         name="interleave-updates",
         summary="update every k-th block on its GPU (Deep Optimizer States, 4.2 and 4.3)",
         run=interleave_updates,
+    ),
+    Pass(
+        name="twinflow",
+        summary="keep the state of the first blocks on GPUs (TwinFlow, a comparison)",
+        run=twinflow,
     ),
     Pass(
         name="device-update",

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import PREVIEW_SETTLE, Cluster
+from penstock.planner.cluster import ADVANCE, PREVIEW_SETTLE, Cluster
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.papers.deep_optimizer_states import (
     FIGURE_16,
@@ -142,6 +142,45 @@ def test_interleave_updates_every_third_block() -> None:
     schedule = PASSES["interleave-updates"].run(_spipe(context), context)
     assert _updated(schedule) == [2, 5]
     validate(lower(schedule))
+
+
+def _residents(schedule: Schedule) -> list[int]:
+    orders = (i for order in schedule.orders for i in order)
+    return sorted(i.block for i in orders if isinstance(i, Update) and i.resident)
+
+
+def test_interleave_updates_with_a_stride_and_residents_of_ones_own() -> None:
+    """Each device has four blocks, so a quarter is one: the one whose gradients come last."""
+    context = replace(_context(NODE), update_stride=4, resident_share=0.25)
+    schedule = PASSES["interleave-updates"].run(_spipe(context), context)
+    assert (_updated(schedule), _residents(schedule)) == ([0, 1, 4], [0, 1])
+    validate(lower(schedule))
+
+
+def test_a_stride_is_chosen_by_what_the_cpu_does_with_its_blocks() -> None:
+    """Beside the devices' 2 updates a second memory has room for 3 previews, or 1.6 advances."""
+    context = _context(replace(NODE, optimizer_rate=1e12, dram_bandwidth=76e9))
+    assert _updated(PASSES["interleave-updates"].run(_spipe(context), context)) == [2, 5]
+    advancing = replace(context, optimizer=ADVANCE)
+    assert _updated(PASSES["interleave-updates"].run(_spipe(context), advancing)) == [0, 2, 4, 6]
+
+
+def test_twinflow_keeps_the_first_blocks_of_each_device() -> None:
+    """A share is rounded down to blocks: 0.6 of four are two."""
+    context = replace(_context(NODE), resident_share=0.6)
+    schedule = PASSES["twinflow"].run(_spipe(context), context)
+    assert _updated(schedule) == _residents(schedule) == [4, 5, 6, 7]
+    with pytest.raises(ConfigError, match=r"twinflow: schedule\.resident_share = 0: .* above 0"):
+        PASSES["twinflow"].run(_spipe(context), _context(NODE))
+
+
+def test_devices_that_are_the_optimizers_cores_are_left_alone() -> None:
+    context = _context(replace(NODE, optimizer_rate=0.25e9))
+    on_cores = replace(context, costs=replace(context.costs, separate_memory=False))
+    schedule = _spipe(on_cores)
+    assert PASSES["interleave-updates"].run(schedule, on_cores) is schedule
+    wanted = replace(on_cores, update_stride=2)
+    assert len(_updated(PASSES["interleave-updates"].run(schedule, wanted))) == 4
 
 
 def test_interleaved_updates_end_earlier() -> None:

@@ -42,6 +42,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "drop": st.lists(st.sampled_from(["norm", "silu", "mul_2"]), max_size=3).map(tuple),
     "phase": st.sampled_from(Phase),
     "after": st.sampled_from(RecomputeAfter),
+    "resident": st.booleans(),
 }
 
 
