@@ -22,8 +22,10 @@ class Cluster:
     ``latency_s`` of a message.
 
     ``optimizer_rate``: parameters/s that all optimizer cores of a node can process if DRAM is no
-    limit. ``device_optimizer_rate``: parameters/s of an UPDATE on a device, without its copies;
-    ``update_fetch_bytes`` and ``update_offload_bytes``: what it copies per parameter.
+    limit. ``preview_speed``, ``settle_speed``: how many times as fast they preview, or settle, as
+    they do both in one pass. ``device_optimizer_rate``: parameters/s of an UPDATE on a device,
+    without its copies; ``update_fetch_bytes`` and ``update_offload_bytes``: what it copies per
+    parameter.
 
     ``replicas``: copies of the whole plan that train together (data parallelism beyond the plan's
     own routes); REDUCE_GRADIENTS sums over them, from each device to its replica at
@@ -43,6 +45,8 @@ class Cluster:
     dram_bandwidth: float = inf
     latency_s: float = 0.0
     optimizer_rate: float = inf
+    preview_speed: float = 1.0
+    settle_speed: float = 1.0
     device_optimizer_rate: float = inf
     update_fetch_bytes: float = 12.0
     update_offload_bytes: float = 2.0
@@ -79,18 +83,23 @@ class OptimizerModel:
     ``tail_bytes``: DRAM traffic per parameter of the pass that must end before the step can commit;
     ``settle_bytes``: of a second pass that runs during the next attempt's forward (0: none). A pass
     runs at ``Cluster.optimizer_rate``, or slower where its share of DRAM bandwidth is less.
+
+    ``early``: how the blocks in ``Plan.settled_early`` are done; ``None``: like all others.
     """
 
     start: OptimizerStart = OptimizerStart.OFFLOAD
     tail_bytes: float = 30.0
     settle_bytes: float = 0.0
+    early: OptimizerModel | None = None
 
-
-ADVANCE = OptimizerModel()
-"""Settle and preview in one pass, per backward stage: what this system normally does."""
 
 PREVIEW_SETTLE = OptimizerModel(tail_bytes=16.0, settle_bytes=26.0)
 """Preview in the tail, settle during the next forward."""
+
+ADVANCE = OptimizerModel(early=PREVIEW_SETTLE)
+"""Settle and preview in one pass, per backward stage, but as the plan says it: what this system
+does.
+"""
 
 IN_PLACE = OptimizerModel(tail_bytes=28.0)
 """SPipe's asynchronous in-place step."""

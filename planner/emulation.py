@@ -48,10 +48,10 @@ _CAST_BYTES = 6.0
 
 
 def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
-    """How the optimizer gets from version to version."""
+    """How the optimizer gets from version to version, where the plan does not say it."""
     if config.rollback == "arithmetic":
         return IN_PLACE
-    return PREVIEW_SETTLE if config.settle == "early" else ADVANCE
+    return ADVANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,10 @@ class PassRates:
             "gradient_status": _STATUS_BYTES,
             "cast": _CAST_BYTES,
         }
-        return cls(
-            parameters_per_s=dict.fromkeys(moved, cluster.optimizer_rate), bytes_per_parameter=moved
-        )
+        rates = dict.fromkeys(moved, cluster.optimizer_rate)
+        rates["preview"] *= cluster.preview_speed
+        rates["settle"] *= cluster.settle_speed
+        return cls(parameters_per_s=rates, bytes_per_parameter=moved)
 
     @classmethod
     def measured(cls, profile: Profile) -> PassRates:

@@ -54,7 +54,8 @@ class Fit:
 
     ``stages``: seconds of each compute opcode and stage (of a BACKWARD_WEIGHT per micro-batch),
     ``overhead_s``, ``latency_s``, ``gradients_s`` (published to pass) and ``pass_hop_s`` as in the
-    module; ``passes``: seconds by block.
+    module; ``passes``: seconds by block; ``settle_speed``: of blocks that are settled first,
+    relative to these.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Fit:
     gradients_s: float
     pass_hop_s: float
     passes: Mapping[int, float]
+    settle_speed: float
     offloads: Mapping[int, float]
     fetches: Mapping[tuple[str, int], float]
 
@@ -81,6 +83,7 @@ class Fit:
             gradients_s=_median(ready),
             pass_hop_s=_median(hops),
             passes=_medians(map(_pass_seconds, attempts)),
+            settle_speed=_settle_speed(attempts),
             offloads=_medians(map(_offload_seconds, attempts)),
             fetches=_medians(map(_fetch_seconds, attempts)),
         )
@@ -95,6 +98,7 @@ class Fit:
             peer_bandwidth=1.0,
             nic_bandwidth=1.0,
             optimizer_rate=1.0,
+            settle_speed=self.settle_speed,
             device_optimizer_rate=1.0,
             update_fetch_bytes=0.0,  # in what the UPDATE took
             update_offload_bytes=0.0,
@@ -234,6 +238,20 @@ def _pass_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
         for work in trace.updates:
             found[work.instruction.block] = work.seconds  # type: ignore[attr-defined]  # an UPDATE
     return dict(found)
+
+
+def _settle_speed(attempts: Iterable[MeasuredAttempt]) -> float:
+    """How many times as fast blocks were settled as what ran behind their gradients."""
+    settling_s = passing_s = 0.0
+    for attempt in attempts:
+        after = _pass_seconds(attempt)
+        for passes in attempt.passes.values():
+            for event in passes:
+                name, block = event.text.split()
+                if name == "settle" and int(block) in after:
+                    settling_s += event.end_s - event.start_s
+                    passing_s += after[int(block)]
+    return passing_s / settling_s if settling_s > 0.0 and passing_s > 0.0 else 1.0
 
 
 def _pass_hops(attempts: Iterable[MeasuredAttempt]) -> tuple[list[float], list[float]]:

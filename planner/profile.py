@@ -84,7 +84,7 @@ def block_costs(table: BlockTable, source: Profile | Guess, *, tokens: int) -> C
 
 
 def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
-    """Nodes like the machine. The optimizer advances; its rate includes what DRAM allows."""
+    """Nodes like the machine. The optimizer's rates include what DRAM allows."""
     machine = source.machine
     return Cluster(
         devices_per_node=devices_per_node,
@@ -94,6 +94,8 @@ def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
         nic_bandwidth=machine.peer_bandwidth,
         latency_s=machine.latency_s,
         optimizer_rate=machine.advance_rate,
+        preview_speed=machine.preview_rate / machine.advance_rate,
+        settle_speed=machine.settle_rate / machine.advance_rate,
         device_memory_bytes=machine.device_memory_bytes,
         host_memory_bytes=machine.host_memory_bytes,
     )

@@ -26,6 +26,7 @@ PLAN_FORMAT = 1
 """Written to and required in plan JSON."""
 
 _FLAGS = ("rebinds_weights", "shards_weights", "concatenates_gradients")
+_LISTS = ("routes", "settled_early")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,10 @@ class Plan:
     ``shards_weights``: every FETCH_WEIGHTS is an all-gather over all devices, every
     REDUCE_GRADIENTS a reduce-scatter (ZeRO-3). ``concatenates_gradients``: BACKWARD_WEIGHT of
     several micro-batches is one product per Linear over all their rows, with other rounding.
+
+    ``settled_early``: blocks, ascending, whose state takes a committed step in by a pass of its own
+    during the next forward, ahead of the preview of their new gradients. The CPU advances all other
+    blocks; those with an UPDATE are settled early anyway.
     """
 
     scheme: str
@@ -73,6 +78,7 @@ class Plan:
     rebinds_weights: bool = False
     shards_weights: bool = False
     concatenates_gradients: bool = False
+    settled_early: tuple[int, ...] = ()
 
     @property
     def num_routes(self) -> int:
@@ -129,6 +135,22 @@ class Plan:
                 raise ConfigError(
                     f"plan: {name} has {len(programs)} programs for {self.num_devices} devices"
                 )
+        self._check_settled_early()
+
+    def _check_settled_early(self) -> None:
+        updates, before = self.updates, -1
+        for position, block in enumerate(self.settled_early):
+            place = f"plan: settled_early[{position}] is {block}"
+            if not before < block < self.num_blocks:
+                raise ConfigError(
+                    f"{place}; expected ascending numbers of blocks, there are {self.num_blocks}"
+                )
+            if block in updates:
+                raise ConfigError(
+                    f"{place}, a block that device {updates[block]} updates and that is settled"
+                    " early for it; leave it out"
+                )
+            before = block
 
     def _check_routes(self) -> None:
         backward_routes = sum(stage.start == 0 for stage in self.backward_stages)
@@ -162,7 +184,8 @@ class Plan:
             "programs": [[format_instruction(i) for i in program] for program in self.programs],
             "evaluation": [[format_instruction(i) for i in program] for program in self.evaluation],
         }
-        defaults = (("routes", ()), ("weight_buffers", 2), *((name, False) for name in _FLAGS))
+        lists = ((name, ()) for name in _LISTS)
+        defaults = (*lists, ("weight_buffers", 2), *((name, False) for name in _FLAGS))
         for name, default in defaults:
             if getattr(self, name) != default:
                 data[name] = getattr(self, name)
@@ -194,8 +217,8 @@ class Plan:
             backward_stages=_stages(data, "backward_stages"),
             programs=_programs(data, "programs"),
             evaluation=_programs(data, "evaluation"),
-            routes=tuple(_index(r, "routes") for r in _list(data.get("routes", []), "routes")),
             weight_buffers=_index(data.get("weight_buffers", 2), "weight_buffers"),
+            **{name: _indices(data, name) for name in _LISTS},
             **{name: _flag(data, name) for name in _FLAGS},
         )
         plan.validate_shape()
@@ -253,6 +276,10 @@ def _index(value: Any, place: str) -> int:
             f"plan: {place} is {_clip(value)}, expected a number from 0 to {MAX_INDEX}"
         )
     return value
+
+
+def _indices(data: dict[str, Any], key: str) -> tuple[int, ...]:
+    return tuple(_index(value, key) for value in _list(data.get(key, []), key))
 
 
 def _list(value: Any, place: str) -> list[Any]:

@@ -1,9 +1,9 @@
 """Optimizer work: on the cores of nodes, and updates on devices.
 
-A **unit** is what a node does in one go: blocks whose gradients come from the same backward stages,
-so usually one backward stage. One optimizer owns a block and sums what routes contribute, which
-other nodes send it; where gradients are reduced there is one contribution, made on the owner's node
-(:mod:`penstock.protocol.reduction`).
+A **unit** is what a node does in one go: blocks whose gradients come from the same backward stages
+and that are settled in the same way, so usually one backward stage. One optimizer owns a block and
+sums what routes contribute, which other nodes send it; where gradients are reduced there is one
+contribution, made on the owner's node (:mod:`penstock.protocol.reduction`).
 
 An UPDATE takes a block from its unit. The block is settled at the start of the attempt; its state
 is fetched when the instruction is issued, its kernel runs on the compute stream when the state is
@@ -15,7 +15,7 @@ they are fetched as well.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isinf
 from typing import Any
@@ -32,11 +32,22 @@ from penstock.protocol.instructions import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """``rows`` of the offloads that bring gradients."""
+    """``rows`` of the offloads that bring gradients; ``way``: how its blocks are done."""
 
     node: int
     blocks: tuple[int, ...]
     rows: tuple[int, ...]
+    way: OptimizerModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """A pass over some of a unit's parameters; ``speed`` of the cores, relative to their rate."""
+
+    unit: _Unit
+    parameters: float
+    bytes_each: float
+    speed: float
 
 
 def add_optimizer(context: Context, offloads: Mapping[int, int], optimizer: OptimizerModel) -> None:
@@ -46,85 +57,102 @@ def add_optimizer(context: Context, offloads: Mapping[int, int], optimizer: Opti
     flush = -1
     if optimizer.start is OptimizerStart.FLUSH:
         flush = context.barrier(np.array(list(offloads.values())), min(offloads))
-    units = _units(context, offloads)
-    settled = _add_settles(context, units, optimizer)
+    units = _units(context, offloads, optimizer)
+    settled = _add_settles(context, units)
     updated = _add_updates(context, offloads, settled, flush)
     left = [unit for unit in units if not updated.issuperset(unit.blocks)]
-    parameters = [_parameters(context, unit, updated) for unit in left]
-    passes = _add_passes(context, left, parameters, optimizer.tail_bytes, Label.OPTIMIZER)
+    passes = _add_passes(context, [_tail(context, u, updated) for u in left], Label.OPTIMIZER)
     context.builder.need(passes, flush)
     needs = [max(settled.get(block, -1) for block in unit.blocks) for unit in left]
     context.builder.need(passes, np.array(needs, dtype=np.int64))
     _await_gradients(context, left, passes, offloads)
 
 
-def _add_settles(context: Context, units: list[_Unit], optimizer: OptimizerModel) -> dict[int, int]:
-    """Settles from the start of the attempt on, by block: of all units, or, where the CPU settles
-    and previews in one pass, of what devices update.
+def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Pass:
+    """The pass behind the gradients of what no device updates."""
+    return _Pass(
+        unit=unit,
+        parameters=_parameters(context, (b for b in unit.blocks if b not in updated)),
+        bytes_each=unit.way.tail_bytes,
+        speed=context.cluster.preview_speed if unit.way.settle_bytes > 0.0 else 1.0,
+    )
+
+
+def _add_settles(context: Context, units: list[_Unit]) -> dict[int, int]:
+    """Settles from the start of the attempt on, by block: of units that are settled in a pass of
+    its own, and of what devices update.
     """
-    everything = frozenset(block for unit in units for block in unit.blocks)
     updated = frozenset(context.columns.stages[context.columns.rows(Update)].tolist())
-    spared = frozenset() if optimizer.settle_bytes > 0.0 else everything - updated
-    settling = [unit for unit in units if not spared.issuperset(unit.blocks)]
-    parameters = [_parameters(context, unit, spared) for unit in settling]
-    moved = optimizer.settle_bytes or PREVIEW_SETTLE.settle_bytes
-    tasks = _add_passes(context, settling, parameters, moved, Label.SETTLE)
-    return {
-        block: task
-        for unit, task in zip(settling, tasks.tolist(), strict=True)
-        for block in unit.blocks
-        if block not in spared
-    }
+    passes: list[_Pass] = []
+    due: list[list[int]] = []
+    for unit in units:
+        early = unit.way.settle_bytes > 0.0
+        blocks = [block for block in unit.blocks if early or block in updated]
+        if blocks:
+            due.append(blocks)
+            passes.append(
+                _Pass(
+                    unit=unit,
+                    parameters=_parameters(context, blocks),
+                    bytes_each=unit.way.settle_bytes or PREVIEW_SETTLE.settle_bytes,
+                    speed=context.cluster.settle_speed,
+                )
+            )
+    tasks = _add_passes(context, passes, Label.SETTLE).tolist()
+    return {block: task for blocks, task in zip(due, tasks, strict=True) for block in blocks}
 
 
-def _units(context: Context, offloads: Mapping[int, int]) -> list[_Unit]:
+def _units(context: Context, offloads: Mapping[int, int], optimizer: OptimizerModel) -> list[_Unit]:
     """Last stage first: where gradients arrive at the same time, that is the order of work."""
+    early = frozenset(context.plan.settled_early if optimizer.early is not None else ())
     columns, cluster = context.columns, context.cluster
     rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
     for row in sorted(offloads, key=lambda row: int(columns.stages[row])):
         for block in context.layout.backward[int(columns.stages[row])].blocks:
             owner = context.reduction.owner_device(block)
             rows_of[cluster.node_of(owner), block].append(row)
-    grouped: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    grouped: dict[tuple[int, tuple[int, ...], bool], list[int]] = defaultdict(list)
     for (node, block), rows in rows_of.items():
-        grouped[node, tuple(rows)].append(block)
+        grouped[node, tuple(rows), block in early].append(block)
     units = [
-        _Unit(node=node, blocks=tuple(blocks), rows=rows)
-        for (node, rows), blocks in grouped.items()
+        _Unit(
+            node=node,
+            blocks=tuple(blocks),
+            rows=rows,
+            way=(optimizer.early or optimizer) if apart else optimizer,
+        )
+        for (node, rows, apart), blocks in grouped.items()
     ]
     return sorted(units, key=lambda unit: int(columns.stages[unit.rows[0]]), reverse=True)
 
 
-def _parameters(context: Context, unit: _Unit, without: frozenset[int] = frozenset()) -> float:
-    blocks = context.costs.blocks
-    return sum(blocks[b].parameters for b in unit.blocks if b not in without)
+def _parameters(context: Context, blocks: Iterable[int]) -> float:
+    return sum(context.costs.blocks[block].parameters for block in blocks)
 
 
-def _add_passes(
-    context: Context, units: list[_Unit], parameters: list[float], bytes_each: float, label: Label
-) -> Ints:
+def _add_passes(context: Context, passes: list[_Pass], label: Label) -> Ints:
     """Passes of nodes' cores; without limit of DRAM they take the time of the cores."""
-    cluster, nodes = context.cluster, np.array([unit.node for unit in units], dtype=np.int64)
-    work = np.array(parameters)
-    seconds, amounts, routes = (
-        work / cluster.optimizer_rate,
-        np.zeros(len(units)),
-        [-1] * len(units),
-    )
-    if bytes_each > 0.0 and not isinf(cluster.dram_bandwidth):
-        seconds, amounts = amounts, work * bytes_each
-        rate = cluster.optimizer_rate * bytes_each
-        routes = [context.network.optimizer(unit.node, rate) for unit in units]
+    cluster, network = context.cluster, context.network
+    nodes = np.array([one.unit.node for one in passes], dtype=np.int64)
+    seconds, amounts = np.zeros(len(passes)), np.zeros(len(passes))
+    routes = np.full(len(passes), -1, dtype=np.int32)
+    for index, one in enumerate(passes):
+        rate = cluster.optimizer_rate * one.speed
+        if one.bytes_each > 0.0 and not isinf(cluster.dram_bandwidth):
+            amounts[index] = one.parameters * one.bytes_each
+            routes[index] = network.optimizer(one.unit.node, rate * one.bytes_each)
+        else:
+            seconds[index] = one.parameters / rate
     return context.builder.add(
-        len(units),
+        len(passes),
         lane=Lane.OPTIMIZER,
         queues=context.queues.optimizer(nodes),
-        origins=np.array([unit.rows[0] for unit in units], dtype=np.int64),
+        origins=np.array([one.unit.rows[0] for one in passes], dtype=np.int64),
         places=nodes,
         label=label,
         seconds=seconds,
         amounts=amounts,
-        routes=np.array(routes, dtype=np.int32),
+        routes=routes,
         unordered=True,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from penstock.daemons.node.capacity import check_capacity
 from penstock.daemons.node.prepare import look_ahead, table_of
-from penstock.planner.cluster import OptimizerModel, OptimizerStart
+from penstock.planner.cluster import ADVANCE, OptimizerStart
 from penstock.planner.emulation import Emulation, PassWork, stored_table
 from penstock.planner.papers.obscura_testbed import SEQUENCE_LENGTH, Case
 from penstock.protocol.config import Config, parse_config
@@ -131,7 +131,8 @@ def test_machines_and_systems_can_differ_from_the_named_ones() -> None:
     assert emulation.cluster.dram_bandwidth == 128e9
     assert emulation.cluster.devices_per_switch == 2
     assert emulation.costs.instruction_s == 0.0065
-    assert emulation.optimizer == OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=64)
+    way = replace(ADVANCE, start=OptimizerStart.FLUSH, tail_bytes=64)
+    assert emulation.optimizer == way
     work = emulation.pass_work("advance", 1)
     assert work is not None
     assert (work.num_bytes, work.capacity) == (200_810_496 * 64, 128e9)

@@ -117,6 +117,8 @@ def test_the_cluster_of_a_profile(profile: Profile) -> None:
         nic_bandwidth=30.0,
         latency_s=0.25,
         optimizer_rate=4.0,
+        preview_speed=1.25,
+        settle_speed=1.5,
         host_memory_bytes=1e9,
     )
 

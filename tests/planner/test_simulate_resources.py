@@ -174,6 +174,20 @@ def test_the_previous_attempt_is_settled_first() -> None:
     ]
 
 
+def test_the_plan_says_which_blocks_are_settled_first() -> None:
+    """Block 0, at double speed: 2 from the start on and 2 behind its gradients; block 1 takes 4."""
+    cluster = Cluster(devices_per_node=1, optimizer_rate=0.5, preview_speed=2.0, settle_speed=2.0)
+    plan = replace(by_hand(TWO_STAGES, (0, 0)), settled_early=(0,))
+    costs = Costs(blocks=(WORK,) * 2)
+    assert uses(simulate(plan, costs, cluster), Lane.OPTIMIZER) == [
+        ("S 0", 0, 0.0, 2.0),
+        ("U 1", 0, 3.0, 7.0),
+        ("U 0", 0, 7.0, 9.0),
+    ]
+    in_place = simulate(plan, costs, cluster, optimizer=OptimizerModel(tail_bytes=28.0))
+    assert uses(in_place, Lane.OPTIMIZER) == [("U 1", 0, 3.0, 7.0), ("U 0", 0, 7.0, 11.0)]
+
+
 def test_settling_slows_the_first_fetch() -> None:
     """DRAM has 12: the fetch gets half of it while blocks are settled."""
     plan = by_hand(

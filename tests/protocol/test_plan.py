@@ -49,6 +49,13 @@ def test_flags_are_written_where_they_are_set(flag: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_blocks_settled_early_travel_and_files_without_them_have_none() -> None:
+    plan = dataclasses.replace(PLAN, settled_early=(1, 4))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "settled_early" not in json.loads(PLAN.to_json())
+    assert plan.digest != PLAN.digest
+
+
 def test_digest_depends_on_programs() -> None:
     assert dataclasses.replace(PLAN, evaluation=((), ())).digest != PLAN.digest
 
@@ -74,6 +81,9 @@ def test_lookups() -> None:
         ({"num_devices": 0}, "number of devices is 0"),
         ({"num_microbatches": 0}, "number of micro-batches is 0"),
         ({"programs": [[]]}, "programs has 1 programs for 2 devices"),
+        ({"settled_early": [4, 2]}, r"settled_early\[1\] is 2; expected ascending numbers of bl"),
+        ({"settled_early": [5]}, r"settled_early\[0\] is 5; expected .*, there are 5"),
+        ({"settled_early": [2], "programs": [[], ["U 2"]]}, "2, a block that device 1 updates"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
@@ -106,6 +116,7 @@ def test_text_that_is_no_plan(text: str | bytes, message: str) -> None:
         ({"forward_stages": [[0, 1]]}, r"forward_stages\[0\] is \[0, 1\]"),
         ({"forward_stages": {"a": 1}}, "forward_stages is {'a': 1}, expected a list"),
         ({"programs": [["F 0 0 keep=al"], []]}, r"programs\[0\]\[0\]: token 'keep=al'"),
+        ({"settled_early": ["a"]}, "settled_early is 'a', expected a number"),
         ({"programs": [[7], []]}, r"programs\[0\]\[0\] is 7, expected a string"),
     ],
 )
