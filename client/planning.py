@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.client.reports import heading, stages_text
+from penstock.client.reports import blocks_text, heading, stages_text
 from penstock.daemons.node.capacity import human_bytes, render_needs
 from penstock.daemons.node.prepare import Prospect, look_ahead, table_of, with_schedule
 from penstock.planner.auto import config_terms
@@ -84,6 +84,7 @@ class PlanReport:
                 f" {self.prospect.table.num_parameters:,} parameters in {plan.num_blocks} blocks",
                 f"forward stages   {stages_text(plan.forward_stages)}",
                 f"backward stages  {stages_text(plan.backward_stages)}",
+                f"settled early    {blocks_text(plan.settled_early)}",
                 "",
                 timeline(simulation, width=max(20, width - 16)).rstrip(),
                 "",

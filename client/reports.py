@@ -15,6 +15,17 @@ def stages_text(ranges: Sequence[StageRange]) -> str:
     return "  ".join(shown) + "   (blocks@device)"
 
 
+def blocks_text(blocks: Sequence[int]) -> str:
+    """Ascending numbers of blocks, neighbours as ranges."""
+    ranges: list[list[int]] = []
+    for block in blocks:
+        if ranges and ranges[-1][-1] == block - 1:
+            ranges[-1][1:] = [block]
+        else:
+            ranges.append([block])
+    return "  ".join("-".join(map(str, ends)) for ends in ranges) + "   (blocks)" if ranges else "-"
+
+
 def heading(plan: Plan, passes: Sequence[str] = ()) -> str:
     """A schedule in one line."""
     through = f" + {', '.join(passes)}" if passes else ""

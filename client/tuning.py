@@ -24,6 +24,7 @@ from penstock.planner.emulation import Emulation
 from penstock.planner.prices import config_prices
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
+from penstock.planner.settling import settle_as_configured
 from penstock.planner.sources import AnalyticSource, Prices
 from penstock.planner.space import Candidate, Space, known_pass_sets
 from penstock.planner.trial import OPTIMIZERS, Terms, operators_named
@@ -137,7 +138,7 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
         pricer=lambda size: config_prices(config, table, settings.profile, size),
         limits=limits,
         planner=_config_planner(config, table) if runs else None,
-        storage=storage(config),
+        storage=lambda plan: storage(config, settle_as_configured(config, table, plan)),
         optimizer=OPTIMIZERS[settings.optimizer],
         stops_early=True,
     )

@@ -16,6 +16,7 @@ from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
+from penstock.planner.settling import settle_as_configured
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config
@@ -46,6 +47,7 @@ def build_plan(config: Config, table: BlockTable, costs: Costs | None = None) ->
         schedule = replace(schedule, concatenates_gradients=concatenates)
         plan = _lowered(with_reduction(schedule, wanted, config.cluster.workers))
     _check_fits(plan, config, table)
+    plan = settle_as_configured(config, table, plan)
     tokens = config.train.micro_batch * config.data.sequence_length
     try:
         validate(

@@ -76,7 +76,8 @@ def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow,
     rows: list[MemoryRow] = []
     for node, node_config in enumerate(config.cluster.nodes):
         place = f"node {node_config.name}"
-        rows += _node_rows(place, NodeLayout.compute(table, owners, node, storage(config)))
+        layout = NodeLayout.compute(table, owners, node, storage(config, plan))
+        rows += _node_rows(place, layout, plan)
         pulled = _pulled_bytes(table, owners, node)
         if pulled:
             rows.append(
@@ -194,9 +195,13 @@ def table_costs(table: BlockTable, *, tokens: int) -> TableCosts:
     return TableCosts(blocks=block_costs(table, Guess(), tokens=tokens).blocks, table=table)
 
 
-def _node_rows(place: str, layout: NodeLayout) -> Iterable[MemoryRow]:
+def _node_rows(place: str, layout: NodeLayout, plan: Plan) -> Iterable[MemoryRow]:
+    """By array; gradients also by when their blocks are settled, where plans tell blocks apart."""
+    early = {*plan.settled_early, *plan.updates} if plan.settled_early else None
     uses: dict[str, int] = {}
-    for (_, name, _, _), array in layout.arrays.items():
+    for (block, name, _, _), array in layout.arrays.items():
+        if name == "grads" and early is not None:
+            name = "grads, early" if block in early else "grads, advance"
         uses[name] = uses.get(name, 0) + array.num_bytes
     padding = sum(layout.sizes.values()) - sum(uses.values())
     if padding:

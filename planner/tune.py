@@ -95,16 +95,16 @@ class Limits:
 class Search:
     """The best outcomes so far, and why others are not among them.
 
-    ``planner`` makes the plan of a candidate, or raises ConfigError. ``storage`` is that of host
-    memory. ``optimizer`` and
-    ``stops_early``: as in :func:`penstock.planner.simulate.simulate`.
+    ``planner`` makes the plan of a candidate, or raises ConfigError. ``storage`` says how a plan's
+    host memory is stored. ``optimizer`` and ``stops_early``: as in
+    :func:`penstock.planner.simulate.simulate`.
     """
 
     pricer: Pricer
     limits: Limits
     planner: Planner | None = None
     optimizer: OptimizerModel = ADVANCE
-    storage: Storage = TWO_COPIES
+    storage: Callable[[Plan], Storage] = lambda plan: TWO_COPIES
     stops_early: bool = False
     num_tried: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
@@ -191,7 +191,7 @@ class Search:
         if device_bytes > limits.device_bytes:
             self._too_large.append((bound_s, candidate))
             return "device memory"
-        host_bytes = _host_bytes(plan, prices, self.storage)
+        host_bytes = _host_bytes(plan, prices, self.storage(plan))
         if host_bytes > limits.host_bytes:
             return "host memory"
         simulation = simulate(
@@ -270,7 +270,6 @@ def _host_bytes(plan: Plan, prices: Prices, storage: Storage) -> float:
     on the devices. A node owns the blocks whose backward it runs (for the first route), and holds
     the gradients that its devices make.
     """
-    copies = 1 if storage.single_gradients else GRADIENT_COPIES
     state_bytes = _MOMENTS_BYTES + (2.0 if storage.split_master else 4.0)
     costs, cluster = prices.costs, prices.cluster
     nodes = [0.0] * (cluster.node_of(plan.num_devices - 1) + 1)
@@ -283,6 +282,7 @@ def _host_bytes(plan: Plan, prices: Prices, storage: Storage) -> float:
             block = costs.blocks[index]
             if block.static_bytes:
                 continue
+            copies = 1 if index in storage.single_gradients else GRADIENT_COPIES
             nodes[node] += copies * block.gradient_bytes
             if index not in owned:
                 owned.add(index)

@@ -171,11 +171,13 @@ class OptimizerConfig(_Section):
 
     ``settle``: when the state of blocks that the CPU updates takes a committed step in: with
     ``advance`` in one pass with the next one's preview; with ``early`` in a pass of its own during
-    the next forward, which leaves a shorter preview behind the last gradient. Same bits.
+    the next forward, which leaves a shorter preview behind the last gradient. With ``auto`` the
+    planner chooses block by block, from the rates of ``schedule.profile`` or of an emulated device
+    (:mod:`penstock.planner.settling`); all blocks advance where it has none. Same bits.
 
     ``master``: ``split`` keeps the lower halves of the fp32 masters only, next to bf16 weights that
-    are the upper ones, rounded half up. It takes 2 bytes per parameter less; with ``settle: early``
-    there is one copy of gradients, too (of blocks whose gradients the owner's node computes).
+    are the upper ones, rounded half up. It takes 2 bytes per parameter less; blocks that are
+    settled early have one copy of gradients, too (if the owner's node computes all of them).
 
     ``cores``: CPUs that the threads are pinned to, one each; with ``auto`` as
     :func:`penstock.protocol.placement.place` decides: as many as ``threads`` says (0: one for each
@@ -208,7 +210,7 @@ class OptimizerConfig(_Section):
     min_lr: float = Field(default=0.0, ge=0.0)
     grad_dtype: DType = DType.FP32
     rollback: Literal["exact", "arithmetic"] = "exact"
-    settle: Literal["advance", "early"] = "advance"
+    settle: Literal["auto", "advance", "early"] = "auto"
     master: Literal["fp32", "split"] = "fp32"
     threads: int = Field(default=0, ge=0)
     cores: Cores = "auto"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
@@ -95,13 +97,18 @@ def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
     return Ownership.from_backward_nodes(table, routes[0], routes[1:])
 
 
-def storage(config: Config) -> Storage:
-    """How the optimizer's options store model state."""
+def storage(config: Config, plan: Plan) -> Storage:
+    """How the optimizer's options, and what the plan settles early, store model state."""
     optimizer = config.optimizer
     split = optimizer.master == "split"
-    # Steps in place leave nothing for which gradients would have to stay.
-    single = optimizer.rollback == "arithmetic" or (split and optimizer.settle == "early")
-    return Storage(split_master=split, single_gradients=single)
+    single: Iterable[int] = ()
+    if optimizer.rollback == "arithmetic":
+        # Steps in place leave nothing for which gradients would have to stay.
+        single = range(plan.num_blocks)
+    elif split and plan.settled_early:
+        # What devices update is settled early, too.
+        single = sorted((*plan.settled_early, *plan.updates))
+    return Storage(split_master=split, single_gradients=tuple(single))
 
 
 def _check_contributions(table: BlockTable, num_routes: int) -> None:

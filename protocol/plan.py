@@ -26,7 +26,6 @@ PLAN_FORMAT = 1
 """Written to and required in plan JSON."""
 
 _FLAGS = ("rebinds_weights", "shards_weights", "concatenates_gradients")
-_LISTS = ("routes", "settled_early")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +183,12 @@ class Plan:
             "programs": [[format_instruction(i) for i in program] for program in self.programs],
             "evaluation": [[format_instruction(i) for i in program] for program in self.evaluation],
         }
-        lists = ((name, ()) for name in _LISTS)
-        defaults = (*lists, ("weight_buffers", 2), *((name, False) for name in _FLAGS))
+        defaults = (
+            ("routes", ()),
+            ("settled_early", ()),
+            ("weight_buffers", 2),
+            *((name, False) for name in _FLAGS),
+        )
         for name, default in defaults:
             if getattr(self, name) != default:
                 data[name] = getattr(self, name)
@@ -218,7 +221,8 @@ class Plan:
             programs=_programs(data, "programs"),
             evaluation=_programs(data, "evaluation"),
             weight_buffers=_index(data.get("weight_buffers", 2), "weight_buffers"),
-            **{name: _indices(data, name) for name in _LISTS},
+            routes=_indices(data, "routes"),
+            settled_early=_indices(data, "settled_early"),
             **{name: _flag(data, name) for name in _FLAGS},
         )
         plan.validate_shape()

@@ -139,7 +139,7 @@ class RunDirectory:
             run_id=self.run_id,
             node_name=self.config.cluster.nodes[node].name,
             table=self.table,
-            layout=NodeLayout.compute(self.table, owners, node, storage(self.config)),
+            layout=NodeLayout.compute(self.table, owners, node, storage(self.config, self.plan)),
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
         )
 

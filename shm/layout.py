@@ -111,13 +111,13 @@ class Storage:
     """How the state is stored, where the table leaves a choice.
 
     ``split_master``: lower halves in the state, weights as the upper ones. ``single_gradients``:
-    blocks whose gradients are all computed on the owner's node have one copy of them; what else
-    writes it waits until the state has taken the gradients in. Contributions that are pulled keep
-    two: the node that computes them does not see the owner's words.
+    those of these blocks whose gradients are all computed on the owner's node have one copy of
+    them; what else writes it waits until the state has taken the gradients in. Contributions that
+    are pulled keep two: the node that computes them does not see the owner's words.
     """
 
     split_master: bool = False
-    single_gradients: bool = False
+    single_gradients: tuple[int, ...] = ()
 
 
 TWO_COPIES = Storage()
@@ -190,7 +190,7 @@ def _state(table: BlockTable, storage: Storage) -> list[tuple[str, int]]:
 
 def _copies(ownership: Ownership, block: int, storage: Storage) -> int:
     local = all(node == ownership.owner[block] for node in ownership.computed_on[block])
-    return 1 if storage.single_gradients and local else GRADIENT_COPIES
+    return 1 if block in storage.single_gradients and local else GRADIENT_COPIES
 
 
 def _storage(table: BlockTable) -> list[object]:

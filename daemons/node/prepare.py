@@ -18,10 +18,11 @@ from penstock.daemons.node.changes import Change, check_resume, find_changes
 from penstock.daemons.node.choice import keep_choice, make_choice
 from penstock.daemons.node.emulated import emulated_needs, emulated_rows, write_model
 from penstock.daemons.node.tool import run_tool
-from penstock.planner.auto import trainable_plan
+from penstock.planner.auto import config_terms, trainable_plan
 from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
+from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.protocol.config import AUTO, Config
 from penstock.protocol.errors import StateError
 from penstock.protocol.placement import check_cores
@@ -89,7 +90,11 @@ def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospec
         ConfigError: no plan can be built, or workers cannot run it.
     """
     place = _Place.of(config, table, run_id)
-    return place.prospect(config, trainable_plan(config, place.table, place.costs))
+    plan = trainable_plan(config, place.table, place.costs)
+    if is_to_choose(config):
+        terms = config_terms(config, place.table)
+        plan = choose_settled_early(plan, terms.prices, terms.optimizer)
+    return place.prospect(config, plan)
 
 
 def with_schedule(

@@ -75,12 +75,11 @@ def _run(run: RunDirectory, node: str, scheduler: str, stop: StopSignal) -> None
 
 
 def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy]:
-    """By block: the plan's UPDATEs are the workers', the others are done as configured."""
-    updates = plan.updates
-    ours = UpdatePolicy.SETTLE_EARLY if config.settle == "early" else UpdatePolicy.ADVANCE
-    if config.rollback == "arithmetic":
-        ours = UpdatePolicy.IN_PLACE
-    return lambda block: UpdatePolicy.DEVICE if block in updates else ours
+    """By block: as the plan says, but for the way of going back."""
+    ours = UpdatePolicy.IN_PLACE if config.rollback == "arithmetic" else UpdatePolicy.ADVANCE
+    policies = dict.fromkeys(plan.settled_early, UpdatePolicy.SETTLE_EARLY)
+    policies |= dict.fromkeys(plan.updates, UpdatePolicy.DEVICE)
+    return lambda block: policies.get(block, ours)
 
 
 def _sources(run: RunDirectory, blocks: tuple[OwnedBlock, ...]) -> dict[tuple[int, int], str]:

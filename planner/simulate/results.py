@@ -217,6 +217,7 @@ class Simulation:
             "optimizer_tail": self.optimizer_tail_s,
             "peak_memory_bytes": [peak.total_bytes for peak in self.peaks],
             "lower_bound": self.lower_bound_s,
+            "settled_early": list(self.plan.settled_early),
             "instructions": [[str(i) for i in program] for program in programs],
             "num_instructions": sum(map(len, programs)),
             "makespan_seconds": self.makespan_s,

@@ -385,7 +385,7 @@ def test_any_life_ends_with_the_numbers_of_its_commits(
     table = tools.make_table(blocks, dtype, dtype)
     there = 1 if remote else 0
     ownership = Ownership(owner=(0, 0, 0), computed_on=((0, there), (0,), (0,)))
-    memory = new_memory(table, ownership, 0, Storage(single_gradients=True))
+    memory = new_memory(table, ownership, 0, Storage(single_gradients=(0, 1, 2)))
     assert memory.spec.layout.gradient_copies == ((2, 1, 1) if remote else (1, 1, 1))
     kills, first = 0, random.randrange(10**6)
     print(f"seeds from {first}")

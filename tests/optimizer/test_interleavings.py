@@ -546,7 +546,7 @@ def test_split_masters_end_with_the_bits_of_whole_ones(
         tools.make_table(blocks, DType.BF16, DType.BF16),
         Ownership(owner=(0, 0), computed_on=((0, there), (0,))),
         0,
-        Storage(split_master=True, single_gradients=single),
+        Storage(split_master=True, single_gradients=(0, 1) if single else ()),
     )
     copies = memory.spec.layout.gradient_copies
     assert copies == ((2 if remote else 1, 1) if single else (2, 2))

@@ -63,17 +63,17 @@ def test_a_split_master_and_one_copy_of_gradients_are_16_bytes_a_parameter(
         "arithmetic": changed(rollback="arithmetic"),
     }
     table = dataclasses.replace(make_table(4), weight_dtype=DType.BF16, grad_dtype=DType.BF16)
-    plan, parameters = build_plan(config, table), 4 * 1024
+    parameters = 4 * 1024
     found = {
         name: {
             row.use: row.num_bytes / parameters
-            for row in memory_table(one, table, plan)
+            for row in memory_table(one, table, build_plan(one, table))
             if row.resource is Resource.SHM and row.use != "page padding"
         }
         for name, one in ways.items()
     }
     moments = {"frozen": 0, "exp_avg": 4, "exp_avg_sq": 4}
-    assert found["split"] == {"weights": 4, "low": 2, **moments, "grads": 2}
+    assert found["split"] == {"weights": 4, "low": 2, **moments, "grads, early": 2}
     assert found["exact"] == {"weights": 4, "master": 4, **moments, "grads": 4}
     assert found["arithmetic"] == {**found["exact"], "grads": 2}
     assert (sum(found["split"].values()), sum(found["exact"].values())) == (16, 20)

@@ -61,7 +61,7 @@ def space(**changes: object) -> Space:
 
 
 def searched(where: Space, storage: Storage = TWO_COPIES, **limits: float) -> Search:
-    search = Search(pricer=prices, limits=Limits(**limits), storage=storage)  # type: ignore[arg-type]
+    search = Search(pricer=prices, limits=Limits(**limits), storage=lambda plan: storage)  # type: ignore[arg-type]
     search.run(where)
     return search
 
@@ -134,7 +134,7 @@ def test_memory_limits_decide() -> None:
     assert tight.best is not None and tight.best.candidate.recompute == "full"
     # Eight blocks: two copies of weights and gradients, 12 bytes of master weight and moments.
     assert {o.host_bytes for o in roomy.outcomes} == {8 * (2 * 2 + 2 * 2 + 12)}
-    small = searched(space(), Storage(split_master=True, single_gradients=True))
+    small = searched(space(), Storage(split_master=True, single_gradients=tuple(range(8))))
     assert {o.host_bytes for o in small.outcomes} == {8 * (2 * 2 + 2 + 10)}
     none = searched(space(), host_bytes=159.0)
     assert none.best is None and set(none.left_out) == {"host memory"}

@@ -81,7 +81,7 @@ def test_every_route_contributes_each_use(table: BlockTable) -> None:
 
 def test_split_masters_and_single_gradients(table: BlockTable) -> None:
     """A contribution that another node computes keeps two copies: it is pulled."""
-    storage = Storage(split_master=True, single_gradients=True)
+    storage = Storage(split_master=True, single_gradients=(0, 1))
     owners = Ownership.from_backward_nodes(table, [0, 1])
     layout = NodeLayout.compute(table, owners, 1, storage)
     assert layout.gradient_copies == (2, 1)

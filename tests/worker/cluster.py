@@ -399,7 +399,7 @@ def build_cluster(
             run_id=run_id,
             node_name=node.name,
             table=table,
-            layout=NodeLayout.compute(table, owners, index, storage(config)),
+            layout=NodeLayout.compute(table, owners, index, storage(config, plan)),
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS) if undo else 4096,
         )
         memories.append(memory := NodeMemory.create(spec))
