@@ -117,7 +117,7 @@ def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
             activation_bytes=_with_guests(ledger.activations, guests[device]),
             workspace_bytes=tuple(ledger.workspace),
             host_bytes=tuple(ledger.host),
-            static_bytes=sizes.static_bytes(device),
+            static_bytes=sizes.static_bytes(device) + ledger.resident_bytes,
         )
         for device, ledger in enumerate(ledgers)
     )

@@ -38,7 +38,7 @@ from penstock.protocol.instructions import (
 )
 from penstock.protocol.plan import Plan
 from penstock.protocol.reduction import Reduction
-from penstock.protocol.updating import staging_bytes
+from penstock.protocol.updating import RESIDENT_BYTES, residents_of, staging_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,8 @@ class Ledger:
     """The books of one device, written when it is made.
 
     ``weights``, ``gradients``, ``activations``, ``workspace``, ``host``: bytes while each
-    instruction runs. ``swaps``: what was swapped out, and when.
+    instruction runs. ``swaps``: what was swapped out, and when. ``resident_bytes``: of state that
+    updates leave, all the time.
     """
 
     def __init__(self, sizes: Sizes, program: Program) -> None:
@@ -124,6 +125,8 @@ class Ledger:
         updated = (sizes.blocks[u.block].parameters for u in program if isinstance(u, Update))
         largest = max(updated, default=0.0) if sizes.separate_memory else 0.0
         self._staging = staging_bytes(largest)
+        kept = sum(sizes.blocks[b].parameters for b in residents_of(program))
+        self.resident_bytes = RESIDENT_BYTES * kept
         for instruction in program:
             self._book(instruction)
 

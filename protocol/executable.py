@@ -7,7 +7,7 @@ a test holds the two together). Whether a plan makes sense at all is decided by
 
 from __future__ import annotations
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, OptimizerName
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import Instruction, Opcode, SwapIn, SwapOut
 from penstock.protocol.names import ownership
@@ -38,6 +38,9 @@ EXECUTED = frozenset(
     }
 )
 """Opcodes that workers execute."""
+
+_ON_GPUS = (OptimizerName.ADAMW, OptimizerName.ADAM)
+"""Optimizers of which GPUs execute UPDATE; other devices execute it of all."""
 
 
 def check_executable(plan: Plan, *, devices_per_node: int) -> None:
@@ -82,6 +85,11 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
         raise ConfigError(
             f"plan: UPDATE of block {min(plan.updates)}, and optimizer.master is split: devices"
             f" update whole masters only: {advice}, or set optimizer.master: fp32"
+        )
+    if config.cluster.device == "cuda" and config.optimizer.name not in _ON_GPUS:
+        raise ConfigError(
+            f"optimizer.name = {config.optimizer.name.value}: GPUs update with"
+            f" {' and '.join(_ON_GPUS)} only (block {min(plan.updates)}): {advice}"
         )
     if plan.shards_weights:
         raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.protocol.instructions import Program, Update
+
 PIECE_ELEMENTS = 1 << 22
 """Parameters of a block that are brought to the device at a time, a multiple of 16."""
 
@@ -17,3 +19,14 @@ _BYTES_SHARED = 12.0
 def staging_bytes(parameters: float) -> float:
     """Device memory that UPDATE of blocks with at most so many ``parameters`` takes at most."""
     return min(parameters, PIECE_ELEMENTS) * (PIECES * _BYTES_IN_PIECE + _BYTES_SHARED)
+
+
+RESIDENT_BYTES = 16.0
+"""Device memory per parameter of a static resident: fp32 master, two moments, and the sum of the
+gradients that are not committed yet.
+"""
+
+
+def residents_of(program: Program) -> frozenset[int]:
+    """Blocks whose state stays on the device that runs the program."""
+    return frozenset(i.block for i in program if isinstance(i, Update) and i.resident)

@@ -12,18 +12,23 @@ step in, and its slot of the next version holds nothing (both optimizerd's doing
 from __future__ import annotations
 
 import functools
+import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from penstock import _native
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.step import BlockArrays, OptimizerStep, PassStatus
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import WEIGHT_SLOTS
-from penstock.shm.memory import NodeMemory
+from penstock.shm.memory import Array, NodeMemory
+from penstock.workers.residents import Residents
 from penstock.workers.waiting import POLL_S, Abort, wait_until
 
 
@@ -57,11 +62,11 @@ class Previewer(Protocol):
     def issue(self, block: int) -> None:
         """An UPDATE was issued; on the interpreter's thread."""
 
-    def fetch(self, block: int, abort: Abort) -> None:
+    def fetch(self, block: int, scope: UpdateScope) -> None:
         """The block's state may be read now; its gradients may still be on their way."""
 
-    def preview(self, block: int, step: OptimizerStep, abort: Abort) -> PreviewedBlock:
-        """Write the weights that ``step`` leads to; returns when the last byte is in host memory.
+    def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
+        """Write the weights of the scope's step; returns when the last byte is in host memory.
 
         Raises:
             Interrupted: aborted; the slot holds anything.
@@ -132,12 +137,12 @@ class BlockUpdates:
 
     def _fetch(self, block: int, scope: UpdateScope) -> None:
         self._await(block, scope, self._settled, self._unsettled)
-        self._previewer.fetch(block, scope.abort)
+        self._previewer.fetch(block, scope)
 
     def _preview(self, block: int, scope: UpdateScope, fetched: Future[None]) -> None:
         _result(fetched, scope.abort)
         self._await(block, scope, self._published, self._unpublished)
-        scope.done(block, self._previewer.preview(block, scope.step, scope.abort))
+        scope.done(block, self._previewer.preview(block, scope))
 
     def _await(
         self,
@@ -205,33 +210,93 @@ def cores_of(worker: int, num_threads: int, available: Sequence[int]) -> list[in
 
 
 class NativePreviewer:
-    """Previews where everything lies, with the kernel of optimizerd: the same bits."""
+    """Previews where everything lies, with the kernel of optimizerd: the same bits.
 
-    def __init__(self, memory: NodeMemory, config: OptimizerConfig, cores: Sequence[int]) -> None:
-        """``cores``: one thread is pinned to each."""
+    Residents are of no use here, but can be had: copies in private memory.
+    """
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        config: OptimizerConfig,
+        cores: Sequence[int],
+        residents: Collection[int] = (),
+    ) -> None:
+        """``cores``: one thread is pinned to each. ``residents``: blocks whose state is kept."""
         self._config = config
         self._memory = memory
         self._pool = _native.Pool(list(cores))
+        self._undo = _mapped(_native.undo_bytes(len(cores)), np.uint8)
         self._arrays: dict[int, BlockArrays] = {}
+        self._copies: dict[int, BlockArrays] = {}
+        self._wanted = residents
+        self.residents = Residents(memory.control)
 
     def issue(self, block: int) -> None:
         """Nothing to prepare."""
 
-    def fetch(self, block: int, abort: Abort) -> None:
+    def fetch(self, block: int, scope: UpdateScope) -> None:
         """It is there."""
 
-    def preview(self, block: int, step: OptimizerStep, abort: Abort) -> PreviewedBlock:
-        """One pass; an abort waits for its end."""
-        abort.check()
+    def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
+        """One pass, of residents one or two; an abort waits for its end."""
+        scope.abort.check()
         arrays = self._arrays.get(block)
         if arrays is None:
             arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
             self._arrays[block] = arrays
         start_s = time.perf_counter()
-        status = arrays.preview(self._pool, step, self._config)
+        if block in self._wanted:
+            arrays = self._of_copy(block, arrays, scope)
+        status = arrays.preview(self._pool, scope.step, self._config)
         return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
 
     def close(self) -> None:
         """End the threads."""
         self._arrays.clear()
+        self._copies.clear()
         self._pool.close()
+
+    def _of_copy(self, block: int, shared: BlockArrays, scope: UpdateScope) -> BlockArrays:
+        """``shared`` with the state of the copy, brought up to the committed version."""
+        version = scope.step.version
+        copy = self._copies.get(block)
+        if copy is None:
+            copy = self._copies[block] = _private(shared)
+        lag = self.residents.lag(block, version - 1)
+        self.residents.forget(block)
+        if lag.whole:
+            _copy_all((copy.master, *copy.arrays), (shared.master, *shared.arrays))
+        elif lag.step is not None:
+            _native.settle(
+                self._pool,
+                **copy.state(version - 1),
+                grads=copy.grads[0],
+                hyper=lag.step.hyper(self._config),
+                ranges=copy.ranges,
+                undo=self._undo,
+            )
+        _copy_all(copy.grads[0], shared.gradients(version))
+        self.residents.keep(block, version - 1, scope.attempt)
+        return replace(shared, master=copy.master, arrays=copy.arrays)
+
+
+def _private(shared: BlockArrays) -> BlockArrays:
+    """Room for a copy: state, and one copy of the gradients."""
+    return replace(
+        shared,
+        master=_mapped(len(shared.master), np.float32),
+        arrays=[_mapped(len(array), np.float32) for array in shared.arrays],
+        grads=([_mapped(len(array), array.dtype) for array in shared.grads[0]],),
+    )
+
+
+def _mapped(count: int, dtype: DTypeLike) -> Array:
+    """A zeroed array that is mapped, not allocated: page-aligned, as native passes want it."""
+    size = count * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), dtype=dtype, count=count)
+
+
+def _copy_all(targets: Iterable[Array], sources: Iterable[Array]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target[:] = source

@@ -38,6 +38,7 @@ from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.trace import TraceLog
 from penstock.protocol.traffic import NicBoard, NodeReads, TrafficBoard
+from penstock.protocol.updating import residents_of
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
@@ -363,14 +364,15 @@ class EpochWorkshop:
         optimizer, index = self._config.optimizer, self._device_index
         local = index % self._config.cluster.workers
         cores = cores_of(local, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        residents = residents_of(plan.programs[index])
         if isinstance(self._device, EmulatedDevice):
             return EmulatedPreviewer(
                 self._device, memory, optimizer, plan=plan, device_index=index, cores=cores
             )
         if isinstance(self._device, CudaDevice):
             blocks = [block for block, device in plan.updates.items() if device == index]
-            return CudaPreviewer(self._device, memory, optimizer, blocks)
-        return NativePreviewer(memory, optimizer, cores)
+            return CudaPreviewer(self._device, memory, optimizer, blocks, residents)
+        return NativePreviewer(memory, optimizer, cores, residents)
 
     def _segment_identity(self) -> tuple[int, int]:
         """Device and inode of the control segment; (0, 0) if there is none yet."""

@@ -15,7 +15,7 @@ from penstock.planner.footprint import (
 )
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.schedule import Schedule, lower
-from penstock.protocol.instructions import parse_program
+from penstock.protocol.instructions import Update, parse_program
 from penstock.protocol.plan import Plan, StageRange
 from penstock.protocol.updating import staging_bytes
 
@@ -124,6 +124,16 @@ def test_weights_gradients_and_what_is_always_there() -> None:
         workspace_bytes=0.5,
         static_bytes=10000.0,
     )
+
+
+def test_residents_are_always_there() -> None:
+    """16 bytes a parameter on the device that updates them, whatever else an update needs."""
+    update = Update(block=0, resident=True)
+    plan = plan_of(f"device 0: F 0 0 keep=all; F 0 1 keep=all; B 0 0; B 0 1\n{B_DEVICE_1}")
+    costs = costs_of(plan)
+    updated = replace(plan, programs=((*plan.programs[0], update), plan.programs[1]))
+    before, after = (device_peaks(one, costs)[0].static_bytes for one in (plan, updated))
+    assert after - before == 16 * costs.blocks[0].parameters > 0.0
 
 
 def test_what_backward_inputs_leave_stays_until_the_weight_gradients() -> None:

@@ -230,6 +230,14 @@ def test_an_update_on_the_device_leaves_the_other_block_to_the_cores() -> None:
     assert simulation.devices[0].busy_s == 4.0
 
 
+def test_an_update_of_a_resident_fetches_no_state() -> None:
+    """Its kernel takes the last commit in first: twice 2 with a rate of 1."""
+    plan = by_hand("device 0:\n F 0 0 keep=all; B 0 0; OG 0; U 0 resident=yes", (0,))
+    cluster = Cluster(devices_per_node=1, fetch_bandwidth=1.0, device_optimizer_rate=1.0)
+    simulation = simulate(plan, Costs(blocks=(WORK,)), cluster)
+    assert uses(simulation, Lane.UPDATE) == [("U 0", 0, 2.0, 6.0)]
+
+
 def test_an_update_elsewhere_fetches_the_gradients_too() -> None:
     """Device 1 gets the state (24) and the gradients (4) when they have been offloaded at 3."""
     plan = by_hand("device 0:\n F 0 0 keep=all; B 0 0; OG 0\ndevice 1:\n U 0", (0,))

@@ -18,15 +18,16 @@ from penstock.protocol.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.instructions import OffloadGradients, Update
 from penstock.protocol.plan import Plan
 from penstock.protocol.step import BlockArrays, OptimizerStep
-from penstock.shm.control import INVALID_VERSION
+from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
 from penstock.workers.devices.cuda import CudaDevice
 from penstock.workers.devices.cuda_update import CudaPreviewer
-from penstock.workers.devices.step import Piece, StepScalars, preview, sum_squares
+from penstock.workers.devices.step import Piece, StepScalars, apply, sum_squares
 from penstock.workers.updates import (
     BlockUpdates,
     NativePreviewer,
     PreviewedBlock,
+    Previewer,
     UpdateScope,
     cores_of,
 )
@@ -81,14 +82,15 @@ def fill_state(memory: NodeMemory) -> None:
                 np.square(state, out=state)
 
 
-def expected_weights(memory: NodeMemory, block: int) -> tuple[bytes, float]:
+def expected_weights(
+    memory: NodeMemory, block: int, step: OptimizerStep = STEP
+) -> tuple[bytes, float]:
     """What optimizerd would write and report, into memory of its own."""
     arrays = BlockArrays.of(memory, block, OptimizerConfig().weight_decay)
-    raw = np.zeros(arrays.weights[1].nbytes + 64, np.uint8)
-    there = raw[-raw.ctypes.data % 64 :][: arrays.weights[1].nbytes].view(arrays.weights[1].dtype)
+    there = aligned(np.zeros_like(arrays.weights[0]))
     with _native.Pool([0]) as pool:
-        private = replace(arrays, weights=(arrays.weights[0], there))
-        status = private.preview(pool, STEP, OptimizerConfig())
+        private = replace(arrays, weights=(there, there))
+        status = private.preview(pool, step, OptimizerConfig())
     return there.tobytes(), status.sum_squares
 
 
@@ -202,6 +204,115 @@ def test_threads_of_workers_get_cores_of_their_own_as_far_as_there_are() -> None
     assert cores_of(1, 3, cores) == [7, 2, 3]
 
 
+# ---- residents ----
+
+
+def scope_of(step: OptimizerStep, attempt: int = 1) -> UpdateScope:
+    """For a previewer without threads around it."""
+    return UpdateScope(
+        epoch=1,
+        attempt=attempt,
+        step=step,
+        abort=Abort(),
+        timeout_s=20.0,
+        done=lambda block, done: None,
+    )
+
+
+class Home:
+    """Block 0 in host memory, where optimizerd takes commits in."""
+
+    def __init__(self, memory: NodeMemory, previewer: Previewer) -> None:
+        self.memory = memory
+        self.previewer = previewer
+        self._numbers = np.random.default_rng(7)
+        self.state = [memory.state(0, name) for name in ("master", "exp_avg", "exp_avg_sq")]
+        fill_state(memory)
+
+    def preview(self, version: int, attempt: int, *, reads_state: bool) -> None:
+        """New gradients, and the weights that they lead to. Unless ``reads_state``, what is in host
+        memory is spoiled meanwhile.
+        """
+        step = replace(STEP, version=version, bias_step=version)
+        for k in range(self.memory.spec.layout.contributions[0]):
+            grads = self.memory.grads(0, version % 2, k)
+            grads[:] = self._numbers.standard_normal(len(grads), np.float32)
+        weights, _ = expected_weights(self.memory, 0, step)
+        truth = [array.copy() for array in self.state]
+        if not reads_state:
+            for array in self.state:
+                array.fill(np.nan)
+        self.previewer.preview(0, scope_of(step, attempt))
+        for array, values in zip(self.state, truth, strict=True):
+            array[:] = values
+        assert self.memory.weights(0, version % 2).tobytes() == weights
+
+    def commit(self, version: int, attempt: int, coefficient: float) -> None:
+        """Journaled, and settled."""
+        record = CommitRecord(
+            version=version,
+            attempt=attempt,
+            decision=Decision.COMMIT if coefficient == 1.0 else Decision.AMEND,
+            coefficient=coefficient,
+            inverse_loss_scale=0.125,
+            learning_rate=0.02,
+            bias_step=version,
+            incarnation=1,
+        )
+        self.memory.control.write_record(record)
+        arrays = BlockArrays.of(self.memory, 0, OptimizerConfig().weight_decay)
+        with _native.Pool([0]) as pool:
+            _native.settle(
+                pool,
+                **arrays.state(version - 1),
+                grads=arrays.gradients(version),
+                hyper=OptimizerStep.of(record).hyper(OptimizerConfig()),
+                ranges=arrays.ranges,
+                undo=aligned(np.zeros(_native.undo_bytes(1), np.uint8)),
+            )
+
+
+def check_residents(home: Home) -> None:
+    """All that may happen between two updates of an epoch."""
+    home.preview(1, attempt=1, reads_state=True)
+    home.commit(1, attempt=1, coefficient=0.25)
+    home.preview(2, attempt=2, reads_state=False)
+    # Attempt 2 is skipped.
+    home.preview(2, attempt=3, reads_state=False)
+    home.commit(2, attempt=3, coefficient=1.0)
+    home.preview(3, attempt=4, reads_state=False)
+    # Attempt 4 is skipped, 5 held: version 3 has gradients that the device never saw.
+    home.commit(3, attempt=5, coefficient=1.0)
+    home.preview(4, attempt=6, reads_state=True)
+    home.commit(4, attempt=6, coefficient=1.0)
+    # Another attempt that held.
+    home.commit(5, attempt=7, coefficient=1.0)
+    home.preview(6, attempt=8, reads_state=True)
+    home.commit(6, attempt=8, coefficient=0.5)
+    home.preview(7, attempt=9, reads_state=False)
+
+
+def test_residents_take_commits_in_by_themselves(make_cluster: Any) -> None:
+    """With the bits of optimizerd; state is read only where the copy cannot be brought up."""
+    memory = make_cluster(hf=TIED, workers=1).memories[0]
+    previewer = NativePreviewer(memory, OptimizerConfig(), [0], residents=[0])
+    check_residents(Home(memory, previewer))
+    previewer.close()
+
+
+def test_a_resident_takes_a_commit_in_once_though_its_update_broke_off(make_cluster: Any) -> None:
+    memory = make_cluster(hf=TIED, workers=1).memories[0]
+    previewer = NativePreviewer(memory, OptimizerConfig(), [0], residents=[0])
+    home = Home(memory, previewer)
+    home.preview(1, attempt=1, reads_state=True)
+    home.commit(1, attempt=1, coefficient=1.0)
+    impossible = replace(STEP, version=2, bias_step=0)
+    with pytest.raises(ValueError, match="step"):
+        previewer.preview(0, scope_of(impossible, attempt=2))
+    home.preview(2, attempt=3, reads_state=False)
+    previewer.close()
+
+
 # ---- the arithmetic for devices other than the CPU ----
 
 COUNT = 3 * 4096 + 48
@@ -232,17 +343,13 @@ def test_tensor_operations_have_the_bits_of_the_native_kernel(
     np.square(state["exp_avg_sq"], out=state["exp_avg_sq"])
     grads = [normal() * np.float32(2000.0), normal()]
     weights = aligned(np.zeros(COUNT, np.float32))
-    with _native.Pool([0]) as pool:
-        status = _native.preview(
-            pool,
-            master=state["master"],
-            arrays=[state["exp_avg"], state["exp_avg_sq"]],
-            grads=[aligned(g) for g in grads],
-            weights=weights,
-            weights_dtype=_native.WeightsDtype.FLOAT32,
-            hyper=step.hyper(config),
-            ranges=RANGES,
-        )
+    shared: dict[str, Any] = {
+        "grads": [aligned(g) for g in grads],
+        "hyper": step.hyper(config),
+        "ranges": RANGES,
+        "master": state["master"],
+        "arrays": [state["exp_avg"], state["exp_avg_sq"]],
+    }
     total = torch.from_numpy(grads[0] + grads[1])
     squares = float(sum_squares(total, torch.empty(COUNT, dtype=torch.float64)))
     piece = Piece(
@@ -251,7 +358,13 @@ def test_tensor_operations_have_the_bits_of_the_native_kernel(
         scratch=torch.empty(COUNT),
         ranges=RANGES,
     )
-    assert preview(piece, StepScalars.of(step, config)).numpy().tobytes() == weights.tobytes()
+    with _native.Pool([0]) as pool:
+        dtype = _native.WeightsDtype.FLOAT32
+        status = _native.preview(pool, weights=weights, weights_dtype=dtype, **shared)
+        _native.settle(pool, undo=aligned(np.zeros(_native.undo_bytes(1), np.uint8)), **shared)
+    assert apply(piece, StepScalars.of(step, config)).numpy().tobytes() == weights.tobytes()
+    for name, array in state.items():
+        assert getattr(piece, name).numpy().tobytes() == array.tobytes(), name
     assert squares == pytest.approx(status.sum_squares, rel=1e-13)
 
 
@@ -272,9 +385,13 @@ def test_a_gpu_updates_with_the_bits_of_the_native_kernel(
     device.attach(memory, 1 << 20, 1)
     previewer = CudaPreviewer(device, memory, OptimizerConfig(), [0, 1])
     for block in (0, 1, 0):
-        done = previewer.preview(block, STEP, Abort())
+        done = previewer.preview(block, scope_of(STEP))
         weights, squares = expected_weights(memory, block)
         assert memory.weights(block, 1).tobytes() == weights
         assert done.status.finite and done.status.sum_squares == pytest.approx(squares, rel=1e-13)
     previewer.close()
+    if dtype == "fp32":
+        previewer = CudaPreviewer(device, memory, OptimizerConfig(), [0], residents=[0])
+        check_residents(Home(memory, previewer))
+        previewer.close()
     device.detach()

@@ -8,13 +8,17 @@ finite.
 
 Gradients are read from host memory, where the block's workers have published them. A block with
 several contributions gets them one after the other into the same place.
+
+Residents (:mod:`penstock.workers.residents`) have their whole state on the device, and the sum of
+their gradients: the commit is applied to it there, piece by piece, right before the preview, which
+works on a copy of the piece as ever.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +30,13 @@ from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
 from penstock.workers.devices.cuda import CudaDevice
-from penstock.workers.devices.step import Piece, StepScalars, preview, sum_squares
-from penstock.workers.updates import PreviewedBlock
+from penstock.workers.devices.step import Piece, StepScalars, apply, sum_squares
+from penstock.workers.residents import Lag, Residents
+from penstock.workers.updates import PreviewedBlock, UpdateScope
 from penstock.workers.waiting import Abort
+
+_STATE = ("master", "exp_avg", "exp_avg_sq")
+"""Adam's and AdamW's; no other optimizer's updates are executed on GPUs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +56,26 @@ class _Slot:
     left: torch.cuda.Event
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resident:
+    """A block's state, and the sum of the gradients that may be committed next, all fp32."""
+
+    state: dict[str, torch.Tensor]
+    gradients: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """One block: ``resident`` and what its copy lacks, where there is one."""
+
+    arrays: BlockArrays
+    scalars: StepScalars
+    version: int
+    resident: _Resident | None
+    lag: Lag
+    committed: StepScalars | None
+
+
 class CudaPreviewer:
     """See :class:`penstock.workers.updates.Previewer`."""
 
@@ -57,8 +85,9 @@ class CudaPreviewer:
         memory: NodeMemory,
         config: OptimizerConfig,
         blocks: Sequence[int],
+        residents: Collection[int] = (),
     ) -> None:
-        """``blocks``: those that the device updates."""
+        """``blocks``: those that the device updates; the state of ``residents`` stays there."""
         self._device = device.torch_device
         self._memory = memory
         self._config = config
@@ -74,32 +103,35 @@ class CudaPreviewer:
             self._scratch = self._empty(torch.float32)
             self._squares = self._empty(torch.float64)
             self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+            sizes = {block: table.blocks[block].trainable_elements for block in residents}
+            self._resident = {block: self._room(size) for block, size in sizes.items()}
             # Whoever had this memory before may still be using it, on another stream.
             torch.cuda.synchronize(self._device)
         self._arrays: dict[int, BlockArrays] = {}
+        self._residents = Residents(memory.control)
 
     def issue(self, block: int) -> None:
         """Nothing to prepare."""
 
-    def fetch(self, block: int, abort: Abort) -> None:
+    def fetch(self, block: int, scope: UpdateScope) -> None:
         """State comes with the gradients, piece by piece: no more than two pieces have room."""
 
-    def preview(self, block: int, step: OptimizerStep, abort: Abort) -> PreviewedBlock:
+    def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
         """Piece by piece; an abort waits for the copies under way."""
-        arrays = self._arrays.get(block)
-        if arrays is None:
-            arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
-            self._arrays[block] = arrays
         start_s = time.perf_counter()
+        work = self._work(block, scope.step)
+        self._residents.forget(block)
         with torch.cuda.device(self._device):  # of this thread
             try:
-                self._preview(arrays, step, abort)
+                self._preview(work, scope.abort)
                 self._out.synchronize()
                 with torch.cuda.stream(self._arithmetic):
                     total = float(self._total.item())
             except BaseException:
                 torch.cuda.synchronize(self._device)  # nothing is written after the attempt's end
                 raise
+        if work.resident is not None:
+            self._residents.keep(block, scope.step.version - 1, scope.attempt)
         status = PassStatus(finite=math.isfinite(total), sum_squares=total)
         return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
 
@@ -108,20 +140,43 @@ class CudaPreviewer:
         torch.cuda.synchronize(self._device)
         self._arrays.clear()
         self._slots.clear()
+        self._resident.clear()
 
-    def _preview(self, arrays: BlockArrays, step: OptimizerStep, abort: Abort) -> None:
-        scalars = StepScalars.of(step, self._config)
-        grads = arrays.gradients(step.version)
-        weights = arrays.weights[step.version % WEIGHT_SLOTS]
+    def _work(self, block: int, step: OptimizerStep) -> _Work:
+        arrays = self._arrays.get(block)
+        if arrays is None:
+            arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
+            self._arrays[block] = arrays
+        resident = self._resident.get(block)
+        lag = Lag(whole=True)
+        if resident is not None:
+            lag = self._residents.lag(block, step.version - 1)
+        return _Work(
+            arrays=arrays,
+            scalars=StepScalars.of(step, self._config),
+            version=step.version,
+            resident=resident,
+            lag=lag,
+            committed=None if lag.step is None else StepScalars.of(lag.step, self._config),
+        )
+
+    def _preview(self, work: _Work, abort: Abort) -> None:
+        arrays = work.arrays
+        grads = arrays.gradients(work.version)
+        weights = arrays.weights[work.version % WEIGHT_SLOTS]
         with torch.cuda.stream(self._arithmetic):
             self._total.zero_()
         for number, (start, end) in enumerate(self._pieces(len(weights))):
             abort.check()
             slot = self._slots[number % PIECES]
             slot.left.synchronize()  # keeps the queues short, so that an abort is soon noticed
-            self._bring(slot, arrays, start, end)
+            if work.lag.whole:
+                self._bring(slot, arrays, start, end)
             self._add_up(slot, grads, start, end)
-            self._compute(slot, scalars, _within(arrays.ranges, start, end), end - start)
+            ranges = _within(arrays.ranges, start, end)
+            if work.resident is not None:
+                self._exchange(slot, work.resident, work, ranges, slice(start, end))
+            self._compute(slot, work.scalars, ranges, end - start)
             self._take_back(slot, weights[start:end])
 
     def _pieces(self, num_elements: int) -> Iterator[tuple[int, int]]:
@@ -140,8 +195,7 @@ class CudaPreviewer:
         incoming, total = slot.incoming[: end - start], slot.gradients[: end - start]
         for index, host in enumerate(grads):
             with torch.cuda.stream(self._in):
-                if index:
-                    self._in.wait_event(slot.consumed)
+                self._in.wait_event(slot.consumed)
                 incoming.copy_(as_tensor(host[start:end], self._grad_dtype), non_blocking=True)
                 slot.arrived.record(self._in)
             with torch.cuda.stream(self._arithmetic):
@@ -152,6 +206,31 @@ class CudaPreviewer:
                 else:
                     total.copy_(incoming)
                 slot.consumed.record(self._arithmetic)
+
+    def _exchange(
+        self,
+        slot: _Slot,
+        resident: _Resident,
+        work: _Work,
+        ranges: Sequence[tuple[int, int, float]],
+        part: slice,
+    ) -> None:
+        """A piece of the resident's state, of the committed version, is in the slot and on the
+        device; so are its new gradients.
+        """
+        count = part.stop - part.start
+        here = {name: array[part] for name, array in resident.state.items()}
+        kept = resident.gradients[part]
+        with torch.cuda.stream(self._arithmetic):
+            if work.committed is not None:
+                piece = Piece(**here, gradients=kept, scratch=self._scratch[:count], ranges=ranges)
+                apply(piece, work.committed)
+            for name, array in here.items():
+                if work.lag.whole:
+                    array.copy_(slot.state[name][:count])
+                else:
+                    slot.state[name][:count].copy_(array)
+            kept.copy_(slot.gradients[:count])
 
     def _compute(
         self,
@@ -171,7 +250,7 @@ class CudaPreviewer:
         with torch.cuda.stream(self._arithmetic):
             self._total.add_(sum_squares(piece.gradients, self._squares[:count]))
             self._arithmetic.wait_event(slot.left)
-            slot.weights[:count].copy_(preview(piece, scalars))
+            slot.weights[:count].copy_(apply(piece, scalars))
             slot.consumed.record(self._arithmetic)
 
     def _take_back(self, slot: _Slot, target: HostArray) -> None:
@@ -183,7 +262,7 @@ class CudaPreviewer:
 
     def _slot(self) -> _Slot:
         return _Slot(
-            state={n: self._empty(torch.float32) for n in ("master", "exp_avg", "exp_avg_sq")},
+            state={name: self._empty(torch.float32) for name in _STATE},
             incoming=self._empty(storage_dtype(self._grad_dtype)),
             gradients=self._empty(torch.float32),
             weights=self._empty(storage_dtype(self._weight_dtype)),
@@ -191,6 +270,10 @@ class CudaPreviewer:
             consumed=torch.cuda.Event(),  # type: ignore[no-untyped-call]
             left=torch.cuda.Event(),  # type: ignore[no-untyped-call]
         )
+
+    def _room(self, size: int) -> _Resident:
+        state = {name: torch.empty(size, device=self._device) for name in _STATE}
+        return _Resident(state=state, gradients=torch.empty(size, device=self._device))
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self._piece, dtype=dtype, device=self._device)

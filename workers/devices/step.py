@@ -1,6 +1,6 @@
-"""The preview's arithmetic on tensors of any device, in the operations of ``native/kernel.h``.
+"""The step's arithmetic on tensors of any device, in the operations of ``native/kernel.h``.
 
-Every operation rounds once, so weights have the bits of the native kernel as long as the device's
+Every operation rounds once, so results have the bits of the native kernels as long as the device's
 square root and division are correctly rounded (CUDA's are without fast math; torch's square root on
 CPUs is not) and no multiply is contracted with an add (torch's eager kernels; nothing may fuse
 them).
@@ -53,7 +53,7 @@ class StepScalars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a block on the device, all flat and fp32: copies, which :func:`preview` overwrites.
+    """A part of a block on the device, all flat and fp32; :func:`apply` overwrites all of it.
 
     ``gradients``: the sum of all contributions. ``ranges``: (start, end, weight decay) within it.
     """
@@ -66,8 +66,11 @@ class Piece:
     ranges: Sequence[tuple[int, int, float]]
 
 
-def preview(piece: Piece, scalars: StepScalars) -> torch.Tensor:
-    """The next master weights, in the place of the old ones."""
+def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
+    """The next master weights and moments, in the place of the old ones; returns the weights.
+
+    On copies of the state that is a preview, on the state itself a settle.
+    """
     master, mean, square, grad = piece.master, piece.exp_avg, piece.exp_avg_sq, piece.gradients
     scratch = piece.scratch
     grad.mul_(scalars.coefficient)
@@ -79,8 +82,9 @@ def preview(piece: Piece, scalars: StepScalars) -> torch.Tensor:
     mean.add_(scratch.mul_(scalars.one_minus_beta1))
     torch.mul(grad, scalars.one_minus_beta2, out=scratch)
     square.mul_(scalars.beta2).add_(scratch.mul_(grad))
-    denominator = square.sqrt_().mul_(scalars.inverse_sqrt_correction).add_(scalars.eps)
-    change = mean.mul_(scalars.step_size).div_(denominator)
+    scratch.copy_(square)
+    denominator = scratch.sqrt_().mul_(scalars.inverse_sqrt_correction).add_(scalars.eps)
+    change = torch.mul(mean, scalars.step_size, out=grad).div_(denominator)
     if scalars.decoupled:
         for start, end, decay in piece.ranges:
             master[start:end].mul_(_fp32(1.0 - scalars.learning_rate * decay))

@@ -144,6 +144,8 @@ class EmulatedDevice:
         self._lodged: dict[SwapKey, int] = {}
         self.staging_bytes = 0.0
         """Of the buffers that UPDATE works in."""
+        self.state_bytes = 0.0
+        """Of residents' state."""
         self.compute = Stream()
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}

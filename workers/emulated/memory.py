@@ -110,7 +110,7 @@ class EmulatedMeter:
         bench, table, layout = attempt.bench, self._table, attempt.bench.flow.layout
         stages = layout.backward_stages_on(bench.device_index)
         static = sum(self._costs.of(layout.backward[b].blocks).static_bytes for b in stages)
-        yield "static", _Entry(Use.STATE, static, None)
+        yield "static", _Entry(Use.STATE, static + self._device.state_bytes, None)
         offloaded = self._device.emulation.offloaded
         leaving = self._device.leaving_elements if offloaded else 0.0
         yield "leaving", _Entry(Use.GRADIENTS, leaving * _GRADIENT_ITEMSIZE, None)
