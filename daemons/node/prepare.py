@@ -66,7 +66,8 @@ def prepare_run(
     if config.optimizer.rollback == "arithmetic":
         progress(_NOT_EXACT)
     directory = RunDirectory.create(run_dir)
-    if _inputs_changed(changes) or not _inputs_exist(run_dir):
+    # Without a configuration nobody knows what inputs that are there were made from.
+    if previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir):
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         progress("preparing the model's block table and the data")
         if config.cluster.emulated is not None:
