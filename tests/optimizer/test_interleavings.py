@@ -115,13 +115,16 @@ class World:
     def choose_policy(self, block: int) -> UpdatePolicy:
         uses = range(self.table.blocks[block].contributions)
         local = all(self.memory.has((block, "grads", 0, k)) for k in uses)
-        wanted = [p for p in self.policies if local or p is not UpdatePolicy.DEVICE]
-        return self.fate.choice(wanted)
+        wanted = {*self.policies} - ({UpdatePolicy.DEVICE} if not local else set())
+        if self.memory.spec.layout.gradient_copies[block] == 1:
+            wanted -= {UpdatePolicy.ADVANCE}
+        return self.fate.choice(sorted(wanted, key=lambda policy: policy.value))
 
     # ---- optimizerd ----
 
     def new_process(self) -> None:
-        """A fresh machine; what only the old process knew is gone."""
+        """A fresh machine; what only the old process knew is gone. Its plan may be another, too."""
+        self.blocks = owned_blocks(self.memory, self.choose_policy)
         self.machine = OptimizerState(self.blocks)
         self.running: Pass | None = None
         self.pulls: list[Pull] = []
@@ -550,8 +553,7 @@ def test_split_masters_end_with_the_bits_of_whole_ones(
     )
     copies = memory.spec.layout.gradient_copies
     assert copies == ((2 if remote else 1, 1) if single else (2, 2))
-    early = (UpdatePolicy.SETTLE_EARLY,)
-    policies = early if single else (*early, UpdatePolicy.ADVANCE)
+    policies = (UpdatePolicy.SETTLE_EARLY, UpdatePolicy.ADVANCE)
     live(lambda fate: World(fate, memory, pool, tools, policies))
 
 
