@@ -8,8 +8,8 @@ how many of the last blocks should be settled early, by simulation.
 
 It advances all blocks where that is better, or where nothing is known: without a profile of the
 machine (unless it is an emulated one, whose speeds are given), and with CPU workers, which compute
-on the optimizer's cores, so that less work is what counts. Steps in place, and updates that always
-wait for the norm, leave nothing to choose.
+on the optimizer's cores, so that less work is what counts. Steps in place, updates that always wait
+for the norm, and emulated optimizers of other systems leave nothing to choose.
 """
 
 from __future__ import annotations
@@ -57,12 +57,18 @@ def settle_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
 
 def is_to_choose(config: Config) -> bool:
     """Whether ``auto`` has something to choose, and something to choose by."""
-    optimizer, schedule = config.optimizer, config.schedule
-    open_ = optimizer.settle == "auto" and optimizer.rollback == "exact"
+    optimizer, schedule, emulation = config.optimizer, config.schedule, config.emulation
     complete = schedule.file is not None and schedule.file.suffix.lower() != ".csv"
-    known = schedule.profile is not None or config.cluster.emulated is not None
-    beside = config.cluster.device != "cpu"
-    return open_ and optimizer.speculate != "never" and not complete and known and beside
+    foreign = emulation.optimizer_bytes is not None or emulation.optimizer_start != "offload"
+    return (
+        optimizer.settle == "auto"
+        and optimizer.rollback == "exact"
+        and optimizer.speculate != "never"
+        and (schedule.profile is not None or config.cluster.emulated is not None)
+        and config.cluster.device != "cpu"
+        and not complete
+        and not foreign
+    )
 
 
 def choose_settled_early(

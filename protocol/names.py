@@ -105,9 +105,8 @@ def storage(config: Config, plan: Plan) -> Storage:
     if optimizer.rollback == "arithmetic":
         # Steps in place leave nothing for which gradients would have to stay.
         single = range(plan.num_blocks)
-    elif split and plan.settled_early:
-        # What devices update is settled early, too.
-        single = sorted((*plan.settled_early, *plan.updates))
+    elif split:  # and devices update none of the blocks: protocol.executable
+        single = plan.settled_early
     return Storage(split_master=split, single_gradients=tuple(single))
 
 

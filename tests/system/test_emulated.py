@@ -76,6 +76,7 @@ def test_steps_take_as_long_as_simulated_and_say_that_they_are_emulated(undistur
     assert {line["decision"] for line in lines} == {"commit"}
     assert 0.9 < measured_over_simulated(undisturbed) < 1.15
     run = RunDirectory(undisturbed)
+    assert 0 < len(run.plan.settled_early) < run.plan.num_blocks, "auto tells blocks apart"
     planned = max(p.total_bytes for p in device_peaks(run.plan, Emulation.of(run.config).costs))
     for line in lines:
         assert line["peak_device_bytes"] == pytest.approx(planned, rel=0.05)
