@@ -116,7 +116,8 @@ def summary(profile: Profile, out: Path) -> str:
         f" {_bandwidth(machine.peer_bandwidth)} after {1e6 * machine.latency_s:.0f} µs",
         f"optimizer, million parameters a second: advance {machine.advance_rate / 1e6:.0f},"
         f" preview {machine.preview_rate / 1e6:.0f}, settle {machine.settle_rate / 1e6:.0f},"
-        f" in place {machine.in_place_rate / 1e6:.0f}",
+        f" in place {machine.in_place_rate / 1e6:.0f}; on a device"
+        f" {machine.device_update_rate / 1e6:.0f}",
         "",
         f"written to {out}: penstock plan CONFIG --costs {out}, penstock tune CONFIG --costs {out}",
     ]

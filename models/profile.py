@@ -23,7 +23,12 @@ import torch
 
 from penstock.models.hf import resolve_hf_config
 from penstock.models.profile_blocks import BlockBench, Progress, measure_kinds
-from penstock.models.profile_machine import measure_copies, measure_messages, measure_optimizer
+from penstock.models.profile_machine import (
+    measure_copies,
+    measure_messages,
+    measure_optimizer,
+    measure_update,
+)
 from penstock.models.runtime import ModelRuntime
 from penstock.models.table import build_table
 from penstock.models.tokenizer import open_tokenizer
@@ -100,6 +105,7 @@ def _machine(
         preview_rate=optimizer.preview,
         settle_rate=optimizer.settle,
         in_place_rate=optimizer.in_place,
+        device_update_rate=measure_update(config, device, optimizer),
         device_memory_bytes=memory,
         host_memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
     )

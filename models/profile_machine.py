@@ -22,9 +22,11 @@ import zmq
 from numpy.typing import DTypeLike, NDArray
 
 from penstock import _native
-from penstock.protocol.config import Config
+from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.protocol.config import Config, OptimizerName
 from penstock.protocol.placement import place
 from penstock.protocol.step import WEIGHTS_DTYPES, OptimizerStep
+from penstock.protocol.updating import PIECE_ELEMENTS
 from penstock.shm.memory import NUMPY_TYPES
 from penstock.shm.table import DType
 
@@ -123,6 +125,30 @@ def measure_optimizer(config: Config, *, num_elements: int = _OPTIMIZER_ELEMENTS
     with _native.Pool(place(config, 0).optimizer) as pool:
         seconds = {name: _median(run) for name, run in _passes(pool, config, num_elements).items()}
     return OptimizerRates(**{name: num_elements / took_s for name, took_s in seconds.items()})
+
+
+def measure_update(config: Config, device: torch.device, host: OptimizerRates) -> float:
+    """Parameters/s of an UPDATE on one device, without its copies.
+
+    On a GPU the arithmetic of a piece, of AdamW, which Adam's differs little from (others are not
+    executed there). On a CPU an UPDATE is a preview, on a worker's share of the cores.
+    """
+    if device.type == "cpu":
+        return host.preview / config.cluster.workers
+    step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
+    adamw = config.optimizer.model_copy(update={"name": OptimizerName.ADAMW})
+    scalars = StepScalars.of(step, adamw)
+    names = ("master", "exp_avg", "exp_avg_sq", "gradients", "scratch")
+    arrays = {name: torch.zeros(PIECE_ELEMENTS, device=device) for name in names}
+    piece = Piece(**arrays, ranges=[(0, PIECE_ELEMENTS, 0.1)])
+    squares = torch.empty(PIECE_ELEMENTS, dtype=torch.float64, device=device)
+
+    def update() -> None:
+        sum_squares(piece.gradients, squares)
+        apply(piece, scalars)
+        torch.cuda.synchronize(device)
+
+    return PIECE_ELEMENTS / _median(update)
 
 
 def _passes(

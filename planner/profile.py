@@ -28,6 +28,7 @@ _GPU_MACHINE = Machine(
     preview_rate=1.8e9,
     settle_rate=1.9e9,
     in_place_rate=1.7e9,
+    device_update_rate=5.0e9,
 )
 
 
@@ -59,6 +60,7 @@ CPU_GUESS = Guess(
         preview_rate=5.0e8,
         settle_rate=5.0e8,
         in_place_rate=4.5e8,
+        device_update_rate=5.0e8,
     ),
 )
 """One CPU core per worker."""
@@ -96,6 +98,7 @@ def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
         optimizer_rate=machine.advance_rate,
         preview_speed=machine.preview_rate / machine.advance_rate,
         settle_speed=machine.settle_rate / machine.advance_rate,
+        device_optimizer_rate=machine.device_update_rate,
         device_memory_bytes=machine.device_memory_bytes,
         host_memory_bytes=machine.host_memory_bytes,
     )

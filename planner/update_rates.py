@@ -139,13 +139,13 @@ def preview_throughput(cluster: Cluster, optimizer: OptimizerModel, stride: int 
     """
     memory, host_bytes = cluster.dram_bandwidth, optimizer.tail_bytes
     if stride is None:
-        return min(cluster.optimizer_rate, memory / host_bytes if host_bytes else inf)
+        return min(_cores_rate(cluster, optimizer), memory / host_bytes if host_bytes else inf)
     if stride < 1:
         raise ValueError(f"a stride of {stride}: expected 1 or more")
     others = stride - 1
     visit_s = _visit_s(cluster)
     on_gpus = stride * cluster.devices_per_node / visit_s if visit_s else inf
-    on_cpu = stride / others * cluster.optimizer_rate if others else inf
+    on_cpu = stride / others * _cores_rate(cluster, optimizer) if others else inf
     moved = (_update_bytes(cluster) + others * host_bytes) / stride
     return min(on_gpus, on_cpu, memory / moved if moved else inf)
 
@@ -171,10 +171,16 @@ def device_rate(cluster: Cluster) -> float:
 def host_rate(cluster: Cluster, optimizer: OptimizerModel, *, alone: bool = False) -> float:
     """U of :func:`preview_ratio`: parameters/s of a node's CPU beside its GPUs, or ``alone``."""
     if cluster.dram_bandwidth == inf or not optimizer.tail_bytes:
-        return cluster.optimizer_rate
+        return _cores_rate(cluster, optimizer)
     used = 0.0 if alone else _update_bytes(cluster) * _devices_rate(cluster)
     left = max(0.0, cluster.dram_bandwidth - used)
-    return min(cluster.optimizer_rate, left / optimizer.tail_bytes)
+    return min(_cores_rate(cluster, optimizer), left / optimizer.tail_bytes)
+
+
+def _cores_rate(cluster: Cluster, optimizer: OptimizerModel) -> float:
+    """If DRAM is no limit: of previews, or of passes that settle as well."""
+    speed = cluster.preview_speed if optimizer.settle_bytes else 1.0
+    return cluster.optimizer_rate * speed
 
 
 def _devices_rate(cluster: Cluster) -> float:

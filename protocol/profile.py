@@ -74,7 +74,8 @@ class Machine:
     """Rates of one machine: bytes/s, seconds, parameters/s of all optimizer cores of a node.
 
     ``instruction_s``: overhead of each compute instruction. Bandwidths are ``inf`` where nothing
-    has to move. The four rates are those of the optimizer's passes (``native/passes.h``).
+    has to move. The four rates are those of the optimizer's passes (``native/passes.h``);
+    ``device_update_rate`` is an UPDATE's on one device, without its copies.
     """
 
     instruction_s: float
@@ -86,6 +87,7 @@ class Machine:
     preview_rate: float
     settle_rate: float
     in_place_rate: float
+    device_update_rate: float
     device_memory_bytes: float = inf
     host_memory_bytes: float = inf
 

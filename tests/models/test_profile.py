@@ -102,6 +102,7 @@ def test_machine(measured: tuple[Profile, list[str]]) -> None:
     assert cluster_of(found, devices_per_node=2).optimizer_rate == machine.advance_rate
     rates = (machine.advance_rate, machine.preview_rate, machine.settle_rate)
     assert all(1e6 < rate < 1e12 for rate in rates)
+    assert machine.device_update_rate == machine.preview_rate / 2, "a worker's share of the cores"
     assert 0.0 < machine.latency_s < 0.1 and 1e6 < machine.peer_bandwidth < 1e12
 
 

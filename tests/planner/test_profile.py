@@ -39,6 +39,7 @@ _MACHINE = Machine(
     preview_rate=5.0,
     settle_rate=6.0,
     in_place_rate=7.0,
+    device_update_rate=8.0,
     host_memory_bytes=1e9,
 )
 
@@ -119,6 +120,7 @@ def test_the_cluster_of_a_profile(profile: Profile) -> None:
         optimizer_rate=4.0,
         preview_speed=1.25,
         settle_speed=1.5,
+        device_optimizer_rate=8.0,
         host_memory_bytes=1e9,
     )
 
@@ -157,7 +159,7 @@ def _changed(data: dict[str, Any], path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 1, "profile: format is 1, this version reads 2; run penstock profile again"),
+        ("format", 1, "profile: format is 1, this version reads 3; run penstock profile again"),
         ("extra", 1, "profile: profile: found keys format, device"),
         ("device", 5, "device is 5, expected a text up to 200 long"),
         ("micro_batch", 0, "micro_batch is 0, expected a count of 1 or more"),
@@ -193,7 +195,7 @@ def test_bad_files_name_what_is_wrong(
         ("[" * 100_000, "profile: not valid JSON"),
         ("[]", "profile: profile: found no object; expected format, device"),
         ("{}", "profile: format is None"),
-        ('{"format": 2}', "profile: profile: found keys format; expected format, device"),
+        ('{"format": 3}', "profile: profile: found keys format; expected format, device"),
     ],
 )
 def test_what_is_no_profile(text: str, message: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock import _native
+from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.errors import LostMemberError
 from penstock.protocol.frames import BlockUpdated, GradientReady, decode
@@ -22,7 +23,6 @@ from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
 from penstock.workers.devices.cuda import CudaDevice
 from penstock.workers.devices.cuda_update import CudaPreviewer
-from penstock.workers.devices.step import Piece, StepScalars, apply, sum_squares
 from penstock.workers.updates import (
     BlockUpdates,
     NativePreviewer,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.step import BlockArrays, OptimizerStep, PassStatus
 from penstock.protocol.updating import PIECE_ELEMENTS, PIECES
@@ -30,7 +31,6 @@ from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.workers.devices.base import HostArray, as_tensor, storage_dtype
 from penstock.workers.devices.cuda import CudaDevice
-from penstock.workers.devices.step import Piece, StepScalars, apply, sum_squares
 from penstock.workers.residents import Lag, Residents
 from penstock.workers.updates import PreviewedBlock, UpdateScope
 from penstock.workers.waiting import Abort
