@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,15 @@ TINY_LLAMA = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+
+PLAIN: dict[str, Any] = {"train": {"steps": 40, "clip_grad_norm": None}}
+CLIPPED: dict[str, Any] = {
+    "train": {"steps": 36, "clip_grad_norm": 2.7},
+    "model": {"hf": {"tie_word_embeddings": True, "hidden_size": 64, "intermediate_size": 160}},
+    "schedule": {"scheme": "spipe"},
+    "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
+}
+"""Changes of the two runs that many tests look at, or repeat with disturbances."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -184,6 +194,16 @@ def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 120.0) -> Non
     raise AssertionError(f"step {step} not reached in {timeout_s} s\n{tail_logs(run.run_dir)}")
 
 
+def prepared(source: Path, run_dir: Path) -> None:
+    """A run directory that was never started, with the model and data of another run: preparing
+    them anew takes seconds.
+    """
+    run_dir.mkdir()
+    for name in ("model", "data"):
+        shutil.copytree(source / name, run_dir / name)
+    shutil.copy(source / "table.json", run_dir / "table.json")
+
+
 def segments_of(root: Path) -> list[str]:
     """Segments in /dev/shm of the runs below a directory."""
     ids = [json.loads(p.read_text())["run_id"] for p in root.glob("*/run.json")]
@@ -201,3 +221,27 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
     expected_leak = any(p.returncode not in (0, 2, 3, 130) for p in instance.started)
     assert expected_leak or not leaked, f"left behind in /dev/shm: {leaked}"
+
+
+def trained(root: Path, changes: dict[str, Any]) -> Iterator[Path]:
+    """The directory of a finished run; whatever still runs when the tests are over is stopped."""
+    runner = Runner(root)
+    try:
+        yield runner.train(runner.configure("run", changes))
+    finally:
+        runner.stop_all()
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of 1F1B that nobody disturbs, traced; tests copy what they change."""
+    changes = {**PLAIN, "observability": {"trace": True}}
+    yield from trained(tmp_path_factory.mktemp("plain"), changes)
+
+
+@pytest.fixture(scope="session")
+def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of SPipe that nobody disturbs, with clipping in some steps but not in all."""
+    for run_dir in trained(tmp_path_factory.mktemp("clipped"), CLIPPED):
+        assert {m["decision"] for m in metrics(run_dir)} == {"commit", "amend"}
+        yield run_dir

@@ -7,13 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.system.conftest import Runner
+from tests.system.conftest import PLAIN, prepared
 
 SHORT = {"train": {"steps": 3}}
 
@@ -42,15 +42,19 @@ def tree(path: Path) -> dict[str, bytes]:
         ("train.micro_batch=3", ["global_batch", "8", "micro_batch", "3"]),
         ("data.path=/nonexistent/*.txt", ["data.path", "/nonexistent"]),
         ("model.hf.model_type=nonsense", ["model_type", "nonsense"]),
+        ("optimizer.name=foo", ["optimizer.name", "foo", "adamw"]),
+        ("optimizer.cores=[0,4096]", ["optimizer.cores", "4096"]),
         ("memory.host_limit=1M", []),
     ],
 )
-def test_configuration_errors(runner: Any, setting: str, words: list[str]) -> None:
+def test_configuration_errors(runner: Any, plain_run: Path, setting: str, words: list[str]) -> None:
     path = runner.configure("bad", merge_scheme(SHORT))
+    prepared(plain_run, runner.root / "bad")
     code, output = run_cli("train", str(path), "--set", setting)
     assert code == (3 if setting.startswith("memory") else 2), output
     assert all(word in output for word in words), output
     assert "Traceback" not in output
+    assert not (runner.root / "bad" / "plan.json").exists(), "nothing was written for a start"
 
 
 def merge_scheme(changes: dict[str, Any]) -> dict[str, Any]:
@@ -58,12 +62,13 @@ def merge_scheme(changes: dict[str, Any]) -> dict[str, Any]:
     return {**changes, "schedule": {"scheme": "spipe"}}
 
 
-def test_port_in_use(runner: Any) -> None:
+def test_port_in_use(runner: Any, plain_run: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         path = runner.configure("port", {**SHORT, "cluster": {"scheduler_port": port}})
+        prepared(plain_run, runner.root / "port")
         code, output = run_cli("train", str(path))
     assert code == 2, output
     assert str(port) in output and "scheduler_port" in output
@@ -80,10 +85,11 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount a small tmpfs")
-def test_shared_memory_too_small(runner: Any) -> None:
-    path = runner.configure("small", {"model": {"hf": {"hidden_size": 128}}, **SHORT})
+def test_shared_memory_too_small(runner: Any, plain_run: Path) -> None:
+    path = runner.configure("small", SHORT)
+    prepared(plain_run, runner.root / "small")
     command = [sys.executable, "-m", "penstock.client.main", "train", str(path)]
-    script = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+    script = 'mount -t tmpfs -o size=512K tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script, "sh", *command],
         capture_output=True,
@@ -92,7 +98,7 @@ def test_shared_memory_too_small(runner: Any) -> None:
     )
     output = done.stdout + done.stderr
     assert done.returncode == 3, output
-    assert "/dev/shm" in output and "1.0 MiB" in output
+    assert "/dev/shm" in output and "512.0 KiB" in output
     assert "Traceback" not in output
 
 
@@ -124,13 +130,12 @@ def break_manifest_fields(state: Path) -> None:
     manifest.write_text(json.dumps(fields))
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A short run that has ended: its configuration and its directory."""
-    runner = Runner(tmp_path_factory.mktemp("finished"))
-    path = runner.configure("run", SHORT)
-    yield path, runner.train(path)
-    runner.stop_all()
+@pytest.fixture
+def finished(runner: Any, plain_run: Path) -> tuple[Path, Path]:
+    """A run that has ended: its configuration and its directory."""
+    run_dir = runner.root / "run"
+    shutil.copytree(plain_run, run_dir)
+    return runner.configure("run", PLAIN), run_dir
 
 
 @pytest.mark.timeout(240)
@@ -152,7 +157,7 @@ def test_damaged_state_is_refused_and_left_alone(
         state = max((run_dir / "state").glob("step-*"))
         damage(state)
         before = tree(run_dir / "state")
-        code, output = run_cli("train", str(path), "--set", "train.steps=5")
+        code, output = run_cli("train", str(path), "--set", "train.steps=45")
         assert code == 2, f"{damage.__name__}: {output}"
         assert state.name in output, f"{damage.__name__}: {output}"
         assert "Traceback" not in output

@@ -14,28 +14,16 @@ import pytest
 from tests.system import conftest as H
 
 HERE = Path(__file__).parent
-STEPS = 30
-
-CHANGES: dict[str, Any] = {
-    "train": {"steps": STEPS, "clip_grad_norm": 2.7},
-    "model": {"hf": {"tie_word_embeddings": True, "hidden_size": 64, "intermediate_size": 160}},
-    "schedule": {"scheme": "spipe"},
-    "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
-}
+KILL_VERSION = 2
+CHANGES = H.CLIPPED
+STEPS: int = CHANGES["train"]["steps"]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def undisturbed(clipped_run: Path) -> dict[str, bytes]:
     """Final state of the run that nobody disturbs."""
-    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"))
-    try:
-        run_dir = runner.train(runner.configure("run", CHANGES))
-        decisions = {m["decision"] for m in H.metrics(run_dir)}
-        assert decisions == {"commit", "amend"}, "clipping must be active in some steps, not all"
-        state: dict[str, bytes] = H.state_bytes(run_dir)
-        return state
-    finally:
-        runner.stop_all()
+    state: dict[str, bytes] = H.state_bytes(clipped_run)
+    return state
 
 
 def disturb(run: Any, target: str, kind: str, source: random.Random) -> None:
@@ -103,18 +91,36 @@ def test_every_process_is_disturbed_in_one_run(
     changes: dict[str, Any],
     cases: list[tuple[str, str]],
 ) -> None:
-    """All cases one after the other, in random order, each when the run has recovered.
+    """All cases one after the other, in random order, each when the run has recovered; before them
+    the scheduler dies between journal and broadcast: the next one must apply that commit once.
 
     The two-node cluster has the same two devices, so it must end with the bytes of one node.
     """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")
     source = random.Random(seed)
-    run = runner.start(runner.configure("run", changes))
+    marker = runner.root / "killed"
+    run = runner.start(
+        runner.configure("run", changes), env=killing_after_journal(runner.root, marker)
+    )
+    H.wait_for_step(run, KILL_VERSION)
+    assert marker.exists(), "the scheduler was never killed between journal and broadcast"
     for target, kind in source.sample(cases, len(cases)):
         H.wait_for_step(run, H.newest_step(run.run_dir) + 1)
         disturb(run, target, kind, source)
     finish_exact(run, undisturbed)
+
+
+def killing_after_journal(root: Path, marker: Path) -> dict[str, str]:
+    """Environment in which the scheduler dies once, when a commit has reached only the journal."""
+    hook = root / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text((HERE / "kill_after_journal.py").read_text())
+    return {
+        "PYTHONPATH": os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")]),
+        "TEST_KILL_MARKER": str(marker),
+        "TEST_KILL_VERSION": str(KILL_VERSION),
+    }
 
 
 @pytest.mark.timeout(300)
@@ -177,22 +183,3 @@ def test_one_disturbance(
     H.wait_for_step(run, source.randrange(2, STEPS - 6))
     disturb(run, target, kind, source)
     finish_exact(run, undisturbed)
-
-
-@pytest.mark.timeout(300)
-def test_scheduler_dies_between_journal_and_broadcast(
-    runner: Any, undisturbed: dict[str, bytes]
-) -> None:
-    """The third commit reaches only the journal; the next scheduler must apply it once."""
-    hook = runner.root / "hook"
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text((HERE / "kill_after_journal.py").read_text())
-    marker = runner.root / "killed"
-    env = {
-        "PYTHONPATH": os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")]),
-        "TEST_KILL_MARKER": str(marker),
-        "TEST_KILL_VERSION": "3",
-    }
-    run = runner.start(runner.configure("run", CHANGES), env=env)
-    finish_exact(run, undisturbed)
-    assert marker.exists(), "the scheduler was never killed between journal and broadcast"

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from penstock.client.main import app
 from penstock.protocol.rundir import RunDirectory
+from tests.system import conftest as H
 
-STEPS = 6
+STEPS: int = H.PLAIN["train"]["steps"]
 COMPUTE = {"F", "R", "B", "BI", "BW"}
 
 
@@ -27,14 +28,18 @@ def penstock(*arguments: str) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("scheme", ["spipe", pytest.param("1f1b", marks=pytest.mark.slow)])
-def test_a_traced_run_beside_its_simulation(runner: Any, tmp_path: Path, scheme: str) -> None:
-    changes = {
-        "train": {"steps": STEPS, "clip_grad_norm": None},
-        "schedule": {"scheme": scheme},
-        "observability": {"trace": True},
-    }
-    run_dir = runner.train(runner.configure("traced", changes))
+def test_a_traced_run_beside_its_simulation(plain_run: Path, tmp_path: Path) -> None:
+    check_trace(plain_run, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_traced_run_that_recomputes(runner: Any, tmp_path: Path) -> None:
+    changes = {**H.PLAIN, "schedule": {"scheme": "spipe"}, "observability": {"trace": True}}
+    check_trace(runner.train(runner.configure("traced", changes)), tmp_path)
+
+
+def check_trace(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "chrome.json"
     report = json.loads(penstock("trace", str(run_dir), "--out", str(out), "--json"))
     check_report(report)
@@ -43,7 +48,7 @@ def test_a_traced_run_beside_its_simulation(runner: Any, tmp_path: Path, scheme:
 
 
 def check_report(report: dict[str, Any]) -> None:
-    assert report["attempts"] == list(range(3, STEPS + 1)), "two of six to warm up"
+    assert report["attempts"] == list(range(4, STEPS + 1)), "three to warm up"
     assert (report["left_out"], report["skipped_lines"]) == ({}, 0)
     assert math.isfinite(report["error"]) and report["step_seconds"] > 0.0
     assert 0.0 < report["measured"]["bubble_ratio"] < 1.0
