@@ -259,13 +259,13 @@ def test_the_stride_of_updates_follows_from_measured_rates(tmp_path: Path, devic
     path = profile_file(tmp_path / "p.json")
     emulated = device == "emulated"
     data: dict[str, Any] = {
+        "model": {} if emulated else {"hf": {"model_type": "gpt2"}},
         "schedule": {"scheme": "1f1b", "passes": ["interleave-updates"]},
         "cluster": {"workers": 1, "device": f"emulated:{path}" if emulated else "cuda"},
         "data": {"path": "@stdlib", "sequence_length": 1024},
     }
     if not emulated:
         data["schedule"]["profile"] = str(path)
-        data["model"] = {"hf": {"model_type": "gpt2"}}
     table = load_profile(path).table
     for settle, stride in (("advance", 3), ("early", 4)):
         plan = build_plan(parse_config({**data, "optimizer": {"settle": settle}}), table)
