@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.client.main import app
+from penstock.client.reports import blocks_text
 from penstock.planner.passes import PASSES
 from penstock.planner.schemes import SCHEMES
 
@@ -224,6 +225,25 @@ def test_drop_needs_operators_of_the_model() -> None:
     )
     assert code == 2
     assert "operators to drop: expected names among" in err and "cmb, mlp, attention, core" in err
+
+
+def test_blocks_settled_early_are_shown_and_travel_with_the_plan(tmp_path: Path) -> None:
+    config, plan = tmp_path / "saturated.yaml", tmp_path / "plan.json"
+    config.write_text(
+        "{model: {dtype: bf16}, data: {path: '@stdlib', sequence_length: 2048},"
+        " train: {global_batch: 8}, schedule: {scheme: spipe},"
+        " cluster: {workers: 4, device: 'emulated:analytic:A100-40:llama2-7b'}}"
+    )
+    report = planned(f"{config} --out {plan}")
+    early = report["settled_early"]
+    assert 0 in early and 0 < len(early) < 34
+    uses = {row["use"] for row in report["memory"]}
+    assert {"grads, early", "grads, advance"} <= uses and "grads" not in uses
+    code, out, err = penstock("plan", str(config), "--set", f"schedule.file={plan}")
+    assert code == 0, err
+    shown = blocks_text(early)
+    assert shown.startswith("0-") and f"settled early    {shown}\n" in out
+    assert "settled early    -\n" in penstock("plan", "examples/tiny.yaml")[1]
 
 
 def test_simulate_refuses_what_does_not_go_together(tmp_path: Path) -> None:
