@@ -154,8 +154,8 @@ class MeasuredAttempt:
         return self._span(lane, device, label, work.ready_s, work.event.end_s, None)
 
     def _offload_spans(self, device: int, trace: DeviceTrace) -> Iterator[Span]:
-        """As the device knows them; or until the last contribution of the stage was published, one
-        after the other.
+        """As the device knows them; or until each contribution of a stage was published, one after
+        the other.
         """
         known = [w for w in trace.copies if isinstance(w.instruction, OffloadGradients)]
         if known:
@@ -164,10 +164,12 @@ class MeasuredAttempt:
         free_s = -inf
         for work in trace.issued:
             if isinstance(work.instruction, OffloadGradients):
-                start_s = max(work.ready_s, free_s)
-                free_s = max(start_s, offloaded_s(work, trace, self.plan))
-                label = short_label(work.instruction)
-                yield self._span(Lane.OFFLOAD, device, label, start_s, free_s, None)
+                start_s, label = max(work.ready_s, free_s), short_label(work.instruction)
+                moments = sorted(_published(work, trace, self.plan))[:-1]
+                for moment in (*moments, offloaded_s(work, trace, self.plan)):
+                    free_s = max(start_s, moment)
+                    yield self._span(Lane.OFFLOAD, device, label, start_s, free_s, None)
+                    start_s = free_s
 
     def _link_spans(self) -> Iterator[Span]:
         for moved in self.trace.moved:
@@ -205,9 +207,13 @@ class MeasuredAttempt:
 
 def offloaded_s(work: Work, trace: DeviceTrace, plan: Plan) -> float:
     """When the gradients of an OFFLOAD_GRADIENTS were all published, its own end at least."""
+    return max([work.event.end_s, *_published(work, trace, plan)])
+
+
+def _published(work: Work, trace: DeviceTrace, plan: Plan) -> list[float]:
     blocks = plan.backward_stages[work.instruction.stage].blocks  # type: ignore[attr-defined]  # an offload
     moments = [s for (block, _), s in trace.published.items() if block in blocks]
-    return max([work.event.end_s, *(s for s in moments if s >= work.event.start_s)])
+    return [s for s in moments if s >= work.event.start_s]
 
 
 def short_label(instruction: Instruction) -> str:

@@ -22,6 +22,9 @@ from penstock.protocol.instructions import (
 Reduced = Mapping[int, Ints]
 """By backward stage that publishes, the tasks after which its gradients are summed."""
 
+Offloads = Mapping[tuple[int, int], int]
+"""By row of an OFFLOAD_GRADIENTS and block, the task after which the gradients are on the host."""
+
 
 def add_reductions(context: Context) -> Reduced:
     """Backward stages of the same blocks are one group, whose root publishes the sum
@@ -88,29 +91,48 @@ def _send(context: Context, rows: Ints, done: Ints, root: int) -> Ints:
     return np.concatenate((tasks, done[~sends]))
 
 
-def add_offloads(context: Context, reduced: Reduced) -> Mapping[int, int]:
-    """Task of every OFFLOAD_GRADIENTS that publishes, by row; those of other stages do nothing."""
+def add_offloads(context: Context, reduced: Reduced, *, by_block: bool) -> Offloads:
+    """Copies of every OFFLOAD_GRADIENTS that publishes; those of other stages do nothing.
+
+    ``by_block``: block after block, as our workers do it; otherwise a stage is one copy.
+    """
     columns = context.columns
     rows = columns.rows(OffloadGradients)
     stages = columns.stages[rows].tolist()
     publishes = np.array([context.reduction.publishes(stage) for stage in stages], dtype=np.bool_)
     rows = rows[publishes]
-    devices, stages = columns.devices[rows], columns.stages[rows].tolist()
+    copies = [
+        (row, blocks)
+        for row in rows.tolist()
+        for blocks in _copied(context.layout.backward[int(columns.stages[row])].blocks, by_block)
+    ]
+    origins = np.array([row for row, _ in copies], dtype=np.int64)
+    devices, stages = columns.devices[origins], columns.stages[origins].tolist()
     tasks = context.builder.add(
-        len(rows),
+        len(copies),
         lane=Lane.OFFLOAD,
         queues=context.queues.offload(devices),
-        origins=rows,
+        origins=origins,
         places=devices,
-        amounts=[context.backward(stage).gradient_bytes for stage in stages],
+        amounts=[context.costs.of(blocks).gradient_bytes for _, blocks in copies],
         routes=[context.network.offload(device) for device in devices.tolist()],
     )
-    context.issue(tasks, rows)
+    context.issue(tasks, origins)
     for task, stage in zip(tasks.tolist(), stages, strict=True):
         if stage in reduced:
             context.builder.need(task, reduced[stage])
-    _await_former(context, tasks, rows)
-    return dict(zip(rows.tolist(), tasks.tolist(), strict=True))
+    lasts = dict(zip(origins.tolist(), tasks.tolist(), strict=True))
+    _await_former(context, np.array([lasts[row] for row in rows.tolist()], dtype=np.int64), rows)
+    return {
+        (row, block): task
+        for (row, blocks), task in zip(copies, tasks.tolist(), strict=True)
+        for block in blocks
+    }
+
+
+def _copied(blocks: range, by_block: bool) -> list[range]:
+    """What is copied in one go."""
+    return [range(block, block + 1) for block in blocks] if by_block else [blocks]
 
 
 def _await_former(context: Context, offloads: Ints, rows: Ints) -> None:

@@ -1,9 +1,10 @@
 """Optimizer work: on the cores of nodes, and updates on devices.
 
-A **unit** is what a node does in one go: blocks whose gradients come from the same backward stages
-and that are settled in the same way, so usually one backward stage. One optimizer owns a block and
-sums what routes contribute, which other nodes send it; where gradients are reduced there is one
-contribution, made on the owner's node (:mod:`penstock.protocol.reduction`).
+A **unit** is what a node does in one go: blocks whose gradients come by the same copies and that
+are settled in the same way, so a block, or one backward stage (``by_block`` of offloads). One
+optimizer owns a block and sums what routes contribute, which other nodes send it; where gradients
+are reduced there is one contribution, made on the node of the owner
+(:mod:`penstock.protocol.reduction`).
 
 An UPDATE takes a block from its unit. The block is settled at the start of the attempt; its state
 is fetched when the instruction is issued, its kernel runs on the compute stream when the state is
@@ -26,6 +27,7 @@ import numpy as np
 from penstock.planner.cluster import PREVIEW_SETTLE, OptimizerModel, OptimizerStart
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
+from penstock.planner.simulate.gradients import Offloads
 from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.lanes import Lane
 from penstock.protocol.instructions import Update
@@ -33,11 +35,14 @@ from penstock.protocol.instructions import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """``rows`` of the offloads that bring gradients; ``way``: how its blocks are done."""
+    """``rows`` and tasks (``copies``) of the offloads that bring gradients; ``way``: how its blocks
+    are done.
+    """
 
     node: int
     blocks: tuple[int, ...]
     rows: tuple[int, ...]
+    copies: tuple[int, ...]
     way: OptimizerModel
 
 
@@ -51,13 +56,14 @@ class _Pass:
     speed: float
 
 
-def add_optimizer(context: Context, offloads: Mapping[int, int], optimizer: OptimizerModel) -> None:
-    """Work of all nodes and devices that follows the offloads (tasks by row)."""
+def add_optimizer(context: Context, offloads: Offloads, optimizer: OptimizerModel) -> None:
+    """Work of all nodes and devices that follows the offloads."""
     if not offloads:
         return
     flush = -1
     if optimizer.start is OptimizerStart.FLUSH:
-        flush = context.barrier(np.array(list(offloads.values())), min(offloads))
+        copies = sorted(set(offloads.values()))
+        flush = context.barrier(np.array(copies), min(row for row, _ in offloads))
     units = _units(context, offloads, optimizer)
     settled = _add_settles(context, units)
     updated = _add_updates(context, offloads, settled, flush)
@@ -66,7 +72,7 @@ def add_optimizer(context: Context, offloads: Mapping[int, int], optimizer: Opti
     context.builder.need(passes, flush)
     needs = [max(settled.get(block, -1) for block in unit.blocks) for unit in left]
     context.builder.need(passes, np.array(needs, dtype=np.int64))
-    _await_gradients(context, left, passes, offloads)
+    _await_gradients(context, left, passes)
 
 
 def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Pass:
@@ -103,26 +109,27 @@ def _add_settles(context: Context, units: list[_Unit]) -> dict[int, int]:
     return {block: task for blocks, task in zip(due, tasks, strict=True) for block in blocks}
 
 
-def _units(context: Context, offloads: Mapping[int, int], optimizer: OptimizerModel) -> list[_Unit]:
+def _units(context: Context, offloads: Offloads, optimizer: OptimizerModel) -> list[_Unit]:
     """Last stage first: where gradients arrive at the same time, that is the order of work."""
     early = frozenset(context.plan.settled_early if optimizer.early is not None else ())
     columns, cluster = context.columns, context.cluster
-    rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row in sorted(offloads, key=lambda row: int(columns.stages[row])):
-        for block in context.layout.backward[int(columns.stages[row])].blocks:
-            owner = context.reduction.owner_device(block)
-            rows_of[cluster.node_of(owner), block].append(row)
-    grouped: dict[tuple[int, tuple[int, ...], bool], list[int]] = defaultdict(list)
-    for (node, block), rows in rows_of.items():
-        grouped[node, tuple(rows), block in early].append(block)
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, block in sorted(offloads, key=lambda place: int(columns.stages[place[0]])):
+        rows_of[block].append(row)
+    grouped: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], list[int]] = defaultdict(list)
+    for block, rows in rows_of.items():
+        node = cluster.node_of(context.reduction.owner_device(block))
+        copies = tuple(offloads[row, block] for row in rows)
+        grouped[tuple(rows), copies, node, block in early].append(block)
     units = [
         _Unit(
             node=node,
             blocks=tuple(blocks),
             rows=rows,
+            copies=copies,
             way=(optimizer.early or optimizer) if apart else optimizer,
         )
-        for (node, rows, apart), blocks in grouped.items()
+        for (rows, copies, node, apart), blocks in grouped.items()
     ]
     return sorted(units, key=lambda unit: int(columns.stages[unit.rows[0]]), reverse=True)
 
@@ -158,17 +165,14 @@ def _add_passes(context: Context, passes: list[_Pass], label: Label) -> Ints:
     )
 
 
-def _await_gradients(
-    context: Context, units: list[_Unit], passes: Ints, offloads: Mapping[int, int]
-) -> None:
+def _await_gradients(context: Context, units: list[_Unit], passes: Ints) -> None:
     """Passes wait for the offloads of their units, and for gradients to come from other nodes."""
     devices, node_of = context.columns.devices, context.cluster.node_of
     waiting: list[int] = []
     needed: list[int] = []
     for unit, task in zip(units, passes.tolist(), strict=True):
-        for row in unit.rows:
+        for row, offload in zip(unit.rows, unit.copies, strict=True):
             source = node_of(int(devices[row]))
-            offload = offloads[row]
             waiting.append(task)
             needed.append(
                 offload if source == unit.node else _add_pull(context, unit, row, source, offload)
@@ -196,7 +200,7 @@ def _add_pull(context: Context, unit: _Unit, row: int, source: int, offload: int
 
 
 def _add_updates(
-    context: Context, offloads: Mapping[int, int], settled: Mapping[int, int], flush: int
+    context: Context, offloads: Offloads, settled: Mapping[int, int], flush: int
 ) -> frozenset[int]:
     """Fetch, kernel and offload of every UPDATE; returns their blocks."""
     columns, cluster, builder = context.columns, context.cluster, context.builder
@@ -242,18 +246,16 @@ def _add_updates(
     return frozenset(updated)
 
 
-def _elsewhere(
-    context: Context, rows: Ints, offloads: Mapping[int, int]
-) -> tuple[np.ndarray, Ints]:
+def _elsewhere(context: Context, rows: Ints, offloads: Offloads) -> tuple[np.ndarray, Ints]:
     """Gradient bytes that an update fetches, and the offload it waits for, where another device
     made the gradients (0 and -1 where its own did).
     """
     columns, plan = context.columns, context.plan
-    offload_of = {int(columns.stages[row]): task for row, task in offloads.items()}
+    copies = {(int(columns.stages[row]), block): task for (row, block), task in offloads.items()}
     num_bytes, needs = [], []
     for device, block in zip(columns.devices[rows], columns.stages[rows].tolist(), strict=True):
         stage = context.reduction.roots[plan.backward_stage_of(block)]
         own = plan.backward_stages[stage].device == device
         num_bytes.append(0.0 if own else context.costs.blocks[block].gradient_bytes)
-        needs.append(-1 if own else offload_of.get(stage, -1))
+        needs.append(-1 if own else copies.get((stage, block), -1))
     return np.array(num_bytes), np.array(needs, dtype=np.int64)

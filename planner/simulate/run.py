@@ -41,8 +41,9 @@ def simulate(
     """Run one attempt of a valid plan.
 
     ``stops_early``: a forward of the last stage with ``keep=input`` ends at the last checkpoint it
-    leaves, and weights that another node owns come from there, as our workers do it; otherwise it
-    computes the whole stage, and every node has all weights, as in the papers.
+    leaves, weights that another node owns come from there, and gradients are published (and blocks
+    updated) one by one, as our workers do it; otherwise it computes the whole stage, every node has
+    all weights, and a stage's gradients are one copy and one update, as in the papers.
     ``peaks``: of the devices' memory, where they are known already. ``record_rates``: keep how fast
     every flow was when, for ``Simulation.times.rates``.
 
@@ -56,7 +57,7 @@ def simulate(
     add_weights(context, from_owners=stops_early)
     add_swaps(context)
     reduced = add_reductions(context)
-    offloads = add_offloads(context, reduced)
+    offloads = add_offloads(context, reduced, by_block=stops_early)
     add_optimizer(context, offloads, optimizer)
     tasks = context.builder.build()
     times = run_tasks(tasks, context.network, record_rates=record_rates)

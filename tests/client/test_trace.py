@@ -165,26 +165,23 @@ class FakeRun:
         ]
         if not found:  # its sums went to another device
             return
-        (span,) = found
         stage = self.plan.backward_stages[offload.stage]
         contribution = sum(s.start == 0 for s in self.plan.backward_stages[: offload.stage + 1]) - 1
-        for block in stage.blocks:
+        for block, span in zip(stage.blocks, found, strict=True):
             yield event(TraceLane.OFFLOAD, f"{block} {contribution}", span.end_s, span.end_s)
 
     def _passes(self, attempt: int, zero_s: float) -> Iterator[TraceEvent]:
+        blocks = {s: list(stage.blocks) for s, stage in enumerate(self.plan.backward_stages)}
         for span in self.simulation.spans:
-            if span.lane is Lane.OPTIMIZER:
-                blocks = self.plan.backward_stages[int(span.label.split()[1])].blocks
-                each_s = (span.end_s - span.start_s) / len(blocks)
-                for place, block in enumerate(blocks):
-                    start_s = zero_s + span.start_s + place * each_s
-                    yield TraceEvent(
-                        lane=TraceLane.OPTIMIZER,
-                        text=f"advance {block}",
-                        attempt=attempt,
-                        start_s=start_s,
-                        end_s=start_s + each_s,
-                    )
+            if span.lane is Lane.OPTIMIZER:  # in the order in which blocks are published
+                block = blocks[int(span.label.split()[1])].pop(0)
+                yield TraceEvent(
+                    lane=TraceLane.OPTIMIZER,
+                    text=f"advance {block}",
+                    attempt=attempt,
+                    start_s=zero_s + span.start_s,
+                    end_s=zero_s + span.end_s,
+                )
 
     @property
     def attempts(self) -> tuple[MeasuredAttempt, ...]:

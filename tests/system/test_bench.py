@@ -57,7 +57,7 @@ def test_tails_on_a_host_of_saturated_memory_channels() -> None:
         step = steps[scheme]
         assert step["auto"] < 1.002 * min(step["advance"], step["early"])
     for scheme in ("gpipe", "1f1b", "chimera"):  # whose gradients all come at the end: bytes count
-        assert tails[scheme]["early"] / tails[scheme]["in-place"] == pytest.approx(16 / 28, rel=0.1)
+        assert 0.48 < tails[scheme]["early"] / tails[scheme]["in-place"] < 1.02 * 16 / 28
         assert tails[scheme]["advance"] / tails[scheme]["in-place"] == pytest.approx(
             30 / 28, rel=0.02
         )
