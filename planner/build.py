@@ -164,12 +164,15 @@ def _context(config: Config, table: BlockTable) -> PassContext:
     cluster = prices.cluster
     costs = replace(prices.costs, separate_memory=config.cluster.device != "cpu")
     largest = max(block.output_bytes for block in costs.blocks)
+    optimizer = optimizer_of(config)
+    if config.optimizer.settle == "early":
+        optimizer = optimizer.early or optimizer
     return PassContext(
         costs=costs,
         cluster=cluster,
         memory_limit_bytes=config.memory.device_limit,
         hop_s=largest / cluster.peer_bandwidth + cluster.latency_s,
-        optimizer=optimizer_of(config),
+        optimizer=optimizer,
         update_stride=config.schedule.update_stride,
         resident_share=config.schedule.resident_share,
     )
