@@ -243,7 +243,6 @@ def test_blocks_settled_early_are_shown_and_travel_with_the_plan(tmp_path: Path)
     assert code == 0, err
     shown = blocks_text(early)
     assert shown.startswith("0-") and f"settled early    {shown}\n" in out
-    assert "settled early    -\n" in penstock("plan", "examples/tiny.yaml")[1]
 
 
 def test_simulate_refuses_what_does_not_go_together(tmp_path: Path) -> None:
