@@ -16,8 +16,8 @@ from zmq.utils.garbage import gc as garbage_collector
 
 T = TypeVar("T")
 
-APART = frozenset({"data", "models", "native", "planner", "protocol", "scheduler"})
-NOT_APART = frozenset({"test_loader.py"})
+APART = frozenset({"client", "data", "models", "native", "planner", "protocol", "scheduler"})
+NOT_APART = frozenset({"test_doctor.py", "test_life_of_a_run.py", "test_loader.py"})
 """Folders whose tests create no segments, and files there that do."""
 
 GRACE_S = 3.0

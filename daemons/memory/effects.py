@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,11 +102,13 @@ class MemoryEffects:
         link: Sender,
         metrics: MemoryMetrics,
         load_initial: LoadInitial,
+        cores: Sequence[int],
     ) -> None:
         self._memory = memory
         self._link = link
         self._metrics = metrics
         self._load_initial = load_initial
+        self._cores = cores
         self.jobs = JobThread()
         self.exit_code: int | None = None
 
@@ -156,7 +158,7 @@ class MemoryEffects:
 
         def job(cancelled: Callable[[], bool]) -> Event:
             started_s = time.monotonic()
-            restore(self._memory, filling, self._load_initial, cancelled)
+            restore(self._memory, filling, self._load_initial, cancelled, self._cores)
             seconds = time.monotonic() - started_s
             self._metrics.job_seconds.labels("restore").inc(seconds)
             _log.info("restored %s in %.2f s", filling, seconds)

@@ -106,6 +106,7 @@ def _run(
             metrics=metrics,
             load_initial=load_initial
             or partial(run_loader, directory.path, node, command=_loader(config)),
+            cores=place(config, index).optimizer,
         )
         service = MemoryService(state=state, effects=effects, link=link, server=server, stop=stop)
         # Unmapped only when nobody can touch it any more: jobs and block server have ended.

@@ -26,9 +26,6 @@ from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockSpec, padded
 
-MAX_THREADS = 2
-"""Casting is limited by memory; more threads would take cores from others at start."""
-
 _POLL_S = 0.05
 _STDERR_BYTES = 2000
 
@@ -55,10 +52,13 @@ def restore(
     filling: Filling,
     load_initial: Callable[[Callable[[], bool]], None],
     cancelled: Callable[[], bool],
+    cores: Sequence[int],
 ) -> None:
     """Fill the memory of all blocks the node owns.
 
     ``load_initial(cancelled)`` writes master and frozen weights of a new model, at version 0.
+    ``cores``: those of the optimizer's threads, which have nothing to do meanwhile; the pages of
+    each one's part are near it.
 
     Raises:
         StateError: the saved state is damaged or of another model; nothing was touched.
@@ -77,7 +77,7 @@ def restore(
             raise CancelledError
         assert filling.source is not None
         snapshot.load_block(memory, filling.source, block, filling.version, places)
-    _finish(memory, filling)
+    _finish(memory, filling, cores)
 
 
 def run_loader(
@@ -138,12 +138,11 @@ def _zero_state(memory: NodeMemory) -> None:
             memory.state(block, name)[:] = 0
 
 
-def _finish(memory: NodeMemory, filling: Filling) -> None:
+def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
     """Derive the weights from master, set versions and record; the incarnation last."""
     control, version = memory.control, filling.version
     blocks = memory.owned_blocks()
-    cores = sorted(os.sched_getaffinity(0))[:MAX_THREADS]
-    with _native.Pool(cores) as pool:
+    with _native.Pool(list(cores)) as pool:
         for block in blocks:
             _zero_padding(memory, memory.spec.table.blocks[block], version)
             _cast(pool, memory, block, version % 2)

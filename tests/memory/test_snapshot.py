@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
+from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_loader
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
@@ -21,6 +23,8 @@ from penstock.protocol.loading import INITIAL_VERSION
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
+
+CORES = [min(os.sched_getaffinity(0))]
 
 
 def never() -> bool:
@@ -51,7 +55,7 @@ def saved(memory: NodeMemory, tmp_path: Path, helpers: Any) -> Path:
 
 def load(memory: NodeMemory, source: Path, version: int = 7, incarnation: int = 3) -> None:
     filling = Filling(incarnation=incarnation, version=version, source=source)
-    restore(memory, filling, no_loader, never)
+    restore(memory, filling, no_loader, never, CORES)
 
 
 def test_files_are_what_the_safetensors_library_reads(memory: NodeMemory, saved: Path) -> None:
@@ -142,7 +146,7 @@ def test_initial_weights_of_a_split_master(make_run: Any) -> None:
             memory.store_master(block, INITIAL_VERSION, values)
 
     try:
-        restore(memory, Filling(incarnation=1, version=0, source=None), loader, never)
+        restore(memory, Filling(incarnation=1, version=0, source=None), loader, never, CORES)
         assert memory.load_master(1, 0).tobytes() == values.tobytes()
         assert memory.control.slot_version(1, 0) == 0
     finally:
@@ -157,6 +161,22 @@ def test_restored_weights_are_the_rounded_master(memory: NodeMemory, saved: Path
         assert np.array_equal(memory.weights(block, 1), expected)
 
 
+def test_weights_are_cast_on_the_given_cores(
+    memory: NodeMemory, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[list[int]] = []
+    real = _native.Pool
+
+    def pool(cores: list[int]) -> _native.Pool:
+        pools.append(cores)
+        return real(cores)
+
+    monkeypatch.setattr(_native, "Pool", pool)
+    wanted = sorted(os.sched_getaffinity(0))[::-1]
+    restore(memory, Filling(incarnation=1, version=7, source=saved), no_loader, never, wanted)
+    assert pools == [wanted]
+
+
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.FP16])
 def test_restored_weights_of_other_dtypes(make_run: Any, helpers: Any, dtype: DType) -> None:
     memory = NodeMemory.create(make_run(dtype=dtype).memory_spec(0))
@@ -165,7 +185,7 @@ def test_restored_weights_of_other_dtypes(make_run: Any, helpers: Any, dtype: DT
         def loader(cancelled: Callable[[], bool]) -> None:
             helpers.fill(memory)
 
-        restore(memory, Filling(incarnation=1, version=0, source=None), loader, never)
+        restore(memory, Filling(incarnation=1, version=0, source=None), loader, never, CORES)
         master = memory.state(1, "master")
         expected = master.astype(np.float16) if dtype is DType.FP16 else master
         assert np.array_equal(memory.weights(1, 0), expected)
@@ -186,7 +206,7 @@ def test_initial_weights_have_no_history(memory: NodeMemory, helpers: Any) -> No
             memory.state(block, "exp_avg")[:] = 0
             memory.state(block, "exp_avg_sq")[:] = 0
 
-    restore(memory, Filling(incarnation=5, version=0, source=None), loader, never)
+    restore(memory, Filling(incarnation=5, version=0, source=None), loader, never, CORES)
     control = memory.control
     assert seen == [0], "while the memory is filled it holds no model"
     assert control.interrupted_pass is None
@@ -207,7 +227,7 @@ def test_initial_weights_have_no_history(memory: NodeMemory, helpers: Any) -> No
 
 def test_initial_state_is_zero_whatever_was_there(memory: NodeMemory, helpers: Any) -> None:
     helpers.fill(memory)
-    restore(memory, Filling(incarnation=1, version=0, source=None), lambda c: None, never)
+    restore(memory, Filling(incarnation=1, version=0, source=None), lambda c: None, never, CORES)
     assert not any(memory.state(b, "exp_avg_sq").any() for b in range(3))
 
 
@@ -217,7 +237,7 @@ def test_padding_is_zero_after_a_restore(memory: NodeMemory) -> None:
             memory.state(block, "master")[:] = 9.0
             memory.frozen(block)[:] = 9
 
-    restore(memory, Filling(incarnation=1, version=0, source=None), loader, never)
+    restore(memory, Filling(incarnation=1, version=0, source=None), loader, never, CORES)
     assert not memory.state(0, "master")[90:96].any()
     assert not memory.state(0, "master")[101:].any()
     assert not memory.weights(0, 0)[101:].any()
