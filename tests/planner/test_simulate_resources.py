@@ -108,6 +108,27 @@ def test_a_copy_and_the_optimizer_share_dram() -> None:
     assert simulation.optimizer_tail_s == pytest.approx(4.4)
 
 
+def test_workers_publish_block_by_block() -> None:
+    """A block's pass starts with its own gradients; the papers' systems copy the stage first."""
+    request = ScheduleRequest(
+        scheme="gpipe", num_devices=1, num_microbatches=1, forward_stages=1, recompute="none"
+    )
+    plan, costs = lower(build_schedule(request, [1.0] * 2)), Costs(blocks=(WORK,) * 2)
+    cluster = Cluster(devices_per_node=1, offload_bandwidth=4.0, optimizer_rate=2.0)
+    ours = simulate(plan, costs, cluster, stops_early=True)
+    assert uses(ours, Lane.OFFLOAD, Lane.OPTIMIZER) == [
+        ("OG 0", 0, 4.0, 5.0),
+        ("OG 0", 0, 5.0, 6.0),
+        ("U 0", 0, 5.0, 6.0),
+        ("U 0", 0, 6.0, 7.0),
+    ]
+    whole = simulate(plan, costs, cluster)
+    assert uses(whole, Lane.OFFLOAD, Lane.OPTIMIZER) == [
+        ("OG 0", 0, 4.0, 6.0),
+        ("U 0", 0, 6.0, 8.0),
+    ]
+
+
 def test_the_optimizer_is_no_faster_than_its_cores() -> None:
     cluster = Cluster(devices_per_node=1, dram_bandwidth=100.0, optimizer_rate=0.5)
     simulation = simulate(by_hand(TWO_STAGES, (0, 0)), Costs(blocks=(WORK,) * 2), cluster)
