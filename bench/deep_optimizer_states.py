@@ -1,0 +1,311 @@
+"""Deep Optimizer States: optimizer work shared between CPU and GPU, against its equation 1.
+
+    python bench/deep_optimizer_states.py [--steps 3] [--time-scale 0.25] [--json FILE]
+    python bench/deep_optimizer_states.py --gpu [--layers 24] [--hidden 2048] [--steps 12]
+
+On an emulated device (one GPU of the paper's 4x H100 node with its share of the cores, at the rates
+that the paper prints, LLaMA-2 7B): each case trains with ``penstock train``, real processes and
+transactions in modelled time. Per case: seconds of a step, measured and simulated; and what two
+performance models make of the same rates, for forward and backward as simulated and then the update
+phase: equation 1 (state to the GPU and back, in place) and its counterpart for our step (state to
+the GPU, weights back). Figure 16's order is that 50 % of the updates on the GPU are faster than 33,
+25 and 0 %. TwinFlow keeps a share of the state on the GPU and interleaves nothing; here its CPU
+does not wait for the GPU as DeepSpeed's does, which only helps it.
+
+``--gpu`` does the same on a real GPU with a LLaMA-shaped model (1.2 billion parameters by default;
+--layers 32 --hidden 4096 are 7 billion): ``penstock profile`` measures the rates first, the stride
+follows from them in the last case, and the losses of all cases are compared. Without a GPU it says
+so and ends with 0. ``--device cpu --tiny`` with it tries its code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import emulated
+import yaml
+
+from penstock.planner.build import build_plan
+from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
+from penstock.planner.emulation import Emulation
+from penstock.planner.papers.deep_optimizer_states import H100_BUSY
+from penstock.planner.prices import config_prices, optimizer_of
+from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.sources import Prices
+from penstock.planner.update_rates import (
+    UpdateRates,
+    preview_stride,
+    preview_throughput,
+    resident_throughput,
+)
+from penstock.protocol.config import Config, parse_config
+from penstock.protocol.plan import Plan
+from penstock.protocol.rundir import RunDirectory
+
+PASS = "interleave-updates"
+CHOSEN = "stride by the rates"
+CASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "all on the CPU": {},
+        "TwinFlow 20 %": {"passes": ["twinflow"], "resident_share": 0.2},
+        "25 %": {"passes": [PASS], "update_stride": 4},
+        "33 %": {"passes": [PASS], "update_stride": 3},
+        "50 %": {"passes": [PASS], "update_stride": 2},
+        "50 % + residents 20 %": {
+            "passes": [PASS],
+            "update_stride": 2,
+            "resident_share": 0.2,
+        },
+        CHOSEN: {"passes": [PASS]},
+    }
+)
+FIGURE_16 = ("50 %", "33 %", "25 %", "all on the CPU")
+"""From the fastest to the slowest."""
+
+WARMUP_STEPS = 3
+PARAMETERS_OF_FP32 = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A case; seconds of a step. ``on_device``: share of the blocks. ``losses``: of all steps,
+    where devices compute.
+    """
+
+    on_device: float
+    measured_s: float
+    simulated_s: float
+    equation_1_s: float
+    counterpart_s: float
+    losses: tuple[float, ...] = ()
+
+
+def machine() -> dict[str, float]:
+    """A GPU of the paper's node, busy links, with its share of the cores; memory is no limit, as in
+    equation 1. Conversion to 16 bits is a part of our passes.
+    """
+    rates = H100_BUSY
+    return {
+        "fetch_bandwidth": PARAMETERS_OF_FP32 * rates.transfer,
+        "offload_bandwidth": PARAMETERS_OF_FP32 * rates.transfer,
+        "device_optimizer_rate": rates.device,
+        "optimizer_rate": 1.0 / (1.0 / rates.host + 1.0 / rates.downscale),
+        "dram_bandwidth": 1e15,
+    }
+
+
+def experiment(time_scale: float) -> emulated.Experiment:
+    """All cases. Forward and backward are as long as settling half of the blocks takes."""
+    return emulated.Experiment(
+        name="deep-optimizer-states",
+        title="Deep Optimizer States, LLaMA-2 7B, a quarter of 4 H100 and their cores",
+        device="analytic:H100:llama2-7b",
+        workers=1,
+        sequence=2048,
+        micro_batch=1,
+        time_scale=time_scale,
+        machine=machine(),
+        cases=tuple(emulated.Case(name=name, make=made(name)) for name in CASES),
+        ratios=(),
+    )
+
+
+def made(name: str) -> emulated.Made:
+    """The plan that ``penstock train`` makes of a case's schedule."""
+
+    def make(emulation: Emulation) -> Any:
+        return build_plan(emulated_config(name), emulation.table)
+
+    return make
+
+
+def emulated_config(name: str) -> Config:
+    """A case's configuration; the time scale does not matter to its plan."""
+    here = experiment(1.0)
+    data = emulated.configuration(here, here.cases[0])
+    data["train"]["global_batch"] = 16 * here.micro_batch
+    data["schedule"] = {"scheme": "1f1b", "recompute": "full", **CASES[name]}
+    return parse_config(data)
+
+
+def rates_of(cluster: Cluster) -> UpdateRates:
+    """Of one GPU and its share of the cores; converting weights is a part of our passes."""
+    return UpdateRates(
+        transfer=min(cluster.fetch_bandwidth, cluster.offload_bandwidth) / PARAMETERS_OF_FP32,
+        device=cluster.device_optimizer_rate,
+        host=cluster.optimizer_rate / cluster.devices_per_node,
+        downscale=inf,
+    )
+
+
+def equation_1_s(cluster: Cluster, parameters: float, case: Mapping[str, Any]) -> float:
+    """The update phase of a GPU's parameters as the paper does it; TwinFlow's CPU waits."""
+    share, stride = case.get("resident_share", 0.0), case.get("update_stride")
+    return parameters / resident_throughput(rates_of(cluster), share, stride)
+
+
+def counterpart_s(cluster: Cluster, parameters: float, case: Mapping[str, Any]) -> float:
+    """The update phase as we do it. Residents take the last commit in and then preview: two passes
+    on the GPU, beside what the CPU does.
+    """
+    share, stride = case.get("resident_share", 0.0), case.get("update_stride")
+    moving_s = (1.0 - share) * parameters / preview_throughput(cluster, ADVANCE, stride)
+    return max(moving_s, 2.0 * share * parameters / cluster.device_optimizer_rate)
+
+
+def predicted(
+    name: str, plan: Plan, prices: Prices, simulation: Simulation, measured_s: float
+) -> Row:
+    """A case's row: what was measured, beside the simulator and both models. Models count from the
+    end of the last backward.
+    """
+    cluster, case = prices.cluster, dict(CASES[name])
+    if name == CHOSEN:
+        case["update_stride"] = preview_stride(cluster, ADVANCE)
+    parameters = sum(block.parameters for block in prices.costs.blocks)
+    computed_s = max(span.end_s for span in simulation.spans if span.lane is Lane.COMPUTE)
+    return Row(
+        on_device=len(plan.updates) / plan.num_blocks,
+        measured_s=measured_s,
+        simulated_s=simulation.makespan_s,
+        equation_1_s=computed_s + equation_1_s(cluster, parameters, case),
+        counterpart_s=computed_s + counterpart_s(cluster, parameters, case),
+    )
+
+
+def on_an_emulated_device(options: argparse.Namespace) -> dict[str, Row]:
+    """Every case through the real runtime."""
+    rows: dict[str, Row] = {}
+    here = experiment(options.time_scale)
+    for case in here.cases:
+        one = emulated.run(here, case, options.steps)
+        emulation = Emulation.of(emulated_config(case.name))
+        plan = case.make(emulation)
+        prices = Prices(costs=emulation.costs, cluster=emulation.cluster)
+        simulation = simulated(plan, prices, emulation.optimizer)
+        rows[case.name] = predicted(case.name, plan, prices, simulation, one.measured_s)
+    return rows
+
+
+def simulated(plan: Plan, prices: Prices, optimizer: OptimizerModel) -> Simulation:
+    """A step of a plan."""
+    return simulate(plan, prices.costs, prices.cluster, optimizer=optimizer, stops_early=True)
+
+
+def on_a_gpu(options: argparse.Namespace) -> dict[str, Row]:
+    """Every case with the rates of ``penstock profile``, and with real losses."""
+    import gpu  # it imports torch and transformers, which emulated devices do not need
+
+    rows: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file, profile = Path(folder) / "config.yaml", Path(folder) / "profile.json"
+        for name in ("profile", *CASES):
+            run_dir = Path(folder) / f"run-{len(rows)}"
+            config = gpu.configuration(options, run_dir, "spipe")
+            config["observability"] = {"trace": False}
+            if name == "profile":
+                file.write_text(yaml.safe_dump(config))
+                penstock("profile", str(file), "--out", str(profile))
+                continue
+            config["schedule"] = {**gpu.STREAMED, "profile": str(profile), **CASES[name]}
+            file.write_text(yaml.safe_dump(config))
+            penstock("train", str(file))
+            rows[name] = trained(name, RunDirectory(run_dir))
+    return rows
+
+
+def trained(name: str, run: RunDirectory) -> Row:
+    """The row of a run that has ended."""
+    lines = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["phase"] == "train"]
+    prices = config_prices(run.config, run.table, None, run.config.train.micro_batch)
+    simulation = simulated(run.plan, prices, optimizer_of(run.config))
+    measured_s = statistics.median(step["seconds"] for step in steps[WARMUP_STEPS:])
+    row = predicted(name, run.plan, prices, simulation, measured_s)
+    return replace(row, losses=tuple(step["loss"] for step in steps))
+
+
+def penstock(*arguments: str) -> None:
+    """Run a command, quietly unless it fails."""
+    command = [sys.executable, "-m", "penstock.client.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    if done.returncode:
+        raise SystemExit(f"penstock {arguments[0]}: {done.stdout}{done.stderr}")
+
+
+def table(rows: Mapping[str, Row]) -> str:
+    """For people."""
+    lines = [
+        "| updates on the GPU | share of blocks | measured s | simulated s | error"
+        " | equation 1 s | counterpart s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in rows.items():
+        lines.append(
+            f"| {name} | {100 * row.on_device:.0f} % | {row.measured_s:.4g}"
+            f" | {row.simulated_s:.4g} | {100 * (row.simulated_s / row.measured_s - 1):+.1f} %"
+            f" | {row.equation_1_s:.4g} | {row.counterpart_s:.4g} |"
+        )
+    return "\n".join(lines)
+
+
+def verdicts(rows: Mapping[str, Row]) -> dict[str, bool]:
+    """Whether steps take longer in figure 16's order, each at least 2 % more than the one before;
+    whether interleaving with residents beats TwinFlow with as many; and whether losses agree.
+    """
+    seconds = [rows[name].measured_s for name in FIGURE_16]
+    twin, deep = (rows[name].measured_s for name in ("TwinFlow 20 %", "50 % + residents 20 %"))
+    found = {
+        "order_of_figure_16": all(b > 1.02 * a for a, b in pairwise(seconds)),
+        "faster_than_twinflow": deep < twin,
+    }
+    losses = {row.losses for row in rows.values()}
+    return found | ({"losses_identical": len(losses) == 1} if any(losses) else {})
+
+
+def main() -> int:
+    """Parse arguments, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--time-scale", type=float, default=0.25, help="clock per emulated second")
+    parser.add_argument("--gpu", action="store_true", help="measure on a real device")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a toy model: tries this script only")
+    for name, default in (("layers", 24), ("hidden", 2048), ("sequence", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="3 on an emulated device, 12 on a real one")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.gpu and options.device == "cuda" and not Path("/dev/nvidiactl").exists():
+        sys.stdout.write("no GPU here (no /dev/nvidiactl): nothing measured\n")
+        return 0
+    options.steps = options.steps or (12 if options.gpu else 3)
+    if options.tiny:
+        options.layers, options.hidden, options.sequence, options.micro_batch = 12, 32, 32, 2
+        options.steps = WARMUP_STEPS + 2
+    rows = on_a_gpu(options) if options.gpu else on_an_emulated_device(options)
+    found = verdicts(rows)
+    sys.stdout.write(table(rows) + "\n\n")
+    sys.stdout.write("".join(f"{name}: {'yes' if so else 'no'}\n" for name, so in found.items()))
+    if options.json is not None:
+        named = {name: asdict(row) for name, row in rows.items()}
+        options.json.write_text(json.dumps({"rows": named, **found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
