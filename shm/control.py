@@ -57,7 +57,7 @@ from penstock.shm.process import ProcessIdentity
 from penstock.shm.table import MAX_CONTRIBUTIONS
 
 MAGIC = int.from_bytes(b"PNSTOCK1", "little")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INVALID_VERSION = 2**64 - 1
 
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72

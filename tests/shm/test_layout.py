@@ -15,6 +15,7 @@ from penstock.shm.layout import (
     Ownership,
     SegmentKind,
     Storage,
+    tag,
 )
 from penstock.shm.table import BlockTable, DType
 
@@ -124,3 +125,13 @@ def test_digest_ignores_estimates(table: BlockTable) -> None:
     blocks = tuple(dataclasses.replace(b, forward_flops=99.0) for b in table.blocks)
     other = dataclasses.replace(table, blocks=blocks)
     assert layout_of(other, [0, 0], 0).digest == layout_of(table, [0, 0], 0).digest
+
+
+@pytest.mark.parametrize("elements", [1 << 22, 1 << 25, 1 << 26, 3 << 25, 202_383_360])
+def test_caches_can_tell_large_arrays_of_a_block_apart(table: BlockTable, elements: int) -> None:
+    blocks = tuple(dataclasses.replace(b, trainable_elements=elements) for b in table.blocks)
+    layout = layout_of(dataclasses.replace(table, blocks=blocks), [0, 0], 0)
+    starts = [layout.arrays[0, name, 0, 0].offset for name in ("master", *table.state_arrays)]
+    for step in range(0, elements * 4, (1 << 22) + PAGE_BYTES):
+        assert len({tag(start + step) for start in starts}) == len(starts)
+    assert starts[-1] - 2 * 4 * elements < 1 << 16, "a few pages lie between them"
