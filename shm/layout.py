@@ -236,8 +236,8 @@ def collide(distance: int) -> bool:
 
 
 def tag(address: int) -> int:
-    """The 8 bits of an address that AMD's first-level caches know a line by, beside its set: bits 12
-    to 19, each with one of bits 20 to 27 (Lipp et al., "Take A Way", 2020).
+    """The 8 bits of an address that AMD's first-level caches know a line by, beside its set: bits
+    12 to 19, each with one of bits 20 to 27 (Lipp et al., "Take A Way", 2020).
 
     Of addresses with equal tags and sets a cache holds one at a time. A pass reads master, moments
     and gradients at equal distances from their starts: if these were powers of two apart, each load
