@@ -36,6 +36,7 @@ from penstock.daemons.memory.restore import Filling, restore
 from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.member import Doing
 from penstock.shm.memory import NodeMemory
 
 _log = logging.getLogger(__name__)
@@ -52,12 +53,17 @@ class Sender(Protocol):
 
 
 class JobThread:
-    """Runs one job at a time; its answer comes out of :meth:`answer`."""
+    """Runs one job at a time; its answer comes out of :meth:`answer`.
+
+    A job asks again and again whether it is cancelled, every few MiB and while it waits for the
+    loader: that is its progress.
+    """
 
     def __init__(self) -> None:
         self._answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
+        self._progress = 0
 
     def start(self, name: str, job: Job) -> None:
         """Start ``job(cancelled)``; the one before must have answered."""
@@ -77,6 +83,13 @@ class JobThread:
         except queue.Empty:
             return None
 
+    def doing(self) -> Doing:
+        """For heartbeats, on their thread."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return Doing(waiting=True, progress=self._progress)
+        return Doing(activity=thread.name, progress=self._progress)
+
     @property
     def running(self) -> bool:
         """Whether a job is under way."""
@@ -89,7 +102,11 @@ class JobThread:
             self._thread = None
 
     def _run(self, job: Job) -> None:
-        self._answers.put(_outcome(job, self._cancel.is_set))
+        self._answers.put(_outcome(job, self._cancelled))
+
+    def _cancelled(self) -> bool:
+        self._progress += 1  # of several threads at a time: what counts is that it changes
+        return self._cancel.is_set()
 
 
 class MemoryEffects:
@@ -103,13 +120,14 @@ class MemoryEffects:
         metrics: MemoryMetrics,
         load_initial: LoadInitial,
         cores: Sequence[int],
+        jobs: JobThread,
     ) -> None:
         self._memory = memory
         self._link = link
         self._metrics = metrics
         self._load_initial = load_initial
         self._cores = cores
-        self.jobs = JobThread()
+        self.jobs = jobs
         self.exit_code: int | None = None
 
     def perform(self, effect: Effect) -> None:

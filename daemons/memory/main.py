@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.memory.effects import LoadInitial, MemoryEffects
+from penstock.daemons.memory.effects import JobThread, LoadInitial, MemoryEffects
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
@@ -65,7 +65,7 @@ def _run(
     index = node_index(config, node)
     configure_logging(member, directory.path, config.observability.log_level)
     registry = CollectorRegistry()
-    metrics, state = MemoryMetrics(registry), MemoryState()
+    metrics, state, jobs = MemoryMetrics(registry), MemoryState(), JobThread()
     with ExitStack() as cleanup:
         stop = StopSignal().install()
         exporter = serve_metrics(registry, metrics_port(config, member))
@@ -90,6 +90,7 @@ def _run(
             ),
             heartbeat_interval_s=config.cluster.heartbeat_interval_s,
             silence_timeout_s=config.cluster.heartbeat_timeout_s,
+            doing=jobs.doing,
         )
         link.start()
         cleanup.callback(link.close)
@@ -107,6 +108,7 @@ def _run(
             load_initial=load_initial
             or partial(run_loader, directory.path, node, command=_loader(config)),
             cores=place(config, index).optimizer,
+            jobs=jobs,
         )
         service = MemoryService(state=state, effects=effects, link=link, server=server, stop=stop)
         # Unmapped only when nobody can touch it any more: jobs and block server have ended.

@@ -18,10 +18,12 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 class Activity:
     """Base of all activities.
 
-    ``waiting``: members that owe an answer, until ``deadline_s`` if that is set.
+    ``waiting``: members that owe an answer, until ``deadline_s`` if that is set. ``title``: what
+    messages call it.
     """
 
     phase: Phase
+    title: ClassVar[str]
     answers: ClassVar[Mapping[str, Callable[[Any, str, Any, float], list[Effect]]]] = {}
     """Kind of a member's message -> handler(self, member, message, now_s)."""
 

@@ -22,6 +22,8 @@ class Barrier(Activity):
     there is nothing to restore it for.
     """
 
+    title = "restoring"
+
     def __init__(self, rules: Rules, ledger: Ledger, members: Membership) -> None:
         super().__init__(rules, ledger)
         self.phase = Phase.DRAINING
@@ -30,6 +32,11 @@ class Barrier(Activity):
         self._memory: dict[str, pb.MemoryState] = {}
         self._restoration: CommitRecord | None = None
         self._daemons = (*rules.memoryds, *rules.optimizerds)
+
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """memoryds that fill their memory; all else has a deadline."""
+        return tuple(sorted(self.waiting)) if self.phase is Phase.RESTORING else ()
 
     def start(self, now_s: float) -> list[Effect]:
         """Nodes take no part: they have no work to abandon."""

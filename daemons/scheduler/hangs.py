@@ -1,10 +1,11 @@
 """Who hangs: members that send heartbeats and do not get on.
 
 A process that dies or stops is noticed by its stream and its heartbeats. One whose heartbeats go on
-while its work is stuck (in a driver, a lock, a file system) is noticed here: an attempt or an
-evaluation in which nobody gets on for long enough is broken off. *Getting on* is any answer, and
-any change of the progress that heartbeats carry, of any member; so slow work is never taken for a
-hang, however long it takes in all.
+while its work is stuck (in a driver, a lock, a file system) is noticed here: an attempt, an
+evaluation, a save or a restore in which nobody gets on for long enough is broken off. *Getting on*
+is any answer, and any change of the progress that heartbeats carry, of any member; so slow work is
+never taken for a hang, however long it takes in all. Not noticed is a loader of initial weights
+that hangs: its memoryd only knows that the process is alive.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ class Saving(Activity):
     could not write.
     """
 
+    title = "saving"
+
     def __init__(self, rules: Rules, ledger: Ledger) -> None:
         super().__init__(rules, ledger)
         self.phase = Phase.SETTLING
@@ -33,6 +35,11 @@ class Saving(Activity):
         self.version = ledger.version
         self.directory = f"{rules.state_dir}/.tmp-step-{self.version:08d}"
         self._files: list[tuple[str, int, str]] = []
+
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """optimizerds that settle, then memoryds that write."""
+        return tuple(sorted(self.waiting))
 
     def start(self, now_s: float) -> list[Effect]:
         """State lags the weights by one commit until it is settled."""
@@ -95,6 +102,8 @@ class Evaluation(Activity):
     ``seconds``: how long it took, once it is done.
     """
 
+    title = "the evaluation"
+
     def __init__(self, rules: Rules, ledger: Ledger) -> None:
         super().__init__(rules, ledger)
         self.phase = Phase.EVALUATING
@@ -145,6 +154,8 @@ class Ending(Activity):
 
     ``error`` is empty for an end that was wanted. Members that join meanwhile are told too.
     """
+
+    title = "the end"
 
     def __init__(
         self,

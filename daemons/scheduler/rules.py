@@ -63,9 +63,8 @@ class MemberSpec:
 class Deadlines:
     """How long the scheduler waits before it acts on its own.
 
-    Restoring, settling and saving have none: how long they take depends on the model, and whoever
-    works on them sends heartbeats. In attempts and evaluations somebody has to get on
-    (:mod:`.hangs`).
+    Attempts, evaluations, restoring, settling and saving have none: how long they take depends on
+    the model. In them somebody has to get on (:mod:`.hangs`).
     """
 
     drain_s: float = 120.0

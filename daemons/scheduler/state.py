@@ -122,15 +122,13 @@ class Machine:
         return effects + self._end_hang(now_s)
 
     def _end_hang(self, now_s: float) -> list[Effect]:
-        """Give up whoever holds up an attempt or evaluation; the run, when it happens again and
-        again.
-        """
+        """Give up whoever holds up what is going on; the run, when it happens again and again."""
         if self.activity is None:
             return []
         hung = self._hangs.overdue(self.activity.unfinished, now_s)
         if not hung:
             return []
-        what = "the evaluation" if isinstance(self.activity, Evaluation) else "the attempt"
+        what = self.activity.title
         names = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
         self._hangs.in_a_row += 1
         self._break_epoch(f"{what} hung: {names}", now_s)
@@ -307,6 +305,7 @@ class Machine:
         return []
 
     def _saving_done(self, saving: Saving) -> list[Effect]:
+        self._hangs.finished(0.0)
         if not saving.error:
             return []
         error = f"saving step {saving.version} failed: {saving.error}"

@@ -57,6 +57,8 @@ class Transaction(Activity):
     ``seconds``: how long it took, once it is done. ``failure``: why no other may follow.
     """
 
+    title = "the attempt"
+
     def __init__(self, rules: Rules, ledger: Ledger) -> None:
         super().__init__(rules, ledger)
         assert ledger.position is not None

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.daemons.scheduler.events import Exit, Request, Say
+from penstock.daemons.scheduler.events import Exit, Request, SavePrepared, Say
 from penstock.protocol.generated import scheduler_pb2 as pb
-from tests.scheduler.conftest import Driver
+from tests.scheduler.conftest import Driver, make_config, make_rules
 
 MakeDriver = Callable[..., Driver]
 
@@ -154,6 +154,40 @@ def test_an_evaluation_hangs_too(live_with: MakeDriver) -> None:
     lines = beat(driver, TIMEOUT_S + 1.0, {"worker.0": WAITING, "worker.1": STUCK})
     assert lines[-1] == f"node.a <- fence worker.1 {driver.pids['worker.1']}"
     assert driver.status.message.startswith("the evaluation hung: worker.1: no progress for 20.5 s")
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["settling", "writing"])
+def test_a_save_hangs_too(live_with: MakeDriver, settled: bool) -> None:
+    """And goes on, however long it takes, while what is done grows."""
+    driver = live_with(cluster={"attempt_timeout_s": TIMEOUT_S}, train={"save_every": 1})
+    driver.run_attempt()
+    culprit = "memoryd.a" if settled else "optimizerd.a"
+    if settled:
+        driver.say("optimizerd.a", settled=pb.Settled(epoch=1, version=1))
+        driver.feed(SavePrepared())
+    for count in range(3):
+        assert beat(driver, 15.0, {culprit: pb.Heartbeat(progress=count)}) == []
+    stuck = {culprit: pb.Heartbeat(activity="save", progress=2)}
+    assert beat(driver, TIMEOUT_S, stuck)[-1] == (
+        f"node.a <- fence {culprit} {driver.pids[culprit]}"
+    )
+    assert driver.status.message.startswith(f"saving hung: {culprit}: no progress for ")
+
+
+def test_a_restore_hangs_until_the_run_ends() -> None:
+    driver = Driver(make_rules(make_config(cluster={"attempt_timeout_s": TIMEOUT_S})))
+    driver.join_all()
+    for hang in range(3):
+        driver.drained(None)
+        assert driver.status.phase == "restoring"
+        pid = driver.pids["memoryd.a"]
+        lines = beat(driver, TIMEOUT_S + 1.0, {"memoryd.a": STUCK})
+        if hang < 2:
+            assert f"node.a <- fence memoryd.a {pid}" in lines
+            driver.fenced("memoryd.a", pid)
+            driver.join("memoryd.a")
+    assert driver.status.phase == "failed"
+    assert "restoring after step 0 hung 3 times in a row" in driver.status.message
 
 
 def test_the_log_says_who_and_what(hanging: Driver) -> None:

@@ -1,0 +1,35 @@
+"""What memoryd's heartbeats say of the job under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from penstock.daemons.memory.effects import JobThread
+from penstock.daemons.memory.events import Event, Restored
+
+
+def test_a_jobs_progress_is_how_often_it_asked_whether_it_goes_on() -> None:
+    jobs, told = JobThread(), threading.Semaphore(0)
+    assert jobs.doing().waiting and not jobs.doing().activity
+
+    def job(cancelled: Callable[[], bool]) -> Event:
+        while not cancelled():
+            assert told.acquire(timeout=10.0)
+        return Restored()
+
+    jobs.start("restore", job)
+    for count in range(1, 4):
+        deadline_s = time.monotonic() + 10.0
+        while jobs.doing().progress < count:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        found = jobs.doing()
+        assert (found.activity, found.waiting, found.progress) == ("restore", False, count)
+        told.release()
+    jobs.cancel()
+    told.release()
+    jobs.join()
+    assert jobs.answer() == Restored()
+    assert jobs.doing().waiting
