@@ -60,9 +60,7 @@ from penstock.shm.layout import Ownership, Storage
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from tests.optimizer.conftest import Reference, Toolbox
-from tests.optimizer.test_interleavings import World
-from tests.optimizer.test_process import Rig
-from tests.optimizer.test_state import (
+from tests.optimizer.machine import (
     DONE,
     OK,
     QUIET,
@@ -74,6 +72,8 @@ from tests.optimizer.test_state import (
     record,
     update,
 )
+from tests.optimizer.test_interleavings import World
+from tests.optimizer.test_process import Rig
 
 CASES = 30
 IN_PLACE = UpdatePolicy.IN_PLACE

@@ -1,4 +1,4 @@
-"""The machine's rules, each as a whole list of effects."""
+"""The machine's rules, each as a whole list of effects; those of Begin are in test_begin.py."""
 
 from __future__ import annotations
 
@@ -8,29 +8,23 @@ import pytest
 
 from penstock.daemons.optimizer.events import (
     AmendAsked,
-    AttemptAsked,
     BeginAsked,
     BeginPass,
-    BlockWords,
     Broken,
     CancelPulls,
     CommitAsked,
     DeviceUpdated,
     DrainAsked,
-    Effect,
     EndPass,
     Event,
     Exit,
     FlipCommitted,
     GradientsReady,
-    MemoryFacts,
     OwnedBlock,
-    PassDone,
     Pull,
     Pulled,
     RunPass,
     SendAmended,
-    SendBlockStatus,
     SendDrained,
     SendFailed,
     SendReady,
@@ -47,8 +41,6 @@ from penstock.daemons.optimizer.events import (
 )
 from penstock.daemons.optimizer.passes import (
     Advance,
-    CastWeights,
-    FinishHold,
     FinishSettle,
     GradientStatus,
     Hold,
@@ -56,116 +48,27 @@ from penstock.daemons.optimizer.passes import (
     Settle,
     pass_tag,
 )
-from penstock.daemons.optimizer.state import OptimizerState, Phase
+from penstock.daemons.optimizer.state import OptimizerState
 from penstock.protocol.errors import ExitCode
-from penstock.protocol.step import OptimizerStep, PassStatus
-from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
-
-OK = PassStatus(finite=True, sum_squares=2.0)
-DONE = PassDone(status=OK, seconds=0.25)
-QUIET = PassDone(status=None, seconds=0.25)
-IDLE_UNDO = UndoWords(armed=False, tag=0, completed=0)
-ONE_BLOCK = (OwnedBlock(index=0, contributions=1),)
-TWO_BLOCKS = (OwnedBlock(index=0, contributions=1), OwnedBlock(index=3, contributions=1))
-
-
-def record(version: int, attempt: int, coefficient: float = 1.0, **more: object) -> CommitRecord:
-    """A commit with loss scale 4 and learning rate 0.5."""
-    fields: dict[str, object] = {
-        "version": version,
-        "attempt": attempt,
-        "decision": Decision.COMMIT,
-        "coefficient": coefficient,
-        "inverse_loss_scale": 0.25,
-        "learning_rate": 0.5,
-        "bias_step": version,
-        "incarnation": 1,
-    }
-    return CommitRecord(**{**fields, **more})  # type: ignore[arg-type]
-
-
-def update(version: int, coefficient: float = 0.25) -> OptimizerStep:
-    """What :func:`record` promises."""
-    return OptimizerStep(
-        version=version, coefficient=coefficient, learning_rate=0.5, bias_step=version
-    )
-
-
-def facts(
-    committed: int,
-    blocks: dict[int, tuple[int, int, int]],
-    *,
-    interrupted: PassIntent | None = None,
-    undo: UndoWords = IDLE_UNDO,
-    found: CommitRecord | None = None,
-) -> MemoryFacts:
-    """``blocks``: state version, version in slot 0, version in slot 1."""
-    return MemoryFacts(
-        incarnation=1,
-        committed=committed,
-        record=found or record(committed, 10 * committed),
-        next_record=None,
-        interrupted=interrupted,
-        undo=undo,
-        blocks={b: BlockWords(state_version=s, slots=(x, y)) for b, (s, x, y) in blocks.items()},
-    )
-
-
-def begin(found: MemoryFacts, commit: CommitRecord | None = None, epoch: int = 1) -> BeginAsked:
-    """A Begin with the commit that memory has, or with ``commit``."""
-    commit = commit or record(found.committed, 10 * found.committed)
-    return BeginAsked(epoch=epoch, record=commit, facts=found)
-
-
-def attempt(number: int, base: int, *, hold: bool = False, epoch: int = 1) -> AttemptAsked:
-    """An attempt with the loss scale and learning rate of :func:`record`."""
-    return AttemptAsked(
-        epoch=epoch,
-        attempt=number,
-        base_version=base,
-        loss_scale=4.0,
-        learning_rate=0.5,
-        hold=hold,
-    )
-
-
-def ready(number: int, block: int = 0, contribution: int = 0, epoch: int = 1) -> GradientsReady:
-    """A contribution of an attempt."""
-    return GradientsReady(epoch=epoch, attempt=number, block=block, contribution=contribution)
-
-
-def status(number: int, block: int = 0) -> SendBlockStatus:
-    """What is sent when DONE follows."""
-    return SendBlockStatus(epoch=1, attempt=number, block=block, status=OK, seconds=0.25)
-
-
-def invalid(block: int, slot: int) -> SetSlot:
-    """The word before the first write into a slot."""
-    return SetSlot(block=block, slot=slot, version=INVALID_VERSION)
-
-
-def live(
-    state: int = 4,
-    committed: int = 5,
-    blocks: tuple[OwnedBlock, ...] = ONE_BLOCK,
-    *,
-    together: bool = False,
-) -> OptimizerState:
-    """A machine in epoch 1 at ``committed`` (odd: its weights are in slot 1)."""
-    machine = OptimizerState(blocks, together=together)
-    words = {b.index: (state, committed - 1, committed) for b in blocks}
-    assert machine.handle(begin(facts(committed, words))) == [SetEpoch(epoch=1), SendReady(epoch=1)]
-    machine.validate()
-    return machine
-
-
-def reported(*, hold: bool = False) -> OptimizerState:
-    """A machine at 5 that has reported the only block of attempt 51."""
-    machine = live(state=5)
-    machine.handle(attempt(51, 5, hold=hold))
-    machine.handle(ready(51))
-    assert machine.handle(DONE)[-1] == status(51)
-    return machine
+from penstock.protocol.step import OptimizerStep
+from penstock.shm.control import INVALID_VERSION, Decision, PassIntent
+from tests.optimizer.machine import (
+    DONE,
+    OK,
+    ONE_BLOCK,
+    QUIET,
+    TWO_BLOCKS,
+    attempt,
+    begin,
+    facts,
+    invalid,
+    live,
+    ready,
+    record,
+    reported,
+    status,
+    update,
+)
 
 
 def test_pending_state_is_advanced() -> None:
@@ -401,159 +304,6 @@ def test_drain_when_idle_is_answered_at_once_old_ones_never() -> None:
     assert machine.handle(attempt(51, 5)) == []
 
 
-def test_a_fresh_process_drains_before_its_first_begin() -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    assert machine.handle(DrainAsked(epoch=1)) == [SendDrained(epoch=1)]
-
-
-def test_begin_applies_an_outstanding_commit() -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    commit = record(6, 51)
-    assert machine.handle(begin(facts(5, {0: (5, 6, 5)}), commit)) == [
-        WriteRecord(record=commit),
-        FlipCommitted(version=6),
-        SetEpoch(epoch=1),
-        SendReady(epoch=1),
-    ]
-
-
-def test_begin_completes_a_held_commit() -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    commit = record(6, 51, coefficient=0.5)
-    assert machine.handle(begin(facts(5, {0: (5, 4, 5)}), commit)) == [
-        WriteRecord(record=commit),
-        FlipCommitted(version=6),
-        invalid(0, 0),
-        BeginPass(block=0, state_version=6),
-        RunPass(work=Hold(block=0, update=update(6, 0.125))),
-    ]
-    assert machine.phase is Phase.RECOVERING
-    assert machine.handle(DONE) == [
-        SetState(block=0, version=6),
-        EndPass(),
-        SetSlot(block=0, slot=0, version=6),
-        SetEpoch(epoch=1),
-        SendReady(epoch=1),
-    ]
-
-
-def test_begin_casts_the_weights_of_a_settled_block() -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    assert machine.handle(begin(facts(5, {0: (5, 4, INVALID_VERSION)}))) == [
-        invalid(0, 1),
-        RunPass(work=CastWeights(block=0, version=5)),
-    ]
-
-
-def test_begin_forgets_only_newer_previews() -> None:
-    machine = OptimizerState(TWO_BLOCKS)
-    assert machine.handle(begin(facts(5, {0: (5, 6, 5), 3: (4, 4, 5)}))) == [
-        invalid(0, 0),
-        SetEpoch(epoch=1),
-        SendReady(epoch=1),
-    ]
-
-
-def test_begin_writes_a_record_that_was_cut_short() -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    found = dataclasses.replace(facts(5, {0: (4, 4, 5)}), record=None)
-    assert machine.handle(begin(found)) == [
-        WriteRecord(record=record(5, 50)),
-        SetEpoch(epoch=1),
-        SendReady(epoch=1),
-    ]
-
-
-TAG = pass_tag(0, 5)
-
-
-def test_begin_drops_the_intent_of_a_pass_that_never_started() -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
-    found = facts(5, {0: (4, INVALID_VERSION, 5)}, interrupted=intent)
-    assert machine.handle(begin(found)) == [EndPass(), SetEpoch(epoch=1), SendReady(epoch=1)]
-
-
-@pytest.mark.parametrize(("state", "words"), [(4, [SetState(block=0, version=5)]), (5, [])])
-def test_begin_writes_the_words_that_a_complete_pass_lacks(state: int, words: list[Effect]) -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
-    undo = UndoWords(armed=False, tag=TAG, completed=TAG)
-    found = facts(5, {0: (state, INVALID_VERSION, 5)}, interrupted=intent, undo=undo)
-    assert machine.handle(begin(found)) == [
-        *words,
-        EndPass(),
-        SetEpoch(epoch=1),
-        SendReady(epoch=1),
-    ]
-
-
-def test_begin_finishes_an_interrupted_pass_as_settle_only() -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
-    undo = UndoWords(armed=True, tag=TAG, completed=7)
-    found = facts(5, {0: (4, INVALID_VERSION, 5)}, interrupted=intent, undo=undo)
-    assert machine.handle(begin(found)) == [
-        RunPass(work=FinishSettle(block=0, update=update(5))),
-    ]
-    assert machine.handle(QUIET) == [
-        SetState(block=0, version=5),
-        EndPass(),
-        SetEpoch(epoch=1),
-        SendReady(epoch=1),
-    ]
-
-
-def test_begin_finishes_an_interrupted_hold_as_a_hold() -> None:
-    """Told by the slot: upper halves of a split master exist nowhere else."""
-    machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
-    undo = UndoWords(armed=True, tag=TAG, completed=7)
-    found = facts(5, {0: (4, 4, INVALID_VERSION)}, interrupted=intent, undo=undo)
-    assert machine.handle(begin(found)) == [
-        invalid(0, 1),
-        RunPass(work=FinishHold(block=0, update=update(5))),
-    ]
-    assert machine.handle(QUIET) == [
-        SetState(block=0, version=5),
-        EndPass(),
-        SetSlot(block=0, slot=1, version=5),
-        SetEpoch(epoch=1),
-        SendReady(epoch=1),
-    ]
-
-
-INTENT = PassIntent(block=0, state_version=5)
-ARMED = UndoWords(armed=True, tag=TAG, completed=0)
-
-
-@pytest.mark.parametrize(
-    ("found", "commit", "error"),
-    [
-        (facts(5, {0: (5, 4, 5)}), record(7, 60), "memory is at version 5, the scheduler at 7"),
-        (facts(5, {0: (5, 4, 5)}), record(4, 40), "memory is at version 5, the scheduler at 4"),
-        (facts(5, {0: (5, 4, 5)}), record(5, 50, incarnation=2), "holds incarnation 1"),
-        (facts(5, {0: (3, 4, 5)}), record(5, 50), "block 0: state version 3"),
-        (facts(5, {0: (4, 4, 5)}), record(6, 60), "block 0: state version 4"),
-        (facts(5, {0: (6, 4, 5)}), record(6, 60), "block 0: state version 6"),
-        (facts(5, {0: (4, 4, 5)}), record(5, 50, decision=Decision.RESTORE), "no gradients"),
-        (facts(5, {0: (4, 4, 5)}, undo=ARMED), record(5, 50), "undo area is armed"),
-        (facts(5, {0: (5, 4, 5)}, interrupted=INTENT), record(6, 60), "a pass led block 0"),
-        (
-            facts(5, {0: (4, 4, 5)}, interrupted=PassIntent(block=1, state_version=5)),
-            record(5, 50),
-            "a pass led block 1",
-        ),
-    ],
-)
-def test_begin_refuses_what_cannot_be(found: MemoryFacts, commit: CommitRecord, error: str) -> None:
-    machine = OptimizerState(ONE_BLOCK)
-    failed, leave = machine.handle(begin(found, commit))
-    assert isinstance(failed, SendFailed) and error in failed.error
-    assert leave == Exit(code=ExitCode.BAD_CONFIG)
-    assert machine.handle(DrainAsked(epoch=9)) == []
-
-
 def test_frozen_blocks_follow_the_commits_without_a_pass() -> None:
     blocks = (OwnedBlock(index=0, contributions=0),)
     machine = OptimizerState(blocks)
@@ -607,7 +357,7 @@ def test_pulls_follow_the_backward() -> None:
 
 def test_begin_pulls_pending_remote_gradients_again_of_whatever_epoch() -> None:
     machine = OptimizerState(REMOTE)
-    undo = UndoWords(armed=True, tag=TAG, completed=0)
+    undo = UndoWords(armed=True, tag=pass_tag(0, 5), completed=0)
     found = facts(
         5,
         {0: (4, INVALID_VERSION, 5)},
