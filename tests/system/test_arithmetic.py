@@ -19,13 +19,29 @@ CHANGES: dict[str, Any] = {
 }
 
 
+ONE_NODE: dict[str, Any] = {}
+TWO_NODES = {"cluster": {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}}
+
+
 @pytest.mark.slow
-def test_clipped_steps_and_a_killed_optimizerd_cost_bits_and_no_more(runner: Any) -> None:
-    exact = H.metrics(runner.train(runner.configure("exact", CHANGES)))
-    in_place = H.merge(CHANGES, {"optimizer": {"rollback": "arithmetic"}})
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("changes", "victim"),
+    [
+        pytest.param(ONE_NODE, "optimizerd.a", id="one-node"),
+        pytest.param(TWO_NODES, "optimizerd.b", id="two-nodes"),
+    ],
+)
+def test_clipped_steps_and_a_killed_optimizerd_cost_bits_and_no_more(
+    runner: Any, changes: dict[str, Any], victim: str
+) -> None:
+    """On two nodes tied weights have gradients of both: the owner pulls the other node's."""
+    changes = H.merge(CHANGES, changes)
+    exact = H.metrics(runner.train(runner.configure("exact", changes)))
+    in_place = H.merge(changes, {"optimizer": {"rollback": "arithmetic"}})
     run = runner.start(runner.configure("arithmetic", in_place))
     H.wait_for_step(run, 3)
-    os.kill(run.members()["optimizerd.a"], signal.SIGKILL)
+    os.kill(run.members()[victim], signal.SIGKILL)
     code, output = run.wait(120)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     assert "optimizer.rollback arithmetic is not exact" in output
