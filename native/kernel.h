@@ -269,8 +269,9 @@ PieceFunction find_kernel(const Choice& choice) {
   }
   switch (choice.optimizer) {
     case Optimizer::kAdamW:
+      return find_fast<V, AdamStep<true>>(choice);
     case Optimizer::kAdam:
-      return find_fast<V, AdamStep>(choice);
+      return find_fast<V, AdamStep<false>>(choice);
     case Optimizer::kSgd:
       return find_any<V, MomentumStep>(choice);
     case Optimizer::kLion:

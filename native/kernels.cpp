@@ -8,7 +8,8 @@ std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> paths;
 #if defined(PENSTOCK_X86_KERNELS)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) paths.push_back(&kAvx512Kernels);
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
+    paths.push_back(&kAvx512Kernels);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
     paths.push_back(&kAvx2Kernels);
   }

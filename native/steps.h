@@ -53,10 +53,18 @@ struct Constants {
       inverse_sqrt_correction, eps, step_size, keep, l2;
 };
 
-// Kingma & Ba, Algorithm 1, and Loshchilov & Hutter, Algorithm 2: the decay tells them apart.
+// Kingma & Ba, Algorithm 1, or, with decoupled decay, Loshchilov & Hutter, Algorithm 2.
+template <bool kDecoupled>
 struct AdamStep {
   static constexpr std::size_t kNumArrays = 2;
   static constexpr bool kSavesUndo = true;
+
+  template <class V>
+  PENSTOCK_STEP static typename V::Floats gradient(const typename V::Floats& grad_sum,
+                                                   const typename V::Floats& master,
+                                                   const Constants<V>& c) {
+    return kDecoupled ? V::mul(grad_sum, c.coefficient) : c.gradient(grad_sum, master);
+  }
 
   template <class V>
   PENSTOCK_STEP static typename V::Floats change(const State<V>& next, const Constants<V>& c) {
@@ -67,7 +75,7 @@ struct AdamStep {
   template <class V>
   PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
                                      const Constants<V>& c) {
-    const auto grad = c.gradient(grad_sum, old.master);
+    const auto grad = gradient<V>(grad_sum, old.master, c);
     State<V> next;
     next.first = V::add(old.first, V::mul(V::sub(grad, old.first), c.one_minus_beta1));
     next.second =
@@ -81,7 +89,7 @@ struct AdamStep {
                                         const Constants<V>& c) {
     State<V> old;
     old.master = V::div(V::add(next.master, change<V>(next, c)), c.keep);
-    const auto grad = c.gradient(grad_sum, old.master);
+    const auto grad = gradient<V>(grad_sum, old.master, c);
     old.first = V::mul(V::sub(next.first, V::mul(grad, c.one_minus_beta1)), c.inverse_beta1);
     const auto squares =
         V::mul(V::sub(next.second, V::mul(V::mul(grad, c.one_minus_beta2), grad)), c.inverse_beta2);
