@@ -1,4 +1,4 @@
-"""Speed of the optimizer passes, beside what memory allows and beside torch's and DeepSpeed's.
+"""Speed of the optimizer passes, beside what memory allows and beside other libraries'.
 
 ``bench/optimizer.py [--params 64M,256M] [--threads 1,2] [--grads bf16,fp32] [--json]``
 
@@ -12,15 +12,18 @@ in-place                    the classic step: master, state, weights; not crash 
 hold                        the same, crash safe, for gradients known to be good (28 | 30)
 torch fused + bf16 copy     torch.optim.AdamW(fused=True), fp32 gradients there; a copy to bf16
 torch full chain            bf16 gradients to fp32, unscale, clip_grad_norm_, finite check, that
-deepspeed+bf16 copy         DeepSpeedCPUAdam on fp32 gradients, a copy to bf16 (if it is installed:
-                            ``DS_ACCELERATOR=cpu``, ninja on PATH)
+deepspeed+bf16 copy         DeepSpeedCPUAdam on fp32 gradients, a copy to bf16
+roundpipe+bf16 copy         roundpipe.optim.Adam likewise
 =========================== ========================================================================
 
+The last two where they are installed; both compile when first used (ninja on PATH; DeepSpeed with
+``DS_ACCELERATOR=cpu``), and RoundPipe cannot be imported without a GPU. All cases run in turns,
+round after round, so that what else the machine does hits all alike; a speed is the median over the
+rounds, a share of the ceiling the median of the rounds' ratios.
+
 The ceiling of a pass is the same pass without arithmetic and without undo area: it loads, stores,
-streams and prefetches the same arrays in the same order on the same threads. All cases run in
-turns, round after round, so that what else the machine does hits all alike; a speed is the median
-over the rounds, a share of the ceiling the median of the rounds' ratios. Everything of ours is in
-/dev/shm, laid out as training lays it out (:mod:`penstock.shm.layout`).
+streams and prefetches the same arrays in the same order on the same threads. Everything of ours is
+in /dev/shm, laid out as training lays it out (:mod:`penstock.shm.layout`).
 """
 
 from __future__ import annotations
@@ -196,11 +199,7 @@ class Theirs:
             "eps": EPS,
             "weight_decay": WEIGHT_DECAY,
         }
-        fused = torch.optim.AdamW([self.parameter], fused=True, **options)
-
-        def fused_copy() -> None:
-            fused.step()
-            self.weights.copy_(self.parameter.detach())
+        fused_copy = self._stepped(torch.optim.AdamW([self.parameter], fused=True, **options))
 
         def full_chain() -> None:
             self.gradient.copy_(self.published)
@@ -212,19 +211,23 @@ class Theirs:
         yield "torch fused + bf16 copy", fused_copy
         yield "torch full chain", full_chain
         if importlib.util.find_spec("deepspeed") is not None:
-            yield "deepspeed+bf16 copy", self._deepspeed(options)
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    def _deepspeed(self, options: dict[str, Any]) -> Case:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+            adam = DeepSpeedCPUAdam([self.parameter], adamw_mode=True, **options)
+            yield "deepspeed+bf16 copy", self._stepped(adam)
+        if importlib.util.find_spec("roundpipe") is not None and torch.cuda.is_available():
+            from roundpipe.optim import Adam
 
-        adam = DeepSpeedCPUAdam([self.parameter], adamw_mode=True, **options)
+            adam = Adam([self.parameter], decoupled_weight_decay=True, **options)
+            yield "roundpipe+bf16 copy", self._stepped(adam)
 
-        def deepspeed_copy() -> None:
-            adam.step()
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> Case:
+        def step_and_copy() -> None:
+            optimizer.step()
             self.weights.copy_(self.parameter.detach())
 
-        return deepspeed_copy
+        return step_and_copy
 
 
 def measure(cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
