@@ -22,13 +22,15 @@ CHANGES: dict[str, Any] = {**H.CLIPPED, "optimizer": {"settle": "early"}}
 
 
 def with_updates(plan: Plan) -> Plan:
-    """All blocks but every third on the device that makes their gradients."""
+    """All blocks but every third on the device that makes their gradients, half of which keeps
+    their state.
+    """
 
     def behind(instruction: Instruction) -> list[Instruction]:
         if not isinstance(instruction, OffloadGradients):
             return [instruction]
         blocks = plan.backward_stages[instruction.stage].blocks
-        return [instruction, *(Update(block=b) for b in blocks if b % 3 != 1)]
+        return [instruction, *(Update(block=b, resident=b % 3 == 0) for b in blocks if b % 3 != 1)]
 
     programs = tuple(tuple(i for old in p for i in behind(old)) for p in plan.programs)
     return replace(plan, programs=programs)
