@@ -93,16 +93,57 @@ class OptimizerModel:
     early: OptimizerModel | None = None
 
 
-PREVIEW_SETTLE = OptimizerModel(tail_bytes=16.0, settle_bytes=26.0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassBytes:
+    """DRAM traffic of the optimizer's passes, in bytes per parameter: AdamW with float32 moments,
+    and 16-bit gradients and weights.
+    """
+
+    preview: float
+    settle: float
+    advance: float
+    hold: float
+
+    @classmethod
+    def of_master(cls, *, split: bool) -> PassBytes:
+        """A pass that writes the state of a split master writes its lower halves only: the upper
+        ones lie in a slot of the weights, written by the preview (``native/storage.h``). It reads
+        both, as much as a whole master.
+        """
+        grads, weights, moments = 2.0, 2.0, 8.0
+        read = 4.0 + moments
+        written = (2.0 if split else 4.0) + moments
+        return cls(
+            preview=read + grads + weights,
+            settle=read + grads + written,
+            advance=read + 2.0 * grads + written + weights,
+            hold=read + grads + written + weights,
+        )
+
+    @property
+    def advancing(self) -> OptimizerModel:
+        """Settle and preview in one pass, but for blocks that are settled early."""
+        return OptimizerModel(tail_bytes=self.advance, early=self.preview_settle)
+
+    @property
+    def preview_settle(self) -> OptimizerModel:
+        """Preview in the tail, settle during the next forward."""
+        return OptimizerModel(tail_bytes=self.preview, settle_bytes=self.settle)
+
+
+WHOLE_MASTER = PassBytes.of_master(split=False)
+SPLIT_MASTER = PassBytes.of_master(split=True)
+
+PREVIEW_SETTLE = WHOLE_MASTER.preview_settle
 """Preview in the tail, settle during the next forward."""
 
-ADVANCE = OptimizerModel(early=PREVIEW_SETTLE)
+ADVANCE = WHOLE_MASTER.advancing
 """Settle and preview in one pass, per backward stage, but as the plan says it: what this system
 does.
 """
 
-IN_PLACE = OptimizerModel(tail_bytes=28.0)
+IN_PLACE = OptimizerModel(tail_bytes=WHOLE_MASTER.hold)
 """SPipe's asynchronous in-place step."""
 
-SYNCHRONOUS = OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=28.0)
+SYNCHRONOUS = OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=WHOLE_MASTER.hold)
 """The step of Mobius and Megatron-offload: in place, after the last gradient."""

@@ -23,12 +23,13 @@ from typing import Any
 
 from penstock.planner.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cluster import (
-    ADVANCE,
     IN_PLACE,
-    PREVIEW_SETTLE,
+    SPLIT_MASTER,
+    WHOLE_MASTER,
     Cluster,
     OptimizerModel,
     OptimizerStart,
+    PassBytes,
 )
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.profile import block_costs, cluster_of
@@ -56,7 +57,11 @@ def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
     if config.rollback == "arithmetic":
         # Gradients are looked at before the step: what Inf destroys no arithmetic brings back.
         return replace(IN_PLACE, tail_bytes=IN_PLACE.tail_bytes + _STATUS_BYTES)
-    return ADVANCE
+    return _pass_bytes(config).advancing
+
+
+def _pass_bytes(config: OptimizerConfig) -> PassBytes:
+    return SPLIT_MASTER if config.master == "split" else WHOLE_MASTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +74,14 @@ class PassRates:
     bytes_per_parameter: Mapping[str, float]
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, advance_bytes: float) -> PassRates:
+    def of_cluster(cls, cluster: Cluster, passes: PassBytes) -> PassRates:
         """Each pass at the speed of the cores, and of what copies leave of DRAM."""
         moved = {
-            "advance": advance_bytes,
-            "preview": PREVIEW_SETTLE.tail_bytes,
-            "settle": PREVIEW_SETTLE.settle_bytes,
-            "hold": IN_PLACE.tail_bytes,
-            "invert": IN_PLACE.tail_bytes,
+            "advance": passes.advance,
+            "preview": passes.preview,
+            "settle": passes.settle,
+            "hold": passes.hold,
+            "invert": passes.hold,
             "gradient_status": _STATUS_BYTES,
             "cast": _CAST_BYTES,
         }
@@ -100,6 +105,11 @@ class PassRates:
             "cast": machine.preview_rate,
         }
         return cls(parameters_per_s=rates, bytes_per_parameter=dict.fromkeys(rates, 0.0))
+
+    def without(self, name: str) -> PassRates:
+        """Where a pass moves nothing."""
+        rates = {other: rate for other, rate in self.parameters_per_s.items() if other != name}
+        return replace(self, parameters_per_s=rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +155,14 @@ class Emulation:
         made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
         _check_model(config, made.table)
         cluster = _changed(made.cluster, config)
-        advance_bytes = wanted.optimizer_bytes or ADVANCE.tail_bytes
-        way = optimizer_way(config.optimizer)
-        optimizer = replace(
-            way,
-            start=OptimizerStart(wanted.optimizer_start),
-            tail_bytes=advance_bytes if way == ADVANCE else way.tail_bytes,
-        )
+        moved, way = _pass_bytes(config.optimizer), optimizer_way(config.optimizer)
+        if wanted.optimizer_bytes is not None:
+            moved = replace(moved, advance=wanted.optimizer_bytes)
+            if way.early is not None:
+                way = replace(way, tail_bytes=wanted.optimizer_bytes)
+        passes = made.passes or PassRates.of_cluster(cluster, moved)
+        if config.optimizer.master == "split":
+            passes = passes.without("cast")  # weights are there with the state: a word is set
         overhead_s = wanted.instruction_s
         return cls(
             name=made.name,
@@ -161,8 +172,8 @@ class Emulation:
             if overhead_s is None
             else replace(made.costs, instruction_s=overhead_s),
             cluster=cluster,
-            optimizer=optimizer,
-            passes=made.passes or PassRates.of_cluster(cluster, advance_bytes),
+            optimizer=replace(way, start=OptimizerStart(wanted.optimizer_start)),
+            passes=passes,
             time_scale=wanted.time_scale,
             offloaded=made.offloaded,
         )
@@ -178,8 +189,8 @@ class Emulation:
 
     def pass_work(self, name: str, block: int) -> PassWork | None:
         """An optimizer pass (its name as in its class) over a block, in seconds of the clock."""
-        if name == "finish":
-            return None  # a repair: nobody knows how much of the block was left
+        if name not in self.passes.parameters_per_s:
+            return None  # also a repair: nobody knows how much of the block was left
         parameters = self.costs.blocks[block].parameters
         moved, capacity = self.passes.bytes_per_parameter[name], self.cluster.dram_bandwidth
         if not moved or isinf(capacity):

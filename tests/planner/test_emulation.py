@@ -12,7 +12,7 @@ import pytest
 from penstock.daemons.node.capacity import check_capacity
 from penstock.daemons.node.prepare import look_ahead, table_of
 from penstock.planner.build import build_plan
-from penstock.planner.cluster import ADVANCE, OptimizerStart
+from penstock.planner.cluster import ADVANCE, SPLIT_MASTER, OptimizerStart
 from penstock.planner.emulation import Emulation, PassWork, stored_table
 from penstock.planner.papers.obscura_testbed import SEQUENCE_LENGTH, Case
 from penstock.protocol.config import Config, parse_config
@@ -137,6 +137,34 @@ def test_machines_and_systems_can_differ_from_the_named_ones() -> None:
     work = emulation.pass_work("advance", 1)
     assert work is not None
     assert (work.num_bytes, work.capacity) == (200_810_496 * 64, 128e9)
+
+
+def test_a_split_master_is_read_whole_and_written_by_its_lower_halves() -> None:
+    """Read: 4 bytes of master, 8 of moments, 2 of each gradient; written: 2 less of the master."""
+    wanted = {"model": {"dtype": "bf16"}, "cluster": {"workers": 4}}
+    whole = Emulation.of(config(**wanted))
+    split = Emulation.of(config(**wanted, optimizer={"master": "split"}))
+    moved = {
+        name: [e.pass_work(name, 1).num_bytes / 200_810_496 for e in (whole, split)]  # type: ignore[union-attr]
+        for name in ("preview", "settle", "advance", "hold")
+    }
+    assert moved == {"preview": [16, 16], "settle": [26, 24], "advance": [30, 28], "hold": [28, 26]}
+    assert (whole.optimizer, split.optimizer) == (ADVANCE, SPLIT_MASTER.advancing)
+    assert (whole.pass_work("cast", 1) is None, split.pass_work("cast", 1)) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("settle", "each"),
+    [pytest.param("advance", 18, id="advance"), pytest.param("early", 16, id="early")],
+)
+def test_a_split_master_needs_two_bytes_less_and_two_less_again_where_settled_early(
+    settle: str, each: int
+) -> None:
+    """Two slots of weights, lower halves, two moments, two copies of gradients or one."""
+    wanted = config(model={"dtype": "bf16"}, optimizer={"master": "split", "settle": settle})
+    prospect = look_ahead(wanted, table_of(wanted), None)
+    (host,) = (need for need in prospect.needs if need.what == "emulated host memory")
+    assert host.needed == pytest.approx(each * 10_050_613_248, rel=1e-3)
 
 
 FIT = LinearFit(slope=1e-5)
