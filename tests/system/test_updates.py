@@ -33,7 +33,9 @@ def with_updates(plan: Plan) -> Plan:
         return [instruction, *(Update(block=b, resident=b % 3 == 0) for b in blocks if b % 3 != 1)]
 
     programs = tuple(tuple(i for old in p for i in behind(old)) for p in plan.programs)
-    return replace(plan, programs=programs)
+    updated = replace(plan, programs=programs, settled_early=()).updates
+    left = tuple(b for b in plan.settled_early if b not in updated)
+    return replace(plan, programs=programs, settled_early=left)
 
 
 def configured(runner: Any, undisturbed: Path, changes: dict[str, Any]) -> Path:
