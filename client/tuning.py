@@ -19,9 +19,9 @@ from rich.table import Table
 from penstock.client.laboratory import options_named
 from penstock.client.outputs import write_file
 from penstock.daemons.node.prepare import table_of
-from penstock.planner.auto import trainable_plan, trainable_schemes
+from penstock.planner.auto import settler_of, trainable_plan, trainable_schemes
 from penstock.planner.emulation import Emulation
-from penstock.planner.prices import config_prices
+from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.settling import settle_as_configured
@@ -129,6 +129,8 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
         schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
         pass_sets=known_pass_sets(),
     )
+    advances = settings.optimizer == "advance"
+    optimizer = optimizer_of(config) if advances else OPTIMIZERS[settings.optimizer]
     limits = Limits(
         device_bytes=_limit(None, config.memory.device_limit),
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
@@ -139,8 +141,9 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
         limits=limits,
         planner=_config_planner(config, table) if runs else None,
         storage=lambda plan: storage(config, settle_as_configured(config, table, plan)),
-        optimizer=OPTIMIZERS[settings.optimizer],
+        optimizer=optimizer,
         stops_early=True,
+        settler=settler_of(config, optimizer) if advances else None,
     )
     _run(tried, space, console)
     what = (

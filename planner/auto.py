@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.planner.build import build_plan, dropped_operators
+from penstock.planner.cluster import OptimizerModel
 from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
+from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.planner.sources import Prices
 from penstock.planner.space import Candidate, Space, known_pass_sets
 from penstock.planner.trial import Terms, try_plan
-from penstock.planner.tune import Limits, Progress, Search, fragment
+from penstock.planner.tune import Limits, Progress, Search, Settler, fragment
 from penstock.protocol.config import AUTO, Config, ScheduleConfig
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.executable import check_executable, check_updates
@@ -36,9 +38,10 @@ Raises:
     CapacityError: something is short.
 """
 
-KEPT = 3
-"""Outcomes that a search for one winner keeps: passes are tried on them, and candidates that cannot
-be faster than all of them are not simulated.
+KEPT = 10
+"""Outcomes that a search for one winner keeps: passes are tried on the best of them, it is chosen
+which of their blocks are settled early, and candidates that cannot be faster than all of them are
+not simulated.
 """
 
 _SEARCHED = frozenset(
@@ -116,6 +119,7 @@ def choose(config: Config, table: BlockTable, fits: Fits, progress: Progress) ->
         planner=plans.of_candidate,
         optimizer=terms.optimizer,
         stops_early=terms.stops_early,
+        settler=settler_of(config, terms.optimizer),
     )
     search.run(space_of(config, len(table.blocks)), progress)
     if search.best is None:
@@ -123,7 +127,7 @@ def choose(config: Config, table: BlockTable, fits: Fits, progress: Progress) ->
     return Choice(
         config=plans.config_of(search.best.candidate),
         step_s=search.best.step_s,
-        default=_default(plans, terms),
+        default=_default(plans, terms, search.settler),
         num_candidates=search.num_tried,
         left_out=dict(search.left_out),
     )
@@ -225,6 +229,13 @@ class _Plans:
         return self.config.model_copy(update={"schedule": schedule})
 
 
+def settler_of(config: Config, optimizer: OptimizerModel) -> Settler | None:
+    """``optimizer.settle: auto``'s choice, if there is something to choose."""
+    if not is_to_choose(config):
+        return None
+    return lambda plan, prices: choose_settled_early(plan, prices, optimizer)
+
+
 def _check_keys(schedule: ScheduleConfig) -> None:
     for key in _REFUSED:
         value = getattr(schedule, key)
@@ -247,11 +258,13 @@ def _limits(config: Config, prices: Prices) -> Limits:
     return Limits(device_bytes=there if limit is None else limit, keep=KEPT)
 
 
-def _default(plans: _Plans, terms: Terms) -> str:
+def _default(plans: _Plans, terms: Terms, settler: Settler | None) -> str:
     """What the scheme would come to that is taken where nobody says anything."""
     name = ScheduleConfig().scheme
     try:
         plan = plans.of_config(plans.with_schedule({}))
+        if settler is not None:
+            plan = settler(plan, terms.prices)
         step_s = try_plan(plan, terms).makespan_s
     except (ConfigError, CapacityError) as error:
         return f"{name}, the default, is not possible here ({str(error).splitlines()[0]})"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.planner.layout import Order, OrderedInstruction, Residency, StageLayout
 from penstock.planner.lowering import complete
-from penstock.protocol.instructions import FetchWeights, Forward, Keep, ReduceGradients
+from penstock.protocol.instructions import FetchWeights, Forward, Keep, ReduceGradients, Update
 from penstock.protocol.plan import Plan
 
 
@@ -20,9 +20,9 @@ from penstock.protocol.plan import Plan
 class Schedule:
     """Stages, and per device the order of its instructions.
 
-    ``rebinds_weights``, ``shards_weights`` and ``concatenates_gradients`` as in
-    :class:`~penstock.protocol.plan.Plan`; ``reduces_gradients``: a REDUCE_GRADIENTS precedes every
-    offload (data parallelism).
+    ``rebinds_weights``, ``shards_weights``, ``concatenates_gradients`` and ``settled_early`` as in
+    :class:`~penstock.protocol.plan.Plan`, but an UPDATE takes its block out of ``settled_early``;
+    ``reduces_gradients``: a REDUCE_GRADIENTS precedes every offload (data parallelism).
     """
 
     scheme: str
@@ -33,6 +33,7 @@ class Schedule:
     shards_weights: bool = False
     reduces_gradients: bool = False
     concatenates_gradients: bool = False
+    settled_early: tuple[int, ...] = ()
 
 
 def lower(schedule: Schedule) -> Plan:
@@ -49,6 +50,7 @@ def lower(schedule: Schedule) -> Plan:
         streamed=streamed,
         reduces_gradients=schedule.reduces_gradients,
     )
+    updated = {i.block for order in schedule.orders for i in order if isinstance(i, Update)}
     evaluation = complete(layout, forward_only(layout), streamed=streamed, reduces_gradients=False)
     return Plan(
         scheme=schedule.scheme,
@@ -63,6 +65,7 @@ def lower(schedule: Schedule) -> Plan:
         rebinds_weights=schedule.rebinds_weights,
         shards_weights=schedule.shards_weights,
         concatenates_gradients=schedule.concatenates_gradients,
+        settled_early=tuple(b for b in schedule.settled_early if b not in updated),
     )
 
 
@@ -79,6 +82,7 @@ def schedule_of(plan: Plan) -> Schedule:
         rebinds_weights=plan.rebinds_weights,
         shards_weights=plan.shards_weights,
         concatenates_gradients=plan.concatenates_gradients,
+        settled_early=plan.settled_early,
         reduces_gradients=any(
             isinstance(i, ReduceGradients) for program in plan.programs for i in program
         ),

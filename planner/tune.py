@@ -42,6 +42,9 @@ Raises:
     ConfigError: there is none. CapacityError: it does not fit.
 """
 
+Settler = Callable[[Plan, Prices], Plan]
+"""Chooses which blocks of a plan are settled early."""
+
 Progress = Callable[[int, int, "Outcome | None"], None]
 """Called with candidates done, candidates in all so far, and the best outcome."""
 
@@ -97,7 +100,8 @@ class Search:
 
     ``planner`` makes the plan of a candidate, or raises ConfigError. ``storage`` says how a plan's
     host memory is stored. ``optimizer`` and ``stops_early``: as in
-    :func:`penstock.planner.simulate.simulate`.
+    :func:`penstock.planner.simulate.simulate`. ``settler``: asked about the best only, once all are
+    known, and what it says of them decides their order.
     """
 
     pricer: Pricer
@@ -106,6 +110,7 @@ class Search:
     optimizer: OptimizerModel = ADVANCE
     storage: Callable[[Plan], Storage] = lambda plan: TWO_COPIES
     stops_early: bool = False
+    settler: Settler | None = None
     num_tried: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
@@ -127,7 +132,22 @@ class Search:
         for done, candidate in enumerate(refined):
             progress(len(candidates) + done, total, self.best)
             self.consider(candidate)
+        if self.settler is not None:
+            self._settle_early(self.settler)
         progress(total, total, self.best)
+
+    def _settle_early(self, settler: Settler) -> None:
+        """Have it chosen for all that could become the best: what it shortens is the tail."""
+        best_s = inf
+        for index, outcome in enumerate(self.outcomes):
+            if outcome.step_s - outcome.optimizer_tail_s < best_s:
+                prices = self._priced(outcome.candidate)
+                plan = settler(outcome.plan, prices)
+                host_bytes = _host_bytes(plan, prices, self.storage(plan))
+                settled = self._outcome(outcome.candidate, plan, outcome.device_bytes, host_bytes)
+                self.outcomes[index] = settled
+                best_s = min(best_s, settled.step_s)
+        self.outcomes.sort(key=lambda outcome: outcome.rank)
 
     def _bases(self) -> list[Candidate]:
         """What passes are tried on."""
@@ -194,8 +214,18 @@ class Search:
         host_bytes = _host_bytes(plan, prices, self.storage(plan))
         if host_bytes > limits.host_bytes:
             return "host memory"
+        return self._outcome(candidate, plan, device_bytes, host_bytes)
+
+    def _outcome(
+        self, candidate: Candidate, plan: Plan, device_bytes: float, host_bytes: float
+    ) -> Outcome:
+        prices = self._priced(candidate)
         simulation = simulate(
-            plan, costs, prices.cluster, optimizer=self.optimizer, stops_early=self.stops_early
+            plan,
+            prices.costs,
+            prices.cluster,
+            optimizer=self.optimizer,
+            stops_early=self.stops_early,
         )
         return Outcome(
             candidate=candidate,

@@ -243,6 +243,10 @@ def test_blocks_settled_early_are_shown_and_travel_with_the_plan(tmp_path: Path)
     assert code == 0, err
     shown = blocks_text(early)
     assert shown.startswith("0-") and f"settled early    {shown}\n" in out
+    code, out, err = penstock(
+        *f"simulate {plan} --costs analytic:A100-40:llama2-7b --passes 2bp --json".split()
+    )
+    assert (code, json.loads(out)["settled_early"]) == (0, early), err
 
 
 def test_simulate_refuses_what_does_not_go_together(tmp_path: Path) -> None:

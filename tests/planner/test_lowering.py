@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -235,6 +236,10 @@ def test_lowering_can_be_undone() -> None:
         """,
     )
     assert lower(schedule_of(plan)) == plan
+    early = replace(plan, settled_early=(1,))
+    assert lower(schedule_of(early)) == early
+    with_update = replace(schedule_of(plan), settled_early=(0, 1))
+    assert lower(with_update) == early, "devices' blocks are settled early anyway"
 
 
 class TestOrderTimes:

@@ -161,6 +161,7 @@ def test_the_choice_beats_both_ways_on_a_host_with_saturated_memory() -> None:
             replace(prospect.plan, settled_early=early),
             emulation.costs,
             emulation.cluster,
+            optimizer=emulation.optimizer,
             stops_early=True,
         ).makespan_s
         for early in ((), prospect.plan.settled_early, every)

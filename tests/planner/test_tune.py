@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.settling import choose_settled_early
+from penstock.planner.simulate import simulate
 from penstock.planner.sources import Prices
 from penstock.planner.space import Candidate, Space
 from penstock.planner.tune import Limits, Outcome, Search, fragment
+from penstock.protocol.plan import Plan
 from penstock.shm.layout import TWO_COPIES, Storage
 
 BLOCK = BlockCost(
@@ -122,6 +126,40 @@ def test_leaving_out_the_slow_changes_nothing() -> None:
 def test_two_searches_give_the_same() -> None:
     where = space(pass_sets=(("2bp",),), max_replicas=None)
     assert searched(where).outcomes == searched(where).outcomes
+
+
+def saturated(micro_batch: int) -> Prices:
+    """Two parameters a block, advances of 60/14 each."""
+    costs, cluster = prices(micro_batch).costs, prices(micro_batch).cluster
+    return Prices(
+        costs=replace(costs, blocks=tuple(replace(b, parameters=2.0) for b in costs.blocks)),
+        cluster=replace(cluster, dram_bandwidth=14.0),
+    )
+
+
+def test_the_winner_is_the_fastest_with_the_blocks_settled_early_that_shorten_it() -> None:
+    """Where all blocks advance mobius wins; its tail is the shorter one."""
+    where = space(schemes=("spipe", "mobius", "zb-h1"), micro_batches=(2,))
+    asked: list[Plan] = []
+
+    def settler(plan: Plan, prices: Prices) -> Plan:
+        asked.append(plan)
+        return choose_settled_early(plan, prices)
+
+    advancing = Search(pricer=saturated, limits=Limits())
+    settling = Search(pricer=saturated, limits=Limits(), settler=settler)
+    for search in (advancing, settling):
+        search.run(where)
+    assert advancing.best is not None and settling.best is not None
+    schemes = [search.best.candidate.scheme for search in (advancing, settling)]
+    assert schemes == ["mobius", "zb-h1"]
+    settled = [choose_settled_early(o.plan, saturated(2)) for o in advancing.outcomes]
+    steps = [
+        simulate(plan, saturated(2).costs, saturated(2).cluster).makespan_s for plan in settled
+    ]
+    assert settling.best.step_s == min(steps) < 0.97 * steps[0]
+    assert settling.best.plan == settled[steps.index(min(steps))]
+    assert len(asked) < len(advancing.outcomes), "those that cannot win are left alone"
 
 
 def test_memory_limits_decide() -> None:
