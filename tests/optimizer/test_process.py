@@ -619,7 +619,7 @@ def test_sigkill_amid_a_pass_changes_no_byte(split: bool, new_rig: RigFactory, t
     rig.start(node)
     rig.begin()
     hits = kills = holds = 0
-    while (hits < 2 or holds < 1) and kills < 25:
+    while (hits < 2 or holds < 1) and kills < 100:
         hold = fate.random() < 0.4
         rig.begin_attempt(hold=hold)
         if node.memory.control.state_version(0) == rig.version:
