@@ -69,9 +69,9 @@ def add_optimizer(context: Context, offloads: Offloads, optimizer: OptimizerMode
     updated = _add_updates(context, offloads, settled, flush)
     left = [unit for unit in units if not updated.issuperset(unit.blocks)]
     passes = _add_passes(context, [_tail(context, u, updated) for u in left], Label.OPTIMIZER)
+    # A node's passes run in the order in which their gradients come, as in optimizerd. Settles were
+    # there first: they run first without being waited for, which would cost a pass its turn.
     context.builder.need(passes, flush)
-    needs = [max(settled.get(block, -1) for block in unit.blocks) for unit in left]
-    context.builder.need(passes, np.array(needs, dtype=np.int64))
     _await_gradients(context, left, passes)
 
 

@@ -164,20 +164,40 @@ def test_a_synchronous_optimizer_starts_when_all_gradients_are_there() -> None:
     assert uses(simulation, Lane.OPTIMIZER) == [("U 1", 0, 4.0, 8.0), ("U 0", 0, 8.0, 12.0)]
 
 
+TWO_DEVICES = """device 0:
+                   F 0 0 keep=all; SA 0 0 peer=1; RG 1 0 peer=1; B 0 0; OG 0
+                 device 1:
+                   RA 0 0 peer=0; F 1 0 keep=all; B 1 0; SG 1 0 peer=0; OG 1"""
+
+
 def test_optimizers_of_a_node_share_its_cores() -> None:
     """Gradients of stage 1 are there at 3, those of stage 0 at 4; a pass takes 10."""
-    plan = by_hand(
-        """device 0:
-             F 0 0 keep=all; SA 0 0 peer=1; RG 1 0 peer=1; B 0 0; OG 0
-           device 1:
-             RA 0 0 peer=0; F 1 0 keep=all; B 1 0; SG 1 0 peer=0; OG 1""",
-        (0, 1),
-    )
+    plan = by_hand(TWO_DEVICES, (0, 1))
     costs = Costs(blocks=(BlockCost(forward_s=1.0, backward_input_s=1.0, parameters=10.0),) * 2)
     shared = simulate(plan, costs, Cluster(devices_per_node=2, optimizer_rate=1.0))
     apart = simulate(plan, costs, Cluster(devices_per_node=1, optimizer_rate=1.0))
     assert (apart.makespan_s, apart.optimizer_tail_s) == (14.0, 10.0)
     assert (shared.makespan_s, shared.optimizer_tail_s) == (23.0, 19.0)
+
+
+def test_passes_run_in_the_order_in_which_gradients_come() -> None:
+    """Those of block 0 at 4, those of block 1 only at 5; both before they are settled."""
+    early, late = (
+        BlockCost(forward_s=1.0, backward_input_s=1.0, parameters=10.0, gradient_bytes=num_bytes)
+        for num_bytes in (0.0, 2.0)
+    )
+    simulation = simulate(
+        by_hand(TWO_DEVICES, (0, 1)),
+        Costs(blocks=(early, late)),
+        Cluster(devices_per_node=2, optimizer_rate=1.0, offload_bandwidth=1.0),
+        optimizer=OptimizerModel(tail_bytes=16.0, settle_bytes=26.0),
+    )
+    assert uses(simulation, Lane.OPTIMIZER) == [
+        ("S 1", 0, 0.0, 10.0),
+        ("S 0", 0, 10.0, 20.0),
+        ("U 0", 0, 20.0, 30.0),
+        ("U 1", 0, 30.0, 40.0),
+    ]
 
 
 def test_the_previous_attempt_is_settled_first() -> None:
