@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from penstock.protocol.rundir import RunDirectory
 from tests.system import conftest as H
 
 STEPS: int = H.PLAIN["train"]["steps"]
@@ -25,9 +26,15 @@ STEPS: int = H.PLAIN["train"]["steps"]
 def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     runner: Any, plain_run: Path
 ) -> None:
-    """Saved by Ctrl-C and resumed from disk; killed, and resumed from memory; nothing is left."""
-    path = runner.configure("parts", H.PLAIN)
-    run = runner.start(path)
+    """Saved by Ctrl-C and resumed from disk; killed, and resumed from memory; nothing is left. Each
+    part settles its blocks in another way than the one before it, the undisturbed run advances.
+    """
+
+    def settling(way: str) -> Path:
+        path: Path = runner.configure("parts", {**H.PLAIN, "optimizer": {"settle": way}})
+        return path
+
+    run = runner.start(settling("early"))
     H.wait_for_step(run, 5)
     os.kill(run.process.pid, signal.SIGINT)
     code, output = run.wait(60)
@@ -37,13 +44,15 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     assert 5 <= stopped_at < STEPS
     assert int(H.newest_state(run.run_dir).name.removeprefix("step-")) == stopped_at
     assert not H.segments_of(runner.root)
-    run = runner.start(path)
+    assert len(RunDirectory(run.run_dir).plan.settled_early) == 8
+    run = runner.start(settling("advance"))
     H.wait_for_step(run, stopped_at + 1)
     os.kill(run.process.pid, signal.SIGKILL)
     run.wait(30)
     wait_for_children(run)
     assert int(H.newest_state(run.run_dir).name.removeprefix("step-")) == stopped_at
-    run = runner.start(path)
+    assert RunDirectory(run.run_dir).plan.settled_early == ()
+    run = runner.start(settling("early"))
     code, output = run.wait(120)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     assert not run.members() and not dirty(run.run_dir) and not findings(runner.root)
