@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from socket import create_server
 from typing import Any
@@ -30,6 +30,7 @@ from penstock.workers.channels.order import (
 from penstock.workers.channels.torch_groups import TCPStore
 from penstock.workers.inbox import TransferKey
 from penstock.workers.waiting import Abort, Interrupted
+from tests.worker.ending import aborting, ended_by
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,19 +90,8 @@ def test_transfers_of_an_aborted_attempt_die_with_their_epoch(make_cluster: Any)
     wanted = cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()
     for epoch, sends in ((2, 1), (3, 5)):
         cluster.begin(epoch)
-        channel = cluster.workers[0].bench.channel
-        real_send, seen = channel.send, []
-
-        def send(
-            *arguments: Any, real: Any = real_send, seen: Any = seen, limit: int = sends
-        ) -> None:
-            seen.append(1)
-            if len(seen) == limit:
-                cluster.abort_all()
-            real(*arguments)
-
-        channel.send = send
-        results = cluster.run(cluster.job(attempt=1))
+        with aborting(cluster, cluster.workers[0].bench.channel, sends):
+            results = cluster.run(cluster.job(attempt=1))
         assert [type(result) for result in results] == [Interrupted, Interrupted]
     cluster.begin(9)
     assert (cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()) == wanted
@@ -175,13 +165,6 @@ def test_shapes_that_vary_are_refused_at_the_sender(pair: Pair) -> None:
         r" it hidden fp32 \[2, 3\]: where shapes vary, set cluster.transport: zmq",
     ):
         pair.send(1, hidden=torch.ones(2, 4))
-
-
-def ended_by(work: Callable[[], Any]) -> tuple[Exception, float]:
-    start = time.monotonic()
-    with pytest.raises(Exception) as caught:  # the caller looks at it
-        work()
-    return caught.value, time.monotonic() - start
 
 
 def test_waits_end_at_the_deadline_or_the_abort(pair: Pair) -> None:

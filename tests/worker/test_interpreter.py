@@ -27,6 +27,7 @@ from penstock.workers.interpreter import (
 from penstock.workers.waiting import Interrupted
 from penstock.workers.weights import buffers_needed
 from tests.worker.cluster import TOLERANCE, relative_error
+from tests.worker.ending import aborting
 
 
 def test_replicas_add_up_to_one_pipeline_with_the_whole_batch(make_cluster: Any) -> None:
@@ -219,20 +220,8 @@ def test_an_aborted_attempt_leaves_nothing_behind(make_cluster: Any, scheme: str
     cluster.begin(2)
     # The abort comes from inside, after a different number of sends each time.
     for epoch, sends in ((2, 1), (3, 3), (4, 7)):
-        transport = cluster.workers[0].bench.transport
-        real_send, seen = transport.send, []
-
-        def send(
-            *arguments: Any, real: Any = real_send, seen: Any = seen, limit: int = sends
-        ) -> None:
-            seen.append(1)
-            if len(seen) == limit:
-                cluster.abort_all()
-            real(*arguments)
-
-        transport.send = send
-        results = cluster.run(cluster.job(attempt=epoch))
-        del transport.send
+        with aborting(cluster, cluster.workers[0].bench.transport, sends):
+            results = cluster.run(cluster.job(attempt=epoch))
         assert [type(result) for result in results] == [Interrupted, Interrupted]
         for worker in cluster.workers:
             assert worker.bench.weights.in_use == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.tensors import DTYPES, from_frames, to_frames
 from penstock.workers.transport import Transport
 from penstock.workers.waiting import Abort, Interrupted
+from tests.worker.ending import ended_by
 
 RUN_ID = "0123456789ab"
 PROGRAM = "device 0:\n" + "\n".join(f"  RA 0 {m} peer=0; RG 1 {m} peer=0" for m in range(4))
@@ -238,13 +239,6 @@ def test_decoding_buffers_gives_tensors_or_a_protocol_error(
         assert torch.Size(shape).numel() * 2 != len(data)
     else:
         assert found.shape == shape
-
-
-def ended_by(work: Callable[[], Any]) -> tuple[Exception, float]:
-    start = time.monotonic()
-    with pytest.raises(Exception) as caught:  # the caller looks at it
-        work()
-    return caught.value, time.monotonic() - start
 
 
 def test_a_full_queue_ends_at_the_deadline_or_the_abort(
