@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,3 +233,12 @@ def _make_batch() -> Callable[..., MicroBatch]:
 @pytest.fixture(name="original_loss")
 def _original_loss() -> Callable[[Any, MicroBatch], torch.Tensor]:
     return original_loss
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny kernels: threads cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import collections
 import functools
-import gc
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
 from penstock.models.binding import BoundBlock
 from penstock.models.kept import (
     BoundWeights,
-    CudaCopies,
     KeepPolicy,
     Kept,
     KeptError,
@@ -25,136 +20,18 @@ from penstock.models.kept import (
     keeping,
     let_go,
 )
-from penstock.models.split import DeferredWeights, backward_input, split_backward
-from penstock.planner.operators import OPERATOR_SETS
+from tests.models.kept_runs import (
+    MODELS,
+    SETS,
+    Kernels,
+    Run,
+    assert_same,
+    built,
+    kept_bytes,
+    plain_gradients,
+)
 
-MODELS = {"llama": {}, "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}}
-TINY_GPT2 = {
-    "vocab_size": 61,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-SETS = {
-    **{name: frozenset(operators) for name, operators in OPERATOR_SETS.items()},
-    "everything": frozenset().union(*OPERATOR_SETS.values()),
-    "up": frozenset({"up"}),
-}
-
-
-class Run:
-    """One model; forwards of all its blocks, each a graph of its own, into one Kept."""
-
-    def __init__(self, case, batch) -> None:
-        self.case, self.batch = case, batch
-        self.bound = case.bind(range(len(case.table.blocks)))
-        self.weights = BoundWeights(self.bound)
-
-    def forward(self, policy: KeepPolicy, micro_batch: int = 0):
-        """The Kept and the outputs of the blocks."""
-        with keeping(policy, self.weights, self.constants()) as kept:
-            outputs = self.plain_forward(micro_batch, kept.block)
-        return kept, outputs
-
-    def plain_forward(self, micro_batch: int = 0, around=lambda block: torch.enable_grad()):
-        """The outputs of the blocks."""
-        outputs, tensors = [], {}
-        for block in self.bound:
-            with around(block.index):
-                output = self.case.runtime.forward(
-                    [block],
-                    tensors,
-                    self.batch,
-                    data_position=0,
-                    micro_batch_index=micro_batch,
-                    training=True,
-                    loss_weight=0.5,
-                )
-            outputs.append(output)
-            tensors = output.tensors
-        return outputs
-
-    def constants(self) -> list[torch.Tensor]:
-        """What the layers are called with besides hidden states, and the batch."""
-        calls = self.case.runtime._prepare(self.batch, self.bound, watched=True).calls
-        found = [torch.from_numpy(self.batch.input_ids), torch.from_numpy(self.batch.labels)]
-        for value in (v for call in calls for v in (*call.args, *call.kwargs.values())):
-            values = value if isinstance(value, tuple) else (value,)
-            found += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
-        return found
-
-    def backward(self, outputs) -> list[torch.Tensor]:
-        """The gradients of this backward alone."""
-        gradients: dict[str, torch.Tensor] = {}
-        for output in reversed(outputs):
-            gradients = self.case.runtime.backward(output, gradients)
-        flats = [flat for contributions in self.case.grads for flat in contributions]
-        taken = [flat.clone() for flat in flats]
-        for flat in flats:
-            flat.zero_()
-        return taken
-
-    def release_weights(self) -> None:
-        """Another stage's weights overwrite these."""
-        self.saved = [flat.clone() for flat in self.case.weights]
-        for flat in self.case.weights:
-            flat.fill_(float("nan"))
-        self.weights.release()
-
-    def fetch_weights(self) -> None:
-        """The weights arrive in other memory than before."""
-        self.case.weights = self.saved
-        self.weights.bind(self.case.bind(range(len(self.case.table.blocks)), train=False))
-
-
-class Kernels(TorchDispatchMode):
-    """Counts kernels, and follows the memory that they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        self.counts[func._schema.name.removeprefix("aten::")] += 1
-        for value in result if isinstance(result, tuple) else (result,):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                if storage._cdata not in given:
-                    self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    @property
-    def products(self) -> int:
-        return sum(self.counts[name] for name in ("mm", "addmm", "bmm"))
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(size for place, size in self._made.values() if not place.expired())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny kernels: threads cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@functools.cache
-def built(make_case: Callable, name: str):
-    return make_case(name, **MODELS[name])
-
-
-@functools.cache
-def plain_gradients(make_case: Callable, make_batch: Callable, name: str) -> list[torch.Tensor]:
-    run = Run(built(make_case, name), make_batch())
-    return run.backward(run.plain_forward())
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(name="make_run")
@@ -165,17 +42,6 @@ def _make_run(make_case, make_batch):
 @pytest.fixture(name="plain")
 def _plain(make_case, make_batch):
     return functools.partial(plain_gradients, make_case, make_batch)
-
-
-def kept_bytes(run: Run, policy: KeepPolicy) -> int:
-    kept, graph = run.forward(policy)
-    return kept.bytes if graph else 0
-
-
-def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(got) == len(wanted)
-    for array, (one, other) in enumerate(zip(got, wanted, strict=True)):
-        assert torch.equal(one, other), f"gradients of array {array}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -476,158 +342,6 @@ def test_discarded_activations_are_freed_and_missed(make_run) -> None:
     run.backward([])
 
 
-@pytest.mark.parametrize("inner", ["eager", "grouped_mm"])
-def test_experts(inner) -> None:
-    config = MixtralConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        experts_implementation=inner,
-    )
-    check_whole_model(config, ["cmb", "mlp", "everything"])
-
-
-def test_eager_attention_with_dropout() -> None:
-    config = GPT2Config(**TINY_GPT2, attn_implementation="eager")
-    check_whole_model(config, ["cmb", "core", "attention", "everything"])
-
-
-@pytest.mark.parametrize("drop", [None, "cmb", "mlp", "everything"])
-def test_split_backward(drop) -> None:
-    torch.manual_seed(1)
-    config = GPT2Config(**TINY_GPT2)
-    model = AutoModelForCausalLM.from_config(config).train()
-    ids = torch.randint(0, 61, (2, 12))
-    parameters = list(model.parameters())
-
-    def loss() -> torch.Tensor:
-        torch.manual_seed(2)
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
-
-    wanted = torch.autograd.grad(loss(), parameters)
-    leaves = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
-    policy = KeepPolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
-    store = DeferredWeights()
-    with keeping(policy, weights, [ids]) as kept, split_backward(store, parameters):
-        value = loss()
-    kept.swap_out(0.5)
-    weights.release()
-    kept.swap_in()
-    weights.bind([BoundBlock(index=0, leaves=leaves)])
-    kept.recompute()
-    backward_input(store, [value], [None])
-    del value
-    assert kept.bytes > 0, "what weight gradients need is still kept"
-    weights.release()
-    for leaf in leaves.values():
-        leaf.fill_(float("nan"))
-    store.run()
-    assert kept.bytes == 0
-    assert_same([parameter.grad for parameter in parameters], list(wanted))
-
-
-def test_a_split_backward_reads_weights_where_they_are_then() -> None:
-    """A convolution and a product with a part of a matrix, whose weights have moved meanwhile."""
-    torch.manual_seed(1)
-    convolution = torch.nn.Conv1d(4, 4, 3, padding=1)
-    pair = torch.nn.Parameter(torch.randn(2, 6, 6))
-    parameters = [*convolution.parameters(), pair]
-    x = torch.randn(2, 4, 6, requires_grad=True)
-
-    def loss() -> torch.Tensor:
-        return torch.nn.functional.linear(convolution(x).tanh(), pair[1]).square().sum()
-
-    wanted = torch.autograd.grad(loss(), [x, *parameters])
-    leaves = {str(i): parameter.detach() for i, parameter in enumerate(parameters)}
-    weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
-    store = DeferredWeights()
-    with keeping(KeepPolicy(rebind=True), weights, [x]), split_backward(store, parameters):
-        value = loss()
-    moved = {name: leaf.clone() for name, leaf in leaves.items()}
-    for leaf in leaves.values():
-        leaf.fill_(float("nan"))
-    weights.bind([BoundBlock(index=0, leaves=moved)])
-    backward_input(store, [value], [None])
-    del value
-    store.run()
-    assert_same([x.grad, *(parameter.grad for parameter in parameters)], list(wanted))
-
-
-def check_whole_model(config, drops: list[str]) -> None:
-    """All of a model as one block, its weights moved before the backward."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).train()
-    ids = torch.randint(0, 61, (2, 12))
-
-    def loss() -> torch.Tensor:
-        torch.manual_seed(2)
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
-
-    def gradients(value: torch.Tensor) -> list[torch.Tensor]:
-        value.backward()
-        found = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad(set_to_none=True)
-        return [gradient for gradient in found if gradient is not None]
-
-    wanted, whole = gradients(loss()), None
-    for drop in (frozenset(), *(SETS[name] for name in drops)):
-        leaves = {name: p.detach() for name, p in model.named_parameters()}
-        weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
-        with keeping(KeepPolicy(drop=drop, rebind=True), weights) as kept:
-            value = loss()
-        whole = whole or kept.bytes
-        assert kept.bytes <= whole and (kept.bytes < whole) == bool(drop)
-        copies = {name: leaf.clone() for name, leaf in leaves.items()}
-        for leaf in leaves.values():
-            leaf.fill_(float("nan"))
-        weights.bind([BoundBlock(index=0, leaves=copies)])
-        assert_same(gradients(value), wanted)
-        for name, leaf in leaves.items():
-            leaf.copy_(copies[name])
-
-
-class InPlace(torch.nn.Module):
-    """Reads a tensor, then changes it; ``mul`` is what an MLP itself computes."""
-
-    class MLP(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.inner(x)
-            with torch.no_grad():
-                early = y * 2.0  # what it read is changed by the next line
-            y.add_(1.0)
-            z = (x * 2.0).add_(y).mul_(0.5)  # a chain of changes to new memory
-            return early * x + torch.sin(z) * y
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = self.MLP()
-        self.norm = torch.nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.mlp(x))
-
-
-@pytest.mark.parametrize("drop", [{"mul"}, {"inner"}, {"mul", "inner"}, {"mul", "inner", "norm"}])
-def test_changes_in_place(drop) -> None:
-    torch.manual_seed(3)
-    module, inputs = InPlace(), torch.randn(5, 4, requires_grad=True)
-    weight = module.mlp.inner.weight
-    wanted = torch.autograd.grad(module(inputs).sin().sum(), [inputs, weight])
-    with keeping(KeepPolicy(drop=frozenset(drop)), BoundWeights()) as kept:
-        result = module(inputs).sin().sum()
-    kept.recompute()
-    assert_same(list(torch.autograd.grad(result, [inputs, weight])), list(wanted))
-
-
 class Named(TorchDispatchMode):
     """Kernels that make new memory or products, by operator."""
 
@@ -683,40 +397,6 @@ def test_names_of_gpt2s_kernels(make_run) -> None:
     assert named.found["dropout"].count("bernoulli_") == 1 + 3 * 2
     assert named.found["attention_core"].count("bernoulli_") == 3
     assert named.found["norm"].count("native_layer_norm") == 7
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("drop", [None, "cmb", "mlp", "everything"])
-def test_on_a_gpu(drop) -> None:
-    config = GPT2Config(**{**TINY_GPT2, "n_embd": 256})
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16).train()
-    ids = torch.randint(0, 61, (2, 128), device="cuda")
-
-    def loss() -> torch.Tensor:
-        torch.manual_seed(2)
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
-
-    parameters = list(model.parameters())
-    wanted = torch.autograd.grad(loss(), parameters)
-    stream = torch.cuda.Stream()
-    policy = KeepPolicy(drop=SETS[drop] if drop else frozenset())
-    for fraction in (0.0, 0.3, 1.0):
-        with keeping(policy, BoundWeights()) as kept:
-            value = loss()
-        torch.rand(9, device="cuda")
-        copies = CudaCopies(stream)
-        moved = kept.swap_out(
-            fraction,
-            allocate=lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
-            copies=copies,
-        )
-        torch.full((moved // 4 + 1,), float("nan"), device="cuda")  # takes the freed memory
-        kept.swap_in(copies=copies)
-        kept.recompute()
-        assert_same(list(torch.autograd.grad(value, parameters)), list(wanted))
-    gc.collect()
-    assert kept.bytes == 0
 
 
 def test_nests_inside_other_modes(make_run, plain) -> None:
