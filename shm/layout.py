@@ -43,6 +43,9 @@ PAGE_BYTES = 4096
 WEIGHT_SLOTS = 2
 LARGE_BYTES = 1 << 20
 """Arrays from this size on start at addresses that caches can tell apart, see :func:`tag`."""
+GRADS_MARGIN = 40 * PAGE_BYTES
+"""Left free at both ends of large gradients: segments are mapped one after the other, in any order,
+and their arrays should not be as far from those of the state as these are from each other."""
 GRADIENT_COPIES = 2
 """At most, see :class:`Storage`."""
 
@@ -179,7 +182,7 @@ class NodeLayout:
         return cls(
             node=node,
             arrays=builder.arrays,
-            sizes=builder.sizes,
+            sizes=builder.finish(),
             contributions=tuple(map(len, ownership.computed_on)),
             gradient_copies=copies,
             storage=storage,
@@ -221,8 +224,16 @@ class _Builder:
         self.arrays[key] = ArrayRange(segment=kind, offset=offset, num_bytes=num_bytes)
         self.sizes[kind] = -(-(offset + num_bytes) // PAGE_BYTES) * PAGE_BYTES
 
+    def finish(self) -> dict[SegmentKind, int]:
+        """The sizes of the segments."""
+        if self._before[SegmentKind.GRADS]:
+            self.sizes[SegmentKind.GRADS] += GRADS_MARGIN
+        return self.sizes
+
     def _apart(self, kind: SegmentKind, offset: int) -> int:
         before = self._before[kind]
+        if kind is SegmentKind.GRADS and not before:
+            offset += GRADS_MARGIN
         while any(collide(offset - other) for other in before):
             offset += PAGE_BYTES
         before.append(offset)
