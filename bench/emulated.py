@@ -311,22 +311,33 @@ def run(experiment: Experiment, case: Case, steps: int, **emulation: Any) -> Run
 def train(config: dict[str, Any], plan: Plan) -> list[float]:
     """Seconds of every step, on the clock."""
     with tempfile.TemporaryDirectory() as folder:
-        run_dir, file = Path(folder) / "run", Path(folder) / "config.yaml"
-        (Path(folder) / "plan.json").write_text(plan.to_json())
-        schedule = {"file": str(Path(folder) / "plan.json")}
-        file.write_text(yaml.safe_dump({**config, "schedule": schedule}))
-        command = [sys.executable, "-m", "penstock.client.main", "train", str(file)]
-        done = subprocess.run(
-            [*command, "--run-dir", str(run_dir)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_TIMEOUT_S,
-        )
-        if done.returncode:
-            raise SystemExit(done.stdout)
+        run_dir = trained(config, Path(folder), plan)
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
         return [float(line["seconds"]) for line in lines if line["phase"] == "train"]
+
+
+def trained(config: Mapping[str, Any], folder: Path, plan: Plan | None) -> Path:
+    """The directory, in ``folder``, of a run of ``penstock train``; with its own plan if ``None``.
+
+    Raises:
+        SystemExit: with what it printed, if it failed.
+    """
+    run_dir, file = folder / "run", folder / "config.yaml"
+    if plan is not None:
+        (folder / "plan.json").write_text(plan.to_json())
+        config = {**config, "schedule": {"file": str(folder / "plan.json")}}
+    file.write_text(yaml.safe_dump(dict(config)))
+    command = [sys.executable, "-m", "penstock.client.main", "train", str(file)]
+    done = subprocess.run(
+        [*command, "--run-dir", str(run_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise SystemExit(done.stdout)
+    return run_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

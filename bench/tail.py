@@ -37,8 +37,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +44,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
+from emulated import trained
 
 from penstock.client.trace import TraceOutputs, make_trace_report
 from penstock.planner.analytic import AnalyticCosts, analytic_costs
@@ -87,7 +85,6 @@ GPU, SEQUENCE, MICRO_BATCH, MICRO_BATCHES_EACH = "A100-80", 1024, 2, 2
 """Of the simulated clusters; the last for each GPU."""
 WARM_UP = 3
 """Steps that are left out: the first only previews, all of them touch memory for the first time."""
-_TIMEOUT_S = 600.0
 
 Row = dict[str, Any]
 
@@ -95,22 +92,8 @@ Row = dict[str, Any]
 def train(config: Mapping[str, Any], plan: Plan | None = None) -> Row:
     """Medians over the steps of a run with traces: seconds on its clock."""
     with tempfile.TemporaryDirectory() as folder:
-        run_dir, file = Path(folder) / "run", Path(folder) / "config.yaml"
-        config = {**config, "observability": {"trace": True}}
-        if plan is not None:
-            (Path(folder) / "plan.json").write_text(plan.to_json())
-            config["schedule"] = {"file": str(Path(folder) / "plan.json")}
-        file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "penstock.client.main", "train", str(file)]
-        done = subprocess.run(
-            [*command, "--run-dir", str(run_dir)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_TIMEOUT_S,
-        )
-        if done.returncode:
-            raise SystemExit(done.stdout)
+        traced = {**config, "observability": {"trace": True}}
+        run_dir = trained(traced, Path(folder), plan)
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         lines = lines[WARM_UP:]
         report = make_trace_report(run_dir, None, None, TraceOutputs())
