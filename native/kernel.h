@@ -15,8 +15,8 @@
 namespace penstock {
 namespace {
 
-// How far ahead of the loads the memory is asked for; the best of 64 to 2048 on Zen 4, where it makes
-// up to 1.2 times of 512.
+// How far ahead of the loads the memory is asked for: the best of 64 to 1536 on Zen 4, where passes
+// are up to 1.2 times as fast as with 512.
 constexpr std::size_t kPrefetchElements = 128;
 
 constexpr DecayRange kNoDecay{};
