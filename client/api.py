@@ -23,7 +23,8 @@ def train(
 
     ``config`` is a mapping like the YAML file, the path of a file, or a :class:`Config`;
     ``overrides`` are ``section.key=value``. Shows nothing unless given a ``display``. In the main
-    thread Ctrl-C stops cleanly (``exit_code`` 130) and the same call goes on from there.
+    thread Ctrl-C stops cleanly (``exit_code`` 130), as does ``penstock stop`` (5); the same call
+    goes on from there.
 
     Raises:
         PenstockError: nothing was started: bad configuration, memory short, run in use.

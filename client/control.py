@@ -12,9 +12,10 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from penstock.client.display import Interactive, Plain, describe, duration, member_table
+from penstock.client.saved import saved_states
 from penstock.client.snapshots import ENDED_PHASES, View
 from penstock.protocol.control import ControlClient
-from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 WATCH_INTERVAL_S = 0.5
@@ -71,7 +72,8 @@ def show_status(client: ControlClient, *, as_json: bool, console: Console) -> No
 
 
 def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
-    """Show the status again and again until the run ends; 0, or 4 when it failed.
+    """Show the status again and again until the run ends; 0 when it is finished, 5 when it was
+    stopped before its last step, 4 when it failed.
 
     With ``run_dir`` its endpoint file tells an end from a scheduler that is being replaced.
 
@@ -80,29 +82,38 @@ def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
     """
     display = Interactive(console) if console.is_terminal else Plain(console.file)
     last_json, heard_s = "", time.monotonic()
-    phase = ""
+    status = pb.StatusReply()
     try:
         while True:
             try:
                 status = client.status()
             except LostMemberError:
-                if phase in ENDED_PHASES or _has_ended(run_dir):
+                if status.phase in ENDED_PHASES or _has_ended(run_dir):
                     display.say("the run has ended")
-                    return 4 if phase == "failed" else 0
+                    return _end_code(status, run_dir)
                 if time.monotonic() - heard_s > WATCH_PATIENCE_S:
                     raise
                 time.sleep(WATCH_INTERVAL_S)
                 continue
-            heard_s, phase = time.monotonic(), status.phase
+            heard_s = time.monotonic()
             new = status.last_metrics_json not in ("", last_json)
             last_json = status.last_metrics_json
             fresh = (json.loads(last_json),) if new else ()
             display.show(View(steps=status.steps, status=status, fresh=fresh))
-            if phase in ("done", "failed"):
-                return 4 if phase == "failed" else 0
+            if status.phase in ("done", "failed"):
+                return _end_code(status, run_dir)
             time.sleep(WATCH_INTERVAL_S)
     finally:
         display.close()
+
+
+def _end_code(last: pb.StatusReply, run_dir: Path | None) -> int:
+    """What the last status says about how the run ended; what came after it, saved states say."""
+    if last.phase == "failed":
+        return int(ExitCode.LOST_MEMBERS)
+    saved = [state.version for state in saved_states(run_dir)] if run_dir is not None else []
+    reached = last.saved_version if last.phase == "done" else max([last.version, *saved])
+    return int(ExitCode.DONE if reached >= last.steps else ExitCode.STOPPED)
 
 
 def _has_ended(run_dir: Path | None) -> bool:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (
     "Exit codes: 0 done, 2 bad configuration or state, 3 not enough memory or space,"
-    " 4 lost members or internal error, 130 interrupted (state kept)."
+    " 4 lost members or internal error, 5 stopped by command before the last step (saved),"
+    " 130 interrupted (state kept)."
 )
 
 app = typer.Typer(

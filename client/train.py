@@ -21,7 +21,7 @@ from penstock.daemons.node.lock import RunLock, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.prepare import prepare_run
 from penstock.protocol.config import Config
-from penstock.protocol.errors import ExitCode
+from penstock.protocol.errors import FAILURES, ExitCode, failure_code
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.inventory import inventory
 
@@ -35,7 +35,11 @@ LINGER_S = 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a training ended. ``metrics`` are all lines of the run's metrics file."""
+    """How a training ended. ``metrics`` are all lines of the run's metrics file.
+
+    ``exit_code``: 0 only when all steps are done and saved; 5 after a stop by command
+    (:class:`~penstock.protocol.errors.ExitCode`).
+    """
 
     exit_code: int
     run_dir: Path
@@ -69,7 +73,7 @@ def run_training(config: Config, run_dir: Path, display: Display) -> TrainResult
         exit_code=code,
         run_dir=run_dir,
         metrics=all_metrics(run_dir),
-        error=complaints(run_dir) if code not in (ExitCode.DONE, ExitCode.INTERRUPTED) else "",
+        error=complaints(run_dir) if code in FAILURES else "",
     )
     for line in closing_words(result, config):
         display.say(line)
@@ -102,7 +106,7 @@ def _supervise(
 def _watch(
     nodes: list[NodeProcess], observer: Observer, display: Display, interruptions: Interruptions
 ) -> int:
-    """Until all nodes have ended: the first failure's code, 130 after an interruption, or 0."""
+    """Until all nodes have ended; their common exit code (:func:`_exit_code`)."""
     passed_on = 0
     deadline_s: float | None = None
     while True:
@@ -115,7 +119,7 @@ def _watch(
             return _exit_code(ended, interrupted=passed_on > 0)
         if ended and deadline_s is None:
             deadline_s = time.monotonic() + LINGER_S
-            if any(ended):
+            if any(code not in (ExitCode.DONE, ExitCode.STOPPED) for code in ended):
                 for node in nodes:
                     node.signal(signal.SIGTERM)
         if deadline_s is not None and time.monotonic() > deadline_s:
@@ -140,13 +144,19 @@ def _on_interruption(nodes: list[NodeProcess], number: int) -> str:
 
 
 def _exit_code(codes: list[int], *, interrupted: bool) -> int:
-    """The first failure of its own accord; 130 after an interruption; 4 for what was killed."""
-    failures = [code for code in codes if code > 0 and code != ExitCode.INTERRUPTED]
+    """The first failure of its own accord; else 0 for a finished run, 130 after an interruption, 4
+    for what was killed, 5 for a run that was stopped by command.
+    """
+    well = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
+    failures = [failure_code(code) for code in codes if code > 0 and code not in well]
     if failures:
-        return failures[0]
+        return int(failures[0])
+    if not any(codes):
+        return int(ExitCode.DONE)
     if interrupted or ExitCode.INTERRUPTED in codes:
         return int(ExitCode.INTERRUPTED)
-    return int(ExitCode.LOST_MEMBERS) if any(codes) else 0
+    killed = any(code < 0 for code in codes)
+    return int(ExitCode.LOST_MEMBERS if killed else ExitCode.STOPPED)
 
 
 def _doze(interruptions: Interruptions, passed_on: int) -> None:
@@ -177,11 +187,11 @@ def closing_words(result: TrainResult, config: Config) -> list[str]:
     """How it ended, and where things are."""
     trained = [entry for entry in result.metrics if entry["phase"] == "train"]
     step, steps = (trained[-1]["step"] if trained else 0), config.train.steps
-    if result.exit_code not in (ExitCode.DONE, ExitCode.INTERRUPTED):
+    if result.exit_code in FAILURES:
         logs = result.run_dir / "logs"
         return [f"failed at step {step} (exit code {result.exit_code}); logs: {logs}"]
     words = [f"done: {step} steps"]
-    if result.exit_code == ExitCode.INTERRUPTED or step < steps:
+    if result.exit_code != ExitCode.DONE or step < steps:
         words = [f"stopped at step {step}/{steps}; the same command goes on from there"]
     if trained:
         rate = statistics.median(entry["tokens_per_second"] for entry in trained)

@@ -16,7 +16,27 @@ class ExitCode(IntEnum):
     BAD_CONFIG = 2
     NO_MEMORY = 3
     LOST_MEMBERS = 4
+    STOPPED = 5
+    """Stopped on request before the last step, and saved: the run is not finished."""
     INTERRUPTED = 130
+
+
+FAILURES = frozenset((ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY, ExitCode.LOST_MEMBERS))
+"""Codes of runs and processes that failed; the others say how something went well."""
+
+
+def failure_code(claimed: int) -> ExitCode:
+    """The exit code of a failure that another process reports as ``claimed``.
+
+    Whatever is no code of a failure (0, 1, 130, minus a signal, numbers that the system would cut
+    down to a byte) becomes LOST_MEMBERS: a failure never passes for success or an interruption.
+    """
+    return ExitCode(claimed) if claimed in FAILURES else ExitCode.LOST_MEMBERS
+
+
+def ending_code(claimed: int) -> ExitCode:
+    """The exit code of a run that ended as ``claimed`` says; LOST_MEMBERS for unknown codes."""
+    return ExitCode(claimed) if claimed in tuple(ExitCode) else ExitCode.LOST_MEMBERS
 
 
 class PenstockError(Exception):

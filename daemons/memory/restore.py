@@ -20,7 +20,7 @@ import numpy as np
 from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
-from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.step import WEIGHTS_DTYPES
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
@@ -108,7 +108,7 @@ def run_loader(
         reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         raise LoaderError(
             f"initial weights of node {node}: the loader failed ({reason}): {said}",
-            ExitCode(code) if code in tuple(ExitCode) else ExitCode.LOST_MEMBERS,
+            failure_code(code),
         )
 
 

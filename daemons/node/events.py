@@ -48,9 +48,10 @@ class BeginAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShutdownAsked:
-    """The scheduler ends the run; every member hears it."""
+    """The scheduler ends the run; every member hears it. ``code``: how the run ended."""
 
     reason: str
+    code: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ from penstock.daemons.node.events import (
 from penstock.daemons.node.metrics import NodeMetrics
 from penstock.daemons.node.state import SCHEDULERD, NodeState
 from penstock.protocol.control import ControlClient
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError, ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
 from penstock.protocol.process import monotonic_s
@@ -59,7 +59,7 @@ _MESSAGES: dict[str, Callable[[Any], Event]] = {
     "fence": lambda m: FenceAsked(member=m.member, pid=m.pid),
     "drain": lambda m: DrainAsked(epoch=m.epoch),
     "begin": lambda m: BeginAsked(epoch=m.epoch),
-    "shutdown": lambda m: ShutdownAsked(reason=m.reason),
+    "shutdown": lambda m: ShutdownAsked(reason=m.reason, code=ending_code(m.exit_code)),
     "refused": lambda m: RefusedByScheduler(reason=m.reason),
 }
 """The scheduler's messages that concern a node; the others are for those who have work."""

@@ -47,13 +47,13 @@ from penstock.daemons.node.events import (
     Terminate,
     Tick,
 )
-from penstock.protocol.errors import ExitCode
+from penstock.protocol.errors import FAILURES, ExitCode
 
 SCHEDULERD = "schedulerd"
 """Name of the child that is no member: the scheduler itself."""
 
 FINAL_SCHEDULER_CODES = frozenset(
-    (ExitCode.DONE, ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY, ExitCode.LOST_MEMBERS)
+    (ExitCode.DONE, ExitCode.STOPPED, *FAILURES),
 )
 """schedulerd ends with these on purpose, after it has shut the members down."""
 
@@ -111,6 +111,8 @@ class NodeState:
     children: dict[str, Child]
     mode: Mode = Mode.RUNNING
     code: int = 0
+    told_code: int = 0
+    """How the run ended, as the scheduler told its members."""
     scheduler_code: int | None = None
     stop_asked: bool = False
     deadline_s: float | None = None
@@ -126,7 +128,7 @@ class NodeState:
         effects = _HANDLERS[type(event)](self, event, now_s)
         if self.mode is not Mode.RUNNING and self.mode is not Mode.ENDED and not self._alive():
             self.mode = Mode.ENDED
-            effects.append(Exit(code=self.code))
+            effects.append(Exit(code=self.code or self.told_code))
         return effects
 
     def next_deadline_s(self) -> float | None:
@@ -212,6 +214,7 @@ class NodeState:
 
     def _on_shutdown(self, event: ShutdownAsked, now_s: float) -> list[Effect]:
         if self.mode in (Mode.RUNNING, Mode.FAILING):
+            self.told_code = event.code
             return [Say(message=f"the run ends: {event.reason}"), *self._end(now_s)]
         return []
 
@@ -274,7 +277,7 @@ class NodeState:
 
     def _come_back(self, now_s: float) -> list[Effect]:
         """schedulerd died while it ended the run and members are left: start what is missing."""
-        self.mode = Mode.RUNNING
+        self.mode, self.told_code = Mode.RUNNING, 0
         effects: list[Effect] = [
             Say(message="schedulerd died while it ended the run: it is started once more"),
             OpenLink(),

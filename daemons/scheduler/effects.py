@@ -76,7 +76,7 @@ class Executor:
             except (sqlite3.Error, OSError) as error:
                 _log.exception("cannot carry out %s", type(effect).__name__)
                 text = f"the scheduler cannot write its files: {error}"
-                return [*events, Broken(code=int(ExitCode.NO_MEMORY), error=text)]
+                return [*events, Broken(code=ExitCode.NO_MEMORY, error=text)]
             if event is not None:
                 events.append(event)
         self._trace.done()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.daemons.scheduler.position import Position
+from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord
 
@@ -89,7 +90,7 @@ class SaveFinished:
 class Broken:
     """The scheduler itself cannot go on: an effect failed, and those after it did not happen."""
 
-    code: int
+    code: ExitCode
     error: str
 
 
@@ -232,7 +233,7 @@ class Say:
 class Exit:
     """The scheduler ends. ``error`` is empty when there is nothing to complain about."""
 
-    code: int
+    code: ExitCode
     error: str = ""
 
 

@@ -16,6 +16,7 @@ from penstock.daemons.scheduler.ledger import Ledger
 from penstock.daemons.scheduler.lines import evaluation_line
 from penstock.daemons.scheduler.membership import Membership
 from penstock.daemons.scheduler.rules import Phase, Rules
+from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 
@@ -165,7 +166,7 @@ class Ending(Activity):
         *,
         keep_memory: bool,
         reason: str,
-        code: int = 0,
+        code: ExitCode,
         error: str = "",
     ) -> None:
         super().__init__(rules, ledger)
@@ -175,7 +176,7 @@ class Ending(Activity):
         self._code = code
         self._members = members
         self._message = pb.SchedulerMessage(
-            shutdown=pb.Shutdown(keep_memory=keep_memory, reason=reason)
+            shutdown=pb.Shutdown(keep_memory=keep_memory, reason=reason, exit_code=int(code))
         )
         self._exit_s = 0.0
         self._hurried = False

@@ -82,7 +82,7 @@ def _run(run: RunDirectory, port: int, signals: _Signals) -> int:
         try:
             loop = _open(run, rules, service, events, signals, stack)
         except PenstockError as error:
-            _turn_away(rules, service, events, str(error))
+            _turn_away(rules, service, events, error)
             raise
         return loop.run()
 
@@ -133,10 +133,11 @@ def _open(
     return _Loop(machine, executor, events, metrics, signals)
 
 
-def _turn_away(rules: Rules, service: Service, events: Events, reason: str) -> None:
+def _turn_away(rules: Rules, service: Service, events: Events, error: PenstockError) -> None:
     """The run cannot start: tell members to shut down as they come, for a while."""
-    _log.error("cannot start: %s", reason)
-    shutdown = pb.SchedulerMessage(shutdown=pb.Shutdown(keep_memory=True, reason=reason))
+    _log.error("cannot start: %s", error)
+    ending = pb.Shutdown(keep_memory=True, reason=str(error), exit_code=int(error.exit_code))
+    shutdown = pb.SchedulerMessage(shutdown=ending)
     awaited = {member.name for member in rules.members}
     deadline_s = monotonic_s() + rules.deadlines.shutdown_s
     while awaited and (left_s := deadline_s - monotonic_s()) > 0:

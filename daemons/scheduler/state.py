@@ -44,7 +44,7 @@ from penstock.daemons.scheduler.membership import Membership
 from penstock.daemons.scheduler.rules import Phase, Role, Rules
 from penstock.daemons.scheduler.status import status_reply
 from penstock.daemons.scheduler.transaction import Transaction
-from penstock.protocol.errors import ExitCode
+from penstock.protocol.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 ETA_WINDOW = 20
@@ -140,7 +140,7 @@ class Machine:
                 " instruction takes that long, raise cluster.attempt_timeout_s ="
                 f" {self.rules.config.cluster.attempt_timeout_s:g}"
             )
-            effects += self._fail(error, int(ExitCode.LOST_MEMBERS))
+            effects += self._fail(error, ExitCode.LOST_MEMBERS)
         return effects
 
     # ---- members ----
@@ -181,8 +181,7 @@ class Machine:
     def _on_failed(self, name: str, body: pb.Failed, now_s: float) -> list[Effect]:
         if isinstance(self.activity, Ending):
             return []
-        code = body.exit_code or int(ExitCode.LOST_MEMBERS)
-        return self._fail(f"{name}: {body.error}", code)
+        return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))
 
     def _on_hello(self, name: str, body: pb.Hello, now_s: float) -> list[Effect]:
         return self._lose(name, "a second Hello on one stream")
@@ -237,14 +236,14 @@ class Machine:
     def _choose(self) -> Activity | None:
         """What to do when nothing is going on; None: wait for events."""
         if self._wishes.stop_reason and not self.ledger.unsaved:
-            return self._ending(keep_memory=False, reason=self._wishes.stop_reason)
+            return self._over(self._wishes.stop_reason)
         if not self.live:
             ready = self.members.complete
             return Barrier(self.rules, self.ledger, self.members) if ready else None
         choice = choose(self.rules, self.ledger, self._wishes)
         if choice is Next.END:
             done = f"step {self.ledger.version} of {self.rules.config.train.steps} is done"
-            return self._ending(keep_memory=False, reason=done)
+            return self._over(done)
         activity = self._ACTIVITIES.get(choice)
         return None if activity is None else activity(self.rules, self.ledger)
 
@@ -256,7 +255,7 @@ class Machine:
         if isinstance(self.activity, Barrier):
             restoring = self.activity.phase is Phase.RESTORING
             if restoring or not self.ledger.unsaved:
-                self.activity = self._ending(keep_memory=False, reason=wishes.stop_reason)
+                self.activity = self._over(wishes.stop_reason)
                 return
         if wishes.stop_by_s is not None and now_s >= wishes.stop_by_s:
             missing = ", ".join((*self.members.fencing, *self.members.missing)) or "an answer"
@@ -264,10 +263,15 @@ class Machine:
                 f"{wishes.stop_reason}; the state of step {self.ledger.version} could not be saved"
                 f" (waited for {missing}), it stays in memory for the next start"
             )
-            code = int(ExitCode.INTERRUPTED)
-            self.activity = self._ending(keep_memory=True, reason=reason, code=code)
+            self.activity = self._ending(keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED)
 
-    def _ending(self, *, keep_memory: bool, reason: str, code: int = 0, error: str = "") -> Ending:
+    def _over(self, reason: str) -> Ending:
+        """Nothing is left to save: the run is finished, or was stopped before its last step."""
+        finished = self.ledger.saved_version >= self.rules.config.train.steps
+        code = ExitCode.DONE if finished else ExitCode.STOPPED
+        return self._ending(keep_memory=False, reason=reason, code=code)
+
+    def _ending(self, *, keep_memory: bool, reason: str, code: ExitCode, error: str = "") -> Ending:
         self.live = False
         self.message = error or reason
         return Ending(
@@ -280,7 +284,7 @@ class Machine:
             error=error,
         )
 
-    def _fail(self, error: str, code: int) -> list[Effect]:
+    def _fail(self, error: str, code: ExitCode) -> list[Effect]:
         self.activity = self._ending(keep_memory=True, reason=error, code=code, error=error)
         return []
 
@@ -290,7 +294,7 @@ class Machine:
         if barrier.finished_before:
             saved, steps = self.ledger.saved_version, self.rules.config.train.steps
             reason = f"the run is already at step {saved} of {steps}: nothing to do"
-            self.activity = self._ending(keep_memory=False, reason=reason)
+            self.activity = self._over(reason)
             return []
         self.live = True
         self._wishes.stop_by_s = None
@@ -301,7 +305,7 @@ class Machine:
         self.attempt_seconds.append(transaction.seconds)
         self._hangs.finished(transaction.seconds)
         if transaction.failure:
-            return self._fail(transaction.failure, int(ExitCode.LOST_MEMBERS))
+            return self._fail(transaction.failure, ExitCode.LOST_MEMBERS)
         return []
 
     def _saving_done(self, saving: Saving) -> list[Effect]:
@@ -311,7 +315,7 @@ class Machine:
         error = f"saving step {saving.version} failed: {saving.error}"
         effects = answer_snapshots(self.ledger, self._wishes, error)
         if self._wishes.stop_reason or is_last(self.rules, self.ledger):
-            return effects + self._fail(error, int(ExitCode.NO_MEMORY))
+            return effects + self._fail(error, ExitCode.NO_MEMORY)
         self.message, self._wishes.save_failed_at = error, saving.version
         return [*effects, Say(text=f"{error}; training goes on", warning=True)]
 
@@ -378,8 +382,7 @@ class Machine:
             return []
         if not isinstance(self.activity, Ending):
             reason = "stopped by a second signal; the memory is kept for the next start"
-            code = int(ExitCode.INTERRUPTED)
-            self.activity = self._ending(keep_memory=True, reason=reason, code=code)
+            self.activity = self._ending(keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED)
         self.activity.hurry()
         return []
 

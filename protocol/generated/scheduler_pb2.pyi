@@ -379,12 +379,14 @@ class Evaluate(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., base_version: _Optional[int] = ..., batches: _Optional[int] = ...) -> None: ...
 
 class Shutdown(_message.Message):
-    __slots__ = ("keep_memory", "reason")
+    __slots__ = ("keep_memory", "reason", "exit_code")
     KEEP_MEMORY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     keep_memory: bool
     reason: str
-    def __init__(self, keep_memory: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    exit_code: int
+    def __init__(self, keep_memory: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

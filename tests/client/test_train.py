@@ -17,7 +17,15 @@ from penstock.protocol.config import Config, parse_config
     [
         ([0], False, 0),
         ([0, 0], False, 0),
-        ([0], True, 130),
+        ([0], True, 0),
+        ([5], True, 130),
+        ([5], False, 5),
+        ([5, 5], False, 5),
+        ([5, -9], False, 4),
+        ([5, 130], False, 130),
+        ([0, 5], False, 5),
+        ([1], False, 4),
+        ([255], True, 4),
         ([130], False, 130),
         ([130, -9], True, 130),
         ([2], False, 2),
@@ -56,7 +64,7 @@ def test_last_words_of_a_finished_run(tmp_path: Path) -> None:
     assert words[4] == f"  saved state    {tmp_path}/state/step-00000003"
 
 
-@pytest.mark.parametrize("code", [0, 130])
+@pytest.mark.parametrize("code", [0, 5, 130])
 def test_last_words_of_a_stopped_run(tmp_path: Path, code: int) -> None:
     words = closing_words(result(tmp_path, code, 2), config())
     assert words[0].startswith("stopped at step 2/3; the same command goes on from there")

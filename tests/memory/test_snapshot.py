@@ -354,6 +354,9 @@ def test_a_failing_loader_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(LoaderError, match=r"node a: .*exit code 2\): no such model") as error:
         run_loader(tmp_path, "a", never, script)
     assert error.value.exit_code is ExitCode.BAD_CONFIG
+    with pytest.raises(LoaderError, match=r"exit code 130") as error:
+        run_loader(tmp_path, "a", never, ["sh", "-c", "exit 130"])
+    assert error.value.exit_code is ExitCode.LOST_MEMBERS, "no failure passes for a clean end"
     with pytest.raises(LoaderError, match="SIGKILL") as error:
         run_loader(tmp_path, "a", never, ["sh", "-c", "kill -9 $$"])
     assert error.value.exit_code is ExitCode.LOST_MEMBERS

@@ -147,7 +147,7 @@ def test_a_member_that_ends_well_without_shutdown_is_replaced(machine: Machine) 
     assert machine.feed(Tick(), after_s=1.0) == [Start(name="worker.0")]
 
 
-@pytest.mark.parametrize("code", [2, 3, 4])
+@pytest.mark.parametrize("code", [2, 3, 4, 5])
 def test_final_code_of_the_scheduler_is_the_nodes(machine: Machine, code: int) -> None:
     assert machine.exit("schedulerd", code) == [CloseLink()]
     machine.exit("memoryd.a", 0)
@@ -269,3 +269,24 @@ def test_a_node_without_the_scheduler_waits_a_minute_for_its_children() -> None:
     assert machine.feed(Tick(), after_s=60.0) == [Terminate(name="worker.1")]
     assert machine.feed(Tick(), after_s=30.0) == [Kill(name="worker.1")]
     assert machine.exit("worker.1", -9) == [Exit(code=4)]
+
+
+@pytest.mark.parametrize("code", [0, 4, 5, 130])
+def test_a_node_without_the_scheduler_ends_as_the_run_did(code: int) -> None:
+    machine = Machine(("memoryd.b",), Limits(max_restarts=3))
+    machine.feed(Tick(), Started(name="memoryd.b", pid=1))
+    machine.feed(ShutdownAsked(reason="over", code=code))
+    assert machine.exit("memoryd.b", 0) == [Exit(code=code)]
+
+
+def test_a_run_that_comes_back_while_it_ends_may_end_in_another_way(machine: Machine) -> None:
+    machine.feed(ShutdownAsked(reason="stopped on request", code=5))
+    machine.exit("worker.0", 0)
+    machine.exit("schedulerd", -9)
+    machine.feed(Tick(), after_s=5.0)
+    for name, pid in (("schedulerd", 30), ("worker.0", 31)):
+        machine.feed(Started(name=name, pid=pid))
+    machine.feed(ShutdownAsked(reason="done", code=0))
+    for name in ("worker.0", "memoryd.a"):
+        machine.exit(name, 0)
+    assert machine.exit("schedulerd", 0) == [Exit(code=0)]

@@ -222,10 +222,11 @@ def test_fence_over_the_link(node: Node) -> None:
         assert start_ticks(second) is not None
         scheduler.orders.put(pb.SchedulerMessage(drain=pb.Drain(epoch=2)))
         assert scheduler.next().drained.epoch == 2
-        scheduler.orders.put(pb.SchedulerMessage(shutdown=pb.Shutdown(reason="done")))
+        stopped = pb.Shutdown(reason="stopped on request", exit_code=5)
+        scheduler.orders.put(pb.SchedulerMessage(shutdown=stopped))
         os.kill(second, signal.SIGTERM)
         scheduler.orders.put(None)
-        assert node.wait()[0] == 0
+        assert node.wait()[0] == 5
 
 
 def test_two_nodes_of_one_name_are_refused_by_pid(node: Node) -> None:

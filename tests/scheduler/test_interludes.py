@@ -15,8 +15,10 @@ from penstock.daemons.scheduler.events import (
     Request,
     SaveFinished,
     SavePrepared,
+    Send,
     StopSignalled,
 )
+from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import (
     Driver,
@@ -186,7 +188,7 @@ def test_members_that_do_not_go_are_not_waited_for_for_ever(live: Driver) -> Non
     live.run_attempt()
     assert live.save() == shutdown()
     assert live.wait(14.5) == []
-    assert live.wait(1.0)[0] == "exit 0"
+    assert live.wait(1.0)[0] == "exit 5"
 
 
 def test_stop_finishes_the_attempt_saves_and_ends(live: Driver) -> None:
@@ -194,14 +196,33 @@ def test_stop_finishes_the_attempt_saves_and_ends(live: Driver) -> None:
     assert live.feed(StopSignalled()) == [], "the node may signal as well"
     assert live.run_attempt()[-1] == SETTLE.format(1)
     assert live.save() == shutdown()
-    assert live.leave_all() == ["exit 0"]
+    told = {e.message.shutdown.exit_code for e in live.effects if isinstance(e, Send)}
+    assert told == {5}, "every node ends with it"
+    assert live.leave_all() == ["exit 5"]
+
+
+def test_a_stop_after_the_last_step_finishes_the_run(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"steps": 1})
+    driver.ask(Request.STOP)
+    driver.run_attempt()
+    assert driver.save() == shutdown()
+    assert driver.leave_all() == ["exit 0"]
+
+
+def test_a_stop_without_the_memory_of_the_last_step_has_not_finished_the_run() -> None:
+    config = make_config(train={"steps": 4})
+    driver = Driver(make_rules(config), facts_at(4), saved_at(2))
+    driver.join_all()
+    driver.drained(None)
+    assert driver.ask(Request.STOP)[1:] == shutdown()
+    assert driver.leave_all() == ["exit 5"]
 
 
 def test_stop_before_the_first_commit_has_nothing_to_save(live: Driver) -> None:
     live.ask(Request.STOP)
     live.run_attempt(float("nan"))
     assert live.machine.phase.value == "done"
-    assert live.leave_all() == ["exit 0"]
+    assert live.leave_all() == ["exit 5"]
 
 
 def test_stop_survives_a_loss_and_still_saves(live: Driver) -> None:
@@ -222,7 +243,7 @@ def test_stop_while_gathering_with_nothing_to_lose() -> None:
     driver.join("memoryd.a")
     assert driver.ask(Request.STOP) == ["reply 1", *shutdown()[:2]]
     assert driver.join("worker.0") == ["worker.0 <- shutdown"], "who comes too late goes too"
-    assert driver.leave_all() == ["exit 0"]
+    assert driver.leave_all() == ["exit 5"]
 
 
 @pytest.mark.parametrize("stage", ["draining", "restoring", "beginning"])
@@ -276,6 +297,14 @@ def test_a_failed_member_stops_the_run_with_its_message_and_code(live: Driver) -
     assert live.leave_all() == ["exit 3"]
 
 
+@pytest.mark.parametrize("claimed", [0, 1, 5, 130, 256, 2**32 - 1])
+def test_a_failure_never_passes_for_something_else(live: Driver, claimed: int) -> None:
+    failed = pb.Failed(error="cannot pin memory", exit_code=claimed, epoch=1)
+    assert live.say("worker.0", failed=failed) == shutdown(keep=True)
+    assert live.status.message == "worker.0: cannot pin memory"
+    assert live.leave_all() == ["exit 4"]
+
+
 def test_a_failure_before_the_epoch_begins_stops_the_run_too() -> None:
     driver = Driver()
     driver.join("node.a")
@@ -285,7 +314,7 @@ def test_a_failure_before_the_epoch_begins_stops_the_run_too() -> None:
 
 
 def test_files_that_cannot_be_written_stop_the_run(live: Driver) -> None:
-    assert live.feed(Broken(code=3, error="disk full")) == shutdown(keep=True)
+    assert live.feed(Broken(code=ExitCode.NO_MEMORY, error="disk full")) == shutdown(keep=True)
     assert live.leave_all() == ["exit 3"]
 
 

@@ -1,0 +1,51 @@
+"""``penstock watch``: what it makes of the end of a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import cast
+
+import pytest
+from rich.console import Console
+
+from penstock.client.control import watch
+from penstock.protocol.control import ControlClient
+from penstock.protocol.errors import LostMemberError
+from penstock.protocol.generated import scheduler_pb2 as pb
+
+
+class Answers:
+    """A client that gives these answers, then none."""
+
+    def __init__(self, *replies: pb.StatusReply) -> None:
+        self._replies = list(replies)
+
+    def status(self) -> pb.StatusReply:
+        if not self._replies:
+            raise LostMemberError("nobody answers")
+        return self._replies.pop(0)
+
+
+def reply(phase: str, version: int, saved: int) -> pb.StatusReply:
+    return pb.StatusReply(phase=phase, version=version, saved_version=saved, steps=10)
+
+
+@pytest.mark.parametrize(
+    ("last", "on_disk", "code"),
+    [
+        (reply("done", 10, 10), (), 0),
+        (reply("done", 4, 4), (4,), 5),
+        (reply("failed", 10, 4), (4,), 4),
+        (reply("saving", 10, 4), (4, 10), 0),
+        (reply("running", 9, 4), (4, 10), 0),
+        (reply("running", 4, 4), (4, 5), 5),
+    ],
+)
+def test_watch_tells_finished_from_stopped(
+    tmp_path: Path, last: pb.StatusReply, on_disk: tuple[int, ...], code: int
+) -> None:
+    for version in on_disk:
+        (tmp_path / "state" / f"step-{version:08d}").mkdir(parents=True)
+    client = cast(ControlClient, Answers(reply("running", 3, 0), last))
+    assert watch(client, Console(file=io.StringIO()), tmp_path) == code
