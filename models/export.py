@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from penstock.models.carried import read_carried, write_files
 from penstock.models.hf import load_run_config
 from penstock.models.skeleton import build_skeleton
-from penstock.models.tokenizer import open_tokenizer
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.table import BlockTable, DType
@@ -49,13 +49,13 @@ def export_hf(
     out: Path,
     *,
     dtype: DType,
-    tokenizer_files: Mapping[str, bytes],
+    carried: Mapping[str, bytes],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write ``config.json``, safetensors shards and the tokenizer; ``out`` appears whole or not at
     all.
 
-    Tied tensors are written once. ``tokenizer_files`` maps file names to contents.
+    Tied tensors are written once. ``carried`` maps paths below ``out`` to contents.
 
     Raises:
         ConfigError: ``out`` exists and is not an empty directory.
@@ -69,8 +69,7 @@ def export_hf(
     try:
         _write_config(hf_config, dtype, temporary)
         _write_shards(table, read_block, dtype, temporary, shard_bytes)
-        for name, content in tokenizer_files.items():
-            (temporary / name).write_bytes(content)
+        write_files(temporary, carried)
         _flush(temporary)
         temporary.rename(out)
     except BaseException:
@@ -141,7 +140,7 @@ def _block_tensors(
 
 def _flush(directory: Path) -> None:
     """The contents must be on disk before the rename makes them look complete."""
-    for path in (*directory.iterdir(), directory):
+    for path in (*directory.rglob("*"), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -177,15 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         files = RunDirectory(options.run_dir)
-        from_text = files.config.data.tokens is None
-        tokenizer = open_tokenizer(files.config.data.tokenizer) if from_text else None
         export_hf(
             load_run_config(options.run_dir),
             files.table,
             saved_blocks(options.state_dir, files.table),
             options.out,
             dtype=options.dtype or files.config.model.dtype,
-            tokenizer_files={} if tokenizer is None else tokenizer.files(),
+            carried=read_carried(files.config, options.run_dir),
         )
     except PenstockError as error:
         sys.stderr.write(f"penstock: {error}\n")

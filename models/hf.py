@@ -32,15 +32,16 @@ def resolve_hf_config(
     if config.model.path is not None:
         hf_config = read_hf_config(config.model.path)
         vocab_key = f"vocab_size of {config.model.path / 'config.json'}"
+        remedy = "the tokenizer that the model was trained with (data.tokenizer)"
     else:
         assert config.model.hf is not None
         hf_config = _from_mapping(dict(config.model.hf), tokenizer_vocab_size, eos)
-        vocab_key = "model.hf.vocab_size"
+        vocab_key, remedy = "model.hf.vocab_size", "at least that"
     vocab_size = int(hf_config.vocab_size)
     if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
         raise ConfigError(
-            f"{vocab_key} = {vocab_size}: tokenizer {config.data.tokenizer!r} has"
-            f" {tokenizer_vocab_size} tokens; give at least that"
+            f"{vocab_key} = {vocab_size}: tokenizer {config.tokenizer!r} has ids up to"
+            f" {tokenizer_vocab_size - 1}; give {remedy}"
         )
     _check_positions(hf_config, config.data.sequence_length)
     return hf_config
@@ -58,7 +59,9 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
             " Hugging Face layout"
         )
     try:
-        hf_config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"{directory / 'config.json'}: {error}") from error
     return hf_config

@@ -1,9 +1,9 @@
 """``python -m penstock.models.prepare RUN_DIR``: everything about a run that follows from its
 inputs.
 
-Writes ``model/config.json``, ``table.json``, ``data/*.bin`` and ``data/meta.json``, each
-atomically, and skips what was made from the same inputs before. torch is imported only when the
-model has to be looked at.
+Writes ``model/config.json``, ``table.json``, ``data/*.bin``, ``data/meta.json`` and
+``tokenizer/``, each atomically, and skips what was made from the same inputs before. torch is
+imported only when the model has to be looked at.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.models.carried import keep_carried
 from penstock.models.corpus import documents, source_files, token_dtype, write_tokens
 from penstock.models.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config import Config
@@ -38,11 +39,12 @@ def prepare(config: Config, run_dir: Path, *, table_only: bool = False) -> None:
         ConfigError: the configuration, the model or the data cannot be used; names key and value.
         StateError: files of a local model directory are damaged.
     """
-    tokenizer = None if config.data.tokens is not None else open_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config)
     if config.cluster.emulated is None:
         _prepare_model(config, run_dir, tokenizer)
     if not table_only:
         _prepare_data(config, run_dir, tokenizer)
+        keep_carried(config, run_dir, tokenizer)
 
 
 def _prepare_model(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:

@@ -56,7 +56,7 @@ def measure(
         ConfigError: the model is impossible, or there is no such device.
     """
     device = _device(config)
-    tokenizer = None if config.data.tokens is not None else open_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config)
     hf_config = resolve_hf_config(
         config,
         tokenizer_vocab_size=None if tokenizer is None else tokenizer.vocab_size,

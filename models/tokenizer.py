@@ -1,7 +1,7 @@
-"""Text to token ids: the byte tokenizer, or a ``tokenizer.json`` of the Hugging Face library. No
-torch.
+"""Text to token ids: the byte tokenizer, a ``tokenizer.json`` alone, or the tokenizer of a folder
+(:mod:`penstock.models.tokenizer_folder`). No torch.
 
-Both end every document with an end-of-sequence token and can write themselves in the form that
+All end every document with an end-of-sequence token and can write themselves in the form that
 ``transformers.AutoTokenizer`` reads, so that exported models carry their tokenizer.
 """
 
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.models.tokenizer_folder import FolderTokenizer
+from penstock.protocol.config import BYTE, Config
 from penstock.protocol.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -38,7 +40,7 @@ class Tokenizer(Protocol):
         """The ids of one UTF-8 document, without the end token."""
 
     def files(self) -> dict[str, bytes]:
-        """File name -> content, for a directory that ``AutoTokenizer.from_pretrained`` reads."""
+        """Path below a directory that ``AutoTokenizer.from_pretrained`` reads -> content."""
 
 
 class ByteTokenizer:
@@ -64,7 +66,9 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A ``tokenizer.json``; ``tokenizer_config.json`` beside it may name the end token."""
+    """A file like ``tokenizer.json`` of any name; ``tokenizer_config.json`` beside it may name the
+    end token.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read it.
@@ -72,7 +76,6 @@ class JsonTokenizer:
         Raises:
             ConfigError: no such file, no tokenizer, or no end token in it.
         """
-        path = path / "tokenizer.json" if path.is_dir() else path
         try:
             self._text = path.read_text(encoding="utf-8")
         except OSError as error:
@@ -86,6 +89,9 @@ class JsonTokenizer:
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r}: not a tokenizer.json: {error}"
             ) from error
+        # A file may ask for documents to be cut or padded; training wants them whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._end = self._find_end(path)
         end = self._tokenizer.token_to_id(self._end)
         assert end is not None
@@ -122,13 +128,24 @@ class JsonTokenizer:
         )
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """``byte``, or the path of a ``tokenizer.json`` (or of its directory).
+def open_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer that makes the tokens of a run; ``None`` where a token file has them.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none where the configuration says, or it cannot be used.
     """
-    return ByteTokenizer() if name == "byte" else JsonTokenizer(Path(name))
+    name = config.tokenizer
+    if name is None:
+        return None
+    if name == BYTE:
+        return ByteTokenizer()
+    path = Path(name)
+    if path.name == "tokenizer.json" and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        return JsonTokenizer(path)
+    key = "model.path" if path == config.model.path else "data.tokenizer"
+    return FolderTokenizer(path, key=key, known_ends=_KNOWN_ENDS)
 
 
 def _files(tokenizer_json: str, end: str) -> dict[str, bytes]:

@@ -44,6 +44,9 @@ class _Section(BaseModel):
 AUTO = "auto"
 """The scheme that the tuner chooses."""
 
+BYTE = "byte"
+"""The tokenizer whose tokens are bytes."""
+
 _ONE_MODEL = "give exactly one of model.hf and model.path"
 
 
@@ -81,6 +84,8 @@ class DataConfig(_Section):
     """Training text: ``path`` (``@stdlib``, file or glob of .txt/.jsonl/.py) or ``tokens`` (binary
     token file).
 
+    ``tokenizer``: ``byte``, or a tokenizer.json or the folder of one; by default that of
+    ``model.path``, and ``byte`` for a model made from ``model.hf``.
     ``eval_fraction`` of the sequences, taken from the end, is held out when ``train.eval_every`` is
     set and no ``eval_path`` is given.
     """
@@ -88,7 +93,7 @@ class DataConfig(_Section):
     path: str | None = None
     tokens: Path | None = None
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    tokenizer: str = "byte"
+    tokenizer: str | None = None
     sequence_length: int = Field(default=256, ge=1)
     shuffle: bool = True
     document_masks: bool = False
@@ -496,6 +501,19 @@ class Config(_Section):
     def run_dir(self) -> Path:
         """Where the run keeps its files."""
         return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+
+    @property
+    def tokenizer(self) -> str | None:
+        """``byte`` or a path: what ``data.tokenizer`` says or stands for; ``None`` where tokens
+        come from a file.
+        """
+        if self.data.tokens is not None:
+            return None
+        if self.data.tokenizer is not None:
+            return self.data.tokenizer
+        # Emulated devices bring their model, and any tokens will do.
+        own = self.model.path if self.cluster.emulated is None else None
+        return BYTE if own is None else str(own)
 
     @property
     def num_workers(self) -> int:

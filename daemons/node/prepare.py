@@ -23,7 +23,7 @@ from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.planner.settling import choose_settled_early, is_to_choose
-from penstock.protocol.config import AUTO, Config
+from penstock.protocol.config import AUTO, BYTE, Config
 from penstock.protocol.errors import StateError
 from penstock.protocol.placement import check_cores
 from penstock.protocol.plan import Plan
@@ -61,7 +61,8 @@ def prepare_run(
     check_cores(config)
     run_dir = run_dir.absolute()
     previous = _previous(run_dir)
-    config = keep_choice(_absolute_paths(config), previous, progress)
+    config = _name_tokenizer(_absolute_paths(config), previous, run_dir, progress)
+    config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
     if config.optimizer.rollback == "arithmetic":
         progress(_NOT_EXACT)
@@ -191,6 +192,24 @@ def _previous(run_dir: Path) -> Config | None:
     return None
 
 
+def _name_tokenizer(
+    config: Config, previous: Config | None, run_dir: Path, progress: Progress
+) -> Config:
+    """With the tokenizer that an unset ``data.tokenizer`` stands for. Data that were prepared keep
+    theirs, whatever the default is by now.
+    """
+    if config.data.tokenizer is not None:
+        return config
+    name, standard = config.tokenizer, config.tokenizer
+    if previous is not None and _inputs_exist(run_dir) and previous.model.path == config.model.path:
+        name = previous.data.tokenizer
+        if name != standard and standard is not None:
+            progress(f"data.tokenizer is not set: {name}, as the run's data were prepared with")
+    elif config.model.path is not None and name is not None:
+        progress(f"data.tokenizer is not set: the model's own, {name}")
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
+
+
 def _changes(
     config: Config, previous: Config | None, run_dir: Path, progress: Progress
 ) -> Sequence[Change]:
@@ -231,8 +250,8 @@ def _absolute_paths(config: Config) -> Config:
         for name in ("path", "eval_path")
         if (value := getattr(data, name)) is not None and not value.startswith("@")
     }
-    if data.tokenizer != "byte":
-        changes["tokenizer"] = str(Path(data.tokenizer).absolute())
+    if data.tokenizer not in (None, BYTE):
+        changes["tokenizer"] = str(Path(str(data.tokenizer)).absolute())
     tokens = data.tokens and data.tokens.absolute()
     files = {
         name: path.absolute()

@@ -179,7 +179,7 @@ def test_export_loads_in_transformers(
         read_block,
         out,
         dtype=DType.FP32,
-        tokenizer_files=ByteTokenizer().files(),
+        carried=ByteTokenizer().files(),
         shard_bytes=shard_bytes,
     )
     assert (out / "model.safetensors.index.json").exists() == (shard_bytes == 1)
@@ -209,7 +209,7 @@ def test_export_of_bf16_bits(tmp_path, make_case) -> None:
         read_block,
         tmp_path / "out",
         dtype=DType.BF16,
-        tokenizer_files={},
+        carried={},
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype is torch.bfloat16
@@ -219,7 +219,7 @@ def test_export_of_bf16_bits(tmp_path, make_case) -> None:
 
 def test_export_refuses_and_cleans_up(tmp_path, make_case) -> None:
     case = make_case("llama")
-    arguments = {"dtype": DType.FP32, "tokenizer_files": {}}
+    arguments = {"dtype": DType.FP32, "carried": {}}
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConfigError, match=r"full exists and is not empty"):

@@ -131,7 +131,7 @@ def test_token_files_stay_where_they_are(tmp_path: Path) -> None:
         ({"hiden_size": 3}, {}, r"model.hf.hiden_size: unknown key; known keys are hidden_size"),
         ({"model_type": "lama"}, {}, r"model_type = 'lama': .* try llama"),
         ({"hidden_size": "x"}, {}, r"model.hf: not a llama configuration: .*hidden_size"),
-        ({"vocab_size": 200}, {}, r"vocab_size = 200: tokenizer 'byte' has 257 tokens"),
+        ({"vocab_size": 200}, {}, r"vocab_size = 200: tokenizer 'byte' has ids up to 256"),
         (
             {"max_position_embeddings": 8},
             {},
@@ -237,18 +237,20 @@ def test_byte_tokenizer_equals_its_exported_form() -> None:
         assert exported.decode(exported.encode(text).ids) == text
 
 
-def test_tokenizer_json(tmp_path: Path) -> None:
+def test_tokenizer_in_a_file_of_its_own(tmp_path: Path) -> None:
     vocabulary = {"[UNK]": 0, "to": 1, "be": 2, "[STOP]": 3}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(tmp_path / "words.json"))
+    config = make(tmp_path, more_data={"tokenizer": str(tmp_path / "words.json")})
     with pytest.raises(ConfigError, match=r"has none of the end tokens .*name yours as eos_token"):
-        open_tokenizer(str(tmp_path))
+        open_tokenizer(config)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "[STOP]"}}')
-    opened = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    opened = open_tokenizer(config)
+    assert opened is not None
     assert (opened.vocab_size, opened.eos) == (4, 3)
     assert opened.encode(b"to be or to").tolist() == [1, 2, 0, 1]
     assert json.loads(opened.files()["tokenizer_config.json"])["eos_token"] == "[STOP]"
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "words.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not a tokenizer.json"):
-        open_tokenizer(str(tmp_path))
+        open_tokenizer(config)

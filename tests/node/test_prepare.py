@@ -14,6 +14,7 @@ from penstock.daemons.node.prepare import prepare_run
 from penstock.planner.memory import MemoryRow, Resource
 from penstock.protocol.config import Config, apply_overrides, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
+from tests.folders import save_model
 
 GIB = 2**30
 
@@ -174,7 +175,7 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
     assert said == ["preparing the model's block table and the data"]
     files = ("run.json", "resolved.yaml", "table.json", "plan.json", "data/meta.json")
     assert [name for name in files if not (run_dir / name).exists()] == []
-    assert directory.config == config(corpus)
+    assert directory.config == config(corpus, "data.tokenizer=byte"), "what is unset is named"
 
     said.clear()
     again = prepare_run(config(corpus, "train.steps=9"), run_dir, said.append)
@@ -198,6 +199,38 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
         bpipe = ("schedule.scheme=bpipe", "cluster.workers=1", nodes)
         prepare_run(config(corpus, same, *bpipe), run_dir)
     assert (run_dir / "resolved.yaml").read_bytes() == kept
+
+
+def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str) -> None:
+    """``resolved.yaml`` says which; data made with another one (the default was once bytes) keep
+    it.
+    """
+    save_model(tmp_path / "model", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    own = str(tmp_path / "model")
+    base = {**BASE, "model": {"path": own}}
+    plain = parse_config(apply_overrides(base, (corpus, "train.global_batch=1")))
+    bytes_asked = parse_config(
+        apply_overrides(base, (corpus, "train.global_batch=1", "data.tokenizer=byte"))
+    )
+    said: list[str] = []
+    found = prepare_run(plain, tmp_path / "own", said.append)
+    assert said[0] == f"data.tokenizer is not set: the model's own, {own}"
+    assert found.config.data.tokenizer == own
+    said.clear()
+    assert prepare_run(plain, tmp_path / "own", said.append).config.data.tokenizer == own
+    assert prepare_run(found.config, tmp_path / "own", said.append).config == found.config
+    assert said == []
+
+    prepare_run(bytes_asked, tmp_path / "bytes")
+    (tmp_path / "bytes" / "journal.sqlite").touch()
+    before = (tmp_path / "bytes/data/train.bin").read_bytes()
+    kept = prepare_run(plain, tmp_path / "bytes", said.append)
+    assert kept.config.data.tokenizer == "byte"
+    assert said == ["data.tokenizer is not set: byte, as the run's data were prepared with"]
+    assert (tmp_path / "bytes/data/train.bin").read_bytes() == before
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .* -> 'byte'"):
+        (tmp_path / "own" / "journal.sqlite").touch()
+        prepare_run(bytes_asked, tmp_path / "own")
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""The tokenizer of a model's folder, opened as ``transformers.AutoTokenizer`` opens it. No torch.
+
+transformers chooses the class by the folder's files and by the model's type, so that token ids are
+those that the model has seen. Code that a folder brings along is never run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.protocol.errors import ConfigError
+
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm.model",
+    "tiktoken.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+"""Files one of which every tokenizer has."""
+
+_COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "normalizer.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+"""What may lie beside them and belongs to the tokenizer."""
+
+_HOW_TO_SET = "set data.tokenizer to byte, or to a tokenizer.json or the folder of one"
+
+
+class FolderTokenizer:
+    """A tokenizer in a folder; ``config.json`` there may tell its class and its end token."""
+
+    def __init__(self, folder: Path, *, key: str, known_ends: Sequence[str]) -> None:
+        """Open it. ``key`` is what led to the folder; ``known_ends`` are end tokens to look for
+        where neither tokenizer nor model names one.
+
+        Raises:
+            ConfigError: there is none, transformers cannot open it, or it has no end token.
+        """
+        # Imported here: it takes seconds, and neither bytes nor files alone need it.
+        from transformers import AutoTokenizer
+
+        self._name = f"{key} = {str(folder)!r}"
+        self._folder = folder
+        if not has_tokenizer(folder):
+            raise ConfigError(
+                f"{self._name}: the folder has no tokenizer (such as tokenizer.json, vocab.json or"
+                f" tokenizer.model); {_HOW_TO_SET}"
+            )
+        load: Any = AutoTokenizer.from_pretrained
+        try:
+            self._tokenizer = load(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the library raises nothing narrower
+            detail = " ".join(str(error).split())
+            raise ConfigError(
+                f"{self._name}: transformers cannot open its tokenizer ({detail}); {_HOW_TO_SET}"
+            ) from error
+        # Where files are missing, transformers makes a tokenizer of special tokens only.
+        if len(self._tokenizer.get_vocab()) <= len(self._tokenizer.all_special_ids):
+            raise ConfigError(f"{self._name}: its tokenizer has no vocabulary; {_HOW_TO_SET}")
+        self.eos: int = self._find_end(known_ends)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return int(max(self._tokenizer.get_vocab().values())) + 1
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        """Bytes that are no UTF-8 are replaced. Nothing is cut off, however long."""
+        text = document.decode("utf-8", errors="replace")
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, padding=False, truncation=False, verbose=False
+        )
+        return np.asarray(encoded["input_ids"], dtype=np.uint32)
+
+    def files(self) -> dict[str, bytes]:
+        """The folder's files as they are: vocabulary, settings, special tokens, chat templates."""
+        return tokenizer_files(self._folder)
+
+    def _find_end(self, known_ends: Sequence[str]) -> int:
+        """The tokenizer's own, else the model's, else one that is known by its name."""
+        vocabulary = self._tokenizer.get_vocab()
+        ids = set(vocabulary.values())
+        named = [vocabulary.get(token) for token in known_ends]
+        for token in (self._tokenizer.eos_token_id, *_model_ends(self._folder), *named):
+            if isinstance(token, int) and token in ids:
+                return token
+        raise ConfigError(
+            f"{self._name}: its tokenizer has no end token; name one as eos_token in"
+            f" {self._folder / 'tokenizer_config.json'}"
+        )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the vocabulary of a tokenizer."""
+    return any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern))
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Path below the folder -> content, of all files that belong to its tokenizer.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    found = {
+        path
+        for pattern in (*_VOCABULARIES, *_COMPANIONS)
+        for path in folder.glob(pattern)
+        if path.is_file()
+    }
+    try:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot read it: {error.strerror}") from error
+
+
+def _model_ends(folder: Path) -> list[Any]:
+    """What the model's own ``config.json`` says, without the defaults of its type."""
+    try:
+        end = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return end if isinstance(end, list) else [end]
