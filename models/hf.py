@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.protocol.config import Config
+from penstock.protocol.config_values import tokenizer_of
 from penstock.protocol.errors import ConfigError, StateError
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -40,7 +41,7 @@ def resolve_hf_config(
     vocab_size = int(hf_config.vocab_size)
     if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
         raise ConfigError(
-            f"{vocab_key} = {vocab_size}: tokenizer {config.tokenizer!r} has ids up to"
+            f"{vocab_key} = {vocab_size}: tokenizer {tokenizer_of(config)!r} has ids up to"
             f" {tokenizer_vocab_size - 1}; give {remedy}"
         )
     _check_positions(hf_config, config.data.sequence_length)

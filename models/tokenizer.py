@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.models.tokenizer_folder import FolderTokenizer
-from penstock.protocol.config import BYTE, Config
+from penstock.protocol.config import Config
+from penstock.protocol.config_values import BYTE, tokenizer_of
 from penstock.protocol.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -134,7 +135,7 @@ def open_tokenizer(config: Config) -> Tokenizer | None:
     Raises:
         ConfigError: there is none where the configuration says, or it cannot be used.
     """
-    name = config.tokenizer
+    name = tokenizer_of(config)
     if name is None:
         return None
     if name == BYTE:

@@ -44,9 +44,6 @@ class _Section(BaseModel):
 AUTO = "auto"
 """The scheme that the tuner chooses."""
 
-BYTE = "byte"
-"""The tokenizer whose tokens are bytes."""
-
 _ONE_MODEL = "give exactly one of model.hf and model.path"
 
 
@@ -501,19 +498,6 @@ class Config(_Section):
     def run_dir(self) -> Path:
         """Where the run keeps its files."""
         return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
-
-    @property
-    def tokenizer(self) -> str | None:
-        """``byte`` or a path: what ``data.tokenizer`` says or stands for; ``None`` where tokens
-        come from a file.
-        """
-        if self.data.tokens is not None:
-            return None
-        if self.data.tokenizer is not None:
-            return self.data.tokenizer
-        # Emulated devices bring their model, and any tokens will do.
-        own = self.model.path if self.cluster.emulated is None else None
-        return BYTE if own is None else str(own)
 
     @property
     def num_workers(self) -> int:

@@ -1,13 +1,21 @@
-"""Values of the configuration that people write in more than one way: sizes, shares, cores."""
+"""Values of the configuration that people write in more than one way, or leave out: sizes, shares,
+cores, the tokenizer.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from penstock.shm.topology import parse_cpus
+
+if TYPE_CHECKING:
+    from penstock.protocol.config import Config
+
+BYTE = "byte"
+"""The tokenizer whose tokens are bytes."""
 
 _AUTO = "auto"
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -78,3 +86,16 @@ def parse_leave(value: Any) -> Any:
 
 Cores = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(parse_cores)]
 LeftShare = Annotated[Literal["auto"] | float, BeforeValidator(parse_leave)]
+
+
+def tokenizer_of(config: Config) -> str | None:
+    """``byte`` or a path: what ``data.tokenizer`` says or, unset, stands for; ``None`` where tokens
+    come from a file.
+    """
+    if config.data.tokens is not None:
+        return None
+    if config.data.tokenizer is not None:
+        return config.data.tokenizer
+    # Emulated devices bring their model, and any tokens will do.
+    own = config.model.path if config.cluster.emulated is None else None
+    return BYTE if own is None else str(own)

@@ -23,7 +23,8 @@ from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.planner.settling import choose_settled_early, is_to_choose
-from penstock.protocol.config import AUTO, BYTE, Config
+from penstock.protocol.config import AUTO, Config
+from penstock.protocol.config_values import BYTE, tokenizer_of
 from penstock.protocol.errors import StateError
 from penstock.protocol.placement import check_cores
 from penstock.protocol.plan import Plan
@@ -200,7 +201,7 @@ def _name_tokenizer(
     """
     if config.data.tokenizer is not None:
         return config
-    name, standard = config.tokenizer, config.tokenizer
+    name = standard = tokenizer_of(config)
     if previous is not None and _inputs_exist(run_dir) and previous.model.path == config.model.path:
         name = previous.data.tokenizer
         if name != standard and standard is not None:
