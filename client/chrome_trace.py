@@ -172,11 +172,13 @@ class _Maker:
         yield from self._publications(pid, own)
 
     def _publications(self, pid: int, own: DeviceTrace) -> Iterator[Event]:
-        """Moments; each is drawn until the next, a tenth of a millisecond at most."""
+        """Moments; each is drawn until the next, a tenth of a millisecond at most. Evaluations
+        have none, nor have attempts that were broken off before.
+        """
         moments = sorted((moment, key) for key, moment in own.published.items())
-        following = [*(moment for moment, _ in moments[1:]), inf]
-        for (moment, (block, contribution)), next_s in zip(moments, following, strict=True):
-            end_s = min(moment + 1e-4, next_s)
+        following = (moment for moment, _ in moments[1:])
+        for moment, (block, contribution) in moments:
+            end_s = min(moment + 1e-4, next(following, inf))
             name = f"block {block}" + (f", contribution {contribution}" if contribution else "")
             yield self._span(pid, _Thread.OFFLOAD, name, moment, end_s, "publish", {})
             self._published.setdefault(block, []).append((moment, pid))

@@ -95,14 +95,17 @@ class FakeRun:
         members = [*(f"worker.{d}" for d in range(plan.num_devices)), "optimizerd.a", "schedulerd"]
         self.logs = {member: TraceLog.of_run(path, member, enabled=True) for member in members}
 
-    def write(self, attempt: int, *, decided: bool = True) -> None:
+    def write(self, attempt: int, *, decided: bool = True, share: float = 1.0) -> None:
+        """Of an attempt that is broken off after a ``share`` of its time, what ended before."""
         zero_s = self.now_s + LAUNCH_S
+        end_s = zero_s + share * self.simulation.makespan_s
+        events = {"optimizerd.a": list(self._passes(attempt, zero_s))}
         for device in range(self.plan.num_devices):
-            for event in self._device(device, attempt, zero_s):
-                self.logs[f"worker.{device}"].add(event)
-        for event in self._passes(attempt, zero_s):
-            self.logs["optimizerd.a"].add(event)
-        end_s = zero_s + self.simulation.makespan_s
+            events[f"worker.{device}"] = list(self._device(device, attempt, zero_s))
+        for member, found in events.items():
+            for event in found:
+                if share == 1.0 or event.end_s < end_s:
+                    self.logs[member].add(event)
         what = "attempt" if decided else "broken"
         self._scheduled(what, attempt, self.now_s, end_s)
         if decided:
@@ -333,6 +336,22 @@ def test_chrome_trace(run: FakeRun, tmp_path: Path) -> None:
     assert starts == ends
     sends = sum(i.opcode.value in ("SA", "SG", "SC") for p in run.plan.programs for i in p)
     assert len(starts) == sends + NUM_BLOCKS, "each tensor to its user, each block to its pass"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
+def test_an_attempt_broken_off_anywhere_is_drawn_as_far_as_it_went(
+    run: FakeRun, tmp_path: Path, share: float
+) -> None:
+    run.write(4, decided=False, share=share)
+    run.write(5)
+    out = tmp_path / "out.json"
+    code, text, err = penstock("trace", str(tmp_path), "--out", str(out), "--json")
+    assert code == 0, err
+    assert json.loads(text)["left_out"] == {"broken off": 1}
+    spans = [e for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X"]
+    check_lanes(spans)
+    drawn = {e["args"]["attempt"] for e in spans if "attempt" in e["args"] and e["pid"] < 1000}
+    assert drawn >= {1, 2, 3, 5} and (4 in drawn or share == 0.0)
 
 
 def check_lanes(spans: list[dict[str, Any]]) -> None:
