@@ -2,40 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from penstock.client.display import Display, Silent
 from penstock.client.train import TrainResult, run_training
 from penstock.protocol.config import Config, apply_overrides, load_config, parse_config
+from penstock.protocol.errors import ConfigError
 
 __all__ = ["TrainResult", "train"]
 
 
 def train(
-    config: dict[str, Any] | Path | str | Config,
-    overrides: tuple[str, ...] = (),
+    config: Mapping[str, Any] | str | PathLike[str] | Config,
+    overrides: Sequence[str] = (),
     *,
-    run_dir: Path | None = None,
+    run_dir: str | PathLike[str] | None = None,
     display: Display | None = None,
 ) -> TrainResult:
     """Train to the end and return how it went.
 
     ``config`` is a mapping like the YAML file, the path of a file, or a :class:`Config`;
-    ``overrides`` are ``section.key=value``. Shows nothing unless given a ``display``. In the main
-    thread Ctrl-C stops cleanly (``exit_code`` 130), as does ``penstock stop`` (5); the same call
-    goes on from there.
+    ``overrides`` are ``section.key=value``. ``run_dir`` goes before ``run.dir``. Shows nothing
+    unless given a ``display``. In the main thread Ctrl-C stops cleanly (``exit_code`` 130), as does
+    ``penstock stop`` (5); the same call goes on from there.
 
     Raises:
-        PenstockError: nothing was started: bad configuration, memory short, run in use.
+        PenstockError: nothing was started: bad configuration or argument, memory short, run in use.
     """
-    if isinstance(config, (str, Path)):
-        resolved = load_config(Path(config), overrides)
-    else:
-        data = (
-            config
-            if isinstance(config, dict)
-            else config.model_dump(mode="json", exclude_unset=True)
+    resolved = _resolved(config, _override_texts(overrides))
+    directory = resolved.run_dir if run_dir is None else _path("run_dir", run_dir)
+    return run_training(resolved, directory, Silent() if display is None else _shown_on(display))
+
+
+def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
+    if isinstance(config, str | PathLike):
+        return load_config(_path("config", config), overrides)
+    if isinstance(config, Config):
+        config = config.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"config = {config!r}: expected the path of a YAML file, a mapping of sections (run,"
+            " model, data, …), or a Config"
         )
-        resolved = parse_config(apply_overrides(data, overrides))
-    return run_training(resolved, run_dir or resolved.run_dir, display or Silent())
+    return parse_config(apply_overrides(_as_dicts(config), overrides))
+
+
+def _as_dicts(value: Any) -> Any:
+    """Mappings of any kind as the dictionaries that YAML files have."""
+    return {k: _as_dicts(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def _override_texts(overrides: object) -> tuple[str, ...]:
+    if not isinstance(overrides, Sequence) or isinstance(overrides, str | bytes):
+        raise ConfigError(
+            f"overrides = {overrides!r}: expected a tuple or list of texts, such as"
+            " ('train.steps=50',)"
+        )
+    for override in overrides:
+        if not isinstance(override, str):
+            raise ConfigError(
+                f"overrides: {override!r} is no text; expected such as 'train.steps=50'"
+            )
+    return tuple(overrides)
+
+
+def _path(name: str, value: object) -> Path:
+    """A path that says something: no empty text, no bytes."""
+    if isinstance(value, str | PathLike):
+        path = value if isinstance(value, str) else value.__fspath__()
+        if isinstance(path, str) and path:
+            return Path(path)
+    raise ConfigError(f"{name} = {value!r}: expected a path, as a text or pathlib.Path")
+
+
+def _shown_on(display: Display) -> Display:
+    missing = [
+        name for name in ("say", "show", "close") if not callable(getattr(display, name, None))
+    ]
+    if missing:
+        raise ConfigError(
+            f"display = {display!r}: has no {', '.join(f'{name}()' for name in missing)}; expected"
+            " a Display (penstock.client.display), or nothing to show nothing"
+        )
+    return display
