@@ -96,7 +96,7 @@ class Picture:
 
 def page(sections: Sequence[Section], schemes: PaperTable, pictures: Sequence[Picture]) -> str:
     """The whole page; pictures are expected in ``pictures/`` beside it."""
-    parts = [_HEAD, _contents(sections), *map(_section, sections)]
+    parts = [_HEAD, _contents(sections), *map(section_text, sections)]
     parts.append(f"## Schemes\n\n{table(schemes)}")
     if pictures:
         images = "\n\n".join(f"![{p.caption}](pictures/{p.name}.svg)" for p in pictures)
@@ -114,7 +114,8 @@ def _anchor(title: str) -> str:
     return kept.replace(" ", "-")
 
 
-def _section(section: Section) -> str:
+def section_text(section: Section) -> str:
+    """A paper's part of the page."""
     tables = "\n".join(table(one) for one in section.tables)
     return f"## {section.paper.name}\n\n*{section.paper.title}*\n\n{tables}"
 

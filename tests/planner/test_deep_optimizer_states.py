@@ -15,7 +15,6 @@ from penstock.planner.papers.deep_optimizer_states import (
     H100,
     H100_BUSY,
     V100,
-    tables,
 )
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.deep_optimizer_states import subgroups_on_gpu
@@ -222,9 +221,3 @@ def test_updates_are_inserted_once() -> None:
     schedule = PASSES["device-update"].run(_spipe(context), context)
     with pytest.raises(ConfigError, match="interleave-updates: spipe has updates on devices"):
         PASSES["interleave-updates"].run(schedule, context)
-
-
-def test_tables_are_whole() -> None:
-    for table in tables():
-        assert table.rows
-        assert all(len(row) == len(table.columns) for row in table.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,16 @@ import pytest
 
 from penstock.planner.papers import __main__ as command
 from penstock.planner.papers.base import PaperTable
-from penstock.planner.papers.page import PICTURES, Paper, Section, page, schemes_table, table
+from penstock.planner.papers.page import (
+    PAPERS,
+    PICTURES,
+    Paper,
+    Section,
+    page,
+    schemes_table,
+    section_text,
+    table,
+)
 from penstock.planner.schemes import SCHEMES
 
 TABLE = PaperTable(
@@ -31,6 +41,10 @@ Section 3, figure 2.
 | 2  | 1/3    | 0.333 |
 | 16 | a \\| b | 0.5   |
 """
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "PAPERS.md"
+STALE = "docs/PAPERS.md is not what is computed now: run `make papers`, and look at what changed"
 
 
 def test_a_table_is_aligned_markdown() -> None:
@@ -92,3 +106,25 @@ def test_missing_papers_are_named_at_the_end(
     monkeypatch.setattr(command, "PAPERS", {"mario": PAPER})
     assert command.main([str(out)]) == 0
     assert command.main([]) == 2
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_documents_numbers_are_those_computed_now(name: str) -> None:
+    """Every number of the paper's section: whoever changes one, changes the document."""
+    tables = import_module(f"penstock.planner.papers.{name}").tables()
+    assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+    text = section_text(Section(paper=PAPERS[name], tables=tables))
+    assert f"\n{text}" in DOCUMENT.read_text(encoding="utf-8"), STALE
+
+
+def test_the_rest_of_the_document_is_what_is_written_now() -> None:
+    """All but the numbers of the papers: head, contents, schemes, pictures, and nothing else."""
+    sections = [Section(paper=paper, tables=()) for paper in PAPERS.values()]
+    parts = DOCUMENT.read_text(encoding="utf-8").split("\n## ")
+    for index, paper in enumerate(PAPERS.values(), start=1):
+        assert parts[index].startswith(f"{paper.name}\n"), STALE
+        parts[index], _, _ = parts[index].partition("### ")
+    assert "\n## ".join(parts) == page(sections, schemes_table(), PICTURES), STALE
+    folder = DOCUMENT.parent / "pictures"
+    drawn = {file.stem: file.read_text(encoding="utf-8") for file in folder.iterdir()}
+    assert drawn == {picture.name: picture.svg() for picture in PICTURES}, STALE

@@ -89,9 +89,3 @@ def test_ours_where_selective_recomputation_fits() -> None:
 
 def test_our_plan_is_valid() -> None:
     validate(lower(decoupled_schedule(SMALLEST)))
-
-
-def test_tables_are_whole() -> None:
-    for table in spipe.tables():
-        assert table.rows
-        assert all(len(row) == len(table.columns) for row in table.rows)
