@@ -9,8 +9,9 @@ from typing import Any
 
 from penstock.client.display import Display, Silent
 from penstock.client.train import TrainResult, run_training
-from penstock.protocol.config import Config, apply_overrides, load_config, parse_config
+from penstock.protocol.config import Config, load_config, parse_config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.overrides import apply_overrides
 
 __all__ = ["TrainResult", "train"]
 

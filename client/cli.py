@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
 
 if TYPE_CHECKING:
     from penstock.protocol.config import Config
@@ -59,10 +59,17 @@ def load(config: Path, settings: list[str] | None) -> Config:
     """Read a configuration with its overrides.
 
     Raises:
-        ConfigError: as :func:`penstock.protocol.config.load_config`.
+        ConfigError: as :func:`penstock.protocol.config.load_config`; where an example was meant,
+            says how to get it.
     """
+    from penstock.client.examples import example_names
     from penstock.protocol.config import load_config
 
+    if not config.exists() and config.suffix in (".yaml", "") and config.stem in example_names():
+        raise ConfigError(
+            f"configuration {config}: does not exist; this example is written into the current"
+            f" folder by penstock init --example {config.stem}"
+        )
     return load_config(config, tuple(settings or ()))
 
 

@@ -38,7 +38,7 @@ from penstock.planner.trial import (
     try_schedule,
 )
 from penstock.planner.validate import validate
-from penstock.protocol.errors import ConfigError, ProtocolError
+from penstock.protocol.errors import ConfigError, ProtocolError, reason
 from penstock.protocol.instructions import RecomputeAfter
 from penstock.protocol.plan import Plan
 
@@ -280,7 +280,7 @@ def _simulate_actions(path: Path, source: CostSource, wish: Wish) -> tuple[Simul
         )
         schedule = schedule_of_actions(actions, block_work=prices.block_work)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read it: {error}") from error
+        raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     except ProtocolError as error:
         raise ConfigError(f"{path}: {error}") from error
     terms = _terms(prices, wish)

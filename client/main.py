@@ -17,6 +17,7 @@ import typer
 
 from penstock.client import plan_commands
 from penstock.client.cli import ConfigArgument, JsonOption, SetOption, errors_explained, load
+from penstock.client.words import Command
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ app = typer.Typer(
     name="penstock",
     help="Train language models that do not fit in the memory of the GPUs at hand.",
     epilog=EXIT_CODES
-    + "\n\nStart with: penstock train examples/tiny.yaml; while it runs, in another terminal:"
-    " penstock status --run-dir runs/tiny",
+    + "\n\nStart with: penstock init, then penstock train tiny.yaml; while it runs, in another"
+    " terminal: penstock status --run-dir runs/tiny",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -57,10 +58,48 @@ ParentOption = Annotated[
 ]
 
 
+def _show_versions(wanted: bool) -> None:
+    """Print the version, and those of what training depends on, and end."""
+    if wanted:
+        from penstock.client.versions import versions
+
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_versions, is_eager=True, help="Show versions and exit."
+        ),
+    ] = False,
+) -> None:
+    """Train language models that do not fit in the memory of the GPUs at hand."""
+
+
+@app.command(epilog="Example: penstock init --example tiny, then penstock train tiny.yaml")
+def init(
+    example: Annotated[str, typer.Option("--example", metavar="NAME", help="Which one.")] = "tiny",
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to; default: NAME.yaml, right here."),
+    ] = None,
+) -> None:
+    """Write an example configuration to start from."""
+    with errors_explained():
+        from penstock.client.examples import write_example
+
+        written = write_example(example, output)
+        typer.echo(f"{written} is written; start with: penstock train {written}")
+
+
 @app.command(
+    cls=Command,
     epilog="The same command resumes a run that was stopped or killed. Ctrl-C finishes the step"
     " under way and saves; a second Ctrl-C kills, and the state stays in memory."
-    " Example: penstock train examples/tiny.yaml --set train.steps=50 --run-dir runs/short"
+    " Example: penstock train tiny.yaml --set train.steps=50 --run-dir runs/short",
 )
 def train(
     config: ConfigArgument,

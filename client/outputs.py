@@ -10,7 +10,7 @@ from penstock.planner.render import Caption, png, svg
 from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate import Simulation
 from penstock.planner.torch_actions import actions_of_schedule, format_actions
-from penstock.protocol.errors import ConfigError, ProtocolError
+from penstock.protocol.errors import ConfigError, ProtocolError, reason
 from penstock.protocol.plan import Plan
 
 
@@ -53,7 +53,7 @@ def write_file(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot write it: {error}") from error
+        raise ConfigError(f"{path}: cannot write it: {reason(error)}") from error
 
 
 def read_plan(path: Path) -> Plan:
@@ -65,6 +65,6 @@ def read_plan(path: Path) -> Plan:
     try:
         return Plan.from_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read it: {error}") from error
+        raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     except (ProtocolError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -21,6 +21,7 @@ from penstock.client.cli import (
     load,
     terminal_width,
 )
+from penstock.client.words import Command
 
 if TYPE_CHECKING:
     from penstock.client.laboratory import LabReport
@@ -199,10 +200,10 @@ def tune(
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command(epilog=_PLAN_EXAMPLES)(plan)
+    app.command(cls=Command, epilog=_PLAN_EXAMPLES)(plan)
     app.command(epilog=_SIMULATE_EXAMPLES)(simulate)
-    app.command(epilog=_PROFILE_EXAMPLES)(profile)
-    app.command(epilog=_TUNE_EXAMPLES)(tune)
+    app.command(cls=Command, epilog=_PROFILE_EXAMPLES)(profile)
+    app.command(cls=Command, epilog=_TUNE_EXAMPLES)(tune)
 
 
 _PLAN_EXAMPLES = """\b

@@ -23,8 +23,16 @@ PlanArgument = Annotated[
         help="What plan --out or --torch-csv has written, or torch itself.",
     ),
 ]
+
+
+def _small(text: str | None) -> str | None:
+    """Names of schemes are written small; people write 1F1B."""
+    return None if text is None else text.lower()
+
+
 SchemeOption = Annotated[
-    str | None, typer.Option("--scheme", metavar="NAME", help="Scheme; --list shows them.")
+    str | None,
+    typer.Option("--scheme", metavar="NAME", callback=_small, help="Scheme; --list shows them."),
 ]
 DevicesOption = Annotated[
     int | None, typer.Option("--devices", metavar="P", min=1, help="Devices (default 4).")
@@ -168,7 +176,8 @@ SequenceLengthOption = Annotated[
     int, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sequence.")
 ]
 SchemesOption = Annotated[
-    str | None, typer.Option("--schemes", metavar="A,B,…", help="Only these schemes.")
+    str | None,
+    typer.Option("--schemes", metavar="A,B,…", callback=_small, help="Only these schemes."),
 ]
 TuneDropOption = Annotated[
     str | None,

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.protocol.config import Config
 from penstock.protocol.config_values import tokenizer_of
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.errors import ConfigError, StateError, reason
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
@@ -64,7 +64,8 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
             directory, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(f"{directory / 'config.json'}: {error}") from error
+        path = directory / "config.json"
+        raise ConfigError(f"{path}: {reason(_innermost(error))}") from error
     return hf_config
 
 
@@ -105,8 +106,16 @@ def _from_mapping(
     try:
         return config_class(**{**defaults, **fields})
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        detail = " ".join(str(error).split())
-        raise ConfigError(f"model.hf: not a {model_type} configuration: {detail}") from error
+        raise ConfigError(
+            f"model.hf: not a {model_type} configuration: {reason(_innermost(error))}"
+        ) from error
+
+
+def _innermost(error: Exception) -> Exception:
+    """What transformers' checks wrap in the names of its validators and exceptions."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
+        return _innermost(error.__cause__)
+    return error
 
 
 def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]) -> None:

@@ -20,7 +20,7 @@ from penstock.planner.settling import settle_as_configured
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config
-from penstock.protocol.errors import ConfigError, ProtocolError
+from penstock.protocol.errors import ConfigError, ProtocolError, reason
 from penstock.protocol.instructions import RecomputeAfter
 from penstock.protocol.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
@@ -191,7 +191,7 @@ def _load(path: Path, config: Config) -> Plan:
     try:
         return Plan.from_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{_source(path)}: cannot read it: {error}") from error
+        raise ConfigError(f"{_source(path)}: cannot read it: {reason(error)}") from error
     except (ProtocolError, ConfigError) as error:
         raise ConfigError(f"{_source(path)}: {error}") from error
 
@@ -209,7 +209,7 @@ def _read_actions(path: Path, config: Config, table: BlockTable) -> Schedule:
         actions = parse_actions(path.read_text(encoding="utf-8"))
         return schedule_of_actions(actions, block_work=_block_work(table), recompute=recompute)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{_source(path)}: cannot read it: {error}") from error
+        raise ConfigError(f"{_source(path)}: cannot read it: {reason(error)}") from error
     except (ProtocolError, ConfigError) as error:
         raise ConfigError(f"{_source(path)}: {error}") from error
 

@@ -308,15 +308,16 @@ def _of_profile(path: Path, config: Config) -> _Source:
 
 
 def _named(text: str, config: Config) -> _Source:
+    refusal = f"cluster.device = {config.cluster.device!r}: "
+    accepted = "accepted are emulated:analytic:GPU:MODEL[:option=…] and emulated:FILE.json"
+    if not text.startswith("analytic:"):
+        raise ConfigError(refusal + accepted)
     try:
         source = parse_costs(text)
     except ConfigError as error:
-        raise ConfigError(f"cluster.device = {config.cluster.device!r}: {error}") from error
-    if not isinstance(source, AnalyticSource):
-        raise ConfigError(
-            f"cluster.device = {config.cluster.device!r}: accepted are"
-            " emulated:analytic:GPU:MODEL[:option=…] and emulated:FILE.json"
-        )
+        # The user gave no --costs.
+        raise ConfigError(refusal + str(error).removeprefix(f"--costs {text!r}: ")) from error
+    assert isinstance(source, AnalyticSource)
     _check_options(text, source)
     found = analytic_costs(
         source.gpu,

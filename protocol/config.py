@@ -8,17 +8,26 @@ which knows the block table.
 
 from __future__ import annotations
 
-import copy
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from penstock.protocol.config_values import Cores, LeftShare, Share, Size
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.config_words import Form, check_booleans, explain, spelled
+from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.overrides import apply_overrides
 from penstock.shm.table import DType
 
 
@@ -29,16 +38,15 @@ class _Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _empty_and_booleans(cls, data: Any) -> Any:
-        if data is None:
-            return {}  # a section with nothing under it
-        if isinstance(data, dict):
-            for key, value in data.items():
-                field = cls.model_fields.get(key)
-                if isinstance(value, bool) and field and field.annotation in (int, float):
-                    # pydantic would read yes as 1.
-                    raise ValueError(f"{key} = {value!r}: a number is expected")
-        return data
+    def _empty(cls, data: Any) -> Any:
+        return {} if data is None else data  # a section with nothing under it
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        form = Form.of(cls.model_fields[str(info.field_name)])
+        check_booleans(form, value)
+        return spelled(form, value)
 
 
 AUTO = "auto"
@@ -50,7 +58,11 @@ _ONE_MODEL = "give exactly one of model.hf and model.path"
 class RunConfig(_Section):
     """Identity and place of a run."""
 
-    name: str = Field(default="penstock", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    name: str = Field(
+        default="penstock",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="a text of 1 to 64 letters, digits, dots, underscores and hyphens",
+    )
     seed: int = Field(default=1234, ge=0, lt=2**63)
     dir: Path | None = None
 
@@ -63,7 +75,9 @@ class ModelConfig(_Section):
     backward, drops operators, swaps, or binds weights anew.
     """
 
-    hf: dict[str, Any] | None = None
+    hf: dict[str, Any] | None = Field(
+        default=None, description="a mapping such as {model_type: llama, hidden_size: 256}, or null"
+    )
     path: Path | None = None
     dtype: DType = DType.FP32
     compile: bool = False
@@ -113,7 +127,9 @@ class TrainConfig(_Section):
     global_batch: int = Field(default=8, ge=1)
     micro_batch: int = Field(default=1, ge=1)
     clip_grad_norm: float | None = Field(default=1.0, gt=0.0)
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = Field(
+        default=(), description="a list of regular expressions such as [^model.embed]"
+    )
     eval_every: int = Field(default=0, ge=0)
     eval_batches: int = Field(default=2, ge=1)
     save_every: int = Field(default=0, ge=0)
@@ -203,7 +219,9 @@ class OptimizerConfig(_Section):
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: float = Field(default=3.0e-4, gt=0.0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="two numbers, 0 or more and below 1, such as [0.9, 0.95]"
+    )
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     eps: float = Field(default=1.0e-8, gt=0.0)
     weight_decay: float = Field(default=0.1, ge=0.0)
@@ -270,7 +288,7 @@ class ScheduleConfig(_Section):
     parameters, those whose optimizer state stays on the device: the last to be updated with
     ``interleave-updates``, the first with ``twinflow``.
 
-    ``scheme: auto`` (or ``schedule: auto``): the fastest that the tuner finds
+    ``schedule: NAME`` is short for ``scheme: NAME``. ``auto`` is the fastest that the tuner finds
     (:mod:`penstock.planner.auto`); other keys that are given restrict its search. ``profile``: what
     ``penstock profile`` measured, for costs of simulations; a guess at the device otherwise.
     ``asked``: written to ``resolved.yaml``: the restrictions under which ``auto`` chose the rest.
@@ -312,13 +330,16 @@ class ScheduleConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, data: Any) -> Any:
-        return {"scheme": AUTO} if data == AUTO else data
+        return {"scheme": data} if isinstance(data, str) else data
 
 
 class NodeConfig(_Section):
     """One node of the cluster. ``host`` is where its daemons listen."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9-]{0,15}$",
+        description="a text of 1 to 16 small letters, digits and hyphens",
+    )
     host: str = "127.0.0.1"
 
 
@@ -339,9 +360,16 @@ class ClusterConfig(_Section):
     """
 
     workers: int = Field(default=2, ge=1, le=64)
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda|emulated:.+)$")
+    device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda|emulated:.+)$",
+        description="cpu, cuda, emulated:analytic:GPU:MODEL or emulated:PROFILE.json",
+    )
     transport: Literal["auto", "zmq", "gloo", "nccl"] = "auto"
-    nodes: tuple[NodeConfig, ...] = (NodeConfig(name="a"),)
+    nodes: tuple[NodeConfig, ...] = Field(
+        default=(NodeConfig(name="a"),),
+        description="a list of nodes such as [{name: a}, {name: b, host: 10.0.0.2}]",
+    )
     scheduler_port: int = Field(default=0, ge=0, le=65535)
     threads_per_worker: int = Field(default=0, ge=0)
     heartbeat_interval_s: float = Field(default=0.5, gt=0.0)
@@ -407,7 +435,9 @@ class EmulationConfig(_Section):
 
     scale: Share = 1e-3
     time_scale: float = Field(default=1.0, gt=0.0, le=1e3)
-    machine: dict[str, float] = {}
+    machine: dict[str, float] = Field(
+        default={}, description="a mapping of numbers such as {nic_bandwidth: 1.25e+10}"
+    )
     instruction_s: float | None = Field(default=None, ge=0.0)
     optimizer_bytes: float | None = Field(default=None, gt=0.0)
     optimizer_start: Literal["offload", "flush"] = "offload"
@@ -518,26 +548,14 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path}: cannot read it: {error}") from error
+        raise ConfigError(f"configuration {path}: cannot read it: {reason(error)}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {path}: not valid YAML: {error}") from error
+        raise ConfigError(f"configuration {path}: not valid YAML: {reason(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(
             f"configuration {path}: expected sections (run, model, data, …), got {data!r}"
         )
     return parse_config(apply_overrides(data, overrides), source=str(path))
-
-
-def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A copy of a nested mapping with ``section.key=value`` overrides applied in order.
-
-    Raises:
-        ConfigError: an override is not of this form.
-    """
-    changed = copy.deepcopy(data)
-    for override in overrides:
-        _apply_override(changed, override)
-    return changed
 
 
 def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Config:
@@ -549,47 +567,4 @@ def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Conf
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(
-            f"{source}: " + "; ".join(_complaint(e) for e in error.errors())
-        ) from error
-
-
-def _complaint(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "configuration"
-    if error["type"] == "extra_forbidden":
-        known = _section_at(error["loc"][:-1])
-        return f"{key}: unknown key; known keys are {', '.join(known.model_fields)}"
-    if error["type"] == "missing":
-        return f"{key}: is missing"
-    value = error["input"] if not isinstance(error["input"], (dict, BaseModel)) else None
-    shown = f" = {value!r}" if value is not None else ""
-    return f"{key}{shown}: {error['msg'].removeprefix('Value error, ')}"
-
-
-def _section_at(location: tuple[str | int, ...]) -> type[BaseModel]:
-    """The section class that a location of a validation error leads to."""
-    section: type[BaseModel] = Config
-    for part in location:
-        if isinstance(part, str):
-            annotation: Any = section.model_fields[part].annotation
-            # A list of sections is annotated tuple[Section, ...]; its positions need no step.
-            section = get_args(annotation)[0] if get_args(annotation) else annotation
-    return section
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    path = key.strip().split(".")
-    if not separator or not all(path):
-        raise ConfigError(f"--set {override!r}: write section.key=value, such as train.steps=100")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {key}: {text!r} is not valid YAML: {error}") from error
-    target = data
-    for part in path[:-1]:
-        inner = target[part] = {} if target.get(part) is None else target[part]
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {key}: {part} is not a section")
-        target = inner
-    target[path[-1]] = value
+        raise ConfigError(f"{source}: {explain(error, Config)}") from error

@@ -18,6 +18,8 @@ BYTE = "byte"
 """The tokenizer whose tokens are bytes."""
 
 _AUTO = "auto"
+_CORES = "auto, a list of CPU numbers, or ranges such as 0-3,8"
+_LEFT = "auto or a share of the physical cores, 0 or more and below 1, such as 1/4"
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -35,7 +37,9 @@ def parse_size(value: Any) -> int:
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Size = Annotated[
+    int, BeforeValidator(parse_size), Field(ge=0, description="a size such as 20G or 512M")
+]
 
 
 def parse_share(value: Any) -> float:
@@ -51,7 +55,11 @@ def parse_share(value: Any) -> float:
         raise ValueError("a share is a number or a fraction such as 1/1000") from error
 
 
-Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0.0, le=1.0)]
+Share = Annotated[
+    float,
+    BeforeValidator(parse_share),
+    Field(gt=0.0, le=1.0, description="a share above 0 and at most 1, such as 1/1000"),
+]
 
 
 def parse_cores(value: Any) -> Any:
@@ -64,7 +72,7 @@ def parse_cores(value: Any) -> Any:
         return value
     cores = tuple(value) if isinstance(value, (list, tuple)) else parse_cpus(str(value))
     if not cores or not all(type(core) is int and core >= 0 for core in cores):
-        raise ValueError("auto, a list of CPU numbers, or ranges such as 0-3,8 are accepted")
+        raise ValueError(f"accepted is {_CORES}")
     if len(set(cores)) < len(cores):
         raise ValueError("a core is named twice; each takes one thread")
     return cores
@@ -78,14 +86,18 @@ def parse_leave(value: Any) -> Any:
     """
     share = value if value == _AUTO else parse_share(value)
     if share != _AUTO and not 0.0 <= share < 1.0:
-        raise ValueError(
-            "auto or a share of the physical cores, 0 or more and below 1, such as 1/4"
-        )
+        raise ValueError(f"accepted is {_LEFT}")
     return share
 
 
-Cores = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(parse_cores)]
-LeftShare = Annotated[Literal["auto"] | float, BeforeValidator(parse_leave)]
+Cores = Annotated[
+    Literal["auto"] | tuple[int, ...],
+    BeforeValidator(parse_cores),
+    Field(description=_CORES),
+]
+LeftShare = Annotated[
+    Literal["auto"] | float, BeforeValidator(parse_leave), Field(description=_LEFT)
+]
 
 
 def tokenizer_of(config: Config) -> str | None:

@@ -76,3 +76,10 @@ class LostMemberError(PenstockError):
 
 class RefusedError(PenstockError):
     """The scheduler refuses this member (old epoch, wrong run); the process must exit."""
+
+
+def reason(error: Exception) -> str:
+    """Why something failed, on one line, for a message that names file or key already."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())

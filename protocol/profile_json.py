@@ -20,7 +20,7 @@ from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
 from penstock.shm.table import BlockTable
 
@@ -106,7 +106,7 @@ def load_profile(path: Path) -> Profile:
         with path.open("rb") as file:
             content = file.read(MAX_PROFILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"profile {str(path)!r}: cannot read it: {error}") from error
+        raise ConfigError(f"profile {str(path)!r}: cannot read it: {reason(error)}") from error
     try:
         return from_json(content)
     except ConfigError as error:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.protocol.config import Config, load_config
-from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.protocol.errors import ConfigError, ProtocolError, StateError, reason
 from penstock.protocol.names import ownership, storage
 from penstock.protocol.plan import Plan
 from penstock.shm.layout import NodeLayout
@@ -152,4 +152,4 @@ class RunDirectory:
                 " penstock node"
             ) from error
         except (OSError, UnicodeDecodeError) as error:
-            raise StateError(f"{self.path / name}: cannot read it: {error}") from error
+            raise StateError(f"{self.path / name}: cannot read it: {reason(error)}") from error

@@ -34,7 +34,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, reason
 
 FORMAT = 1
 MAX_EVENTS = 32768
@@ -294,7 +294,7 @@ def _read(path: Path) -> tuple[list[tuple[TraceOrigin, list[TraceEvent]]], int]:
     try:
         text = path.read_bytes().decode(errors="replace")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read it: {error}") from error
+        raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     for line in filter(None, text.split("\n")):
         try:
             values = json.loads(line)

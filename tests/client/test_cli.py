@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from penstock.client.main import app
+from penstock.client.words import bare_settings
 from penstock.daemons.node.lock import RunLock, train_lock_path
 
 MODEL = {
@@ -26,13 +31,14 @@ MODEL = {
 }
 
 
-def penstock(*arguments: str) -> tuple[int, str, str]:
+def penstock(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
     """Exit code, stdout, stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock.client.main", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=cwd,
         env={**os.environ, "COLUMNS": "100"},
     )
     return done.returncode, done.stdout, done.stderr
@@ -57,8 +63,8 @@ def config(tmp_path: Path) -> Path:
 
 
 COMMANDS = (
-    "train plan simulate profile tune node memoryd optimizerd schedulerd worker status watch pause"
-    " resume snapshot stop export doctor"
+    "init train plan simulate profile tune node memoryd optimizerd schedulerd worker status watch"
+    " pause resume snapshot stop export doctor"
 ).split()
 
 
@@ -66,7 +72,7 @@ def test_help_lists_every_command_and_the_exit_codes() -> None:
     code, out, _ = penstock("--help")
     assert code == 0
     assert [command for command in COMMANDS if f"\n  {command} " not in out] == []
-    assert "130 interrupted" in out and "penstock train examples/tiny.yaml" in out
+    assert "130 interrupted" in out and "penstock init" in out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -95,6 +101,67 @@ def test_bad_settings_are_named(config: Path, setting: str, words: tuple[str, ..
     assert err.startswith("penstock: ") and err.count("\n") == 1
     assert [word for word in words if word not in err] == []
     assert not (config.parent / "run").exists()
+
+
+def test_versions() -> None:
+    code, out, err = penstock("--version")
+    assert (code, err) == (0, "")
+    first, second = out.splitlines()
+    assert first == f"penstock {version('penstock')}"
+    assert f"torch {version('torch')}" in second and platform.python_version() in second
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "profile", "tune"])
+@pytest.mark.parametrize(
+    "words", [("train.steps=5",), ("--train.steps=5",), ("--train.steps", "5"), ("steps=5",)]
+)
+def test_settings_without_set_say_what_was_meant(
+    config: Path, command: str, words: tuple[str, ...]
+) -> None:
+    done = CliRunner().invoke(app, [command, str(config), *words])
+    assert done.exit_code == 2
+    assert "write --set train.steps=5" in done.stderr
+
+
+def test_only_bare_settings_are_taken_for_some() -> None:
+    words = ["a.yaml", "--set", "train.steps=5", "--set=run.seed=1", "--run-dir", "x.y=z", "b=1"]
+    assert bare_settings(words) == []
+    assert bare_settings(["lr=3", "train.freeze=[a.b]"]) == [
+        "--set optimizer.lr=3",
+        "--set train.freeze=[a.b]",
+    ]
+    done = CliRunner().invoke(app, ["status", "train.steps=5"])
+    assert done.exit_code == 2 and "--set" not in done.stderr
+
+
+def test_an_example_is_written_and_not_over_a_file(tmp_path: Path) -> None:
+    code, _, err = penstock("train", "examples/tiny.yaml", cwd=tmp_path)
+    assert code == 2 and "penstock init --example tiny" in err
+    code, out, err = penstock("init", cwd=tmp_path)
+    assert (code, err) == (0, "") and "penstock train tiny.yaml" in out
+    ours = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+    assert (tmp_path / "tiny.yaml").read_bytes() == ours.read_bytes()
+    code, _, err = penstock("init", cwd=tmp_path)
+    assert code == 2 and "tiny.yaml: exists" in err and "--out" in err
+    code, _, err = penstock("init", "--example", "huge", cwd=tmp_path)
+    assert code == 2 and "accepted is emulated, tiny" in err
+    code, _, err = penstock("init", "--out", "no/folder.yaml", cwd=tmp_path)
+    assert code == 2 and err.count("folder.yaml") == 1 and "No such file" in err
+
+
+def test_files_are_named_once(config: Path, tmp_path: Path) -> None:
+    code, _, err = penstock("train", str(tmp_path / "absent.yaml"))
+    assert code == 2 and err.count("absent.yaml") == 1
+    code, _, err = penstock("plan", str(config), "--set", f"schedule.file={tmp_path}/none.json")
+    assert code == 2 and err.count("none.json") == 1
+    code, _, err = penstock("plan", str(config), "--set", "cluster.device=emulated:V100")
+    assert code == 2 and err.count("V100") == 1 and "--costs" not in err
+
+
+def test_scheme_names_may_be_written_large() -> None:
+    code, out, err = penstock("plan", "--scheme", "1F1B", "--devices", "2")
+    assert code == 0, err
+    assert out.startswith("1f1b: 2 devices")
 
 
 def test_missing_file_and_no_yaml(tmp_path: Path) -> None:

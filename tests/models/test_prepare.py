@@ -130,7 +130,16 @@ def test_token_files_stay_where_they_are(tmp_path: Path) -> None:
     [
         ({"hiden_size": 3}, {}, r"model.hf.hiden_size: unknown key; known keys are hidden_size"),
         ({"model_type": "lama"}, {}, r"model_type = 'lama': .* try llama"),
-        ({"hidden_size": "x"}, {}, r"model.hf: not a llama configuration: .*hidden_size"),
+        (
+            {"hidden_size": "x"},
+            {},
+            r"model.hf: not a llama configuration: Field 'hidden_size' expected int, got str",
+        ),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            {},
+            r"model.hf: not a llama configuration: The hidden size \(\d+\) is not a multiple",
+        ),
         ({"vocab_size": 200}, {}, r"vocab_size = 200: tokenizer 'byte' has ids up to 256"),
         (
             {"max_position_embeddings": 8},

@@ -12,8 +12,9 @@ from penstock.daemons.node.capacity import MachineMemory, check_capacity, human_
 from penstock.daemons.node.changes import check_resume, find_changes
 from penstock.daemons.node.prepare import prepare_run
 from penstock.planner.memory import MemoryRow, Resource
-from penstock.protocol.config import Config, apply_overrides, parse_config
+from penstock.protocol.config import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.overrides import apply_overrides
 from tests.folders import save_model
 
 GIB = 2**30

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.protocol.config import Config, apply_overrides, load_config, parse_config
+from penstock.protocol.config import Config, load_config, parse_config
 from penstock.protocol.config_values import parse_size
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.overrides import apply_overrides
 
 MINIMAL: dict[str, Any] = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
 
@@ -63,7 +64,7 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("optimiser.lr=3",), ("optimiser", "unknown key", "optimizer")),
         (("cluster.nodes=[{name: a, nome: b}]",), ("cluster.nodes.0.nome", "name, host")),
         (("train.steps=0",), ("train.steps = 0",)),
-        (("train.steps=yes",), ("steps = True", "a number")),
+        (("train.steps=yes",), ("train.steps = True", "a whole number")),
         (("optimizer.lr=.inf",), ("optimizer.lr", "finite")),
         (("optimizer.betas=[0.9, 1.0]",), ("optimizer.betas", "[0, 1)")),
         (("optimizer.min_lr=1",), ("min_lr 1.0", "optimizer.lr")),
@@ -93,7 +94,7 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("memory.host_limit=many",), ("memory.host_limit = 'many'", "20G")),
         (("run.name=a b",), ("run.name = 'a b'",)),
         (("schedule.scheme=zb",), ("schedule.scheme = 'zb'", "spipe")),
-        (("cluster.attempt_timeout_s=0",), ("cluster.attempt_timeout_s = 0", "greater than 0")),
+        (("cluster.attempt_timeout_s=0",), ("cluster.attempt_timeout_s = 0", "above 0")),
         (
             ("cluster.device=emulated:x", "schedule.profile=p.json"),
             ("schedule.profile = 'p.json'", "emulated:FILE.json"),
@@ -107,11 +108,12 @@ def test_refusals_name_key_value_and_remedy(
     assert [word for word in words if word not in message] == []
 
 
-def test_auto_has_a_short_form() -> None:
-    short = parse_config(apply_overrides(MINIMAL, ("schedule=auto",)))
-    assert short == parse_config({**MINIMAL, "schedule": {"scheme": "auto"}})
-    assert short.schedule.scheme == "auto"
-    assert "schedule" in complaint("schedule=spipe")
+def test_schedules_have_a_short_form() -> None:
+    for name in ("auto", "1f1b"):
+        short = parse_config(apply_overrides(MINIMAL, (f"schedule={name}",)))
+        assert short == parse_config({**MINIMAL, "schedule": {"scheme": name}})
+        assert short.schedule.scheme == name
+    assert "schedule.scheme = 'spip'" in complaint("schedule=spip")
 
 
 def test_all_mistakes_are_listed_at_once() -> None:
