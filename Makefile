@@ -31,7 +31,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
-## Long chaos runs with random seeds, which are printed.
+## Long chaos runs with random seeds, which are printed; --soak-faults=12 for a taste of them.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow -s $(ARGS)
 

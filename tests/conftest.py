@@ -87,6 +87,12 @@ def settle(probe: Callable[[], T]) -> T:
     return found
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How much ``make soak`` does, and what it repeats."""
+    parser.addoption("--soak-faults", type=int, default=300, help="faults in all runs of the soak")
+    parser.addoption("--soak-seed", type=int, default=None, help="seed of the faults (random)")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def zero_copy_thread() -> Iterator[None]:
     """pyzmq's thread that frees frames sent without a copy: one a process, for good."""

@@ -204,6 +204,20 @@ def prepared(source: Path, run_dir: Path) -> None:
     shutil.copy(source / "table.json", run_dir / "table.json")
 
 
+KEPT = ("journal.sqlite", ".lock")
+"""The journal with its log; lock files: removing one would break the lock."""
+
+
+def dirty(run_dir: Path) -> list[str]:
+    """Temporary files of a run that nobody would account for."""
+    allowed = {"run.json", "resolved.yaml", "table.json", "plan.json", "metrics.jsonl"}
+    return [
+        p.name
+        for p in run_dir.iterdir()
+        if p.is_file() and p.name not in allowed and not p.name.startswith(KEPT)
+    ]
+
+
 def segments_of(root: Path) -> list[str]:
     """Segments in /dev/shm of the runs below a directory."""
     ids = [json.loads(p.read_text())["run_id"] for p in root.glob("*/run.json")]

@@ -55,7 +55,7 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     run = runner.start(settling("early"))
     code, output = run.wait(120)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
-    assert not run.members() and not dirty(run.run_dir) and not findings(runner.root)
+    assert not run.members() and not H.dirty(run.run_dir) and not findings(runner.root)
     assert [m["step"] for m in H.metrics(run.run_dir)] == list(range(1, STEPS + 1))
     assert H.state_bytes(run.run_dir) == H.state_bytes(plain_run)
 
@@ -140,20 +140,6 @@ def check_training_from(runner: Any, source: Path) -> list[float]:
     return [line["loss"] for line in H.metrics(run_dir)]
 
 
-KEPT = ("journal.sqlite", ".lock")
-"""The journal with its log; lock files: removing one would break the lock."""
-
-
-def dirty(run_dir: Path) -> list[str]:
-    """Temporary files of a run that nobody would account for."""
-    allowed = {"run.json", "resolved.yaml", "table.json", "plan.json", "metrics.jsonl"}
-    return [
-        p.name
-        for p in run_dir.iterdir()
-        if p.is_file() and p.name not in allowed and not p.name.startswith(KEPT)
-    ]
-
-
 def findings(root: Path) -> list[dict[str, Any]]:
     """What ``penstock doctor`` finds of runs below a directory."""
     command = [sys.executable, "-m", "penstock.client.main", "doctor", "--json"]
@@ -180,7 +166,7 @@ def test_twenty_runs_in_a_row_half_of_them_killed_leave_nothing(runner: Any) -> 
             code, output = run.wait(180)
             assert code == 0, f"round {index}: {output}\n{H.tail_logs(run.run_dir)}"
             assert not run.members()
-            assert not dirty(run.run_dir)
+            assert not H.dirty(run.run_dir)
     command = [sys.executable, "-m", "penstock.client.main", "doctor", "--clean"]
     subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert not H.segments_of(runner.root)

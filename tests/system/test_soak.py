@@ -1,0 +1,220 @@
+"""Random faults in runs of many configurations: each run ends by itself with the undisturbed bytes.
+
+``make soak`` has ``--soak-faults`` of them, 300 if not said otherwise, about ten a run. A failure
+says the seed, and what was done to which process when; ``--soak-seed`` draws the same faults again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system import conftest as H
+from tests.system.faults import Cast, draw
+from tests.system.striking import DisturbedRun
+
+FAULTS_A_RUN = 10
+STEPS, INTERVAL = 40, 8
+
+BASE: dict[str, Any] = {
+    "model": {
+        "hf": {
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "max_position_embeddings": 128,
+        }
+    },
+    "data": {"sequence_length": 128},
+    "train": {
+        "steps": STEPS,
+        "eval_every": INTERVAL,
+        "save_every": INTERVAL,
+        "global_batch": 16,
+        "micro_batch": 4,
+        "clip_grad_norm": 2.7,
+    },
+    "cluster": {
+        "heartbeat_interval_s": 0.2,
+        "heartbeat_timeout_s": 2.0,
+        "max_restarts": 1000,
+    },
+}
+TWO_NODES = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "spipe on two nodes": {
+        "model": {"hf": {"tie_word_embeddings": True}},
+        "schedule": {"scheme": "spipe"},
+        "cluster": TWO_NODES,
+    },
+    "fp16 with skips": {
+        "model": {"dtype": "fp16"},
+        "train": {"max_skips": 40},
+        "optimizer": {
+            "initial_loss_scale": 2.0**26,
+            "loss_scale_growth_interval": 6,
+            "grad_dtype": "fp16",
+        },
+    },
+    "mobius, frozen": {
+        "train": {"freeze": ["embed_tokens", "layers.1."]},
+        "schedule": {"scheme": "mobius"},
+    },
+    "chimera on two nodes": {"schedule": {"scheme": "chimera"}, "cluster": TWO_NODES},
+    "split master": {
+        "model": {"dtype": "bf16", "hf": {"tie_word_embeddings": True}},
+        "optimizer": {"master": "split", "settle": "early", "grad_dtype": "bf16"},
+        "schedule": {"scheme": "spipe"},
+    },
+    "gloo": {"schedule": {"scheme": "gpipe"}, "cluster": {"transport": "gloo"}},
+    "updates on devices": {
+        "optimizer": {"settle": "early"},
+        "schedule": {"passes": ["interleave-updates"], "update_stride": 2, "resident_share": 0.2},
+    },
+    "gpipe, dropout": {
+        "model": {"hf": {"attention_dropout": 0.2}},
+        "schedule": {"scheme": "gpipe"},
+    },
+    "emulated": {
+        "model": {"hf": None, "dtype": "fp16"},
+        "data": {"sequence_length": 256},
+        "optimizer": {"grad_dtype": "bf16"},
+        "cluster": {"device": "emulated:analytic:V100-32:gpt3-1.3b"},
+        "emulation": {"scale": "1/1000", "time_scale": 1.0},
+    },
+    "zb-h1": {"schedule": {"scheme": "zb-h1"}},
+    "replicas on two nodes": {
+        "schedule": {"scheme": "gpipe", "replicas": 2},
+        "cluster": TWO_NODES,
+    },
+    "spipe, settled early": {
+        "optimizer": {"settle": "early"},
+        "schedule": {"scheme": "spipe"},
+    },
+    "never speculating": {"optimizer": {"speculate": "never"}},
+    "1f1b, unclipped": {"train": {"clip_grad_norm": None}},
+}
+"""Of all steps of a run some are clipped, unless nothing is."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test a run: configurations in turn, until there are enough faults."""
+    if "fault_count" not in metafunc.fixturenames:
+        return
+    left: int = metafunc.config.getoption("--soak-faults")
+    names = list(CONFIGURATIONS)
+    runs = [
+        (names[index % len(names)], index // len(names), min(FAULTS_A_RUN, left - start))
+        for index, start in enumerate(range(0, left, FAULTS_A_RUN))
+    ]
+    ids = [f"{short(name)}-{number}" for name, number, _ in runs]
+    metafunc.parametrize(("name", "number", "fault_count"), runs, ids=ids)
+
+
+@pytest.fixture(scope="module")
+def seed(request: pytest.FixtureRequest) -> int:
+    """Of the whole session."""
+    given: int | None = request.config.getoption("--soak-seed")
+    return random.SystemRandom().randrange(10**6) if given is None else given
+
+
+@pytest.fixture(scope="module")
+def tally(seed: int) -> Iterator[Counter[str]]:
+    """What was struck in all runs, printed at the end."""
+    counts: Counter[str] = Counter()
+    yield counts
+    print(f"\nsoak with seed {seed}:")
+    for what, count in sorted(counts.items()):
+        print(f"{count:5} {what}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Name of a configuration -> directory of its undisturbed run, made when it is asked for."""
+    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"))
+    finished: dict[str, Path] = {}
+
+    def run_dir(name: str) -> Path:
+        if name not in finished:
+            changes = H.merge(BASE, CONFIGURATIONS[name])
+            finished[name] = runner.train(runner.configure(short(name), changes))
+        return finished[name]
+
+    yield run_dir
+    runner.stop_all()
+
+
+def short(name: str) -> str:
+    """A name of a run."""
+    return name.replace(" ", "-").replace(",", "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_faults_leave_the_undisturbed_bytes(
+    runner: Any,
+    undisturbed: Callable[[str], Path],
+    seed: int,
+    tally: Counter[str],
+    name: str,
+    number: int,
+    fault_count: int,
+) -> None:
+    reference = undisturbed(name)
+    changes = H.merge(BASE, CONFIGURATIONS[name])
+    cluster = changes["cluster"]
+    cast = Cast(
+        nodes=tuple(node["name"] for node in cluster.get("nodes", [{"name": "a"}])),
+        workers=cluster.get("workers", 2),
+        steps=STEPS,
+        interval=INTERVAL,
+    )
+    source = random.Random(f"{seed} {name} {number}")
+    path = runner.configure("run", changes)
+    H.prepared(reference, runner.root / "run")
+    run = DisturbedRun(runner, path, STEPS, source)
+    try:
+        for fault in draw(source, cast, fault_count):
+            run.suffer(fault)
+        run.finish()
+        check(run, reference)
+        assert not H.segments_of(runner.root), "segments are left"
+    except BaseException as error:
+        error.add_note(f"seed {seed}, {name} {number}:\n" + "\n".join(run.history))
+        error.add_note(H.tail_logs(run.run.run_dir, 20))
+        raise
+    print(f"\nseed {seed}, {name} {number}:\n" + "\n".join(run.history))
+    tally.update(run.struck)
+
+
+def check(run: DisturbedRun, reference: Path) -> None:
+    """All that a user may ask of a run that ended, beside the one that nobody disturbed."""
+    found, wanted = (trained(path) for path in (run.run.run_dir, reference))
+    assert [line[:2] for line in found] == [line[:2] for line in wanted], "each step exactly once"
+    assert found == wanted, "other losses"
+    assert saved(run.run.run_dir) == saved(reference), "other bytes"
+    assert not run.survivors(), "processes are left"
+    assert not H.dirty(run.run.run_dir), "temporary files are left"
+
+
+def trained(run_dir: Path) -> list[tuple[Any, ...]]:
+    """What follows from the data alone, of every step and evaluation in the order of the file."""
+    keys = ("step", "decision", "loss", "learning_rate", "loss_scale")
+    lines = [*H.metrics(run_dir), *H.metrics(run_dir, "eval")]
+    return [tuple(line.get(key) for key in keys) for line in lines]
+
+
+def saved(run_dir: Path) -> dict[str, str]:
+    """Checksum of every file of every saved state that was kept, but of manifests."""
+    files = (run_dir / "state").glob("*/*.safetensors")
+    return {
+        str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
