@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from penstock.protocol.stopping import block_stop_signals
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessKind:
@@ -31,16 +33,25 @@ PROCESSES = {
     "optimizerd": ProcessKind(
         module="penstock.daemons.optimizer.main", arguments=("node", "scheduler")
     ),
-    "schedulerd": ProcessKind(module="penstock.daemons.scheduler.main", arguments=("port",)),
+    "schedulerd": ProcessKind(
+        module="penstock.daemons.scheduler.main", arguments=("port", "grace_seconds")
+    ),
     "worker": ProcessKind(module="penstock.workers.main", arguments=("device", "scheduler")),
-    "node": ProcessKind(module="penstock.daemons.node.main", arguments=("node", "scheduler")),
+    "node": ProcessKind(
+        module="penstock.daemons.node.main", arguments=("node", "scheduler", "grace_seconds")
+    ),
 }
 
 
 def launch(
-    process: str, config: Path, parent_pid: int | None, arguments: dict[str, str | int | None]
+    process: str,
+    config: Path,
+    parent_pid: int | None,
+    arguments: dict[str, str | int | float | None],
 ) -> int:
     """Run one process of the run whose ``resolved.yaml`` is ``config``; its exit code."""
+    if parent_pid is not None:
+        block_stop_signals()  # before imports: some of them start threads
     kind = PROCESSES[process]
     main: Callable[..., int] = importlib.import_module(kind.module).main
     return main(
@@ -59,6 +70,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--device", type=int)
     parser.add_argument("--port", type=int)
     parser.add_argument("--scheduler")
+    parser.add_argument("--grace-seconds", type=float)
     parser.add_argument("--parent-pid", type=int)
     given = parser.parse_args(words)
     return launch(given.process, given.config, given.parent_pid, vars(given))

@@ -58,6 +58,18 @@ ParentOption = Annotated[
 ]
 
 
+GraceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--grace-seconds",
+        metavar="N",
+        min=1.0,
+        help="Whoever asks the run to stop kills it N seconds later: save within that, or keep the"
+        " memory. Default: cluster.grace_seconds, SLURM_JOB_END_TIME.",
+    ),
+]
+
+
 def _show_versions(wanted: bool) -> None:
     """Print the version, and those of what training depends on, and end."""
     if wanted:
@@ -105,14 +117,17 @@ def train(
     config: ConfigArgument,
     settings: SetOption = None,
     run_dir: RunDirOption = None,
+    grace_seconds: GraceOption = None,
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
     with errors_explained():
         from penstock.client.display import choose_display
         from penstock.client.train import run_training
 
-        resolved = load(config, settings)
-        result = run_training(resolved, run_dir or resolved.run_dir, choose_display())
+        grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
+        resolved = load(config, [*(settings or []), *grace])
+        directory = run_dir or resolved.run_dir
+        result = run_training(resolved, directory, choose_display(), process_ends=True)
         if result.error:
             sys.stderr.write(f"penstock: {result.error}\n")
     raise typer.Exit(result.exit_code)
@@ -123,7 +138,8 @@ plan_commands.register(app)
 
 @app.command(
     epilog="With another FILE than a resolved.yaml the first node prepares the run directory"
-    " (run.dir) itself. SIGTERM stops the run cleanly; a second one kills its processes."
+    " (run.dir) itself. SIGTERM stops the run cleanly; a second Ctrl-C, or SIGTERM 5 s later,"
+    " kills this node's processes and keeps the memory."
 )
 def node(
     config: Annotated[
@@ -131,6 +147,7 @@ def node(
     ],
     name: Annotated[str | None, typer.Option("--node", metavar="NAME")] = None,
     scheduler: Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT")] = None,
+    grace_seconds: GraceOption = None,
     parent_pid: ParentOption = None,
 ) -> None:
     """Supervise one node's processes (systemd, Slurm); the first node runs the scheduler."""
@@ -139,7 +156,14 @@ def node(
         chosen = name or loaded.cluster.nodes[0].name
         if config.name != "resolved.yaml":
             config = _prepare(loaded, chosen)
-    _launch("node", config, parent_pid, node=chosen, scheduler=scheduler)
+    _launch(
+        "node",
+        config,
+        parent_pid,
+        node=chosen,
+        scheduler=scheduler,
+        grace_seconds=grace_seconds,
+    )
 
 
 def _prepare(config: Config, node_name: str) -> Path:
@@ -184,7 +208,7 @@ def schedulerd(
     parent_pid: ParentOption = None,
 ) -> None:
     """Decide steps and keep the journal of a run, in the foreground."""
-    _launch("schedulerd", config, parent_pid, port=port)
+    _launch("schedulerd", config, parent_pid, port=port, grace_seconds=None)
 
 
 @app.command()
@@ -199,7 +223,7 @@ def worker(
 
 
 def _launch(
-    process: str, config: Path, parent_pid: int | None, **arguments: str | int | None
+    process: str, config: Path, parent_pid: int | None, **arguments: str | int | float | None
 ) -> None:
     code = 0
     with errors_explained(config.parent / "logs"):

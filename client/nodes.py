@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from penstock.daemons.node.main import LAUNCHER
+from penstock.protocol.stopping import STOP_SIGNALS, Demand, Insistence, stop_signals_blocked
 
 
 def console_path(run_dir: Path) -> Path:
@@ -26,6 +28,7 @@ class NodeProcess:
         self.name = name
         self._run_dir = run_dir
         self._restarts_left = max_restarts
+        self._stopping = False
         self._process = self._spawn()
 
     @property
@@ -39,8 +42,16 @@ class NodeProcess:
         if code is not None and code < 0 and replace and self._restarts_left:
             self._restarts_left -= 1
             self._process = self._spawn()
+            if self._stopping:
+                self.signal(signal.SIGTERM)  # waits until the new process listens
             return None
         return code
+
+    def stop(self) -> None:
+        """Ask for a clean stop of the run, now and of every process that replaces this one."""
+        if not self._stopping:  # a second signal would insist
+            self._stopping = True
+            self.signal(signal.SIGTERM)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal if it still runs."""
@@ -53,7 +64,7 @@ class NodeProcess:
         self._process.wait()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        with console_path(self._run_dir).open("ab") as console:
+        with console_path(self._run_dir).open("ab") as console, stop_signals_blocked():
             return subprocess.Popen(
                 [
                     *LAUNCHER,
@@ -69,24 +80,41 @@ class NodeProcess:
 
 
 class Interruptions:
-    """Counts SIGINT and SIGTERM while it is installed (in the main thread; elsewhere none come)."""
+    """Hears SIGINT and SIGTERM while it is installed (in the main thread; elsewhere none come).
+
+    ``asked_s``: when a stop was asked for first (monotonic seconds). ``insisted``: somebody does
+    not want to wait for it.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.asked_s: float | None = None
+        self.insisted = False
+        self._insistence = Insistence()
+
+    @property
+    def state(self) -> tuple[bool, bool]:
+        """Whether a stop was asked for, and insisted on."""
+        return self.asked_s is not None, self.insisted
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        now_s = time.monotonic()
+        demand = self._insistence.heard(number, now_s)
+        if demand is Demand.STOP:
+            self.asked_s = now_s
+        elif demand is Demand.NOW:
+            self.insisted = True
 
     @contextmanager
-    def installed(self) -> Iterator[Interruptions]:
-        """Handle the signals inside the block."""
+    def installed(self, *, process_ends: bool) -> Iterator[Interruptions]:
+        """Handle the signals inside the block. With ``process_ends`` those after it are ignored:
+        latecomers of a round of signals must not change how the process ends.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._handle) for number in numbers}
+        before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         try:
             yield self
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if process_ends else handler)

@@ -1,36 +1,33 @@
 """``penstock train``: prepare a run, supervise its nodes on this machine, show what happens.
 
 One ``penstock node`` process per cluster node does the work; each dies with this process. Here are
-only: the lock, preparation, starting and replacing nodes, signals, and the words at the end.
+only the lock, preparation, and the words at the end; :mod:`penstock.client.supervision` watches.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import signal
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.client.display import Display
-from penstock.client.nodes import Interruptions, NodeProcess, console_path
+from penstock.client.nodes import Interruptions, console_path
 from penstock.client.saved import saved_states
 from penstock.client.snapshots import Metrics, Observer, all_metrics
+from penstock.client.supervision import Supervision
 from penstock.daemons.node.lock import RunLock, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.prepare import prepare_run
 from penstock.protocol.config import Config
-from penstock.protocol.errors import FAILURES, ExitCode, failure_code
+from penstock.protocol.errors import FAILURES, ExitCode
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import Grace
 from penstock.shm.inventory import inventory
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
 """The last line of a traceback."""
-
-LOOK_INTERVAL_S = 0.5
-LINGER_S = 90.0
-"""How long the other nodes may take to end after one has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +44,11 @@ class TrainResult:
     error: str
 
 
-def run_training(config: Config, run_dir: Path, display: Display) -> TrainResult:
-    """Train to the end, an interruption, or a failure.
+def run_training(
+    config: Config, run_dir: Path, display: Display, *, process_ends: bool = False
+) -> TrainResult:
+    """Train to the end, an interruption, or a failure. ``process_ends``: with the training, so that
+    stop signals that come too late are ignored.
 
     Raises:
         PenstockError: nothing was started: bad configuration, memory short, run in use.
@@ -66,8 +66,7 @@ def run_training(config: Config, run_dir: Path, display: Display) -> TrainResult
                 " to go on, or choose another run.dir"
             )
             return TrainResult(exit_code=0, run_dir=run_dir, metrics=all_metrics(run_dir), error="")
-        interruptions = Interruptions()
-        with interruptions.installed():
+        with Interruptions().installed(process_ends=process_ends) as interruptions:
             code = _supervise(config, run_dir, display, interruptions)
     result = TrainResult(
         exit_code=code,
@@ -75,7 +74,8 @@ def run_training(config: Config, run_dir: Path, display: Display) -> TrainResult
         metrics=all_metrics(run_dir),
         error=complaints(run_dir) if code in FAILURES else "",
     )
-    for line in closing_words(result, config):
+    held = any(entry.run_id == directory.run_id for entry in inventory())
+    for line in closing_words(result, config, held=held):
         display.say(line)
     return result
 
@@ -86,84 +86,24 @@ def _supervise(
     console_path(run_dir).parent.mkdir(exist_ok=True)
     console_path(run_dir).write_bytes(b"")
     (run_dir / "endpoint.json").unlink(missing_ok=True)
-    steps = config.train.steps
-    display.say(f"training {config.run.name}: {steps} steps in {run_dir}")
-    nodes: list[NodeProcess] = []
-    observer = Observer(run_dir, steps)
+    display.say(f"training {config.run.name}: {config.train.steps} steps in {run_dir}")
+    observer = Observer(run_dir, config.train.steps)
+    supervision = Supervision(
+        run_dir,
+        config,
+        display,
+        observer,
+        interruptions,
+        Grace.of(config.cluster.grace_seconds, os.environ),
+    )
     try:
-        for node in config.cluster.nodes:
-            nodes.append(NodeProcess(run_dir, node.name, config.cluster.max_restarts))
-        code = _watch(nodes, observer, display, interruptions)
+        code = supervision.run()
         display.show(observer.look())
         return code
     finally:
-        for process in nodes:
-            process.kill()
+        supervision.close()
         observer.close()
         display.close()
-
-
-def _watch(
-    nodes: list[NodeProcess], observer: Observer, display: Display, interruptions: Interruptions
-) -> int:
-    """Until all nodes have ended; their common exit code (:func:`_exit_code`)."""
-    passed_on = 0
-    deadline_s: float | None = None
-    while True:
-        if passed_on < interruptions.count:
-            passed_on += 1
-            display.say(_on_interruption(nodes, passed_on))
-        codes = [node.poll(replace=passed_on == 0 and deadline_s is None) for node in nodes]
-        ended = [code for code in codes if code is not None]
-        if len(ended) == len(nodes):
-            return _exit_code(ended, interrupted=passed_on > 0)
-        if ended and deadline_s is None:
-            deadline_s = time.monotonic() + LINGER_S
-            if any(code not in (ExitCode.DONE, ExitCode.STOPPED) for code in ended):
-                for node in nodes:
-                    node.signal(signal.SIGTERM)
-        if deadline_s is not None and time.monotonic() > deadline_s:
-            display.say(f"other nodes did not end within {LINGER_S:g} s: killing them")
-            for node in nodes:
-                node.signal(signal.SIGKILL)
-        display.show(observer.look())
-        _doze(interruptions, passed_on)
-
-
-def _on_interruption(nodes: list[NodeProcess], number: int) -> str:
-    """Pass a signal on; what to tell the user."""
-    if number == 1:
-        nodes[0].signal(signal.SIGTERM)  # it hosts the scheduler, which stops everyone
-        return "stopping: finishing the step under way and saving (Ctrl-C again: kill)"
-    # The first node heard the first signal, so that this one makes it kill and tidy up. The others
-    # are killed; their processes die with them.
-    nodes[0].signal(signal.SIGTERM if number == 2 else signal.SIGKILL)
-    for node in nodes[1:]:
-        node.signal(signal.SIGKILL)
-    return "killing all processes; the run's memory is kept, the same command goes on from it"
-
-
-def _exit_code(codes: list[int], *, interrupted: bool) -> int:
-    """The first failure of its own accord; else 0 for a finished run, 130 after an interruption, 4
-    for what was killed, 5 for a run that was stopped by command.
-    """
-    well = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
-    failures = [failure_code(code) for code in codes if code > 0 and code not in well]
-    if failures:
-        return int(failures[0])
-    if not any(codes):
-        return int(ExitCode.DONE)
-    if interrupted or ExitCode.INTERRUPTED in codes:
-        return int(ExitCode.INTERRUPTED)
-    killed = any(code < 0 for code in codes)
-    return int(ExitCode.LOST_MEMBERS if killed else ExitCode.STOPPED)
-
-
-def _doze(interruptions: Interruptions, passed_on: int) -> None:
-    """Wait for the next look, but not past an interruption."""
-    deadline_s = time.monotonic() + LOOK_INTERVAL_S
-    while interruptions.count == passed_on and time.monotonic() < deadline_s:
-        time.sleep(0.05)
 
 
 def is_complete(directory: RunDirectory, steps: int) -> bool:
@@ -183,8 +123,8 @@ def complaints(run_dir: Path) -> str:
     return "\n".join(unique) or f"see {run_dir / 'logs'}"
 
 
-def closing_words(result: TrainResult, config: Config) -> list[str]:
-    """How it ended, and where things are."""
+def closing_words(result: TrainResult, config: Config, *, held: bool = False) -> list[str]:
+    """How it ended, and where things are; ``held``: shared memory still has the state."""
     trained = [entry for entry in result.metrics if entry["phase"] == "train"]
     step, steps = (trained[-1]["step"] if trained else 0), config.train.steps
     if result.exit_code in FAILURES:
@@ -199,6 +139,12 @@ def closing_words(result: TrainResult, config: Config) -> list[str]:
         losses = [entry["loss"] for entry in trained if entry["loss"] is not None]
         words += [f"  loss           {losses[0]:.4f} -> {losses[-1]:.4f}"] if losses else []
     saved = saved_states(result.run_dir)
+    reached = saved[-1].version if saved else 0
+    if held and reached < step:
+        words.append(
+            f"  in memory      steps {reached + 1} to {step} are not saved, this machine's shared"
+            " memory keeps them: start the same command before a reboot"
+        )
     return [
         *words,
         f"  metrics        {result.run_dir / 'metrics.jsonl'}",

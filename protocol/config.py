@@ -349,6 +349,9 @@ class ClusterConfig(_Section):
     ``attempt_timeout_s``: an attempt or evaluation in which nobody gets on for so long is broken
     off, and who holds it up is killed and replaced. Longer than any single instruction takes.
 
+    ``grace_seconds``: a run that is asked to stop is killed from outside so much later; unset:
+    never, or at the end of its Slurm job.
+
     ``device``: ``cpu``, ``cuda``, or ``emulated:`` and where costs come from, as in
     :mod:`penstock.planner.emulation`.
 
@@ -376,6 +379,7 @@ class ClusterConfig(_Section):
     heartbeat_timeout_s: float = Field(default=10.0, gt=0.0)
     attempt_timeout_s: float = Field(default=600.0, gt=0.0)
     max_restarts: int = Field(default=20, ge=0)
+    grace_seconds: float | None = Field(default=None, gt=0.0)
 
     @model_validator(mode="after")
     def _values(self) -> ClusterConfig:

@@ -73,9 +73,12 @@ class ControlClient:
         reply: pb.ControlReply = self._invoke("resume", self._stub.Resume, pb.ResumeRequest())
         return reply.message
 
-    def stop(self) -> str:
-        """Finish the attempt, save, shut down. Returns when the scheduler has taken note."""
-        reply: pb.ControlReply = self._invoke("stop", self._stub.Stop, pb.StopRequest())
+    def stop(self, within_s: float | None = None) -> str:
+        """Finish the attempt, save, shut down; ``within_s`` seconds, if something kills the run
+        then. Returns when the scheduler has taken note.
+        """
+        request = pb.StopRequest(within_seconds=within_s or 0.0)
+        reply: pb.ControlReply = self._invoke("stop", self._stub.Stop, request)
         return reply.message
 
     def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> pb.SnapshotReply:

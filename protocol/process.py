@@ -1,4 +1,7 @@
-"""What every process does at birth: JSON-line logs, parent-death signal, metrics, stop signals."""
+"""What every process does at birth: JSON-line logs, parent-death signal, metrics, exit codes.
+
+Stop signals are in :mod:`penstock.protocol.stopping`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import ctypes
 import json
 import logging
 import os
-import queue
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -70,47 +71,6 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         sys.exit(1)
-
-
-class StopSignal:
-    """Set by SIGTERM and SIGINT; ``wait`` returns whether it is set.
-
-    Not built on :class:`threading.Event`: its lock is not reentrant, so a handler that interrupts
-    ``wait`` at the wrong moment would deadlock. A SimpleQueue may be filled from a handler.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def install(self) -> StopSignal:
-        """Handle SIGTERM and SIGINT from now on (main thread only)."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.set()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether the process was asked to stop."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Ask the process to stop."""
-        self._is_set = True
-        self._wakeups.put(None)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until set or ``timeout_s`` passed."""
-        if not self._is_set:
-            try:
-                self._wakeups.get(timeout=timeout_s)
-            except queue.Empty:
-                return self._is_set
-            self._wakeups.put(None)  # for others who wait
-        return self._is_set
 
 
 @dataclass(frozen=True, slots=True)

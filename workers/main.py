@@ -19,13 +19,13 @@ from penstock.protocol.member import MemberLink
 from penstock.protocol.names import metrics_port, node_of_device, worker_name
 from penstock.protocol.placement import place
 from penstock.protocol.process import (
-    StopSignal,
     configure_logging,
     die_with_parent,
     run_main,
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import StopSignal
 from penstock.workers.emulated.handlers import EMULATED_HANDLERS
 from penstock.workers.epochs import EpochFence
 from penstock.workers.handlers import HANDLERS
@@ -48,7 +48,7 @@ def main(run_dir: Path, device: int, scheduler: str, parent_pid: int | None = No
     if parent_pid is not None:
         die_with_parent(parent_pid)
     files = RunDirectory(run_dir)
-    stop = StopSignal().install()
+    stop = StopSignal().install(parent_pid)
     return run_main(lambda: _work(files, device, scheduler, stop))
 
 

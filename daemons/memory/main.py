@@ -27,13 +27,13 @@ from penstock.protocol.member import MemberLink
 from penstock.protocol.names import ipc_address, memoryd_name, metrics_port, node_index
 from penstock.protocol.placement import page_places, place
 from penstock.protocol.process import (
-    StopSignal,
     configure_logging,
     die_with_parent,
     run_main,
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import StopSignal
 from penstock.shm.memory import NodeMemory
 
 REPORT_TIMEOUT_S = 5.0
@@ -54,12 +54,17 @@ def main(
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
+    stop = StopSignal().install(parent_pid)
     directory = RunDirectory(run_dir.absolute())
-    return run_main(lambda: _run(directory, node, scheduler, load_initial))
+    return run_main(lambda: _run(directory, node, scheduler, load_initial, stop))
 
 
 def _run(
-    directory: RunDirectory, node: str, scheduler: str, load_initial: LoadInitial | None
+    directory: RunDirectory,
+    node: str,
+    scheduler: str,
+    load_initial: LoadInitial | None,
+    stop: StopSignal,
 ) -> int:
     config, member = directory.config, memoryd_name(node)
     index = node_index(config, node)
@@ -67,7 +72,6 @@ def _run(
     registry = CollectorRegistry()
     metrics, state, jobs = MemoryMetrics(registry), MemoryState(), JobThread()
     with ExitStack() as cleanup:
-        stop = StopSignal().install()
         exporter = serve_metrics(registry, metrics_port(config, member))
         cleanup.callback(exporter.close)
         # The local address is bound before any segment is looked at: it is the lock that keeps a

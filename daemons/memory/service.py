@@ -21,7 +21,7 @@ from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.state import MemoryState
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.process import StopSignal
+from penstock.protocol.stopping import StopSignal
 
 IDLE_POLL_S = 0.1
 BUSY_POLL_S = 0.005

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.rundir import write_atomically
+from penstock.protocol.stopping import STOP_SIGNALS
 
 CHOSEN_PORTS = range(20_000, 32_000)
 """Below the range from which the system serves port 0 (32768 and up by default): nobody can get
@@ -63,7 +64,7 @@ class Children:
             argv,
             self._environment,
             setpgroup=0,
-            setsigmask=(),
+            setsigmask=STOP_SIGNALS,  # until the child listens; it obeys this process only
             setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE),
         )
         self._running[name] = _Running(pid=pid, pidfd=os.pidfd_open(pid))

@@ -63,7 +63,17 @@ class RefusedByScheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked:
-    """SIGTERM or SIGINT."""
+    """SIGTERM or SIGINT; ``again``: somebody insists. ``within_s``: how long the stop may take,
+    None for as long as it takes.
+    """
+
+    again: bool = False
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopUnheard:
+    """The scheduler could not be asked to stop the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +90,7 @@ Event = (
     | ShutdownAsked
     | RefusedByScheduler
     | StopAsked
+    | StopUnheard
     | Tick
 )
 
@@ -140,7 +151,13 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskSchedulerToStop:
-    """Ask for a clean stop of the whole run: the scheduler saves, then shuts everyone down."""
+    """Ask for a clean stop of the whole run: the scheduler saves, then shuts everyone down.
+
+    ``within_s``: how long that may take. Of a scheduler elsewhere, who cannot be reached, one hears
+    :class:`StopUnheard`.
+    """
+
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.daemons.node.effects import (
@@ -22,7 +22,7 @@ from penstock.daemons.node.effects import (
 from penstock.daemons.node.lock import RunLock, node_lock_path
 from penstock.daemons.node.metrics import NodeMetrics
 from penstock.daemons.node.remains import remove_empty_memory
-from penstock.daemons.node.service import LinkSettings, Supervisor
+from penstock.daemons.node.service import LinkSettings, StopSettings, Supervisor
 from penstock.daemons.node.state import SCHEDULERD, Limits, NodeState
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, LostMemberError
@@ -42,6 +42,7 @@ from penstock.protocol.process import (
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import Grace
 from penstock.shm.process import start_ticks
 
 _log = logging.getLogger(__name__)
@@ -53,12 +54,16 @@ ENDPOINT_WAIT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """One node's part of a run. ``scheduler`` is ``host:port``; ``hosts`` whether it runs here."""
+    """One node's part of a run. ``scheduler`` is ``host:port``; ``hosts`` whether it runs here.
+
+    ``grace_seconds`` replaces ``cluster.grace_seconds``.
+    """
 
     run_dir: Path
     node: str
     scheduler: str
     hosts: bool
+    grace_seconds: float | None = None
 
 
 SpecFactory = Callable[[Config, NodeSettings], tuple[ProcessSpec, ...]]
@@ -75,7 +80,10 @@ def child_specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ..
     ]
     if settings.hosts:
         port = settings.scheduler.rpartition(":")[2]
-        specs.insert(0, _spec(SCHEDULERD, "schedulerd", *common, "--port", port))
+        grace = (
+            () if settings.grace_seconds is None else (f"--grace-seconds={settings.grace_seconds}",)
+        )
+        specs.insert(0, _spec(SCHEDULERD, "schedulerd", *common, "--port", port, *grace))
     for device in devices_of_node(config, node_index(config, settings.node)):
         specs.append(_spec(worker_name(device), "worker", *joined, "--device", str(device)))
     return tuple(specs)
@@ -91,22 +99,34 @@ def main(
     scheduler: str | None,
     parent_pid: int | None,
     specs: SpecFactory = child_specs,
+    grace_seconds: float | None = None,
 ) -> int:
     """Supervise ``node`` of the prepared run in ``run_dir`` until the run ends; the exit code.
 
     Without ``scheduler`` the first node of the cluster hosts it, and the others find it through
-    ``cluster.scheduler_port`` or ``endpoint.json``.
+    ``cluster.scheduler_port`` or ``endpoint.json``. ``grace_seconds`` replaces
+    ``cluster.grace_seconds``.
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
-    codes: list[int] = []
-    code = run_main(lambda: codes.append(_run(run_dir.absolute(), node, scheduler, specs)))
-    return code or codes[0]
+    directory, codes = RunDirectory(run_dir.absolute()), list[int]()
+
+    def run() -> None:
+        seconds = grace_seconds or directory.config.cluster.grace_seconds
+        stops = StopSettings(parent_pid=parent_pid, grace=Grace.of(seconds, os.environ))
+        codes.append(_run(directory, node, scheduler, specs, stops))
+
+    return run_main(run) or codes[0]
 
 
-def _run(run_dir: Path, node: str, scheduler: str | None, specs: SpecFactory) -> int:
-    directory = RunDirectory(run_dir)
-    config = directory.config
+def _run(
+    directory: RunDirectory,
+    node: str,
+    scheduler: str | None,
+    specs: SpecFactory,
+    stops: StopSettings,
+) -> int:
+    config, run_dir = directory.config, directory.path
     known = [entry.name for entry in config.cluster.nodes]
     if node not in known:
         raise ConfigError(f"--node {node}: cluster.nodes has {', '.join(known)}")
@@ -115,7 +135,9 @@ def _run(run_dir: Path, node: str, scheduler: str | None, specs: SpecFactory) ->
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ):
-        settings = locate_scheduler(config, run_dir, node, scheduler)
+        settings = replace(
+            locate_scheduler(config, run_dir, node, scheduler), grace_seconds=stops.grace.seconds
+        )
         children = specs(config, settings)
         metrics = NodeMetrics(node)
         server = serve_metrics(metrics.registry, metrics_port(config, member))
@@ -134,6 +156,7 @@ def _run(run_dir: Path, node: str, scheduler: str | None, specs: SpecFactory) ->
                 silence_timeout_s=config.cluster.heartbeat_timeout_s,
             ),
             metrics,
+            stops,
         )
         try:
             if settings.hosts:

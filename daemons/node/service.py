@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +40,7 @@ from penstock.daemons.node.events import (
     Start,
     Started,
     StopAsked,
+    StopUnheard,
     Terminate,
     Tick,
 )
@@ -48,6 +51,7 @@ from penstock.protocol.errors import PenstockError, ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
 from penstock.protocol.process import monotonic_s
+from penstock.protocol.stopping import Demand, Grace, StopRequests
 
 LONGEST_SLEEP_S = 1.0
 RECEIVE_TIMEOUT_S = 1.0
@@ -77,36 +81,54 @@ class LinkSettings:
     silence_timeout_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSettings:
+    """Whose stop signals a node obeys (None: anybody's), and how long a stop may take."""
+
+    parent_pid: int | None
+    grace: Grace
+
+
 class Supervisor:
     """Runs one node's children until the run ends; :meth:`run` returns the exit code."""
 
     def __init__(
-        self, state: NodeState, children: Children, link: LinkSettings, metrics: NodeMetrics
+        self,
+        state: NodeState,
+        children: Children,
+        link: LinkSettings,
+        metrics: NodeMetrics,
+        stops: StopSettings,
     ) -> None:
         self._state = state
         self._children = children
         self._settings = link
         self._metrics = metrics
+        self._grace = stops.grace
+        self._requests = StopRequests(self._on_demand, stops.parent_pid)
         self._hosts_scheduler = SCHEDULERD in state.children
         self._epoch = 0
         self._started: set[str] = set()
         # Each counts what waits: messages that are about to be in the link's queue, stop signals.
         self._announced = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stops = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listening = False
+        self._demands: queue.SimpleQueue[Demand] = queue.SimpleQueue()
         self._link: MemberLink | None = None
         self._code: int | None = None
 
     def run(self) -> int:
-        """Supervise until the machine says Exit. Installs SIGTERM and SIGINT handlers."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        """Supervise until the machine says Exit. Listens for stop signals."""
+        self._requests.install()
         try:
+            self._listening = True
             self._open_link()
             self._feed(Tick())
             while self._code is None:
                 self._turn()
             return self._code
         finally:
+            self._listening = False
             self._children.kill_all()
             self._close_link()
             os.close(self._announced)
@@ -126,7 +148,9 @@ class Supervisor:
             self._feed(Exited(name=name, pid=pid, code=code))
         if self._stops in ready:
             for _ in range(os.eventfd_read(self._stops)):
-                self._feed(StopAsked())
+                again = self._demands.get() is Demand.NOW
+                within_s = self._grace.left_s(time.time())
+                self._feed(StopAsked(again=again, within_s=within_s))
         if self._announced in ready:
             for _ in range(os.eventfd_read(self._announced)):
                 self._receive()
@@ -147,8 +171,11 @@ class Supervisor:
             return LONGEST_SLEEP_S
         return min(max(0.0, deadline_s - monotonic_s()), LONGEST_SLEEP_S)
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        os.eventfd_write(self._stops, 1)
+    def _on_demand(self, demand: Demand) -> None:
+        """Called in a signal handler, or on the thread that waits for signals."""
+        if self._listening:
+            self._demands.put(demand)
+            os.eventfd_write(self._stops, 1)
 
     def _feed(self, event: Event) -> None:
         for effect in self._state.handle(event, monotonic_s()):
@@ -197,9 +224,10 @@ class Supervisor:
             return
         try:
             with ControlClient(self._settings.address) as client:
-                client.stop()
+                client.stop(effect.within_s)
         except PenstockError as error:
             self._say(f"the scheduler cannot be asked to stop the run: {error}")
+            self._feed(StopUnheard())
 
     def _on_close_link(self, effect: CloseLink) -> None:
         self._close_link()

@@ -12,7 +12,8 @@ Life of a node (``Mode``)::
        +--> FAILING: the scheduler is told -- deadline --------> TERMINATING --> KILLING --> ENDED
 
 A stop that was asked for keeps the mode: children that die are still replaced, because the
-scheduler needs them all to save. Only a second request kills everything.
+scheduler needs them all to save. Only a request that insists, or the end of the time that the stop
+may take, kills everything.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ from penstock.daemons.node.events import (
     Start,
     Started,
     StopAsked,
+    StopUnheard,
     Terminate,
     Tick,
 )
 from penstock.protocol.errors import FAILURES, ExitCode
+from penstock.protocol.stopping import Patience
 
 SCHEDULERD = "schedulerd"
 """Name of the child that is no member: the scheduler itself."""
@@ -117,6 +120,8 @@ class NodeState:
     stop_asked: bool = False
     deadline_s: float | None = None
     ask_again_at_s: float | None = None
+    give_up_s: float | None = None
+    """When a stop that may not take for ever has taken too long."""
 
     @classmethod
     def create(cls, names: tuple[str, ...], limits: Limits) -> NodeState:
@@ -133,7 +138,7 @@ class NodeState:
 
     def next_deadline_s(self) -> float | None:
         """When :class:`Tick` is due at the latest; None: only when something happens."""
-        times = [self.deadline_s, self.ask_again_at_s]
+        times = [self.deadline_s, self.ask_again_at_s, self.give_up_s]
         times += [child.start_at_s for child in self.children.values()]
         return min((t for t in times if t is not None), default=None)
 
@@ -155,12 +160,10 @@ class NodeState:
     def _on_started(self, event: Started, now_s: float) -> list[Effect]:
         child = self.children[event.name]
         child.pid, child.started_s, child.starting = event.pid, now_s, False
-        if event.name == SCHEDULERD and self.stop_asked:
-            # Its predecessor died before it could stop the run. Not at once: a process that has
-            # no signal handlers yet would just die.
-            self.ask_again_at_s = now_s + self.limits.ask_again_s
         if self.mode is Mode.KILLING:
             return [Kill(name=event.name)]
+        if event.name == SCHEDULERD and self.stop_asked:
+            return [AskSchedulerToStop()]  # its predecessor died before it could stop the run
         return []
 
     def _on_exited(self, event: Exited, now_s: float) -> list[Effect]:
@@ -227,18 +230,22 @@ class NodeState:
     def _on_stop(self, event: StopAsked, now_s: float) -> list[Effect]:
         if self.mode is Mode.ENDED:
             return []
-        if self.stop_asked:
-            self.mode, self.code = Mode.KILLING, int(ExitCode.INTERRUPTED)
-            self.deadline_s = self.ask_again_at_s = None
-            self._forget_starts()
-            message = "killing all processes; the memory of the run is kept for the next start"
-            return [Say(message=message), *(Kill(name=name) for name in self._running())]
+        if event.again:
+            self.code = int(ExitCode.INTERRUPTED)
+            return self._kill_all("asked to stop once more")
+        if event.within_s is not None:
+            self.give_up_s = Patience.NODE.give_up_s(now_s, event.within_s)
         self.stop_asked = True
         if self.mode is not Mode.RUNNING:
             return []
         self.deadline_s = now_s + self.limits.stop_timeout_s
         message = "stopping: the step under way is finished and the state saved (again: kill)"
-        return [Say(message=message), AskSchedulerToStop()]
+        return [Say(message=message), AskSchedulerToStop(within_s=event.within_s)]
+
+    def _on_stop_unheard(self, event: StopUnheard, now_s: float) -> list[Effect]:
+        if self.mode is Mode.RUNNING:
+            self.ask_again_at_s = now_s + self.limits.ask_again_s
+        return []
 
     def _on_tick(self, event: Tick, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -248,7 +255,11 @@ class NodeState:
                 effects.append(Start(name=child.name))
         if self.ask_again_at_s is not None and self.ask_again_at_s <= now_s:
             self.ask_again_at_s = None
-            effects.append(AskSchedulerToStop())
+            left_s = None if self.give_up_s is None else max(1.0, self.give_up_s - now_s)
+            effects.append(AskSchedulerToStop(within_s=left_s))
+        if self.give_up_s is not None and self.give_up_s <= now_s:
+            self.give_up_s = None
+            return effects + self._out_of_time()
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.deadline_s = None
             effects += self._on_deadline(now_s)
@@ -274,6 +285,19 @@ class NodeState:
         self.deadline_s = now_s + self.limits.terminate_timeout_s
         message = f"still running, terminating: {left}"
         return [Say(message=message), *(Terminate(name=name) for name in self._running())]
+
+    def _out_of_time(self) -> list[Effect]:
+        """The stop took too long: whoever signalled it is about to kill everything."""
+        if self.mode in (Mode.RUNNING, Mode.FAILING):
+            self.code = self.code or int(ExitCode.INTERRUPTED)
+        return self._kill_all("the time for stopping is over")
+
+    def _kill_all(self, why: str) -> list[Effect]:
+        self.mode = Mode.KILLING
+        self.deadline_s = self.ask_again_at_s = self.give_up_s = None
+        self._forget_starts()
+        message = f"{why}: killing all processes; the memory of the run is kept for the next start"
+        return [Say(message=message), *(Kill(name=name) for name in self._running())]
 
     def _come_back(self, now_s: float) -> list[Effect]:
         """schedulerd died while it ended the run and members are left: start what is missing."""
@@ -354,5 +378,6 @@ _HANDLERS: dict[type, _Handler] = {
     ShutdownAsked: NodeState._on_shutdown,
     RefusedByScheduler: NodeState._on_refused,
     StopAsked: NodeState._on_stop,
+    StopUnheard: NodeState._on_stop_unheard,
     Tick: NodeState._on_tick,
 }

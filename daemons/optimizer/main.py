@@ -35,13 +35,13 @@ from penstock.protocol.names import (
 from penstock.protocol.placement import Placement, place
 from penstock.protocol.plan import Plan
 from penstock.protocol.process import (
-    StopSignal,
     configure_logging,
     die_with_parent,
     run_main,
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import StopSignal
 from penstock.protocol.trace import TraceLog
 from penstock.protocol.traffic import TrafficBoard
 from penstock.shm.layout import SegmentKind
@@ -56,7 +56,7 @@ def main(run_dir: Path, node: str, scheduler: str, parent_pid: int | None) -> in
     """Run the optimizerd of ``node`` until it is told to stop; the exit code."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
-    stop = StopSignal().install()
+    stop = StopSignal().install(parent_pid)
     run = RunDirectory(run_dir)
     return run_main(lambda: _run(run, node, scheduler, stop))
 

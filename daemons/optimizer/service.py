@@ -50,8 +50,8 @@ from penstock.protocol.errors import (
 from penstock.protocol.frames import BlockUpdated, GradientReady, OptimizerStatus, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import Doing
-from penstock.protocol.process import StopSignal
 from penstock.protocol.step import PassStatus
+from penstock.protocol.stopping import StopSignal
 from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, now_s
 from penstock.shm.control import INVALID_VERSION, CommitRecord, ControlView, Decision
 from penstock.shm.layout import WEIGHT_SLOTS

@@ -19,7 +19,7 @@ class Activity:
     """Base of all activities.
 
     ``waiting``: members that owe an answer, until ``deadline_s`` if that is set. ``title``: what
-    messages call it.
+    messages call it. ``started_s``: when it began.
     """
 
     phase: Phase
@@ -31,6 +31,7 @@ class Activity:
         self.rules = rules
         self.ledger = ledger
         self.started = False
+        self.started_s = 0.0
         self.done = False
         self.waiting: set[str] = set()
         self.deadline_s: float | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.daemons.scheduler.events import Effect, Reply, ReplyError
+from penstock.daemons.scheduler.grace import Deadline
 from penstock.daemons.scheduler.ledger import Ledger
 from penstock.daemons.scheduler.rules import Rules
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -26,13 +27,14 @@ class Wishes:
     """What control clients and signals asked for.
 
     ``stop_reason``: empty while nobody asked to stop. ``stop_by_s``: without a live epoch the state
-    is not waited for any longer. ``tickets``: snapshot calls to answer. ``save_failed_at``: version
-    whose periodic save failed; it is not tried again.
+    is not waited for any longer. ``deadline``: when the stop has to be over. ``tickets``: snapshot
+    calls to answer. ``save_failed_at``: version whose periodic save failed; it is not tried again.
     """
 
     paused: bool = False
     stop_reason: str = ""
     stop_by_s: float | None = None
+    deadline: Deadline | None = None
     tickets: list[int] = field(default_factory=list)
     save_failed_at: int | None = None
 

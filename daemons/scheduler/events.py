@@ -57,17 +57,24 @@ class Request(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A control client called; it is answered by :class:`Reply` or :class:`ReplyError`."""
+    """A control client called; it is answered by :class:`Reply` or :class:`ReplyError`.
+
+    ``within_s``: how long a stop may take, None for as long as it takes.
+    """
 
     ticket: int
     request: Request
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSignalled:
-    """SIGTERM or SIGINT; ``again``: not the first."""
+    """SIGTERM or SIGINT; ``again``: somebody insists. ``within_s``: how long the stop may take,
+    None for as long as it takes.
+    """
 
     again: bool = False
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

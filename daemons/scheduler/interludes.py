@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from penstock.daemons.scheduler.activity import Activity, send_all
 from penstock.daemons.scheduler.events import (
     AppendMetrics,
@@ -110,7 +112,7 @@ class Evaluation(Activity):
         self.phase = Phase.EVALUATING
         self._number = ledger.take_evaluation()
         self._reports: dict[str, pb.EvaluationDone] = {}
-        self._started_s = self.seconds = 0.0
+        self.seconds = 0.0
 
     @property
     def unfinished(self) -> tuple[str, ...]:
@@ -119,7 +121,6 @@ class Evaluation(Activity):
 
     def start(self, now_s: float) -> list[Effect]:
         """Only workers take part."""
-        self._started_s = now_s
         self.waiting = set(self.rules.workers)
         evaluate = pb.Evaluate(
             epoch=self.ledger.epoch,
@@ -136,7 +137,7 @@ class Evaluation(Activity):
         if not self.answered(member):
             return []
         self.done = True
-        self.seconds = now_s - self._started_s
+        self.seconds = now_s - self.started_s
         line = evaluation_line(
             version=self.ledger.version,
             attempt=self.ledger.next_attempt - 1,
@@ -154,6 +155,7 @@ class Ending(Activity):
     """Tell everyone to shut down, wait until they have gone (not for long), exit.
 
     ``error`` is empty for an end that was wanted. Members that join meanwhile are told too.
+    ``leave_by_s``: when to go at the latest, None for the usual patience.
     """
 
     title = "the end"
@@ -168,6 +170,7 @@ class Ending(Activity):
         reason: str,
         code: ExitCode,
         error: str = "",
+        leave_by_s: float | None = None,
     ) -> None:
         super().__init__(rules, ledger)
         self.phase = Phase.FAILED if error else Phase.DONE
@@ -178,12 +181,13 @@ class Ending(Activity):
         self._message = pb.SchedulerMessage(
             shutdown=pb.Shutdown(keep_memory=keep_memory, reason=reason, exit_code=int(code))
         )
+        self._leave_by_s = math.inf if leave_by_s is None else leave_by_s
         self._exit_s = 0.0
         self._hurried = False
 
     def start(self, now_s: float) -> list[Effect]:
         """Nodes hear it together with their children, so that none is started again."""
-        self._exit_s = now_s + self.rules.deadlines.shutdown_s
+        self._exit_s = min(now_s + self.rules.deadlines.shutdown_s, self._leave_by_s)
         said = Say(text=f"shutting down: {self.reason}", warning=bool(self.error))
         return [said, *send_all(self._members.present, self._message)]
 

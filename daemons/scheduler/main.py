@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import secrets
-import signal
 import sys
+import time
 from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 from penstock.daemons.scheduler.effects import Executor
 from penstock.daemons.scheduler.events import Event, Joined, StopSignalled, Tick
@@ -35,6 +35,7 @@ from penstock.protocol.process import (
     serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import Demand, Grace, StopRequests
 from penstock.protocol.trace import TraceLog
 
 TICK_S = 0.05
@@ -44,47 +45,49 @@ PROCESS = "schedulerd"
 _log = logging.getLogger("penstock.scheduler")
 
 
-class _Signals:
-    """Counts SIGTERM and SIGINT; the loop looks at the count, so the handler needs no lock."""
+def main(
+    run_dir: Path, port: int, parent_pid: int | None, grace_seconds: float | None = None
+) -> int:
+    """Schedule the prepared run in ``run_dir``, listening on ``port``; the exit code.
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def install(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-
-
-def main(run_dir: Path, port: int, parent_pid: int | None) -> int:
-    """Schedule the prepared run in ``run_dir``, listening on ``port``; the exit code."""
+    ``grace_seconds`` replaces ``cluster.grace_seconds``.
+    """
     if parent_pid is not None:
         die_with_parent(parent_pid)
-    signals = _Signals().install()
-    codes: list[int] = []
-    code = run_main(lambda: codes.append(_run(RunDirectory(run_dir.absolute()), port, signals)))
+    run, codes = RunDirectory(run_dir.absolute()), list[int]()
+    code = run_main(lambda: codes.append(_run(run, port, parent_pid, grace_seconds)))
     return code or codes[0]
 
 
-def _run(run: RunDirectory, port: int, signals: _Signals) -> int:
+def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: float | None) -> int:
     config = run.config
     configure_logging(PROCESS, run.path, config.observability.log_level)
-    rules = Rules.of_run(run)
     events: Events = queue.SimpleQueue()
+    _hear_stops(
+        events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
+    )
+    rules = Rules.of_run(run)
     with ExitStack() as stack:
         service = Service(events, config.cluster.nodes[0].host, port, len(rules.members))
         stack.callback(service.close)
         service.start()
         _log.info("listening", extra={"port": service.port})
         try:
-            loop = _open(run, rules, service, events, signals, stack)
+            loop = _open(run, rules, service, events, stack)
         except PenstockError as error:
             _turn_away(rules, service, events, error)
             raise
         return loop.run()
+
+
+def _hear_stops(events: Events, grace: Grace, parent_pid: int | None) -> None:
+    """Stop signals become events, with the time that is left when they come."""
+
+    def heard(demand: Demand) -> None:
+        within_s = grace.left_s(time.time())
+        events.put(StopSignalled(again=demand is Demand.NOW, within_s=within_s))
+
+    StopRequests(heard, parent_pid).install()
 
 
 def _open(
@@ -92,7 +95,6 @@ def _open(
     rules: Rules,
     service: Service,
     events: Events,
-    signals: _Signals,
     stack: ExitStack,
 ) -> _Loop:
     """Open and check the run's files; ``stack`` closes them.
@@ -130,7 +132,7 @@ def _open(
     )
     ledger = Ledger(rules, facts, newest, _draw_incarnation)
     machine = Machine(rules, ledger, Membership(rules, facts.pids), monotonic_s())
-    return _Loop(machine, executor, events, metrics, signals)
+    return _Loop(machine, executor, events, metrics)
 
 
 def _turn_away(rules: Rules, service: Service, events: Events, error: PenstockError) -> None:
@@ -152,7 +154,7 @@ def _turn_away(rules: Rules, service: Service, events: Events, error: PenstockEr
 
 
 class _Loop:
-    """Feeds the machine: events as they come, ticks in between, stop signals."""
+    """Feeds the machine: events as they come, ticks in between."""
 
     def __init__(
         self,
@@ -160,14 +162,11 @@ class _Loop:
         executor: Executor,
         events: Events,
         metrics: SchedulerMetrics,
-        signals: _Signals,
     ) -> None:
         self._machine = machine
         self._executor = executor
         self._events = events
         self._metrics = metrics
-        self._signals = signals
-        self._signals_seen = 0
 
     def run(self) -> int:
         """Until the machine ends; the exit code."""
@@ -183,7 +182,6 @@ class _Loop:
             event = self._next(tick_due_s - monotonic_s())
             if event is not None:
                 self._feed(event)
-            self._feed_signals()
             now_s = monotonic_s()
             if now_s >= tick_due_s:
                 tick_due_s = now_s + TICK_S
@@ -209,11 +207,6 @@ class _Loop:
         while pending and self._executor.exit is None:
             effects = self._machine.handle(pending.popleft(), monotonic_s())
             pending.extend(self._executor.perform(effects))
-
-    def _feed_signals(self) -> None:
-        while self._signals_seen < self._signals.count:
-            self._signals_seen += 1
-            self._feed(StopSignalled(again=self._signals_seen > 1))
 
 
 def _draw_incarnation() -> int:

@@ -18,7 +18,7 @@ from penstock.protocol.names import (
     worker_name,
 )
 from penstock.protocol.rundir import RunDirectory
-from penstock.shm.table import DType
+from penstock.shm.table import BlockTable, DType
 
 
 class Role(Enum):
@@ -76,7 +76,7 @@ class Deadlines:
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
-    optimizerd of every block.
+    optimizerd of every block; ``state_bytes``: of a saved state, over all nodes.
     """
 
     run_id: str
@@ -87,6 +87,7 @@ class Rules:
     plan_json: str
     plan_scheme: str
     state_dir: str
+    state_bytes: int = 0
     deadlines: Deadlines = Deadlines()
 
     @classmethod
@@ -112,6 +113,7 @@ class Rules:
             plan_json=run.plan.to_json(),
             plan_scheme=run.plan.scheme,
             state_dir=str(run.state_dir.absolute()),
+            state_bytes=saved_bytes(run.table),
         )
 
     @cached_property
@@ -151,6 +153,14 @@ class Rules:
 
     def _named(self, role: Role) -> tuple[str, ...]:
         return tuple(member.name for member in self.members if member.role is role)
+
+
+def saved_bytes(table: BlockTable) -> int:
+    """Bytes of a saved state: fp32 masters, the optimizer's arrays, frozen weights."""
+    arrays = 1 + len(table.state_arrays)
+    trainable = sum(block.trainable_elements for block in table.blocks)
+    frozen = sum(block.frozen_elements for block in table.blocks)
+    return trainable * arrays * DType.FP32.itemsize + frozen * table.weight_dtype.itemsize
 
 
 def member_specs(config: Config) -> tuple[MemberSpec, ...]:

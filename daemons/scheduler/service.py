@@ -8,6 +8,7 @@ stops reading fills its own queue, and then loses its stream.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -179,7 +180,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         return reply
 
     def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> pb.ControlReply:
-        reply: pb.ControlReply = self._ask(Request.STOP, context)
+        reply: pb.ControlReply = self._ask(Request.STOP, context, _within(request))
         return reply
 
     def Snapshot(
@@ -188,7 +189,9 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         reply: pb.SnapshotReply = self._ask(Request.SNAPSHOT, context)
         return reply
 
-    def _ask(self, request: Request, context: grpc.ServicerContext) -> Any:
+    def _ask(
+        self, request: Request, context: grpc.ServicerContext, within_s: float | None = None
+    ) -> Any:
         with self._lock:
             if len(self.calls) >= MAX_CALLS:
                 ticket = None
@@ -201,7 +204,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         left_s = context.time_remaining()
         timeout_s = own_s if left_s is None else min(own_s, left_s)
         context.add_callback(lambda: _forget(future))  # the client went away
-        self._events.put(Asked(ticket=ticket, request=request))
+        self._events.put(Asked(ticket=ticket, request=request, within_s=within_s))
         try:
             return future.result(timeout=timeout_s)
         except (TimeoutError, futures.CancelledError):
@@ -225,6 +228,12 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def _within(request: pb.StopRequest) -> float | None:
+    """Seconds that a stop may take, if the client says so."""
+    given = request.within_seconds
+    return given if 0.0 < given < math.inf else None
 
 
 def _forget(future: futures.Future[Any]) -> None:

@@ -37,6 +37,7 @@ from penstock.daemons.scheduler.events import (
     StreamClosed,
     Tick,
 )
+from penstock.daemons.scheduler.grace import Deadline, SavePace
 from penstock.daemons.scheduler.hangs import MAX_IN_A_ROW, Hangs
 from penstock.daemons.scheduler.interludes import Ending, Evaluation, Saving
 from penstock.daemons.scheduler.ledger import Ledger, SavedState
@@ -50,7 +51,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 ETA_WINDOW = 20
 
 _Handler = Callable[["Machine", Any, float], list[Effect]]
-_RequestHandler = Callable[["Machine", int, float], list[Effect]]
+_RequestHandler = Callable[["Machine", Asked, float], list[Effect]]
 
 
 class Machine:
@@ -68,6 +69,7 @@ class Machine:
         self.attempt_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
         """How long the last attempts took."""
         self._hangs = Hangs(rules.config.cluster.attempt_timeout_s)
+        self._pace = SavePace(rules.state_bytes, len(rules.memoryds))
         self._now_s = now_s
         self._beat_s = now_s
         self._wishes = Wishes()
@@ -217,13 +219,14 @@ class Machine:
         effects: list[Effect] = []
         while True:
             self._cut_short(now_s)
+            self._heed_deadline(now_s)
             effects += self._answer_early_snapshots()
             if self.activity is None:
                 self.activity = self._choose()
             if self.activity is None:
                 return effects
             if not self.activity.started:
-                self.activity.started = True
+                self.activity.started, self.activity.started_s = True, now_s
                 self._hangs.started(now_s)
                 effects += self.activity.start(now_s)
             if isinstance(self.activity, Ending):
@@ -265,6 +268,32 @@ class Machine:
             )
             self.activity = self._ending(keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED)
 
+    def _heed_deadline(self, now_s: float) -> None:
+        """Before the run is killed from outside: drop work that leaves no time to save, and end
+        when nothing can be saved any more.
+        """
+        deadline, activity = self._wishes.deadline, self.activity
+        if deadline is None or isinstance(activity, Ending):
+            return
+        late = now_s >= deadline.give_up_s
+        saving = isinstance(activity, Saving)
+        if late or (self.ledger.unsaved and not saving and self._pace.hopeless(now_s, deadline)):
+            self.activity = self._out_of_time()
+        elif isinstance(activity, (Transaction, Evaluation)):
+            expected_s = activity.started_s + max(self.attempt_seconds, default=0.0)
+            if self._pace.forgoes(max(now_s, expected_s), deadline):
+                self._break_epoch(f"{activity.title} was dropped: the time to stop is short", now_s)
+
+    def _out_of_time(self) -> Ending:
+        if not self.ledger.unsaved:
+            return self._over(self._wishes.stop_reason)
+        reason = (
+            f"{self._wishes.stop_reason}; step {self.ledger.version} cannot be saved before the run"
+            " is killed (cluster.grace_seconds, or the end of its job), it stays in memory for the"
+            " next start"
+        )
+        return self._ending(keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED)
+
     def _over(self, reason: str) -> Ending:
         """Nothing is left to save: the run is finished, or was stopped before its last step."""
         finished = self.ledger.saved_version >= self.rules.config.train.steps
@@ -274,6 +303,7 @@ class Machine:
     def _ending(self, *, keep_memory: bool, reason: str, code: ExitCode, error: str = "") -> Ending:
         self.live = False
         self.message = error or reason
+        deadline = self._wishes.deadline
         return Ending(
             self.rules,
             self.ledger,
@@ -282,6 +312,7 @@ class Machine:
             reason=reason,
             code=code,
             error=error,
+            leave_by_s=None if deadline is None else deadline.leave_by_s,
         )
 
     def _fail(self, error: str, code: ExitCode) -> list[Effect]:
@@ -311,6 +342,7 @@ class Machine:
     def _saving_done(self, saving: Saving) -> list[Effect]:
         self._hangs.finished(0.0)
         if not saving.error:
+            self._pace.finished(self._now_s - saving.started_s)
             return []
         error = f"saving step {saving.version} failed: {saving.error}"
         effects = answer_snapshots(self.ledger, self._wishes, error)
@@ -352,33 +384,35 @@ class Machine:
     # ---- control ----
 
     def _on_asked(self, event: Asked, now_s: float) -> list[Effect]:
-        return self._REQUESTS[event.request](self, event.ticket, now_s)
+        return self._REQUESTS[event.request](self, event, now_s)
 
-    def _on_status(self, ticket: int, now_s: float) -> list[Effect]:
-        return [Reply(ticket=ticket, reply=status_reply(self, now_s))]
+    def _on_status(self, event: Asked, now_s: float) -> list[Effect]:
+        return [Reply(ticket=event.ticket, reply=status_reply(self, now_s))]
 
-    def _on_pause(self, ticket: int, now_s: float) -> list[Effect]:
+    def _on_pause(self, event: Asked, now_s: float) -> list[Effect]:
         self._wishes.paused = True
         attempt = isinstance(self.activity, Transaction)
         message = "pausing after the attempt under way" if attempt else "no attempt will start"
-        return [_said(ticket, message)]
+        return [_said(event.ticket, message)]
 
-    def _on_resume(self, ticket: int, now_s: float) -> list[Effect]:
+    def _on_resume(self, event: Asked, now_s: float) -> list[Effect]:
         message = "going on" if self._wishes.paused else "the run was not paused"
         self._wishes.paused = False
-        return [_said(ticket, message)]
+        return [_said(event.ticket, message)]
 
-    def _on_snapshot(self, ticket: int, now_s: float) -> list[Effect]:
-        self._wishes.tickets.append(ticket)
+    def _on_snapshot(self, event: Asked, now_s: float) -> list[Effect]:
+        self._wishes.tickets.append(event.ticket)
         return []
 
-    def _on_stop(self, ticket: int, now_s: float) -> list[Effect]:
-        self._stop("stopped on request", now_s)
-        return [_said(ticket, "stopping: the attempt under way ends, then the state is saved")]
+    def _on_stop(self, event: Asked, now_s: float) -> list[Effect]:
+        self._stop("stopped on request", event.within_s, now_s)
+        return [
+            _said(event.ticket, "stopping: the attempt under way ends, then the state is saved")
+        ]
 
     def _on_stop_signal(self, event: StopSignalled, now_s: float) -> list[Effect]:
         if not event.again:
-            self._stop("stopped by a signal", now_s)
+            self._stop("stopped by a signal", event.within_s, now_s)
             return []
         if not isinstance(self.activity, Ending):
             reason = "stopped by a second signal; the memory is kept for the next start"
@@ -386,10 +420,17 @@ class Machine:
         self.activity.hurry()
         return []
 
-    def _stop(self, reason: str, now_s: float) -> None:
-        if not self._wishes.stop_reason:
-            self._wishes.stop_reason = reason
-            self._wishes.stop_by_s = now_s + self.rules.deadlines.stop_s
+    def _stop(self, reason: str, within_s: float | None, now_s: float) -> None:
+        """Of several deadlines the first counts."""
+        wishes = self._wishes
+        if not wishes.stop_reason:
+            wishes.stop_reason = reason
+            wishes.stop_by_s = now_s + self.rules.deadlines.stop_s
+        if within_s is None:
+            return
+        deadline = Deadline.of(now_s, within_s)
+        if wishes.deadline is None or deadline.give_up_s < wishes.deadline.give_up_s:
+            wishes.deadline = deadline
 
     def _on_broken(self, event: Broken, now_s: float) -> list[Effect]:
         return self._fail(event.error, event.code)

@@ -73,7 +73,7 @@ class Transaction(Activity):
         )
         self._statuses: dict[int, pb.BlockStatus] = {}
         self._reports: dict[str, pb.AttemptDone] = {}
-        self._started_s = self._computed_s = 0.0
+        self._computed_s = 0.0
         self._decided: tuple[Verdict, CommitRecord] | None = None
 
     @property
@@ -90,7 +90,6 @@ class Transaction(Activity):
 
     def start(self, now_s: float) -> list[Effect]:
         """optimizerds first: they are to know of the attempt before its first gradients."""
-        self._started_s = now_s
         self.waiting = set(self.rules.workers)
         run = pb.RunAttempt(
             epoch=self.ledger.epoch,
@@ -221,7 +220,7 @@ class Transaction(Activity):
 
     def _finish(self, verdict: Verdict, record: CommitRecord, now_s: float) -> str:
         self.done = True
-        self.seconds = now_s - self._started_s
+        self.seconds = now_s - self.started_s
         self.ledger.costs.add(verdict.decision, self.seconds, held=self._hold)
         return attempt_line(
             record=record,
@@ -231,7 +230,7 @@ class Transaction(Activity):
             loss_scale=self._position.loss_scale,
             epoch=self.ledger.epoch,
             times=AttemptTimes(
-                started_s=self._started_s,
+                started_s=self.started_s,
                 computed_s=self._computed_s,
                 decided_s=now_s,
             ),

@@ -401,8 +401,10 @@ class ResumeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StopRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("within_seconds",)
+    WITHIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    within_seconds: float
+    def __init__(self, within_seconds: _Optional[float] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()

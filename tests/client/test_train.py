@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.client.nodes import console_path
-from penstock.client.train import TrainResult, _exit_code, closing_words, complaints
+from penstock.client.supervision import exit_code
+from penstock.client.train import TrainResult, closing_words, complaints
 from penstock.protocol.config import Config, parse_config
 
 
@@ -36,7 +37,7 @@ from penstock.protocol.config import Config, parse_config
     ],
 )
 def test_exit_codes(codes: list[int], interrupted: bool, expected: int) -> None:
-    assert _exit_code(codes, interrupted=interrupted) == expected
+    assert exit_code(codes, interrupted=interrupted) == expected
 
 
 def config() -> Config:
@@ -68,6 +69,16 @@ def test_last_words_of_a_finished_run(tmp_path: Path) -> None:
 def test_last_words_of_a_stopped_run(tmp_path: Path, code: int) -> None:
     words = closing_words(result(tmp_path, code, 2), config())
     assert words[0].startswith("stopped at step 2/3; the same command goes on from there")
+
+
+def test_last_words_say_what_only_the_memory_has(tmp_path: Path) -> None:
+    (tmp_path / "state" / "step-00000001").mkdir(parents=True)
+    [kept] = [
+        w for w in closing_words(result(tmp_path, 130, 2), config(), held=True) if "in mem" in w
+    ]
+    assert "steps 2 to 2 are not saved" in kept
+    saved = closing_words(result(tmp_path, 130, 1), config(), held=True)
+    assert not any("in memory" in word for word in saved)
 
 
 def test_last_words_of_a_failure(tmp_path: Path) -> None:

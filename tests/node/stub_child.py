@@ -11,10 +11,12 @@ import sys
 import time
 
 from penstock.protocol.process import die_with_parent
+from penstock.protocol.stopping import STOP_SIGNALS
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     with open(sys.argv[1], "a", encoding="utf-8") as file:
         file.write(f"{os.getpid()}\n")
     time.sleep(float(sys.argv[2]))

@@ -28,6 +28,7 @@ from penstock.daemons.node.events import (
     Start,
     Started,
     StopAsked,
+    StopUnheard,
     Terminate,
     Tick,
 )
@@ -210,14 +211,41 @@ def test_stop_is_asked_again_of_a_new_scheduler(machine: Machine) -> None:
     machine.feed(StopAsked())
     machine.exit("schedulerd", -15)
     assert machine.feed(Tick()) == [Start(name="schedulerd")]
-    machine.feed(Started(name="schedulerd", pid=20))
+    assert machine.feed(Started(name="schedulerd", pid=20)) == [AskSchedulerToStop()]
+
+
+def test_a_scheduler_elsewhere_that_cannot_be_asked_is_asked_again(machine: Machine) -> None:
+    machine.feed(StopAsked(within_s=100.0))
+    assert machine.feed(StopUnheard()) == []
     assert machine.feed(Tick(), after_s=1.0) == []
-    assert machine.feed(Tick(), after_s=1.0) == [AskSchedulerToStop()]
+    assert machine.feed(Tick(), after_s=1.0) == [AskSchedulerToStop(within_s=95.5)]
+    assert machine.feed(Tick(), after_s=2.0) == []
+
+
+def test_a_stop_with_a_deadline_kills_before_it_and_keeps_the_memory(machine: Machine) -> None:
+    assert machine.feed(StopAsked(within_s=20.0)) == [AskSchedulerToStop(within_s=20.0)]
+    assert machine.state.next_deadline_s() == machine.now_s + 17.5
+    assert machine.feed(Tick(), after_s=17.0) == []
+    assert machine.feed(Tick(), after_s=0.5) == [Kill(name=name) for name in NAMES]
+    for name in NAMES[:2]:
+        machine.exit(name, -9)
+    assert machine.exit("worker.0", -9) == [Exit(code=130)]
+
+
+def test_a_deadline_after_the_end_of_the_run_does_not_change_how_it_ended(
+    machine: Machine,
+) -> None:
+    machine.feed(StopAsked(within_s=20.0))
+    machine.feed(ShutdownAsked(reason="stopped", code=5))
+    machine.exit("schedulerd", 5)
+    machine.exit("memoryd.a", 0)
+    assert machine.feed(Tick(), after_s=17.5) == [Kill(name="worker.0")]
+    assert machine.exit("worker.0", -9) == [Exit(code=5)]
 
 
 def test_second_stop_kills_and_keeps_the_memory(machine: Machine) -> None:
     machine.feed(StopAsked())
-    assert machine.feed(StopAsked()) == [Kill(name=name) for name in NAMES]
+    assert machine.feed(StopAsked(again=True)) == [Kill(name=name) for name in NAMES]
     machine.exit("schedulerd", -9)
     machine.exit("memoryd.a", -9)
     assert machine.exit("worker.0", -9) == [Exit(code=130)]

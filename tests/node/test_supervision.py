@@ -22,6 +22,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import SAME_KEY_S
 from penstock.shm.process import start_ticks
 
 HERE = Path(__file__).parent
@@ -200,6 +201,7 @@ def test_first_signal_stops_through_the_scheduler_second_kills(node: Node) -> No
     node.signal(signal.SIGINT)
     wait_until(lambda: start_ticks(node.pids("schedulerd")[0]) is None, "schedulerd has ended")
     assert start_ticks(node.pids("memoryd.a")[0]) is not None
+    time.sleep(2 * SAME_KEY_S)
     node.signal(signal.SIGINT)
     assert node.wait()[0] == 130
 

@@ -19,7 +19,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.process import StopSignal, configure_logging, run_main, serve_metrics
+from penstock.protocol.process import configure_logging, run_main, serve_metrics
+from penstock.protocol.stopping import StopSignal
 from penstock.shm.process import start_ticks
 
 
@@ -69,7 +70,7 @@ def test_logs_are_json_lines(tmp_path: Path, root_logger: logging.Logger) -> Non
 
 
 def test_stop_signal_wakes_every_waiter(own_signals: None) -> None:
-    stop = StopSignal().install()
+    stop = StopSignal().install(None)
     woken = [threading.Thread(target=stop.wait, args=(30.0,)) for _ in range(3)]
     for thread in woken:
         thread.start()

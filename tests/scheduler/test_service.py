@@ -320,9 +320,12 @@ def test_a_second_signal_ends_at_once(make_bench: Callable[..., Bench]) -> None:
     bench.cluster.wait_for_version(3)
     bench.cluster.silent.update(("worker.0", "worker.1"))
     time.sleep(0.3)  # an attempt starts that nobody works on
-    scheduler.process.send_signal(signal.SIGTERM)
+    for _ in range(3):  # of one round
+        scheduler.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    scheduler.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert scheduler.process.poll() is None, "it waits for the attempt"
-    scheduler.process.send_signal(signal.SIGTERM)
+    scheduler.process.send_signal(signal.SIGINT)
     assert scheduler.wait()[0] == 130
     assert bench.cluster.shutdowns["memoryd.a"].keep_memory

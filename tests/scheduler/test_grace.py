@@ -1,0 +1,92 @@
+"""Stops that must be over at a given time: what fits is saved, else memory keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from penstock.daemons.scheduler.events import Asked, Request, SavePrepared, StopSignalled
+from penstock.daemons.scheduler.grace import Deadline, SavePace
+from penstock.protocol.generated import scheduler_pb2 as pb
+from tests.scheduler.conftest import Driver, make_rules
+
+ALL = ["node.a", "memoryd.a", "optimizerd.a", "worker.0", "worker.1"]
+SHUTDOWN = [f"{name} <- shutdown" for name in ALL]
+KEEP = [f"{line} keep memory" for line in SHUTDOWN]
+
+
+def test_what_fits_is_saved(live: Driver) -> None:
+    assert live.feed(StopSignalled(within_s=20.0)) == []
+    assert live.run_attempt()[-1] == "optimizerd.a <- settle e1 v1"
+    assert live.save() == SHUTDOWN
+    assert live.leave_all() == ["exit 5"]
+
+
+def test_a_save_that_does_not_end_in_time_is_given_up(live: Driver) -> None:
+    live.run_attempt()
+    live.feed(StopSignalled(within_s=20.0))
+    live.run_attempt()
+    live.say("optimizerd.a", settled=pb.Settled(epoch=1, version=2))
+    live.feed(SavePrepared())
+    assert live.wait(14.5) == []
+    assert live.wait(0.5) == KEEP
+    assert "step 2 cannot be saved before the run is killed" in live.status.message
+    assert live.wait(1.0) == []
+    assert live.wait(0.5) == ["exit 130"], "it leaves before the time is up, whoever is there"
+
+
+def test_a_save_that_cannot_end_in_time_is_not_begun() -> None:
+    driver = Driver(replace(make_rules(), state_bytes=10**12))
+    driver.begin()
+    driver.run_attempt()
+    assert driver.feed(Asked(ticket=1, request=Request.STOP, within_s=60.0)) == ["reply 1", *KEEP]
+    assert driver.leave_all() == ["exit 130"]
+
+
+def test_an_attempt_that_leaves_no_time_to_save_is_dropped(
+    live_with: Callable[..., Driver],
+) -> None:
+    driver = live_with(train={"save_every": 1})
+    driver.run_attempt()
+    driver.now_s += 8.0
+    driver.save()  # which took eight seconds
+    driver.feed(Asked(ticket=1, request=Request.SNAPSHOT))
+    driver.run_attempt()
+    driver.save(error="disk full")
+    driver.feed(StopSignalled(within_s=20.0))
+    assert driver.wait(5.0) == []
+    lines = driver.wait(0.5)
+    assert lines[0] == "journal epoch 2, attempts from 4"
+    assert "was dropped: the time to stop is short" in driver.status.message
+    driver.drained(2)
+    assert driver.ready() == ["optimizerd.a <- settle e2 v2"]
+    assert driver.save() == SHUTDOWN
+
+
+def test_nothing_to_save_needs_no_attempt(live: Driver) -> None:
+    live.feed(StopSignalled(within_s=4.0))
+    assert live.wait(1.5) == SHUTDOWN, "the first attempt takes too long"
+    assert live.leave_all() == ["exit 5"]
+
+
+def test_the_nearest_deadline_counts(live: Driver) -> None:
+    live.run_attempt()
+    live.feed(Asked(ticket=1, request=Request.STOP, within_s=20.0))
+    live.feed(StopSignalled(within_s=None))
+    live.feed(StopSignalled(within_s=1000.0))
+    assert KEEP[0] in live.wait(15.5)
+
+
+@pytest.mark.parametrize(("seconds", "hopeless"), [(None, False), (8.0, False), (11.0, True)])
+def test_a_save_is_hopeless_when_half_of_the_shortest_is_too_long(
+    seconds: float | None, hopeless: bool
+) -> None:
+    pace = SavePace(1000, 1)
+    if seconds is not None:
+        pace.finished(seconds)
+        pace.finished(100.0)
+    deadline = Deadline.of(0.0, 10.0)
+    assert deadline == Deadline(give_up_s=7.5, leave_by_s=8.125)
+    assert pace.hopeless(2.5, deadline) is hopeless
