@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from penstock.protocol.config import Config
 from penstock.protocol.config_values import tokenizer_of
 from penstock.protocol.errors import ConfigError, StateError, reason
+from penstock.protocol.seal import check_sealed
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
@@ -73,8 +74,13 @@ def load_run_config(run_dir: Path) -> PretrainedConfig:
     """``RUN_DIR/model/config.json``, as ``penstock.models.prepare`` wrote it.
 
     Raises:
-        StateError: it is missing or damaged.
+        StateError: it is missing, damaged, or not what it was when the run was started.
     """
+    name = "model/config.json"
+    try:
+        check_sealed(run_dir, name, (run_dir / name).read_bytes())
+    except OSError as error:
+        raise StateError(f"{run_dir / name}: cannot read it: {error}; start again") from error
     try:
         return read_hf_config(run_dir / "model")
     except ConfigError as error:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.models.carried import keep_carried
+from penstock.models.chunks import Progress, write_sums
 from penstock.models.corpus import documents, source_files, token_dtype, write_tokens
 from penstock.models.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config import Config
@@ -30,8 +31,15 @@ from penstock.protocol.rundir import RunDirectory, write_atomically
 _SCAN_TOKENS = 1 << 24
 
 
-def prepare(config: Config, run_dir: Path, *, table_only: bool = False) -> None:
-    """Make the files of a run directory. ``table_only`` leaves the data out.
+def prepare(
+    config: Config,
+    run_dir: Path,
+    *,
+    table_only: bool = False,
+    progress: Progress = lambda message: None,
+) -> None:
+    """Make the files of a run directory. ``table_only`` leaves the data out; ``progress`` is told
+    about what takes long.
 
     Emulated devices bring their model; then only the data is made here.
 
@@ -43,7 +51,7 @@ def prepare(config: Config, run_dir: Path, *, table_only: bool = False) -> None:
     if config.cluster.emulated is None:
         _prepare_model(config, run_dir, tokenizer)
     if not table_only:
-        _prepare_data(config, run_dir, tokenizer)
+        _prepare_data(config, run_dir, tokenizer, progress)
         keep_carried(config, run_dir, tokenizer)
 
 
@@ -73,11 +81,13 @@ def _prepare_model(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -
     write_atomically(directory / "meta.json", json.dumps({"fingerprint": fingerprint}))
 
 
-def _prepare_data(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:
+def _prepare_data(
+    config: Config, run_dir: Path, tokenizer: Tokenizer | None, progress: Progress
+) -> None:
     directory = run_dir / "data"
     directory.mkdir(parents=True, exist_ok=True)
     meta = directory / "meta.json"
-    sources = _Sources(config, tokenizer, run_dir)
+    sources = _Sources(config, tokenizer, run_dir, progress)
     if _recorded(meta) != sources.fingerprint or not _complete(meta):
         meta.unlink(missing_ok=True)
         splits = sources.write(directory)
@@ -88,8 +98,10 @@ def _prepare_data(config: Config, run_dir: Path, tokenizer: Tokenizer | None) ->
 class _Sources:
     """Where the tokens come from, and what identifies them."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer | None, run_dir: Path) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer | None, run_dir: Path, progress: Progress
+    ) -> None:
+        self._config, self._tokenizer, self._progress = config, tokenizer, progress
         self._vocab_size = RunDirectory(run_dir).table.vocab_size
         model = json.loads((run_dir / "model" / "config.json").read_text(encoding="utf-8"))
         eos = model.get("eos_token_id")
@@ -123,7 +135,7 @@ class _Sources:
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
         """Make the token files; returns the entry of each split in ``meta.json``."""
         if self._tokenizer is None:
-            whole = self._given_tokens()
+            whole = self._given_tokens(directory / "train.sums")
         else:
             whole = self._tokenized(self._files, directory / "train.bin", self._tokenizer)
         if not self._holds_out:
@@ -139,13 +151,16 @@ class _Sources:
         try:
             num_tokens = write_tokens(documents(files), tokenizer, temporary)
             temporary.rename(path)
+            sums = write_sums(path, path.with_suffix(".sums"), self._progress)
         finally:
             temporary.unlink(missing_ok=True)
         dtype = token_dtype(tokenizer.vocab_size)
-        return self._entry(path.name, num_tokens, dtype, tokenizer.eos)
+        return {**self._entry(path.name, num_tokens, dtype, tokenizer.eos), "sums": sums}
 
-    def _given_tokens(self) -> dict[str, Any]:
-        """A token file stays where it is; every id is checked once against the vocabulary."""
+    def _given_tokens(self, sums: Path) -> dict[str, Any]:
+        """A token file stays where it is; every id is checked once against the vocabulary, and
+        checksums are made of it.
+        """
         path, dtype = self._files[0].absolute(), np.dtype(self._config.data.token_dtype)
         size = path.stat().st_size
         if size % dtype.itemsize:
@@ -162,7 +177,8 @@ class _Sources:
                     f" a vocabulary of {self._vocab_size}; check model.hf.vocab_size and"
                     " data.token_dtype"
                 )
-        return self._entry(str(path), len(tokens), self._config.data.token_dtype, self._eos)
+        entry = self._entry(str(path), len(tokens), self._config.data.token_dtype, self._eos)
+        return {**entry, "sums": write_sums(path, sums, self._progress)}
 
     def _entry(self, path: str, num_tokens: int, dtype: str, eos: int | None) -> dict[str, Any]:
         return {
@@ -255,7 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         prepare(
-            RunDirectory(options.run_dir).config, options.run_dir, table_only=options.table_only
+            RunDirectory(options.run_dir).config,
+            options.run_dir,
+            table_only=options.table_only,
+            progress=lambda message: print(message, flush=True),
         )
     except PenstockError as error:
         sys.stderr.write(f"penstock: {error}\n")

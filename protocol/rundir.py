@@ -7,14 +7,17 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from penstock.protocol.config import Config, load_config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError, reason
 from penstock.protocol.names import ownership, storage
 from penstock.protocol.plan import Plan
+from penstock.protocol.seal import SEAL, read_sealed, seal_text
 from penstock.shm.layout import NodeLayout
 from penstock.shm.memory import MemorySpec
 from penstock.shm.table import BlockTable
@@ -85,7 +88,13 @@ class RunDirectory:
 
     @cached_property
     def config(self) -> Config:
-        """The resolved configuration."""
+        """The resolved configuration.
+
+        Raises:
+            ConfigError: there is none, or it is impossible.
+            StateError: it was edited after the start of the run.
+        """
+        self._text("resolved.yaml")
         return load_config(self.path / "resolved.yaml")
 
     @cached_property
@@ -143,9 +152,19 @@ class RunDirectory:
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
         )
 
+    def seal(self, fixed: Mapping[str, Any]) -> None:
+        """Keep the checksums of the files that decide the run's bytes, as they are now."""
+        write_atomically(self.path / SEAL, seal_text(self.path, fixed))
+
+    def unseal(self) -> None:
+        """Forget the checksums: files are about to change. A start that is cut short leaves none,
+        and what is there then is taken as it is.
+        """
+        (self.path / SEAL).unlink(missing_ok=True)
+
     def _text(self, name: str) -> str:
         try:
-            return (self.path / name).read_text(encoding="utf-8")
+            return read_sealed(self.path, name).decode()
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{self.path / name} does not exist: start the run with penstock train or"

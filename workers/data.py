@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.batch import IGNORED_LABEL, MicroBatch
+from penstock.models.chunks import Checksums
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.seal import read_sealed
 
+_log = logging.getLogger(__name__)
 _ROUNDS = 6
 
 
@@ -40,8 +44,9 @@ class TokenDataset:
         num_tokens: int | None = None,
         eos: int | None = None,
         document_masks: bool = False,
+        checksums: Checksums | None = None,
     ) -> None:
-        """Map the file.
+        """Map the file. With ``checksums`` what is read is held against them.
 
         Raises:
             StateError: it is missing or shorter than promised.
@@ -57,6 +62,8 @@ class TokenDataset:
         if end > len(tokens):
             raise StateError(f"token file {path} has {len(tokens)} tokens, expected at least {end}")
         self._tokens = tokens[first_token:end]
+        self._first_token, self._token_bytes = first_token, tokens.itemsize
+        self._checksums = checksums
         self.sequence_length = sequence_length
         self.num_sequences = max(0, (len(self._tokens) - 1) // sequence_length)
         if self.num_sequences == 0:
@@ -81,9 +88,15 @@ class TokenDataset:
             StateError: there is none, or its files are damaged.
         """
         try:
-            meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))[split]
+            meta = json.loads(read_sealed(data_dir.parent, f"{data_dir.name}/meta.json"))[split]
+            path = data_dir / meta["path"]
+            checksums = None
+            if "sums" in meta:
+                checksums = Checksums.open(path, data_dir, meta["sums"])
+            else:
+                _log.warning("%s has no checksums (prepared by an older Penstock)", path)
             return cls(
-                data_dir / meta["path"],
+                path,
                 token_dtype=meta["token_dtype"],
                 sequence_length=config.data.sequence_length,
                 seed=config.run.seed,
@@ -92,6 +105,7 @@ class TokenDataset:
                 num_tokens=meta["num_tokens"],
                 eos=meta["eos"],
                 document_masks=config.data.document_masks,
+                checksums=checksums,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
@@ -114,8 +128,16 @@ class TokenDataset:
         return indices
 
     def batch(self, position: int, count: int) -> NDArray[np.int64]:
-        """Samples ``position … position + count - 1`` as tokens, (count, sequence_length + 1)."""
+        """Samples ``position … position + count - 1`` as tokens, (count, sequence_length + 1).
+
+        Raises:
+            StateError: they are not those that the run was prepared with.
+        """
         starts = self.sequence_indices(position, count) * self.sequence_length
+        if self._checksums is not None:
+            for start in (starts + self._first_token).tolist():
+                end = start + self.sequence_length + 1
+                self._checksums.check(start * self._token_bytes, end * self._token_bytes)
         return np.stack(
             [self._tokens[s : s + self.sequence_length + 1].astype(np.int64) for s in starts]
         )

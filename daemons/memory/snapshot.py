@@ -9,6 +9,7 @@ renames the directory; memoryd writes the files of the blocks its node owns.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from penstock.daemons.memory.tensorfile import (
     write_tensors,
 )
 from penstock.protocol.errors import StateError
+from penstock.protocol.seal import check_object
 from penstock.shm.halves import Halves
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockSpec, DType
@@ -41,6 +43,7 @@ MANIFEST_NAME = "manifest.json"
 MAX_THREADS = 4
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _FILE_DTYPES = MappingProxyType({DType.FP32: "F32", DType.BF16: "BF16", DType.FP16: "F16"})
 _NUMPY_DTYPES = MappingProxyType({"F32": np.float32, "BF16": np.uint16, "F16": np.float16})
@@ -141,6 +144,12 @@ def read_manifest(directory: Path) -> Manifest:
         found = fields["format"]
         if found != MANIFEST_FORMAT:
             raise StateError(f"{path}: format {found!r}, this Penstock reads {MANIFEST_FORMAT}")
+        if not check_object(fields, str(path)):
+            _log.warning(
+                "%s has no checksum of its own (saved by an older Penstock): the position in the"
+                " data is taken as it is",
+                path,
+            )
         files = {
             _file_name(name): FileEntry(
                 num_bytes=_count(entry["bytes"]), sha256=str(entry["sha256"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,25 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
         for key in dict.fromkeys((*before, *after))
         if before.get(key) != after.get(key)
     )
+
+
+def fixed_values(config: Config) -> dict[str, Any]:
+    """Key -> value of every key that a resume must not change."""
+    flat = _flat(config.model_dump(mode="json"))
+    return {key: value for key, value in flat.items() if not _allowed(key)}
+
+
+def edited_keys(fixed: Mapping[str, Any], config: Config) -> list[str]:
+    """Every fixed key whose value differs from what it was, with both values.
+
+    ``fixed``: earlier :func:`fixed_values`, maybe of another Penstock with other keys.
+    """
+    now = fixed_values(config)
+    return [
+        f"{key}: {value!r} -> {now[key]!r}"
+        for key, value in fixed.items()
+        if key in now and now[key] != value
+    ]
 
 
 def check_resume(changes: tuple[Change, ...], run_dir: Path) -> None:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.daemons.node.capacity import MachineMemory, Need, check_capacity, needs
-from penstock.daemons.node.changes import Change, check_resume, find_changes
+from penstock.daemons.node.changes import (
+    Change,
+    check_resume,
+    edited_keys,
+    find_changes,
+    fixed_values,
+)
 from penstock.daemons.node.choice import keep_choice, make_choice
 from penstock.daemons.node.emulated import emulated_needs, emulated_rows, write_model
 from penstock.daemons.node.tool import run_tool
@@ -23,12 +29,13 @@ from penstock.planner.costs import Costs
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.planner.settling import choose_settled_early, is_to_choose
-from penstock.protocol.config import AUTO, Config
+from penstock.protocol.config import AUTO, Config, load_config
 from penstock.protocol.config_values import BYTE, tokenizer_of
 from penstock.protocol.errors import StateError
 from penstock.protocol.placement import check_cores
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.seal import MADE, read_sealed, sealed_values
 from penstock.shm.table import BlockTable
 
 Progress = Callable[[str], None]
@@ -61,7 +68,7 @@ def prepare_run(
     """
     check_cores(config)
     run_dir = run_dir.absolute()
-    previous = _previous(run_dir)
+    previous = _previous(run_dir, progress)
     config = _name_tokenizer(_absolute_paths(config), previous, run_dir, progress)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
@@ -70,19 +77,23 @@ def prepare_run(
     directory = RunDirectory.create(run_dir)
     # Without a configuration nobody knows what inputs that are there were made from.
     if previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir):
+        directory.unseal()
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         progress("preparing the model's block table and the data")
         if config.cluster.emulated is not None:
             write_model(Emulation.of(config), run_dir)
-        run_models_prepare(run_dir)
+        run_models_prepare(run_dir, progress=progress)
+        directory.seal(fixed_values(config))
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
     config = with_schedule(config, directory.table, directory.run_id, progress)
     prospect = look_ahead(config, directory.table, directory.run_id)
     check_capacity(prospect.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.
+    directory.unseal()
     write_atomically(run_dir / "resolved.yaml", config.to_yaml())
     write_atomically(run_dir / "plan.json", prospect.plan.to_json())
+    directory.seal(fixed_values(config))
     return directory
 
 
@@ -169,14 +180,17 @@ def table_of(config: Config) -> BlockTable:
         shutil.rmtree(directory)
 
 
-def run_models_prepare(run_dir: Path, *arguments: str) -> None:
-    """Make block table and data of a run directory in a process of its own.
+def run_models_prepare(
+    run_dir: Path, *arguments: str, progress: Progress = lambda message: None
+) -> None:
+    """Make block table and data of a run directory in a process of its own, which says from time to
+    time how far it is.
 
     Raises:
         PenstockError: what that process says, see :func:`penstock.daemons.node.tool.run_tool`.
     """
     log = run_dir / "logs" / "prepare.txt"
-    run_tool("penstock.models.prepare", str(run_dir), *arguments, log=log)
+    run_tool("penstock.models.prepare", str(run_dir), *arguments, log=log, progress=progress)
 
 
 def has_started(run_dir: Path) -> bool:
@@ -184,13 +198,36 @@ def has_started(run_dir: Path) -> bool:
     return (run_dir / "journal.sqlite").exists() or (run_dir / "state").exists()
 
 
-def _previous(run_dir: Path) -> Config | None:
-    """The configuration the run had; ``None`` for a new one."""
-    if (run_dir / "resolved.yaml").exists():
-        return RunDirectory(run_dir).config
-    if has_started(run_dir):
-        raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
-    return None
+def _previous(run_dir: Path, progress: Progress) -> Config | None:
+    """The configuration the run had; ``None`` for a new one.
+
+    Raises:
+        StateError: it, or what was made from it, was changed since the last start.
+    """
+    path, started = run_dir / "resolved.yaml", has_started(run_dir)
+    if not path.exists():
+        if started:
+            raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
+        return None
+    previous = load_config(path)
+    fixed = sealed_values(run_dir)
+    if fixed is not None:
+        for name in MADE:
+            if (run_dir / name).exists():
+                read_sealed(run_dir, name)
+        edited = edited_keys(fixed, previous)
+        if edited and started:
+            raise StateError(
+                f"{path}: was edited: keys differ that cannot change: {'; '.join(edited)}. Restore"
+                " them, or start a new run in another run.dir"
+            )
+        return None if edited else previous
+    if started:
+        progress(
+            f"{run_dir} has no checksums of its inputs (of an older Penstock, or removed): what is"
+            " there is taken as it is"
+        )
+    return previous
 
 
 def _name_tokenizer(
@@ -238,8 +275,7 @@ def _inputs_changed(changes: Sequence[Change]) -> bool:
 
 
 def _inputs_exist(run_dir: Path) -> bool:
-    files = ("table.json", "model/config.json", "data/meta.json")
-    return all((run_dir / name).exists() for name in files)
+    return all((run_dir / name).exists() for name in MADE)
 
 
 def _absolute_paths(config: Config) -> Config:

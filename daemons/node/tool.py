@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.protocol.errors import (
@@ -18,31 +21,56 @@ TIMEOUT_S = 3600.0
 """Tokenizing a large corpus takes long; a process that hangs should still end some day."""
 
 
-def run_tool(module: str, *arguments: str, log: Path) -> None:
-    """Run ``python -m module arguments`` to its end.
+def run_tool(
+    module: str, *arguments: str, log: Path, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Run ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout.
 
     Raises:
         ConfigError, CapacityError: its last ``penstock: …`` line on stderr, by its exit code.
         LostMemberError: it did not end in time.
         PenstockError: it failed otherwise; what it said is in ``log``.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise LostMemberError(f"{module}: no end after {TIMEOUT_S:g} s") from error
-    if done.returncode == 0:
+    code, said = _run([sys.executable, "-m", module, *arguments], progress)
+    if code is None:
+        raise LostMemberError(f"{module}: no end after {TIMEOUT_S:g} s")
+    if code == 0:
         return
-    said = done.stderr.strip()
     complaints = [line for line in said.splitlines() if line.startswith("penstock: ")]
     if not complaints:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(said + "\n", encoding="utf-8")
         last = said.splitlines()[-1] if said else "it said nothing"
-        raise PenstockError(f"{module} ended with code {done.returncode}: {last} (see {log})")
-    kind = CapacityError if done.returncode == ExitCode.NO_MEMORY else ConfigError
+        raise PenstockError(f"{module} ended with code {code}: {last} (see {log})")
+    kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
     raise kind(complaints[-1].removeprefix("penstock: "))
+
+
+def _run(command: list[str], progress: Callable[[str], None]) -> tuple[int | None, str]:
+    """Exit code, None if it had to be killed after :data:`TIMEOUT_S`, and what it said on stderr.
+
+    stderr goes to a file: nobody reads it while the lines of stdout are waited for.
+    """
+    late = threading.Event()
+
+    def end(process: subprocess.Popen[str]) -> None:
+        late.set()
+        process.kill()
+
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            watchdog = threading.Timer(TIMEOUT_S, end, (process,))
+            watchdog.start()
+            try:
+                for line in process.stdout:
+                    progress(line.rstrip())
+                code = process.wait()
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                watchdog.cancel()
+                watchdog.join()
+        errors.seek(0)
+        return (None if late.is_set() else code), errors.read().strip()

@@ -4,7 +4,8 @@ Tables::
 
     meta         key, value                    format and run id
     epochs       epoch, next_attempt, pids     a row before any message of the epoch
-    decisions    seq, epoch, record, position  a row before any message about the decision
+    decisions    seq, epoch, record, position  a row before any message about the decision;
+                                               the position's object has the row's checksum
     evaluations  evaluation, version           a row per finished evaluation
     metrics      seq, line                     the lines of metrics.jsonl, in the same transaction
 
@@ -15,19 +16,23 @@ the middle of a write leaves a log whose unfinished end SQLite ignores.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, JournalEvaluation
 from penstock.daemons.scheduler.ledger import JournalFacts
 from penstock.daemons.scheduler.position import Position
 from penstock.protocol.errors import StateError
+from penstock.protocol.seal import CHECKSUM, check_object, with_checksum
 from penstock.shm.control import CommitRecord, Decision
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 5.0
+_log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -105,7 +110,7 @@ class Journal:
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     effect.epoch,
-                    json.dumps(effect.position.to_fields()),
+                    json.dumps(_sealed(effect.epoch, effect.position, record)),
                     record.version,
                     record.attempt,
                     int(record.decision),
@@ -153,23 +158,23 @@ class Journal:
     def _load(self) -> JournalFacts:
         execute = self._connection.execute
         epoch = execute("SELECT * FROM epochs ORDER BY epoch DESC LIMIT 1").fetchone()
-        last = execute(
-            "SELECT attempt, position FROM decisions ORDER BY seq DESC LIMIT 1"
-        ).fetchone()
+        columns = f"epoch, position, {_RECORD_COLUMNS}"
+        last = execute(f"SELECT {columns} FROM decisions ORDER BY seq DESC LIMIT 1").fetchone()
         committed = execute(
-            f"SELECT {_RECORD_COLUMNS} FROM decisions WHERE decision != ?"
-            " ORDER BY seq DESC LIMIT 1",
+            f"SELECT {columns} FROM decisions WHERE decision != ? ORDER BY seq DESC LIMIT 1",
             (int(Decision.SKIP),),
         ).fetchone()
         evaluation = execute(
             "SELECT evaluation, version FROM evaluations ORDER BY evaluation DESC LIMIT 1"
         ).fetchone() or (0, 0)
         line = execute("SELECT line FROM metrics ORDER BY seq DESC LIMIT 1").fetchone()
-        record = _record(committed) if committed is not None else None
-        position = Position.from_fields(json.loads(last[1]), str(self.path)) if last else None
+        record = self._decision(committed)[0] if committed is not None else None
+        decided, position = self._decision(last) if last is not None else (None, None)
         first = epoch[1] if epoch is not None else 1
         # One attempt may have been under way, known to members, when the scheduler died.
-        next_attempt = max(first, last[0] + 1 if last else 1) + (epoch is not None)
+        next_attempt = max(first, decided.attempt + 1 if decided is not None else 1) + (
+            epoch is not None
+        )
         return JournalFacts(
             epoch=epoch[0] if epoch is not None else 0,
             next_attempt=next_attempt,
@@ -180,6 +185,18 @@ class Journal:
             evaluated=min(evaluation[1], record.version if record is not None else 0),
             last_metrics_json=line[0] if line is not None else "",
         )
+
+    def _decision(self, row: tuple[Any, ...]) -> tuple[CommitRecord, Position]:
+        """Record and position of a row, held against the checksum that is stored with them."""
+        epoch, text, *columns = row
+        record = _record(*columns)
+        fields = json.loads(text)
+        source = f"{self.path}: decision about attempt {record.attempt}"
+        position = Position.from_fields(fields, source)
+        sealed = {**fields, **_beside(epoch, record)}
+        if not check_object(sealed, source):
+            _log.warning("%s has no checksum (of an older Penstock): it is taken as it is", source)
+        return record, position
 
     def _append_line(self, line: str) -> None:
         if line:
@@ -196,8 +213,33 @@ class Journal:
         self._connection.execute("COMMIT")
 
 
-def _record(row: tuple[int, int, int, float, float, float, int, int]) -> CommitRecord:
-    version, attempt, decision, coefficient, inverse_scale, rate, bias_step, incarnation = row
+def _sealed(epoch: int, position: Position, record: CommitRecord) -> dict[str, Any]:
+    """The position as it is stored: with a checksum over the whole row."""
+    fields = position.to_fields()
+    whole = with_checksum({**fields, **_beside(epoch, record)})
+    return {**fields, CHECKSUM: whole[CHECKSUM]}
+
+
+def _beside(epoch: int, record: CommitRecord) -> dict[str, Any]:
+    """What a row holds beside the position, as its checksum counts it."""
+    floats = (record.coefficient, record.inverse_loss_scale, record.learning_rate)
+    whole = (record.version, record.attempt, int(record.decision), record.bias_step)
+    return {
+        "epoch": epoch,
+        "record": [*whole, record.incarnation, *(float(value).hex() for value in floats)],
+    }
+
+
+def _record(
+    version: int,
+    attempt: int,
+    decision: int,
+    coefficient: float,
+    inverse_scale: float,
+    rate: float,
+    bias_step: int,
+    incarnation: int,
+) -> CommitRecord:
     return CommitRecord(
         version=version,
         attempt=attempt,

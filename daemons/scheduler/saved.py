@@ -24,6 +24,7 @@ from penstock.daemons.scheduler.events import CompleteSave
 from penstock.daemons.scheduler.ledger import SavedState
 from penstock.daemons.scheduler.position import Position
 from penstock.protocol.errors import StateError
+from penstock.protocol.seal import with_checksum
 
 TEMPORARY_PREFIX = ".tmp-step-"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -99,7 +100,8 @@ class SavedStates:
             "files": {name: {"bytes": size, "sha256": sha} for name, size, sha in save.files},
             "scheduler": {**save.position.to_fields(), "attempt": save.attempt},
         }
-        _write_synced(directory / MANIFEST_NAME, json.dumps(manifest, indent=1))
+        text = json.dumps(with_checksum(manifest), indent=1)
+        _write_synced(directory / MANIFEST_NAME, text)
         self._check_files(directory, read_manifest(directory))
         _sync(directory)
         final = self._state_dir / f"step-{save.version:08d}"

@@ -55,7 +55,7 @@ def test_prepared_directory(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path).table.vocab_size == 257
     meta = json.loads((tmp_path / "data/meta.json").read_text())
     assert list(meta) == ["fingerprint", "train"]
-    assert {k: v for k, v in meta["train"].items() if k != "fingerprint"} == {
+    assert {k: v for k, v in meta["train"].items() if k not in ("fingerprint", "sums")} == {
         "path": "train.bin",
         "first_token": 0,
         "num_tokens": 1999,
@@ -65,7 +65,11 @@ def test_prepared_directory(tmp_path: Path) -> None:
     }
     tokens = np.fromfile(tmp_path / "data/train.bin", dtype="<u2")
     assert tokens[:3].tolist() == [32, 33, 34] and tokens[-4:].tolist() == [101, 110, 100, 256]
-    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["meta.json", "train.bin"]
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [
+        "meta.json",
+        "train.bin",
+        "train.sums",
+    ]
 
 
 def test_unchanged_inputs_are_not_prepared_again(tmp_path: Path) -> None:
@@ -118,7 +122,7 @@ def test_token_files_stay_where_they_are(tmp_path: Path) -> None:
     prepare(config, tmp_path)
     dataset = TokenDataset.open(tmp_path / "data", "train", config)
     assert dataset.batch(1, 1).tolist() == [list(range(16, 33))]
-    assert [p.name for p in (tmp_path / "data").iterdir()] == ["meta.json"]
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["meta.json", "train.sums"]
     with pytest.raises(ConfigError, match=r"holds token 999, the model has a vocabulary of 999"):
         prepare(make(tmp_path, hf={"vocab_size": 999}, data=data), tmp_path)
     with pytest.raises(ConfigError, match=r"model.hf.vocab_size: is missing"):

@@ -11,10 +11,12 @@ import pytest
 from penstock.daemons.node.capacity import MachineMemory, check_capacity, human_bytes, needs
 from penstock.daemons.node.changes import check_resume, find_changes
 from penstock.daemons.node.prepare import prepare_run
+from penstock.daemons.node.tool import run_tool
 from penstock.planner.memory import MemoryRow, Resource
 from penstock.protocol.config import Config, parse_config
-from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.errors import CapacityError, ConfigError, StateError
 from penstock.protocol.overrides import apply_overrides
+from penstock.protocol.rundir import RunDirectory
 from tests.folders import save_model
 
 GIB = 2**30
@@ -200,6 +202,64 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
         bpipe = ("schedule.scheme=bpipe", "cluster.workers=1", nodes)
         prepare_run(config(corpus, same, *bpipe), run_dir)
     assert (run_dir / "resolved.yaml").read_bytes() == kept
+
+
+def test_inputs_that_were_edited_are_refused(tmp_path: Path, corpus: str) -> None:
+    run_dir, wanted = tmp_path / "run", config(corpus)
+    prepare_run(wanted, run_dir)
+    (run_dir / "journal.sqlite").touch()
+    for name in ("table.json", "model/config.json", "data/meta.json"):
+        whole = (run_dir / name).read_bytes()
+        (run_dir / name).write_bytes(whole + b" ")
+        with pytest.raises(StateError, match=f"{name}: is not what it was"):
+            prepare_run(wanted, run_dir)
+        (run_dir / name).write_bytes(whole)
+    resolved = run_dir / "resolved.yaml"
+    whole = resolved.read_bytes()
+    edited = RunDirectory(run_dir).config.model_copy(
+        update={"run": wanted.run.model_copy(update={"seed": 77})}
+    )
+    resolved.write_text(edited.to_yaml())
+    with pytest.raises(StateError, match=r"resolved\.yaml: was edited: .* run\.seed: \d+ -> 77"):
+        prepare_run(config(corpus, "run.seed=77"), run_dir)
+    resolved.write_bytes(whole)
+    said: list[str] = []
+    prepare_run(wanted, run_dir, said.append)
+    assert said == []
+    # What may change may also be edited; a file that is deleted is made anew.
+    resolved.write_bytes(whole.replace(b"steps: 2", b"steps: 3"))
+    (run_dir / "table.json").unlink()
+    prepare_run(wanted, run_dir, said.append)
+    assert RunDirectory(run_dir).config.train.steps == 2
+    (run_dir / "inputs.json").unlink()
+    said.clear()
+    prepare_run(wanted, run_dir, said.append)
+    assert len(said) == 1 and "has no checksums of its inputs" in said[0]
+
+
+def test_edits_before_the_first_start_mean_new_inputs(tmp_path: Path, corpus: str) -> None:
+    run_dir = tmp_path / "run"
+    prepare_run(config(corpus), run_dir)
+    longer = config(corpus, "data.sequence_length=32")
+    resolved = run_dir / "resolved.yaml"
+    resolved.write_text(resolved.read_text().replace("sequence_length: 16", "sequence_length: 32"))
+    said: list[str] = []
+    prepare_run(longer, run_dir, said.append)
+    assert said == ["preparing the model's block table and the data"]
+
+
+def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text(
+        "import sys; print('half'); print('whole'); print('noise', file=sys.stderr);"
+        "sys.stderr.write('penstock: no room\\n'); sys.exit(int(sys.argv[1]))"
+    )
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(CapacityError, match=r"^no room$"):
+            run_tool("tool", "3", log=tmp_path / "log.txt", progress=said.append)
+        run_tool("tool", "0", log=tmp_path / "log.txt")
+    assert said == ["half", "whole"]
 
 
 def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str) -> None:

@@ -6,6 +6,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.position import Position
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.protocol.errors import StateError
+from penstock.protocol.seal import with_checksum
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_position, make_record
 
@@ -163,6 +165,50 @@ def test_a_journal_row_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
     journal.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "position = replace(position, '\"data_position\": 16', '\"data_position\": 400')",
+        "learning_rate = 0.25",
+        "coefficient = coefficient * (1 + 1e-15)",
+        "bias_step = 1",
+        "incarnation = incarnation + 1",
+        "epoch = 2",
+    ],
+)
+def test_a_changed_journal_row_is_damage(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path, RUN_ID)
+    journal.decide(commit(1))
+    journal.decide(commit(2))
+    assert journal.load().record == make_record(2, 2)
+    journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"UPDATE decisions SET {change} WHERE version = 2")
+        connection.commit()
+    journal = Journal(path, RUN_ID)
+    with pytest.raises(StateError, match=r"j\.sqlite: decision about attempt 2: its checksum"):
+        journal.load()
+    journal.close()
+
+
+def test_rows_of_an_older_penstock_are_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path, RUN_ID)
+    journal.decide(commit(1))
+    journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        text = json.dumps(make_position(1).to_fields())
+        connection.execute("UPDATE decisions SET position = ?", (text,))
+        connection.commit()
+    journal = Journal(path, RUN_ID)
+    assert journal.load().position == make_position(1)
+    assert "decision about attempt 1 has no checksum" in caplog.text
+    journal.close()
+
+
 # ---- metrics.jsonl ----
 
 
@@ -234,9 +280,47 @@ def test_the_newest_state_is_found_with_its_position(states: SavedStates, tmp_pa
         version=10, directory=str(path), position=make_position(10)
     )
     fields = json.loads((path / "manifest.json").read_text())
-    assert set(fields) == {"format", "run_id", "version", "table_digest", "files", "scheduler"}
+    assert list(fields) == [
+        *("format", "run_id", "version", "table_digest", "files", "scheduler", "checksum")
+    ]
     assert fields["scheduler"] == {**make_position(10).to_fields(), "attempt": 17}
     assert Position.from_fields(fields["scheduler"], "") == make_position(10)
+
+
+def rewrite(manifest: Path, **fields: object) -> None:
+    """Change fields as somebody does who knows about the checksum."""
+    found = json.loads(manifest.read_text())
+    del found["checksum"]
+    manifest.write_text(json.dumps(with_checksum({**found, **fields})))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("data_position", 400), ("loss_scale", 2.0), ("clean_commits", 1), ("hold", True)],
+)
+def test_a_changed_position_is_damage(
+    states: SavedStates, tmp_path: Path, key: str, value: object
+) -> None:
+    manifest = save(states, tmp_path, 3) / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    assert fields["scheduler"][key] != value
+    fields["scheduler"][key] = value
+    manifest.write_text(json.dumps(fields))
+    with pytest.raises(StateError, match=r"manifest\.json: its checksum does not match"):
+        states.newest()
+
+
+def test_a_manifest_of_an_older_penstock_is_read_with_a_warning(
+    states: SavedStates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(states, tmp_path, 3)
+    fields = json.loads((path / "manifest.json").read_text())
+    del fields["checksum"]
+    (path / "manifest.json").write_text(json.dumps(fields))
+    assert caplog.text == ""
+    found = states.newest()
+    assert found is not None and found.position == make_position(3)
+    assert "manifest.json has no checksum of its own" in caplog.text
 
 
 def test_older_states_and_leftovers_are_removed(states: SavedStates, tmp_path: Path) -> None:
@@ -280,7 +364,6 @@ def test_a_damaged_state_is_an_error_that_names_it(
 ) -> None:
     directory = save(states, tmp_path, 3)
     manifest = directory / "manifest.json"
-    fields = json.loads(manifest.read_text())
     match damage:
         case "cut the manifest":
             manifest.write_text(manifest.read_text()[:40])
@@ -291,13 +374,13 @@ def test_a_damaged_state_is_an_error_that_names_it(
         case "lose a file":
             (directory / "block-0001.safetensors").unlink()
         case "other model":
-            manifest.write_text(json.dumps({**fields, "table_digest": "e" * 64}))
+            rewrite(manifest, table_digest="e" * 64)
         case "other step":
-            manifest.write_text(json.dumps({**fields, "version": 4}))
+            rewrite(manifest, version=4)
         case "no position":
-            manifest.write_text(json.dumps({**fields, "scheduler": {}}))
+            rewrite(manifest, scheduler={})
         case "list too short":
-            manifest.write_text(json.dumps({**fields, "files": {}}))
+            rewrite(manifest, files={})
     before = sorted((p.name, p.stat().st_size) for p in directory.iterdir())
     with pytest.raises(StateError, match=message):
         states.newest()

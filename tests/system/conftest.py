@@ -210,7 +210,8 @@ KEPT = ("journal.sqlite", ".lock")
 
 def dirty(run_dir: Path) -> list[str]:
     """Temporary files of a run that nobody would account for."""
-    allowed = {"run.json", "resolved.yaml", "table.json", "plan.json", "metrics.jsonl"}
+    made = {"run.json", "resolved.yaml", "inputs.json", "table.json", "plan.json"}
+    allowed = {*made, "metrics.jsonl"}
     return [
         p.name
         for p in run_dir.iterdir()

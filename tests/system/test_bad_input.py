@@ -122,11 +122,11 @@ def break_manifest(state: Path) -> None:
     manifest.write_text(manifest.read_text()[:50])
 
 
-def break_manifest_fields(state: Path) -> None:
-    """Remove a field."""
+def break_position(state: Path) -> None:
+    """Let the run go on with other data."""
     manifest = state / "manifest.json"
     fields = json.loads(manifest.read_text())
-    del fields["files"]
+    fields["scheduler"]["data_position"] += 8
     manifest.write_text(json.dumps(fields))
 
 
@@ -142,7 +142,7 @@ def finished(runner: Any, plain_run: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "damages",
     [
-        pytest.param((break_flip, break_manifest_fields), id="contents"),
+        pytest.param((break_flip, break_position), id="contents"),
         pytest.param((break_truncate, break_manifest), id="lengths", marks=pytest.mark.slow),
     ],
 )
@@ -164,6 +164,28 @@ def test_damaged_state_is_refused_and_left_alone(
         assert tree(run_dir / "state") == before, damage.__name__
         shutil.rmtree(run_dir)
         shutil.copytree(whole, run_dir)
+
+
+@pytest.mark.timeout(240)
+def test_other_tokens_than_those_prepared_end_the_run_with_its_state_kept(
+    finished: tuple[Path, Path],
+) -> None:
+    path, run_dir = finished
+    tokens = run_dir / "data" / "train.bin"
+    whole = tokens.read_bytes()
+    damaged = bytearray(whole)
+    for offset in range(0, len(damaged), 2**16):
+        damaged[offset + 1] ^= 1
+    tokens.write_bytes(damaged)
+    steps = ("--set", f"train.steps={PLAIN['train']['steps'] + 2}")
+    before = tree(run_dir / "state")
+    code, output = run_cli("train", str(path), *steps)
+    assert code == 2, output
+    assert "train.bin: the 65536 bytes from offset" in output and "Traceback" not in output
+    assert tree(run_dir / "state") == before
+    tokens.write_bytes(whole)
+    code, output = run_cli("train", str(path), *steps)
+    assert code == 0, output
 
 
 @pytest.mark.timeout(240)

@@ -1,0 +1,143 @@
+"""Checksums of token files, by the chunk: written when a run is prepared, held against a chunk the
+first time that a process reads from it.
+
+``data/<split>.sums`` holds 16 bytes for each chunk of the token file, the start of its SHA-256, one
+after another; ``data/meta.json`` holds the size of chunks and the checksum of that file. Chunks are
+small because shuffled sequences lie anywhere: to read one means to read the chunk around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.protocol.errors import StateError
+
+CHUNK_BYTES = 1 << 16
+_DIGEST_BYTES = 16
+_SLAB_CHUNKS = 256
+_MAX_THREADS = 8
+_SAY_EVERY_S = 5.0
+
+_REMEDY = "Restore it and start again; for other data start a new run in another run.dir"
+_REMEDY_OWN = (
+    "Restore it, or delete {} and start again: it is made anew from the same text; for another text"
+    " start a new run in another run.dir"
+)
+
+Bytes = NDArray[np.uint8]
+Progress = Callable[[str], None]
+
+
+def write_sums(tokens: Path, sums: Path, progress: Progress) -> dict[str, Any]:
+    """Write the checksums of the file ``tokens``; what ``meta.json`` is to say about them.
+
+    Reads the whole file once, with as many threads as there are cores (at most 8); ``progress`` is
+    told every few seconds how far it is.
+    """
+    content = _mapped(tokens)
+    slab = _SLAB_CHUNKS * CHUNK_BYTES
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        starts = range(0, len(content), slab)
+        digests = []
+        said_s = time.monotonic()
+        for start, part in zip(
+            starts, pool.map(lambda at: _digests(content[at : at + slab]), starts), strict=True
+        ):
+            digests.append(part)
+            if time.monotonic() - said_s > _SAY_EVERY_S:
+                said_s = time.monotonic()
+                progress(f"checksums of {tokens}: {start / 1e9:.1f} of {len(content) / 1e9:.1f} GB")
+    written = b"".join(digests)
+    with sums.open("wb") as file:
+        file.write(written)
+        file.flush()
+        os.fsync(file.fileno())
+    return {
+        "path": sums.name,
+        "chunk_bytes": CHUNK_BYTES,
+        "file_bytes": len(content),
+        "sha256": hashlib.sha256(written).hexdigest(),
+    }
+
+
+class Checksums:
+    """The checksums of one token file, and which of its chunks have been found to be right."""
+
+    def __init__(
+        self, path: Path, content: Bytes, digests: bytes, chunk_bytes: int, remedy: str
+    ) -> None:
+        self._path, self._content, self._remedy = path, content, remedy
+        self._digests, self._chunk_bytes = digests, chunk_bytes
+        self._checked = bytearray(len(digests) // _DIGEST_BYTES)
+
+    @classmethod
+    def open(cls, path: Path, data_dir: Path, entry: dict[str, Any]) -> Checksums:
+        """Those of the token file ``path``, as ``entry`` of ``meta.json`` describes them.
+
+        Raises:
+            StateError: they, or the size of the token file, are not what they were.
+            OSError, KeyError, TypeError, ValueError: there are none, or the entry is damaged.
+        """
+        sums, num_bytes, chunk_bytes = (
+            data_dir / entry["path"],
+            int(entry["file_bytes"]),
+            int(entry["chunk_bytes"]),
+        )
+        remedy = _REMEDY_OWN.format(data_dir) if path.parent == data_dir else _REMEDY
+        digests = sums.read_bytes()
+        count = -(-num_bytes // chunk_bytes)
+        intact = hashlib.sha256(digests).hexdigest() == entry["sha256"]
+        if not intact or len(digests) != count * _DIGEST_BYTES:
+            raise StateError(f"{sums}: is damaged or was edited. {remedy}")
+        content = _mapped(path)
+        if len(content) < num_bytes:
+            raise StateError(
+                f"{path}: has {len(content)} bytes, {num_bytes} when the run was prepared. {remedy}"
+            )
+        return cls(path, content[:num_bytes], digests, chunk_bytes, remedy)
+
+    def check(self, start: int, stop: int) -> None:
+        """Check the chunks with bytes ``start`` to ``stop - 1`` of the file that nobody has checked
+        before.
+
+        Raises:
+            StateError: a chunk is not what it was; names the file and where the chunk starts.
+        """
+        size = self._chunk_bytes
+        for chunk in range(start // size, (stop - 1) // size + 1):
+            if not self._checked[chunk]:
+                self._check(chunk)
+                self._checked[chunk] = 1
+
+    def _check(self, chunk: int) -> None:
+        start = chunk * self._chunk_bytes
+        content = self._content[start : start + self._chunk_bytes]
+        place = chunk * _DIGEST_BYTES
+        if _digest(content) != self._digests[place : place + _DIGEST_BYTES]:
+            raise StateError(
+                f"{self._path}: the {len(content)} bytes from offset {start} are not those that the"
+                " run was prepared with (their checksum differs): the file is damaged or was"
+                f" edited. {self._remedy}"
+            )
+
+
+def _mapped(path: Path) -> Bytes:
+    return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, "u1")
+
+
+def _digests(content: Bytes) -> bytes:
+    starts = range(0, len(content), CHUNK_BYTES)
+    return b"".join(_digest(content[start : start + CHUNK_BYTES]) for start in starts)
+
+
+def _digest(content: Bytes) -> bytes:
+    return hashlib.sha256(content.data).digest()[:_DIGEST_BYTES]
