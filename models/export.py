@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from penstock.models.carried import read_carried, write_files
+from penstock.models.conversion import as_published
 from penstock.models.hf import load_run_config
 from penstock.models.skeleton import build_skeleton
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
@@ -55,7 +57,8 @@ def export_hf(
     """Write ``config.json``, safetensors shards and the tokenizer; ``out`` appears whole or not at
     all.
 
-    Tied tensors are written once. ``carried`` maps paths below ``out`` to contents.
+    Tensors have the names and shapes that published files have; tied ones are written once.
+    ``carried`` maps paths below ``out`` to contents.
 
     Raises:
         ConfigError: ``out`` exists and is not an empty directory.
@@ -67,8 +70,9 @@ def export_hf(
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
-        _write_config(hf_config, dtype, temporary)
-        _write_shards(table, read_block, dtype, temporary, shard_bytes)
+        model = build_skeleton(hf_config).model
+        _write_config(hf_config, model, dtype, temporary)
+        _write_shards(_Source(model, table, read_block, dtype), temporary, shard_bytes)
         write_files(temporary, carried)
         _flush(temporary)
         temporary.rename(out)
@@ -77,17 +81,39 @@ def export_hf(
         raise
 
 
-def _write_config(hf_config: PretrainedConfig, dtype: DType, directory: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is written: the tensors of a table's blocks, in the type that they are to have."""
+
+    model: Any
+    table: BlockTable
+    read_block: ReadBlock
+    dtype: DType
+
+    def tensors(self, block: int) -> dict[str, torch.Tensor]:
+        """The tensors of one block as published files have them."""
+        arrays, tensors = self.read_block(block), {}
+        for spec in self.table.blocks[block].tensors:
+            array = arrays.get(spec.name)
+            if array is None or array.shape != spec.shape:
+                found = "nothing" if array is None else f"shape {array.shape}"
+                raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {found}")
+            value = torch.from_numpy(np.array(array))
+            value = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
+            tensors[spec.name] = value.to(_TORCH_TYPES[self.dtype])
+        return as_published(self.model, tensors)
+
+
+def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directory: Path) -> None:
     config = copy.deepcopy(hf_config)
-    config.architectures = [type(build_skeleton(hf_config).model).__name__]
+    config.architectures = [type(model).__name__]
     config.dtype = _TORCH_TYPES[dtype]
     config.save_pretrained(directory)
 
 
-def _write_shards(
-    table: BlockTable, read_block: ReadBlock, dtype: DType, directory: Path, shard_bytes: int
-) -> None:
-    shards = list(_shards(table, dtype, shard_bytes))
+def _write_shards(source: _Source, directory: Path, shard_bytes: int) -> None:
+    table = source.table
+    shards = list(_shards(table, source.dtype, shard_bytes))
     file_of: dict[str, str] = {}
     for number, blocks in enumerate(shards, start=1):
         name = "model.safetensors"
@@ -95,12 +121,13 @@ def _write_shards(
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for block in blocks:
-            tensors |= _block_tensors(table, block, read_block(block), _TORCH_TYPES[dtype])
+            tensors |= source.tensors(block)
+        assert not tensors.keys() & file_of.keys(), "blocks keep their tensors apart"
         save_file(tensors, directory / name, metadata={"format": "pt"})
         file_of |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": table.num_parameters * dtype.itemsize},
+            "metadata": {"total_size": table.num_parameters * source.dtype.itemsize},
             "weight_map": file_of,
         }
         path = directory / "model.safetensors.index.json"
@@ -121,21 +148,6 @@ def _shards(table: BlockTable, dtype: DType, shard_bytes: int) -> Iterator[list[
             blocks, size = [], 0
     if blocks:
         yield blocks
-
-
-def _block_tensors(
-    table: BlockTable, block: int, arrays: Mapping[str, NDArray[Any]], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for spec in table.blocks[block].tensors:
-        array = arrays.get(spec.name)
-        if array is None or array.shape != spec.shape:
-            found = "nothing" if array is None else f"shape {array.shape}"
-            raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {found}")
-        value = torch.from_numpy(np.array(array))
-        value = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
-        tensors[spec.name] = value.to(dtype)
-    return tensors
 
 
 def _flush(directory: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,14 @@ from penstock.protocol.seal import check_sealed
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
 """Accepted by transformers although no configuration lists them any more."""
+
+_CONFIG_READ = re.compile(r"""\bconfig\.(\w+)|getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']""")
+
+_ADDED_LOSSES = {
+    "output_router_logits": "a loss over the routers of all layers",
+    "z_loss_coefficient": "a loss over the size of the logits",
+}
+"""Keys that make a type add to its loss while it trains, and what they add."""
 
 
 def resolve_hf_config(
@@ -46,6 +56,7 @@ def resolve_hf_config(
             f" {tokenizer_vocab_size - 1}; give {remedy}"
         )
     _check_positions(hf_config, config.data.sequence_length)
+    _check_loss(hf_config)
     return hf_config
 
 
@@ -130,9 +141,31 @@ def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]
     known |= {*config_class.attribute_map, *_SPECIAL_TOKENS, *_OLDER_NAMES}
     known -= {"self", "kwargs", "args"}
     for key in fields:
-        if key not in known:
+        if key not in known and key not in _read_by_model(config_class):
             close = difflib.get_close_matches(key, sorted(known), n=3) or sorted(known)
             raise ConfigError(f"model.hf.{key}: unknown key; known keys are {', '.join(close)}")
+
+
+def _read_by_model(config_class: type[PretrainedConfig]) -> set[str]:
+    """Keys that the modules of a type ask a configuration for, declared by its class or not: those
+    of published configurations too (``head_dim`` of qwen3_moe).
+    """
+    folder = Path(inspect.getfile(config_class)).parent
+    sources = (path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
+    found = (match for text in sources for match in _CONFIG_READ.findall(text))
+    return {name for match in found for name in match if name}
+
+
+def _check_loss(hf_config: PretrainedConfig) -> None:
+    """Only the loss of the tokens is trained on: what a type adds to it must be off."""
+    for key, added in _ADDED_LOSSES.items():
+        value = getattr(hf_config, key, None)
+        if value:
+            raise ConfigError(
+                f"model: {key} = {json.dumps(value)} of {hf_config.model_type!r} adds {added} to"
+                " that of the tokens, and blocks that run one after the other train on the latter"
+                f" alone; set it to {json.dumps(type(value)())}"
+            )
 
 
 def _check_positions(hf_config: PretrainedConfig, sequence_length: int) -> None:

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.models.checkpoint import Checkpoint
+from penstock.models.conversion import Weights
 from penstock.models.packing import pack, unpack
 from penstock.models.skeleton import Part, Skeleton, build_skeleton
 from penstock.protocol.config import Config
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockSpec, BlockTable
 
 __all__ = ["initial_blocks", "pack", "unpack"]
@@ -39,25 +40,20 @@ def initial_blocks(
         for block in blocks:
             yield block, _drawn(skeleton, table.blocks[block], config.run.seed)
         return
-    checkpoint = Checkpoint(config.model.path)
-    aliases = skeleton.tied_names()
-    prefix = f"{skeleton.model.base_model_prefix}."
+    weights = Weights(skeleton, Checkpoint(config.model.path))
+    weights.check(table)
     for block in blocks:
-        yield block, _read(checkpoint, table.blocks[block], aliases, prefix)
+        yield block, weights.read(table.blocks[block])
 
 
-def _read(
-    checkpoint: Checkpoint, block: BlockSpec, aliases: dict[str, list[str]], prefix: str
-) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for spec in block.tensors:
-        # Base models are saved without the prefix that they have inside a causal language model.
-        names = aliases.get(spec.name, [spec.name])
-        found = checkpoint.find([*names, *(n.removeprefix(prefix) for n in names)])
-        if found is None:
-            raise StateError(f"model.path: the files have no tensor {spec.name} ({block.name})")
-        tensors[spec.name] = checkpoint.read(found, spec.shape)
-    return tensors
+def check_weights(config: Config, hf_config: PretrainedConfig, table: BlockTable) -> None:
+    """Hold the headers of the files in ``model.path``, if any, against the model.
+
+    Raises:
+        ConfigError: there are no files. StateError: as :func:`initial_blocks`.
+    """
+    if config.model.path is not None:
+        Weights(build_skeleton(hf_config), Checkpoint(config.model.path)).check(table)
 
 
 def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.Tensor]:

@@ -49,13 +49,15 @@ def prepare(
     """
     tokenizer = open_tokenizer(config)
     if config.cluster.emulated is None:
-        _prepare_model(config, run_dir, tokenizer)
+        _prepare_model(config, run_dir, tokenizer, table_only=table_only)
     if not table_only:
         _prepare_data(config, run_dir, tokenizer, progress)
         keep_carried(config, run_dir, tokenizer)
 
 
-def _prepare_model(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:
+def _prepare_model(
+    config: Config, run_dir: Path, tokenizer: Tokenizer | None, *, table_only: bool
+) -> None:
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     eos = None if tokenizer is None else tokenizer.eos
     fingerprint = _fingerprint(
@@ -71,10 +73,15 @@ def _prepare_model(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -
         return
     # Imported here: torch takes seconds, and a run that goes on needs none of it.
     from penstock.models.hf import resolve_hf_config
+    from penstock.models.initial import check_weights
     from penstock.models.table import build_table
 
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
     table = build_table(config, hf_config)
+    # A plan needs no weights; a run is to be refused for them now, before it takes memory.
+    path = config.model.path
+    if not table_only or (path is not None and any(path.glob("*.safetensors"))):
+        check_weights(config, hf_config, table)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
     write_atomically(run_dir / "table.json", table.to_json())

@@ -30,6 +30,7 @@ _COMMON = {
     "max_position_embeddings": 32,
 }
 _GROUPED = {**_COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
+_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
@@ -44,6 +45,26 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt": {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
     "granite": {**_GROUPED, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "starcoder2": {**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "head_dim": 8},
+    "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {
+        **_GROUPED,
+        "num_local_experts": 4,
+        "router_jitter_noise": 0.0,
+        "input_jitter_noise": 0.0,
+    },
 }
 
 

@@ -18,6 +18,7 @@ from penstock.protocol.errors import ConfigError
 
 TESTED = ("llama", "gpt2", "qwen2", "mistral")
 ALSO = ("qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt", "granite", "starcoder2")
+EXPERTS = ("qwen3_moe", "mixtral", "qwen3_next", "olmoe", "phimoe")
 
 
 def assert_same_gradients(case, tolerance: float = 1e-6) -> None:
@@ -45,7 +46,7 @@ def test_recomputed_stages_match_the_model(
     assert_same_gradients(case)
 
 
-@pytest.mark.parametrize("model_type", ALSO)
+@pytest.mark.parametrize("model_type", [*ALSO, *EXPERTS])
 def test_other_architectures_match_too(model_type, make_case, make_batch, original_loss) -> None:
     case = make_case(model_type)
     batch = make_batch()
