@@ -82,20 +82,7 @@ def _run(
             host=config.cluster.nodes[index].host,
         )
         cleanup.callback(server.close)
-        link = MemberLink(
-            address=scheduler,
-            hello=lambda: pb.Hello(
-                run_id=directory.run_id,
-                member=member,
-                pid=os.getpid(),
-                epoch=state.epoch,
-                data_endpoint=server.endpoint,
-                metrics_port=exporter.port,
-            ),
-            heartbeat_interval_s=config.cluster.heartbeat_interval_s,
-            silence_timeout_s=config.cluster.heartbeat_timeout_s,
-            doing=jobs.doing,
-        )
+        link = _link(directory, node, scheduler, state, jobs, server.endpoint, exporter.port)
         link.start()
         cleanup.callback(link.close)
         try:
@@ -120,6 +107,32 @@ def _run(
         cleanup.callback(server.close)
         cleanup.callback(effects.close)
         return service.run()
+
+
+def _link(
+    directory: RunDirectory,
+    node: str,
+    scheduler: str,
+    state: MemoryState,
+    jobs: JobThread,
+    endpoint: str,
+    port: int,
+) -> MemberLink:
+    cluster = directory.config.cluster
+    return MemberLink(
+        address=scheduler,
+        hello=lambda: pb.Hello(
+            run_id=directory.run_id,
+            member=memoryd_name(node),
+            pid=os.getpid(),
+            epoch=state.epoch,
+            data_endpoint=endpoint,
+            metrics_port=port,
+        ),
+        heartbeat_interval_s=cluster.heartbeat_interval_s,
+        silence_timeout_s=cluster.heartbeat_timeout_s,
+        doing=jobs.doing,
+    )
 
 
 def _acquire(directory: RunDirectory, node: int) -> NodeMemory:
