@@ -270,6 +270,12 @@ def _fingerprint(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _say(message: str) -> None:
+    """A line for whoever started this process."""
+    sys.stdout.write(f"{message}\n")
+    sys.stdout.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.prepare", description=__doc__)
@@ -281,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             RunDirectory(options.run_dir).config,
             options.run_dir,
             table_only=options.table_only,
-            progress=lambda message: print(message, flush=True),
+            progress=_say,
         )
     except PenstockError as error:
         sys.stderr.write(f"penstock: {error}\n")
