@@ -73,9 +73,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "optimizer": {"master": "split", "settle": "early", "grad_dtype": "bf16"},
         "schedule": {"scheme": "spipe"},
     },
-    "gloo": {"schedule": {"scheme": "gpipe"}, "cluster": {"transport": "gloo"}},
-    "updates on devices": {
-        "optimizer": {"settle": "early"},
+    "gloo on two nodes": {
+        "schedule": {"scheme": "gpipe"},
+        "cluster": {**TWO_NODES, "transport": "gloo"},
+    },
+    "fp16, updates on devices": {
+        "model": {"dtype": "fp16"},
+        "optimizer": {"settle": "early", "initial_loss_scale": 2.0**20, "grad_dtype": "bf16"},
         "schedule": {"passes": ["interleave-updates"], "update_stride": 2, "resident_share": 0.2},
     },
     "gpipe, dropout": {
