@@ -94,7 +94,7 @@ LONG_PAUSE_S = (2.5, 4.0)
 SHORT_PAUSE_S = (0.1, 1.5)
 
 LONGEST_WAIT_S = {
-    Kind.START: 2.5,
+    Kind.START: 6.0,
     Kind.EVALUATION: 0.1,
     Kind.SAVING: 0.03,
     Kind.ENDING: 0.4,

@@ -123,14 +123,15 @@ class DisturbedRun:
     def _strike(self, fault: Fault) -> None:
         began_s = time.monotonic()
         wakes: list[tuple[float, int, str]] = []
+        steps: list[int] = []
         with ExitStack() as open_victims:
             for strike in fault.strikes:
                 time.sleep(max(0.0, began_s + strike.after_s - time.monotonic()))
                 victim = open_victims.enter_context(self._victim(strike.target))
-                step = self._step
+                steps.append(self._step)
                 self._signal(victim, SIGNALS[strike.blow])
                 self._train_killed |= strike.target == "train" and strike.blow is Blow.KILL
-                self._say(f"step {step}: {strike.blow} {strike.target}")
+                self._say(f"step {steps[-1]}: {strike.blow} {strike.target}")
                 if strike.blow is Blow.PAUSE:
                     wakes.append((time.monotonic() + strike.seconds, victim, strike.target))
             for when_s, victim, target in sorted(wakes):
@@ -140,6 +141,8 @@ class DisturbedRun:
                     self._say(f"step {self._step}: wake {target}")
                 except RunEndedError:
                     self._say(f"step {self._step}: {target} was replaced before it woke")
+            if fault.kind is Kind.RECOVERY and len(set(steps)) == 1:
+                self.struck["one more before the next step"] += 1
 
     def _signal(self, victim: int, number: signal.Signals) -> None:
         try:
