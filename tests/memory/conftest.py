@@ -24,6 +24,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.plan import Plan, StageRange
 from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.stopping import stop_signals_blocked
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import unlink
@@ -293,9 +294,10 @@ def start_memoryd(scheduler: FakeScheduler) -> Iterator[StartMemoryd]:
 
         def start(run: RunDirectory, node: str = "a") -> subprocess.Popen[bytes]:
             words = [str(run.path), node, scheduler.address, str(os.getpid())]
-            process = subprocess.Popen(
-                [sys.executable, "-c", MEMORYD, *words], stderr=subprocess.PIPE
-            )
+            with stop_signals_blocked():  # as a node starts its children
+                process = subprocess.Popen(
+                    [sys.executable, "-c", MEMORYD, *words], stderr=subprocess.PIPE
+                )
             stack.enter_context(process)
             stack.callback(process.kill)
             return process

@@ -32,6 +32,7 @@ from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.names import ipc_address, optimizerd_name
 from penstock.protocol.plan import Plan, StageRange
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stopping import stop_signals_blocked
 from penstock.shm.control import Decision
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
@@ -183,7 +184,8 @@ class Rig:
         """Start the node's optimizerd and wait until it has joined."""
         address = f"127.0.0.1:{self.scheduler.port}"
         arguments = [str(self.run.path), node.name, address, str(os.getpid())]
-        node.process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
+        with stop_signals_blocked():  # as a node starts its children
+            node.process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
         node.stream = self.scheduler.joined.get(timeout=WAIT_S)
         assert node.stream.hello.member == optimizerd_name(node.name)
         assert node.stream.hello.pid == node.process.pid

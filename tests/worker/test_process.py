@@ -21,6 +21,7 @@ import pytest
 
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.stopping import stop_signals_blocked
 from penstock.workers.main import threads_per_worker
 
 WORKER = """
@@ -109,7 +110,9 @@ def start(scheduler: StubScheduler, tmp_path: Path) -> Iterator[Any]:
 
     def run() -> subprocess.Popen[str]:
         command = [sys.executable, "-c", WORKER, str(tmp_path), f"127.0.0.1:{scheduler.port}"]
-        process = subprocess.Popen([*command, str(os.getpid())], stderr=subprocess.PIPE, text=True)
+        command.append(str(os.getpid()))
+        with stop_signals_blocked():  # as a node starts its children
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
 
