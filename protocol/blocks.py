@@ -65,9 +65,9 @@ def attach(
     with zmq.Context() as context:
         request = LeaseRequest(run_id=spec.run_id, member=member, pid=os.getpid())
         reply = request_lease(context, address, request, timeout_s=timeout_s)
-    if reply.layout_digest != spec.layout.digest:
+    if reply.digest != spec.digest:
         raise StateError(
-            f"memoryd.{spec.node_name} holds memory laid out for another model or plan than"
+            f"memoryd.{spec.node_name} holds memory made for another model, plan or optimizer than"
             f" {run_dir.path}: stop the run and start it again"
         )
     try:

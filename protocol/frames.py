@@ -126,7 +126,7 @@ class LeaseReply:
     """``segments``: (name, bytes). A non-empty ``error`` means refused, with the reason."""
 
     segments: tuple[tuple[str, int], ...]
-    layout_digest: bytes
+    digest: bytes
     undo_bytes: int
     error: str
 

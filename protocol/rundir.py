@@ -18,6 +18,7 @@ from penstock.protocol.errors import ConfigError, ProtocolError, StateError, rea
 from penstock.protocol.names import ownership, storage
 from penstock.protocol.plan import Plan
 from penstock.protocol.seal import SEAL, read_sealed, seal_text
+from penstock.protocol.step_terms import step_terms
 from penstock.shm.layout import NodeLayout
 from penstock.shm.memory import MemorySpec
 from penstock.shm.table import BlockTable
@@ -45,6 +46,14 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def holds_text(path: Path, text: str) -> bool:
+    """Whether a file says exactly this, so that it need not be written again."""
+    try:
+        return path.read_bytes() == text.encode()
+    except FileNotFoundError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -150,11 +159,14 @@ class RunDirectory:
             table=self.table,
             layout=NodeLayout.compute(self.table, owners, node, storage(self.config, self.plan)),
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
+            step_terms=step_terms(self.config),
         )
 
     def seal(self, fixed: Mapping[str, Any]) -> None:
         """Keep the checksums of the files that decide the run's bytes, as they are now."""
-        write_atomically(self.path / SEAL, seal_text(self.path, fixed))
+        text = seal_text(self.path, fixed)
+        if not holds_text(self.path / SEAL, text):
+            write_atomically(self.path / SEAL, text)
 
     def unseal(self) -> None:
         """Forget the checksums: files are about to change. A start that is cut short leaves none,

@@ -7,7 +7,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
          0  magic "PNSTOCK1"       memoryd (last, once)    all
          8  format version         memoryd                 all
         16  run id (16 ASCII)      memoryd                 all
-        32  layout digest (32)     memoryd                 all
+        32  digest (32)            memoryd                 all
         64  number of blocks       memoryd                 all
         72  undo bytes             memoryd                 optimizerd
         80  incarnation            memoryd (restore)       all; 0: the segments hold no model yet
@@ -168,13 +168,13 @@ class ControlView:
 
     @classmethod
     def open(cls, buffer: memoryview, *, run_id: str, digest: bytes | None) -> ControlView:
-        """Check the header before anything is believed; ``digest`` None leaves out the layout.
+        """Check the header before anything is believed; ``digest`` None: whatever it is.
 
         Raises:
             ShortSegmentError: smaller than a header, or than what its header promises.
             BadHeaderError: no magic number: half-written, or not ours.
             VersionMismatchError: another format version.
-            ForeignOwnerError: another run, or laid out for another model or cluster.
+            ForeignOwnerError: another run, or made for another model, cluster or optimizer.
         """
         if len(buffer) < PAGE_BYTES:
             raise ShortSegmentError(
@@ -194,9 +194,9 @@ class ControlView:
             raise ForeignOwnerError(f"control segment belongs to run {found!r}, not {run_id!r}")
         if digest is not None and bytes(buffer[_DIGEST : _DIGEST + 32]) != digest:
             raise ForeignOwnerError(
-                "segments in /dev/shm were laid out for another model, cluster or schedule of this"
-                " run: resume with the settings they were made with and save, or drop them with"
-                " penstock doctor --clean"
+                "segments in /dev/shm were made for another model, cluster, schedule or optimizer"
+                " setting of this run: resume with the settings they were made with and save, or"
+                " drop them with penstock doctor --clean"
             )
         view = cls(buffer)
         needed = control_bytes(view.num_blocks, view.undo_bytes)

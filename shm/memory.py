@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,13 +35,22 @@ def segment_name(run_id: str, node_name: str, kind: SegmentKind) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySpec:
-    """What identifies a node's memory: enough to create or attach it."""
+    """What identifies a node's memory: enough to create or attach it.
+
+    ``step_terms``: what a step that is committed and not settled has to be settled with, as text.
+    """
 
     run_id: str
     node_name: str
     table: BlockTable
     layout: NodeLayout
     undo_bytes: int
+    step_terms: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """Tells apart memories of one name that must not be taken for each other."""
+        return hashlib.sha256(self.layout.digest + self.step_terms.encode()).digest()
 
     def sizes(self) -> dict[str, int]:
         """Segment name -> bytes, of the segments that are not empty."""
@@ -85,7 +95,7 @@ class NodeMemory:
             control = ControlView.initialize(
                 segments[spec.name(SegmentKind.CONTROL)].buffer,
                 run_id=spec.run_id,
-                digest=spec.layout.digest,
+                digest=spec.digest,
                 num_blocks=len(spec.table.blocks),
                 undo_bytes=spec.undo_bytes,
             )
@@ -100,7 +110,7 @@ class NodeMemory:
     def attach(
         cls, spec: MemorySpec, kinds: Collection[SegmentKind] = tuple(SegmentKind)
     ) -> NodeMemory:
-        """Map existing segments after checking headers, layout digest and sizes.
+        """Map existing segments after checking headers, digest and sizes.
 
         The control segment is always mapped; of the others those in ``kinds``.
 
@@ -112,7 +122,7 @@ class NodeMemory:
             name = spec.name(SegmentKind.CONTROL)
             segments[name] = Segment.attach(name)
             control = ControlView.open(
-                segments[name].buffer, run_id=spec.run_id, digest=spec.layout.digest
+                segments[name].buffer, run_id=spec.run_id, digest=spec.digest
             )
             if control.undo_bytes != spec.undo_bytes:
                 raise VersionMismatchError(

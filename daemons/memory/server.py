@@ -175,12 +175,12 @@ class BlockServer:
     def _on_lease(self, socket: zmq.Socket[bytes], client: bytes, request: LeaseRequest) -> None:
         error = self._lease_error(request)
         if error:
-            reply = LeaseReply(segments=(), layout_digest=b"", undo_bytes=0, error=error)
+            reply = LeaseReply(segments=(), digest=b"", undo_bytes=0, error=error)
         else:
             spec = self._memory.spec
             reply = LeaseReply(
                 segments=tuple(spec.sizes().items()),
-                layout_digest=spec.layout.digest,
+                digest=spec.digest,
                 undo_bytes=spec.undo_bytes,
                 error="",
             )

@@ -23,6 +23,7 @@ from penstock.daemons.node.changes import (
 )
 from penstock.daemons.node.choice import keep_choice, make_choice
 from penstock.daemons.node.emulated import emulated_needs, emulated_rows, write_model
+from penstock.daemons.node.remains import held_version
 from penstock.daemons.node.tool import run_tool
 from penstock.planner.auto import config_terms, trainable_plan
 from penstock.planner.costs import Costs
@@ -34,7 +35,7 @@ from penstock.protocol.config_values import BYTE, tokenizer_of
 from penstock.protocol.errors import StateError
 from penstock.protocol.placement import check_cores
 from penstock.protocol.plan import Plan
-from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.rundir import RunDirectory, holds_text, write_atomically
 from penstock.protocol.seal import MADE, read_sealed, sealed_values
 from penstock.shm.table import BlockTable
 
@@ -90,9 +91,11 @@ def prepare_run(
     prospect = look_ahead(config, directory.table, directory.run_id)
     check_capacity(prospect.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.
-    directory.unseal()
-    write_atomically(run_dir / "resolved.yaml", config.to_yaml())
-    write_atomically(run_dir / "plan.json", prospect.plan.to_json())
+    texts = {"resolved.yaml": config.to_yaml(), "plan.json": prospect.plan.to_json()}
+    for name, text in texts.items():
+        if not holds_text(run_dir / name, text):
+            directory.unseal()
+            write_atomically(run_dir / name, text)
     directory.seal(fixed_values(config))
     return directory
 
@@ -258,7 +261,7 @@ def _changes(
         config = config.model_copy(update={"schedule": previous.schedule})
     changes = find_changes(previous, config)
     if has_started(run_dir):
-        check_resume(changes, run_dir)
+        check_resume(changes, run_dir, held_version(RunDirectory(run_dir).run_id))
     for change in changes:
         progress(f"changed: {change}")
     return changes

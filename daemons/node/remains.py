@@ -26,6 +26,12 @@ def committed_version(entry: NodeSegments) -> int | None:
         segment.close()
 
 
+def held_version(run_id: str) -> int | None:
+    """Steps that the models in a run's memory on this machine contain; None when it holds none."""
+    versions = [committed_version(entry) for entry in inventory() if entry.run_id == run_id]
+    return max((version for version in versions if version is not None), default=None)
+
+
 def remove_empty_memory(run_id: str, node_name: str) -> bool:
     """Remove a dead node's segments if no model was ever in them; whether there were such.
 

@@ -368,7 +368,7 @@ def test_leases(served: Served, context: zmq.Context[Any]) -> None:
     mine = LeaseRequest(run_id=spec.run_id, member="worker.0", pid=os.getpid())
     answer = request_lease(context, served.address, mine, timeout_s=5.0)
     assert dict(answer.segments) == spec.sizes()
-    assert (answer.layout_digest, answer.undo_bytes) == (spec.layout.digest, spec.undo_bytes)
+    assert (answer.digest, answer.undo_bytes) == (spec.digest, spec.undo_bytes)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         theirs = LeaseRequest(run_id=spec.run_id, member="worker.1", pid=other.pid)
         request_lease(context, served.address, theirs, timeout_s=5.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,10 +13,12 @@ from penstock.daemons.node.changes import check_resume, find_changes
 from penstock.daemons.node.prepare import prepare_run
 from penstock.daemons.node.tool import run_tool
 from penstock.planner.memory import MemoryRow, Resource
-from penstock.protocol.config import Config, parse_config
+from penstock.protocol.config import Config, OptimizerConfig, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError, StateError
 from penstock.protocol.overrides import apply_overrides
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.step import OptimizerStep
+from penstock.protocol.step_terms import STEP_TERMS, step_terms
 from tests.folders import save_model
 
 GIB = 2**30
@@ -54,6 +56,14 @@ def test_changes_that_a_resume_allows() -> None:
         "train.eval_every=3",
         "train.global_batch=8",
         "optimizer.lr=1e-2",
+        "optimizer.schedule=linear",
+        "optimizer.warmup_steps=1",
+        "optimizer.min_lr=1e-5",
+        "optimizer.betas=[0.8, 0.9]",
+        "optimizer.momentum=0.8",
+        "optimizer.eps=1e-6",
+        "optimizer.weight_decay=0.2",
+        "train.clip_grad_norm=2",
         "optimizer.threads=1",
         "cluster.workers=1",
         "cluster.transport=gloo",
@@ -77,9 +87,8 @@ def test_changes_that_a_resume_allows() -> None:
         "data.shuffle=false",
         "run.seed=1",
         "optimizer.name=adam",
-        "optimizer.betas=[0.8, 0.9]",
-        "optimizer.weight_decay=0.2",
         "optimizer.grad_dtype=bf16",
+        "optimizer.rollback=arithmetic",
         "train.freeze=['embed']",
     ],
 )
@@ -95,11 +104,52 @@ def test_holding_out_text_changes_the_data_order() -> None:
     assert [change.allowed for change in both] == [True]
 
 
-def test_refusal_names_keys_and_both_values() -> None:
+def test_refusal_names_keys_both_values_and_why() -> None:
     changes = find_changes(config(), config("model.hf.hidden_size=32", "train.steps=9"))
-    with pytest.raises(ConfigError, match=r"model\.hf\.hidden_size: 16 -> 32") as caught:
-        check_resume(changes, Path("runs/x"))
+    why = r"model\.hf\.hidden_size: 16 -> 32 \(the saved state is the old model's\)"
+    with pytest.raises(ConfigError, match=why) as caught:
+        check_resume(changes, Path("runs/x"), None)
     assert "train.steps" not in str(caught.value)
+
+
+def test_changes_say_what_they_mean() -> None:
+    def said(*overrides: str) -> list[str]:
+        constant = config("optimizer.schedule=constant")
+        return [str(change) for change in find_changes(constant, config(*overrides))]
+
+    steps = ("train.steps=9", "optimizer.schedule=constant")
+    assert said(*steps) == ["train.steps: 2 -> 9"], "a constant rate has no curve"
+    decay, schedule = said("optimizer.schedule=cosine", "optimizer.weight_decay=0.2")
+    assert schedule.endswith("(the learning rate follows the new curve from the next step on)")
+    assert decay == (
+        "optimizer.weight_decay: 0.1 -> 0.2 (from the next step on; the state keeps what it has)"
+    )
+
+
+@pytest.mark.parametrize("key", STEP_TERMS)
+def test_steps_in_memory_are_settled_with_the_values_they_were_decided_with(key: str) -> None:
+    """Records hold what differs from step to step; these values do not."""
+    value = {"optimizer.betas": "[0.8, 0.9]"}.get(key, "0.01")
+    changes = find_changes(config(), config(f"{key}={value}"))
+    check_resume(changes, Path("runs/x"), None)
+    with pytest.raises(ConfigError, match=rf"{key}: cannot change now.* at step 17, holds"):
+        check_resume(changes, Path("runs/x"), 17)
+    check_resume(find_changes(config(), config("optimizer.lr=1")), Path("runs/x"), 17)
+    assert step_terms(config()) != step_terms(config(f"{key}={value}"))
+
+
+def test_every_value_that_kernels_take_from_the_configuration_is_a_step_term() -> None:
+    """So that a hyper-parameter to come is not forgotten."""
+    taken: set[str] = set()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            taken.add(name)
+            return getattr(OptimizerConfig(name="sgd"), name)
+
+    step = OptimizerStep(version=1, coefficient=1.0, learning_rate=1.0, bias_step=1)
+    step.hyper(cast(OptimizerConfig, Watched()))
+    assert taken - {"name"} <= {key.partition(".")[2] for key in STEP_TERMS}
 
 
 def row(place: str, resource: Resource, num_bytes: int) -> MemoryRow:
@@ -182,7 +232,10 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
 
     said.clear()
     again = prepare_run(config(corpus, "train.steps=9"), run_dir, said.append)
-    assert said == ["changed: train.steps: 2 -> 9"]
+    assert said == [
+        "changed: train.steps: 2 -> 9 (the learning rate follows the new curve from the next step"
+        " on)"
+    ]
     assert again.run_id == directory.run_id
 
     # Not started yet: another model only means that the table is made anew.
@@ -260,6 +313,34 @@ def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path
             run_tool("tool", "3", log=tmp_path / "log.txt", progress=said.append)
         run_tool("tool", "0", log=tmp_path / "log.txt")
     assert said == ["half", "whole"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_a_resume_with_nothing_changed_rewrites_nothing(
+    tmp_path: Path, corpus: str, schedule: str
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def files() -> dict[str, tuple[int, int, bytes]]:
+        found = (path for path in run_dir.rglob("*") if path.is_file())
+        return {
+            str(path): (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes())
+            for path in found
+        }
+
+    wish = config(corpus, f"schedule={schedule}", "train.steps=9")
+    prepare_run(wish, run_dir)
+    before = files()
+    assert {Path(name).name for name in before} >= {"resolved.yaml", "plan.json", "train.bin"}
+    (run_dir / "journal.sqlite").touch()
+    said: list[str] = []
+    prepare_run(wish, run_dir, said.append)
+    (run_dir / "journal.sqlite").unlink()
+    assert files() == before
+    assert [line for line in said if "auto keeps" not in line] == []
+    prepare_run(config(corpus, f"schedule={schedule}", "train.steps=8"), run_dir)
+    names = {Path(name).name for name, entry in files().items() if entry != before[name]}
+    assert names == {"resolved.yaml", "inputs.json"}
 
 
 def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str) -> None:

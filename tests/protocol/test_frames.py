@@ -91,7 +91,7 @@ headers: st.SearchStrategy[Header] = st.one_of(
     st.builds(
         LeaseReply,
         segments=st.lists(st.tuples(texts, counts), max_size=3).map(tuple),
-        layout_digest=st.binary(max_size=40),
+        digest=st.binary(max_size=40),
         undo_bytes=counts,
         error=texts,
     ),

@@ -232,7 +232,7 @@ def put(offset: int, data: bytes) -> Callable[[memoryview], memoryview]:
         (put(8, struct.pack("<Q", 1)), VersionMismatchError, "format 1, this Penstock reads 2"),
         (put(16, b"ffff"), ForeignOwnerError, "belongs to run 'ffff456789ab'"),
         (put(16, b"\xff"), ForeignOwnerError, "belongs to run"),
-        (put(32, b"\xff"), ForeignOwnerError, "laid out for another model"),
+        (put(32, b"\xff"), ForeignOwnerError, "made for another model"),
         (put(64, struct.pack("<Q", 10**6)), ShortSegmentError, "its layout needs"),
         (put(64, b"\xff" * 16), ShortSegmentError, "its layout needs"),
         (lambda b: b[: PAGE_BYTES - 1], ShortSegmentError, "a header needs 4096"),

@@ -190,6 +190,8 @@ def test_attach_checks_before_it_touches(spec: MemorySpec) -> None:
     other = dataclasses.replace(spec.layout, digest=bytes(32))
     with pytest.raises(ForeignOwnerError):
         NodeMemory.attach(dataclasses.replace(spec, layout=other))
+    with pytest.raises(ForeignOwnerError, match="optimizer setting of this run: resume with the"):
+        NodeMemory.attach(dataclasses.replace(spec, step_terms="another weight decay"))
     segments.unlink(spec.name(SegmentKind.STATE))
     with pytest.raises(SegmentMissingError):
         NodeMemory.attach(spec)

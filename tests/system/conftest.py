@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from penstock.protocol.config import load_config
 
@@ -169,6 +170,14 @@ def newest_state(run_dir: Path) -> Path:
 def state_bytes(run_dir: Path) -> dict[str, bytes]:
     """Every file of the newest saved state but the manifest, by name."""
     return {p.name: p.read_bytes() for p in newest_state(run_dir).glob("*.safetensors")}
+
+
+def arrays(run_dir: Path) -> dict[str, Any]:
+    """Every array of the newest saved state, by name."""
+    found: dict[str, Any] = {}
+    for path in sorted(newest_state(run_dir).glob("*.safetensors")):
+        found |= load_file(path)
+    return found
 
 
 def newest_step(run_dir: Path) -> int:

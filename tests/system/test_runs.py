@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     wait_for_children(run)
     assert int(H.newest_state(run.run_dir).name.removeprefix("step-")) == stopped_at
     assert RunDirectory(run.run_dir).plan.settled_early == ()
+    # What memory holds was decided with the old values; nothing takes it in with others.
+    before = (run.run_dir / "resolved.yaml").read_bytes()
+    refused = runner.start(settling("early"), "--set", "optimizer.weight_decay=0.3")
+    code, output = refused.wait(60)
+    assert (code, "optimizer.weight_decay: cannot change now" in output) == (2, True), output
+    assert (run.run_dir / "resolved.yaml").read_bytes() == before
     run = runner.start(settling("early"))
     code, output = run.wait(120)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
@@ -66,6 +73,42 @@ def wait_for_children(run: Any) -> None:
     while run.members() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not run.members(), "children outlived penstock train"
+
+
+@pytest.mark.timeout(300)
+def test_another_weight_decay_acts_from_the_next_step_on(runner: Any, plain_run: Path) -> None:
+    """Beside the same step with the old one: moments and what does not decay are the same bytes,
+    and the rest differs by that step's decay.
+    """
+    start, kept, changed = (
+        H.arrays(plain_run),
+        *(H.arrays(resumed_with(runner, plain_run, decay)) for decay in (0.1, 0.5)),
+    )
+    rate = H.metrics(runner.root / "decay-0.5")[-1]["lr"]
+    decayed = {name for name in start if "." in name and start[name].ndim == 2}
+    decayed = {name for name in decayed if not name.startswith("exp_avg")}
+    assert decayed and len(decayed) < len(start) / 3
+    for name, before in start.items():
+        if name not in decayed:
+            assert np.array_equal(kept[name], changed[name]), name
+            continue
+        expected = -rate * 0.4 * before.astype(np.float64)
+        error = np.abs(changed[name].astype(np.float64) - kept[name] - expected)
+        largest = np.maximum(np.abs(before), np.abs(changed[name]))
+        assert np.all(error <= 2 * np.spacing(largest)), name
+
+
+def resumed_with(runner: Any, finished: Path, decay: float) -> Path:
+    """One step more than a finished run, with another weight decay."""
+    run_dir: Path = runner.root / f"decay-{decay}"
+    shutil.copytree(finished, run_dir)
+    path = runner.configure(run_dir.name, H.merge(H.PLAIN, {"train": {"steps": STEPS + 1}}))
+    run = runner.start(path, "--set", f"optimizer.weight_decay={decay}")
+    code, output = run.wait(120)
+    assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run_dir)}"
+    said = f"optimizer.weight_decay: 0.1 -> {decay} (from the next step on; the state keeps"
+    assert (said in output) == (decay != 0.1), output
+    return run_dir
 
 
 @pytest.mark.timeout(300)
