@@ -216,6 +216,25 @@ def test_dropout_is_a_function_of_position(model_type, make_case, make_batch) ->
     assert torch.equal(hidden[2], hidden[3])
 
 
+def test_dropout_of_opt_beside_none(make_case, make_batch) -> None:
+    """Its configurations have 0.1 by default: draws differ and lie around the loss without; where
+    nothing is trained there is none.
+    """
+    batch, blocks = make_batch(), range(5)
+    with_dropout, without = make_case("opt", dropout=0.1), make_case("opt", dropout=0.0)
+
+    def loss(case, index: int, training: bool) -> float:
+        options = {"micro_batch_index": index, "training": training, "autograd": False}
+        return case.forward(blocks, {}, batch, **options).loss_sum.item()
+
+    plain = loss(without, 0, True)
+    assert loss(with_dropout, 0, False) == loss(without, 0, False) == plain
+    draws = [loss(with_dropout, index, True) for index in range(64)]
+    assert len(set(draws)) == 64
+    error = np.std(draws) / len(draws) ** 0.5
+    assert 0 < error < 0.01 * plain and abs(np.mean(draws) - plain) < 0.05 * plain
+
+
 def packed(lengths: tuple[int, ...], seed: int = 0) -> tuple[MicroBatch, list[MicroBatch]]:
     """One row of several documents, and each document by itself."""
     random = np.random.default_rng(seed)
