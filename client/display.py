@@ -61,6 +61,7 @@ class Plain:
         self._clock = clock
         self._next_s = clock()
         self._phase = "starting"
+        self._message = ""
         self._last: Metrics | None = None
         self._shown: Metrics | None = None
         self._view: View | None = None
@@ -78,6 +79,10 @@ class Plain:
             if view.phase not in QUIET_PHASES:
                 message = view.status.message if view.status is not None else ""
                 self.say(f"[{view.phase}]{': ' if message else ''}{message}")
+        if view.phase == "running" and view.status is not None:
+            if view.status.message not in ("", self._message):  # a save failed, for example
+                self.say(f"warning: {view.status.message}")
+            self._message = view.status.message
         for entry in view.fresh:
             if entry["phase"] == "eval":
                 self.say(describe(entry, view))

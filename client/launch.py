@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from penstock.protocol.logs import forgive_streams
 from penstock.protocol.stopping import block_stop_signals
 
 
@@ -52,6 +53,7 @@ def launch(
     """Run one process of the run whose ``resolved.yaml`` is ``config``; its exit code."""
     if parent_pid is not None:
         block_stop_signals()  # before imports: some of them start threads
+    forgive_streams()
     kind = PROCESSES[process]
     main: Callable[..., int] = importlib.import_module(kind.module).main
     return main(

@@ -123,7 +123,9 @@ def train(
     with errors_explained():
         from penstock.client.display import choose_display
         from penstock.client.train import run_training
+        from penstock.protocol.logs import forgive_streams
 
+        forgive_streams()
         grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
         resolved = load(config, [*(settings or []), *grace])
         directory = run_dir or resolved.run_dir

@@ -13,12 +13,28 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.daemons.node.main import LAUNCHER
+from penstock.protocol.files import make_directory, reserve, writing
 from penstock.protocol.stopping import STOP_SIGNALS, Demand, Insistence, stop_signals_blocked
+
+CONSOLE_BYTES = 64 << 10
+"""Of the console that a full disk does not take."""
 
 
 def console_path(run_dir: Path) -> Path:
     """What the run's processes said on stdout and stderr since its last start."""
     return run_dir / "logs" / "console.txt"
+
+
+def empty_console(run_dir: Path) -> None:
+    """Begin a console anew, with room for what processes say when the disk is full.
+
+    Raises:
+        PenstockError: it cannot be written, or has no such room.
+    """
+    path = console_path(run_dir)
+    make_directory(path.parent)
+    with writing(path, CONSOLE_BYTES), path.open("wb") as file:
+        reserve(file.fileno(), CONSOLE_BYTES)
 
 
 class NodeProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,13 @@ from math import isinf
 from pathlib import Path
 from typing import IO
 
-from penstock.protocol.errors import ConfigError, LostMemberError, PenstockError
+from penstock.protocol.errors import (
+    CapacityError,
+    ConfigError,
+    ExitCode,
+    LostMemberError,
+    PenstockError,
+)
 from penstock.protocol.profile import Profile
 from penstock.protocol.profile_json import load_profile
 
@@ -56,7 +63,7 @@ def measure(
 def _child(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     """The measuring process; killed when it takes too long, or when nobody waits for it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE, *arguments],
+        [sys.executable, "-m", _MODULE, *arguments, "--parent-pid", str(os.getpid())],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -90,7 +97,8 @@ def _lines(stream: IO[str]) -> Iterator[str]:
 def _complain(code: int, said: list[str]) -> None:
     complaints = [line for line in said if line.startswith(_COMPLAINT)]
     if complaints:
-        raise ConfigError(complaints[-1].removeprefix(_COMPLAINT))
+        kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
+        raise kind(complaints[-1].removeprefix(_COMPLAINT))
     last = said[-1] if said else "it said nothing"
     raise PenstockError(f"{_MODULE} ended with code {code}: {last}")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.client.display import Display
-from penstock.client.nodes import Interruptions, console_path
+from penstock.client.nodes import Interruptions, console_path, empty_console
 from penstock.client.saved import saved_states
 from penstock.client.snapshots import Metrics, Observer, all_metrics
 from penstock.client.supervision import Supervision
@@ -83,8 +83,7 @@ def run_training(
 def _supervise(
     config: Config, run_dir: Path, display: Display, interruptions: Interruptions
 ) -> int:
-    console_path(run_dir).parent.mkdir(exist_ok=True)
-    console_path(run_dir).write_bytes(b"")
+    empty_console(run_dir)
     (run_dir / "endpoint.json").unlink(missing_ok=True)
     display.say(f"training {config.run.name}: {config.train.steps} steps in {run_dir}")
     observer = Observer(run_dir, config.train.steps)

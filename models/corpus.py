@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.models.tokenizer import Tokenizer
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import cannot_write
 
 STDLIB = "@stdlib"
 MAX_STDLIB_BYTES = 30 * 10**6
@@ -79,16 +80,23 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_tokens(texts: Iterable[bytes], tokenizer: Tokenizer, path: Path) -> int:
-    """Write a token file; returns its number of tokens. The file is on disk when this returns."""
+    """Write a token file; returns its number of tokens. The file is on disk when this returns.
+
+    Raises:
+        CapacityError, ConfigError: it cannot be written.
+    """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     count = 0
-    with path.open("wb") as file:
-        for text in texts:
-            ids = np.append(tokenizer.encode(text), np.uint32(tokenizer.eos)).astype(dtype)
-            file.write(ids.tobytes())
-            count += len(ids)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb") as file:
+            for text in texts:
+                ids = np.append(tokenizer.encode(text), np.uint32(tokenizer.eos)).astype(dtype)
+                count += len(ids)
+                file.write(ids.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise cannot_write(path, error, count * dtype.itemsize) from error
     return count
 
 

@@ -27,7 +27,9 @@ from penstock.models.carried import read_carried, write_files
 from penstock.models.conversion import as_published
 from penstock.models.hf import load_run_config
 from penstock.models.skeleton import build_skeleton
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
+from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.files import free_bytes, no_room
+from penstock.protocol.process import tool_main
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.table import BlockTable, DType
 
@@ -123,7 +125,13 @@ def _write_shards(source: _Source, directory: Path, shard_bytes: int) -> None:
         for block in blocks:
             tensors |= source.tensors(block)
         assert not tensors.keys() & file_of.keys(), "blocks keep their tensors apart"
-        save_file(tensors, directory / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            if free_bytes(directory) < needed:
+                raise no_room(directory / name, needed) from error
+            raise ConfigError(f"{directory / name}: cannot write it: {error}") from error
         file_of |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         index = {
@@ -185,8 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("state_dir", type=Path, help="RUN_DIR/state/step-…, checked by the caller")
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", type=DType, choices=list(DType), help="default: model.dtype")
+    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         files = RunDirectory(options.run_dir)
         export_hf(
             load_run_config(options.run_dir),
@@ -196,10 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dtype=options.dtype or files.config.model.dtype,
             carried=read_carried(files.config, options.run_dir),
         )
-    except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
-        return error.exit_code
-    return ExitCode.DONE
+
+    return tool_main(work, options.out, options.parent_pid)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ from penstock.models.chunks import Progress, write_sums
 from penstock.models.corpus import documents, source_files, token_dtype, write_tokens
 from penstock.models.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config import Config
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
-from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import write_atomically
+from penstock.protocol.process import tool_main
+from penstock.protocol.rundir import RunDirectory
 
 _SCAN_TOKENS = 1 << 24
 
@@ -281,18 +283,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock.models.prepare", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--table-only", action="store_true", help="leave the data out")
+    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
-    try:
-        prepare(
-            RunDirectory(options.run_dir).config,
-            options.run_dir,
-            table_only=options.table_only,
-            progress=_say,
-        )
-    except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
-        return error.exit_code
-    return ExitCode.DONE
+    run_dir: Path = options.run_dir
+
+    def work() -> None:
+        config = RunDirectory(run_dir).config
+        prepare(config, run_dir, table_only=options.table_only, progress=_say)
+
+    return tool_main(work, run_dir, options.parent_pid)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,11 @@ from penstock.models.runtime import ModelRuntime
 from penstock.models.table import build_table
 from penstock.models.tokenizer import open_tokenizer
 from penstock.protocol.config import Config, load_config
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import write_atomically
+from penstock.protocol.process import tool_main
 from penstock.protocol.profile import Machine, Profile
 from penstock.protocol.profile_json import to_json
-from penstock.protocol.rundir import write_atomically
 from penstock.shm.table import DType
 
 BUDGET_S = 0.25
@@ -157,15 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="configuration (YAML)")
     parser.add_argument("--out", type=Path, required=True, help="where the profile goes")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
+    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
-    try:
-        config = load_config(options.config, tuple(options.set))
-        profile = measure(config, _say)
+
+    def work() -> None:
+        profile = measure(load_config(options.config, tuple(options.set)), _say)
         write_atomically(options.out, to_json(profile))
-    except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
-        return error.exit_code
-    return ExitCode.DONE
+
+    return tool_main(work, options.out, options.parent_pid)
 
 
 if __name__ == "__main__":

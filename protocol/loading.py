@@ -7,14 +7,13 @@ They are started by memoryd during a restore. What they write is their own matte
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.protocol.errors import ExitCode, PenstockError, StateError
+from penstock.protocol.errors import StateError
 from penstock.protocol.names import node_index
-from penstock.protocol.process import die_with_parent
+from penstock.protocol.process import tool_main
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.errors import SegmentError
 from penstock.shm.layout import SegmentKind
@@ -63,11 +62,5 @@ def run_loader(
     parser.add_argument("--node", required=True, help="name of the node in cluster.nodes")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
-    if options.parent_pid is not None:
-        die_with_parent(options.parent_pid)
-    try:
-        load_node(options.config.parent, options.node)
-    except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
-        return error.exit_code
-    return ExitCode.DONE
+    run_dir = options.config.parent
+    return tool_main(lambda: load_node(run_dir, options.node), run_dir, options.parent_pid)

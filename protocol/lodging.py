@@ -20,6 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.protocol.files import hold, make_directory, writing
+
 ENTRIES = 256
 """Swaps of a device that are remembered: more than it has out at a time."""
 
@@ -32,9 +34,9 @@ class LodgingBoard:
     def __init__(self, path: Path, num_devices: int, device: int) -> None:
         """Map the file; made if it is not there. ``device``: whose part is written here."""
         size = num_devices * ENTRIES * _FIELDS * 8
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            file.truncate(size)
+        make_directory(path.parent)
+        with writing(path, size), path.open("a+b") as file:
+            hold(file.fileno(), size)
             self._map = mmap.mmap(file.fileno(), size)
         self._entries: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64).reshape(
             num_devices, ENTRIES, _FIELDS

@@ -19,7 +19,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+from penstock.protocol.files import is_no_room, unforeseen
+from penstock.protocol.logs import DroppedLines, open_log
 
 _PR_SET_PDEATHSIG = 1
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -48,10 +50,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(process: str, run_dir: Path, level: str) -> None:
-    """Send all log records to ``RUN_DIR/logs/<process>.jsonl`` (appended)."""
-    path = run_dir / "logs" / f"{process}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    """Send all log records to ``RUN_DIR/logs/<process>.jsonl`` (appended).
+
+    Raises:
+        PenstockError: see :func:`penstock.protocol.logs.open_log`.
+    """
+    handler = open_log(run_dir / "logs" / f"{process}.jsonl")
     handler.setFormatter(JsonFormatter(process))
     root = logging.getLogger()
     for previous in root.handlers:
@@ -82,11 +86,12 @@ class MetricsServer:
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> MetricsServer:
-    """Serve ``registry`` over HTTP; port 0 lets the system choose.
+    """Serve ``registry``, and what every process counts, over HTTP; port 0 lets the system choose.
 
     Raises:
         ConfigError: the port is in use.
     """
+    registry.register(DroppedLines())
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
@@ -102,21 +107,49 @@ def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1
     return MetricsServer(port=server.server_port, close=close)
 
 
-def run_main(main: Callable[[], int | None]) -> int:
-    """Run a process's main function and return its exit code, 0 for None.
+def run_main(main: Callable[[], int | None], run_dir: Path) -> int:
+    """Run the main function of a process of the run in ``run_dir``; its exit code, 0 for None.
 
-    Errors for the user go to stderr and the log, and become the exit code; any other exception is
-    logged and propagates.
+    Errors for the user go to stderr and the log, and become the exit code, and so does a full disk;
+    any other exception is logged and propagates.
     """
     try:
         return int(main() or 0)
     except PenstockError as error:
-        logging.getLogger("penstock").error("stopping: %s", error)
-        sys.stderr.write(f"penstock: {error}\n")
-        return int(error.exit_code)
+        return _stop(error)
+    except OSError as error:
+        logging.getLogger("penstock").exception("stopping")
+        if not is_no_room(error):
+            raise
+        return _stop(unforeseen(error, run_dir))
     except Exception:
         logging.getLogger("penstock").exception("stopping")
         raise
+
+
+def _stop(error: PenstockError) -> int:
+    logging.getLogger("penstock").error("stopping: %s", error)
+    sys.stderr.write(f"penstock: {error}\n")
+    return int(error.exit_code)
+
+
+def tool_main(work: Callable[[], None], place: Path, parent_pid: int | None) -> int:
+    """Main function of a process that a command starts and waits for: ``work``, about the files in
+    ``place``. It dies with its parent. Returns the exit code; the last line on stderr says why it
+    is not 0.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    try:
+        work()
+    except PenstockError as error:
+        complaint = error
+    except OSError as error:
+        complaint = unforeseen(error, place)
+    else:
+        return ExitCode.DONE
+    sys.stderr.write(f"penstock: {complaint}\n")
+    return int(complaint.exit_code)
 
 
 def monotonic_s() -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from penstock.protocol.config import Config, load_config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError, reason
+from penstock.protocol.files import holds_text, make_directory, parse_json, write_atomically
 from penstock.protocol.names import ownership, storage
 from penstock.protocol.plan import Plan
 from penstock.protocol.seal import SEAL, read_sealed, seal_text
@@ -28,34 +28,6 @@ MAX_OPTIMIZER_THREADS = 64
 """The undo area has room for this many threads, whatever the configuration says."""
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    # The new name is on disk only when the directory is.
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def holds_text(path: Path, text: str) -> bool:
-    """Whether a file says exactly this, so that it need not be written again."""
-    try:
-        return path.read_bytes() == text.encode()
-    except FileNotFoundError:
-        return False
-
-
 @dataclass(frozen=True)
 class RunDirectory:
     """A prepared run directory. Attributes are read once, when first asked for."""
@@ -65,7 +37,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
         """Make the directory and give the run its identity; an existing one keeps its own."""
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path)
         identity = path / "run.json"
         if not identity.exists():
             fields = {
@@ -85,7 +57,7 @@ class RunDirectory:
         """
         path = self.path / "run.json"
         try:
-            fields = json.loads(self._text("run.json"))
+            fields = parse_json(self._text("run.json"))
             found, run_id = fields["format"], str(fields["run_id"])
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path}: is damaged: {error!r}") from error

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.files import append_whole
 
 FORMAT = 1
 MAX_EVENTS = 32768
@@ -231,8 +232,11 @@ class TraceLog:
             start = "\n" if path.exists() and path.stat().st_size else ""
             lines = [TraceOrigin.here(self._member).to_line(), *lines]
             self._begun = True
-        with path.open("ab", buffering=0) as file:
-            file.write((start + "".join(lines)).encode())
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            append_whole(descriptor, (start + "".join(lines)).encode())
+        finally:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

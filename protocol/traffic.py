@@ -25,6 +25,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.protocol.files import hold, make_directory, writing
+
 ENTRIES = 128
 """Copies of a device that are remembered."""
 
@@ -54,9 +56,9 @@ class TrafficBoard:
     def __init__(self, path: Path, num_devices: int) -> None:
         """Map the file; made if it is not there."""
         size = num_devices * ENTRIES * _FIELDS * 8
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            file.truncate(size)
+        make_directory(path.parent)
+        with writing(path, size), path.open("a+b") as file:
+            hold(file.fileno(), size)
             self._map = mmap.mmap(file.fileno(), size)
         self._entries: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64).reshape(
             num_devices, ENTRIES, _FIELDS
@@ -104,9 +106,10 @@ class NicBoard:
 
     def __init__(self, path: Path, num_nodes: int) -> None:
         """Map the file; made if it is not there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
-        self._file.truncate(num_nodes * 16)
+        make_directory(path.parent)
+        with writing(path, num_nodes * 16):
+            self._file = path.open("a+b")
+            hold(self._file.fileno(), num_nodes * 16)
         self._map = mmap.mmap(self._file.fileno(), num_nodes * 16)
         self._free_at: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64)
         self._mutex = threading.Lock()

@@ -49,7 +49,7 @@ def main(run_dir: Path, device: int, scheduler: str, parent_pid: int | None = No
         die_with_parent(parent_pid)
     files = RunDirectory(run_dir)
     stop = StopSignal().install(parent_pid)
-    return run_main(lambda: _work(files, device, scheduler, stop))
+    return run_main(lambda: _work(files, device, scheduler, stop), run_dir)
 
 
 def threads_per_worker(config: Config, device: int, num_cores: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import queue
 import threading
@@ -219,10 +218,7 @@ def _outcome(job: Job, cancelled: Callable[[], bool]) -> Event:
     except PenstockError as error:
         return JobFailed(error=str(error), exit_code=error.exit_code)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "; free some space there" if full else ""
-        code = ExitCode.NO_MEMORY if full else ExitCode.BAD_CONFIG
-        return JobFailed(error=f"{error}{hint}", exit_code=code)
+        return JobFailed(error=f"memoryd: {error}", exit_code=ExitCode.BAD_CONFIG)
     except Exception as error:
         _log.exception("job failed")
         return JobFailed(error=f"memoryd: {error!r}", exit_code=ExitCode.LOST_MEMBERS)

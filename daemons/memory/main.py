@@ -56,7 +56,7 @@ def main(
         die_with_parent(parent_pid)
     stop = StopSignal().install(parent_pid)
     directory = RunDirectory(run_dir.absolute())
-    return run_main(lambda: _run(directory, node, scheduler, load_initial, stop))
+    return run_main(lambda: _run(directory, node, scheduler, load_initial, stop), directory.path)
 
 
 def _run(

@@ -33,6 +33,7 @@ from penstock.daemons.memory.tensorfile import (
     write_tensors,
 )
 from penstock.protocol.errors import StateError
+from penstock.protocol.files import make_directory, sync_directory, writing
 from penstock.protocol.seal import check_object
 from penstock.shm.halves import Halves
 from penstock.shm.memory import NodeMemory
@@ -99,7 +100,7 @@ def save(
 
     Raises:
         StateError: a block is not settled at ``version``, or ``version`` is not the committed one.
-        OSError: the files cannot be written; none of them is left behind.
+        CapacityError, ConfigError: the files cannot be written; none of them is left behind.
         CancelledError: on request.
     """
     control = memory.control
@@ -115,20 +116,22 @@ def save(
                 f"cannot save version {version}: the state of block {block} is at version"
                 f" {control.state_version(block)}; it must be settled first"
             )
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     specs = memory.spec.table.blocks
 
     def write(block: int, stopped: Callable[[], bool]) -> WrittenFile:
         tensors = block_tensors(memory, specs[block], version)
         return write_tensors(directory / block_file(block), tensors, stopped)
 
-    try:
-        files = tuple(_in_parallel(blocks, write, cancelled))
-    except BaseException:
-        for block in blocks:
-            (directory / block_file(block)).unlink(missing_ok=True)
-        raise
-    _sync_directory(directory)
+    tensors = (block_tensors(memory, specs[block], version) for block in blocks)
+    with writing(directory, sum(tensor.num_bytes for found in tensors for tensor in found)):
+        try:
+            files = tuple(_in_parallel(blocks, write, cancelled))
+        except BaseException:
+            for block in blocks:
+                (directory / block_file(block)).unlink(missing_ok=True)
+            raise
+        sync_directory(directory)
     return files
 
 
@@ -353,11 +356,3 @@ def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.rundir import write_atomically
+from penstock.protocol.files import write_atomically
 from penstock.protocol.stopping import STOP_SIGNALS
 from penstock.shm.process import is_halted
 

@@ -17,8 +17,8 @@ from penstock.daemons.node.capacity import MachineMemory, Need, needs
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, Resource, device_rows, node_rows
 from penstock.protocol.config import Config
+from penstock.protocol.files import write_atomically
 from penstock.protocol.plan import Plan
-from penstock.protocol.rundir import write_atomically
 
 
 def write_model(emulation: Emulation, run_dir: Path) -> None:

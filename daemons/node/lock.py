@@ -11,13 +11,17 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.protocol.files import make_directory, writing
 from penstock.shm.process import start_ticks
 
 POLL_S = 0.05
+_RECORD_BYTES = 64
+"""Of the file: its holder's pid and start time, padded."""
 
 
 class RunLock:
@@ -32,11 +36,14 @@ class RunLock:
         """Take the lock; wait up to ``wait_s`` when only the remains of a dead holder have it.
 
         Raises:
-            ConfigError: a living process holds it; its pid is named.
+            CapacityError: the disk has no room for the lock's file.
+            ConfigError: it cannot be written for another reason, or a living process holds the
+                lock; its pid is named.
             LostMemberError: processes of a dead holder are still there after ``wait_s``.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_directory(path.parent)
+        with writing(path, _RECORD_BYTES):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + wait_s
         try:
             while not _try_lock(descriptor):
@@ -52,17 +59,24 @@ class RunLock:
                         " penstock doctor lists them"
                     )
                 time.sleep(POLL_S)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()} {start_ticks(os.getpid())}\n".encode(), 0)
+            with writing(path, _RECORD_BYTES):
+                _write_holder(descriptor, f"{os.getpid()} {start_ticks(os.getpid())}")
             os.set_inheritable(descriptor, inheritable)
         except BaseException:
             os.close(descriptor)
             raise
         return cls(path, descriptor)
 
+    @property
+    def descriptor(self) -> int:
+        """For a child that is to hold the lock too."""
+        return self._descriptor
+
     def release(self) -> None:
         """Give it up; children that inherited the lock keep it until they end."""
-        os.ftruncate(self._descriptor, 0)
+        # Whom the file names is for people: the kernel knows when the lock is free.
+        with suppress(OSError):
+            _write_holder(self._descriptor, "")
         os.close(self._descriptor)
 
     def __enter__(self) -> RunLock:
@@ -85,6 +99,16 @@ def train_lock_path(run_dir: Path) -> Path:
 def node_lock_path(run_dir: Path, node: str) -> Path:
     """The lock that the supervisor of a node and its children hold."""
     return run_dir / f".lock-{node}"
+
+
+def prepare_lock_path(run_dir: Path) -> Path:
+    """The lock of whoever prepares the run directory, and of the process that makes its inputs."""
+    return run_dir / ".lock-prepare"
+
+
+def _write_holder(descriptor: int, text: str) -> None:
+    """Always as many bytes in place: on a full disk an existing lock can still change hands."""
+    os.pwrite(descriptor, text.ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
 
 
 def _try_lock(descriptor: int) -> bool:

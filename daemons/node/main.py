@@ -116,7 +116,7 @@ def main(
         stops = StopSettings(parent_pid=parent_pid, grace=Grace.of(seconds, os.environ))
         codes.append(_run(directory, node, scheduler, specs, stops))
 
-    return run_main(run) or codes[0]
+    return run_main(run, directory.path) or codes[0]
 
 
 def _run(

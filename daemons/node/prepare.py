@@ -23,6 +23,7 @@ from penstock.daemons.node.changes import (
 )
 from penstock.daemons.node.choice import keep_choice, make_choice
 from penstock.daemons.node.emulated import emulated_needs, emulated_rows, write_model
+from penstock.daemons.node.lock import RunLock, prepare_lock_path
 from penstock.daemons.node.remains import held_version
 from penstock.daemons.node.tool import run_tool
 from penstock.planner.auto import config_terms, trainable_plan
@@ -33,11 +34,15 @@ from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.protocol.config import AUTO, Config, load_config
 from penstock.protocol.config_values import BYTE, tokenizer_of
 from penstock.protocol.errors import StateError
+from penstock.protocol.files import holds_text, write_atomically
 from penstock.protocol.placement import check_cores
 from penstock.protocol.plan import Plan
-from penstock.protocol.rundir import RunDirectory, holds_text, write_atomically
+from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.seal import MADE, read_sealed, sealed_values
 from penstock.shm.table import BlockTable
+
+PREVIOUS_PREPARATION_WAIT_S = 30.0
+"""A preparation whose parent was killed dies with it, some moments later."""
 
 Progress = Callable[[str], None]
 
@@ -69,6 +74,12 @@ def prepare_run(
     """
     check_cores(config)
     run_dir = run_dir.absolute()
+    lock = RunLock.acquire(prepare_lock_path(run_dir), wait_s=PREVIOUS_PREPARATION_WAIT_S)
+    with lock:
+        return _prepare(config, run_dir, progress, lock)
+
+
+def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -> RunDirectory:
     previous = _previous(run_dir, progress)
     config = _name_tokenizer(_absolute_paths(config), previous, run_dir, progress)
     config = keep_choice(config, previous, progress)
@@ -83,7 +94,7 @@ def prepare_run(
         progress("preparing the model's block table and the data")
         if config.cluster.emulated is not None:
             write_model(Emulation.of(config), run_dir)
-        run_models_prepare(run_dir, progress=progress)
+        run_models_prepare(run_dir, progress=progress, keeps=(lock.descriptor,))
         directory.seal(fixed_values(config))
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
@@ -184,16 +195,26 @@ def table_of(config: Config) -> BlockTable:
 
 
 def run_models_prepare(
-    run_dir: Path, *arguments: str, progress: Progress = lambda message: None
+    run_dir: Path,
+    *arguments: str,
+    progress: Progress = lambda message: None,
+    keeps: tuple[int, ...] = (),
 ) -> None:
     """Make block table and data of a run directory in a process of its own, which says from time to
-    time how far it is.
+    time how far it is, and holds the locks ``keeps`` as long as it lives.
 
     Raises:
         PenstockError: what that process says, see :func:`penstock.daemons.node.tool.run_tool`.
     """
     log = run_dir / "logs" / "prepare.txt"
-    run_tool("penstock.models.prepare", str(run_dir), *arguments, log=log, progress=progress)
+    run_tool(
+        "penstock.models.prepare",
+        str(run_dir),
+        *arguments,
+        log=log,
+        progress=progress,
+        keeps=keeps,
+    )
 
 
 def has_started(run_dir: Path) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.daemons.node.state import describe_exit
 from penstock.protocol.errors import (
     CapacityError,
     ConfigError,
@@ -16,40 +17,51 @@ from penstock.protocol.errors import (
     LostMemberError,
     PenstockError,
 )
+from penstock.protocol.files import make_directory, writing
 
 TIMEOUT_S = 3600.0
 """Tokenizing a large corpus takes long; a process that hangs should still end some day."""
 
 
 def run_tool(
-    module: str, *arguments: str, log: Path, progress: Callable[[str], None] = lambda line: None
+    module: str,
+    *arguments: str,
+    log: Path,
+    progress: Callable[[str], None] = lambda line: None,
+    keeps: tuple[int, ...] = (),
 ) -> None:
-    """Run ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout.
+    """Run ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout. It
+    dies with this process, and has the descriptors of locks in ``keeps`` open as long as it lives.
 
     Raises:
         ConfigError, CapacityError: its last ``penstock: …`` line on stderr, by its exit code.
         LostMemberError: it did not end in time.
         PenstockError: it failed otherwise; what it said is in ``log``.
     """
-    code, said = _run([sys.executable, "-m", module, *arguments], progress)
+    command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
+    code, said = _run(command, progress, keeps)
     if code is None:
         raise LostMemberError(f"{module}: no end after {TIMEOUT_S:g} s")
     if code == 0:
         return
     complaints = [line for line in said.splitlines() if line.startswith("penstock: ")]
-    if not complaints:
-        log.parent.mkdir(parents=True, exist_ok=True)
+    if complaints:
+        kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
+        raise kind(complaints[-1].removeprefix("penstock: "))
+    last = said.splitlines()[-1] if said else "it said nothing"
+    make_directory(log.parent)
+    with writing(log, len(said)):
         log.write_text(said + "\n", encoding="utf-8")
-        last = said.splitlines()[-1] if said else "it said nothing"
-        raise PenstockError(f"{module} ended with code {code}: {last} (see {log})")
-    kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
-    raise kind(complaints[-1].removeprefix("penstock: "))
+    raise PenstockError(f"{module} {describe_exit(code)}: {last} (see {log})")
 
 
-def _run(command: list[str], progress: Callable[[str], None]) -> tuple[int | None, str]:
+def _run(
+    command: list[str], progress: Callable[[str], None], keeps: tuple[int, ...]
+) -> tuple[int | None, str]:
     """Exit code, None if it had to be killed after :data:`TIMEOUT_S`, and what it said on stderr.
 
-    stderr goes to a file: nobody reads it while the lines of stdout are waited for.
+    stderr goes to a file in memory, which no full disk cuts short: nobody reads it while the lines
+    of stdout are waited for.
     """
     late = threading.Event()
 
@@ -57,8 +69,16 @@ def _run(command: list[str], progress: Callable[[str], None]) -> tuple[int | Non
         late.set()
         process.kill()
 
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    with open(os.memfd_create("stderr"), "w+", encoding="utf-8", errors="replace") as errors:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            pass_fds=keeps,
+        ) as process:
             assert process.stdout is not None
             watchdog = threading.Timer(TIMEOUT_S, end, (process,))
             watchdog.start()

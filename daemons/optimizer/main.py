@@ -58,7 +58,7 @@ def main(run_dir: Path, node: str, scheduler: str, parent_pid: int | None) -> in
         die_with_parent(parent_pid)
     stop = StopSignal().install(parent_pid)
     run = RunDirectory(run_dir)
-    return run_main(lambda: _run(run, node, scheduler, stop))
+    return run_main(lambda: _run(run, node, scheduler, stop), run_dir)
 
 
 def _run(run: RunDirectory, node: str, scheduler: str, stop: StopSignal) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +35,7 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import Service
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol.errors import ExitCode, StateError
+from penstock.protocol.errors import PenstockError
 
 _log = logging.getLogger("penstock.scheduler")
 
@@ -73,10 +72,9 @@ class Executor:
             self._trace.begins(effect)
             try:
                 event = self._PERFORMERS[type(effect)](self, effect)
-            except (sqlite3.Error, OSError) as error:
+            except PenstockError as error:
                 _log.exception("cannot carry out %s", type(effect).__name__)
-                text = f"the scheduler cannot write its files: {error}"
-                return [*events, Broken(code=ExitCode.NO_MEMORY, error=text)]
+                return [*events, Broken(code=error.exit_code, error=str(error))]
             if event is not None:
                 events.append(event)
         self._trace.done()
@@ -113,14 +111,14 @@ class Executor:
     def _prepare_save(self, effect: PrepareSave) -> Event:
         try:
             self._saved.prepare(Path(effect.directory))
-        except OSError as error:
-            return SavePrepared(error=f"{effect.directory}: {error}")
+        except PenstockError as error:
+            return SavePrepared(error=str(error))
         return SavePrepared()
 
     def _complete_save(self, effect: CompleteSave) -> Event:
         try:
             directory = self._saved.complete(effect)
-        except (OSError, StateError) as error:
+        except PenstockError as error:
             return SaveFinished(version=effect.version, directory="", error=str(error))
         return SaveFinished(version=effect.version, directory=str(directory))
 

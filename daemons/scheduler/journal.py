@@ -26,13 +26,26 @@ from typing import Any
 from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, JournalEvaluation
 from penstock.daemons.scheduler.ledger import JournalFacts
 from penstock.daemons.scheduler.position import Position
-from penstock.protocol.errors import StateError
+from penstock.protocol.errors import PenstockError, StateError
+from penstock.protocol.files import no_room
 from penstock.protocol.seal import CHECKSUM, check_object, with_checksum
 from penstock.shm.control import CommitRecord, Decision
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
+ROOM_BYTES = 64 << 10
+"""What a journal should have room for at any time: its log's index, and some rows."""
+_FAILED_WRITES = frozenset(
+    (
+        sqlite3.SQLITE_IOERR_WRITE,
+        sqlite3.SQLITE_IOERR_FSYNC,
+        sqlite3.SQLITE_IOERR_TRUNCATE,
+        sqlite3.SQLITE_IOERR_SHMSIZE,
+        sqlite3.SQLITE_IOERR_SHMMAP,
+    )
+)
+"""What SQLite says of full disks where it does not say so, and of quotas."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -60,12 +73,16 @@ class Journal:
         """Open or create.
 
         Raises:
+            CapacityError: its disk has no room for it.
             StateError: the file is no journal of this run, or damaged; nothing was changed.
         """
         self.path = path
-        self._connection = sqlite3.connect(
-            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
+        try:
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise self._explained("cannot be opened as a journal", error) from error
         try:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
@@ -73,8 +90,8 @@ class Journal:
             self._identify(run_id)
         except sqlite3.DatabaseError as error:
             self.close()
-            raise StateError(f"{path}: cannot be read as a journal: {error}") from error
-        except StateError:
+            raise self._explained("cannot be read as a journal", error) from error
+        except PenstockError:
             self.close()
             raise
 
@@ -94,7 +111,11 @@ class Journal:
             raise StateError(f"{self.path}: damaged: {error!r}") from error
 
     def begin_epoch(self, effect: JournalEpoch) -> None:
-        """Durable when it returns."""
+        """Durable when it returns.
+
+        Raises:
+            CapacityError, StateError: it cannot be written; nothing of it was. So for all rows.
+        """
         with self._transaction():
             self._connection.execute(
                 "INSERT INTO epochs VALUES (?, ?, ?)",
@@ -132,7 +153,17 @@ class Journal:
             self._append_line(effect.metrics_json)
 
     def lines_after(self, line: str) -> list[str] | None:
-        """Metrics lines newer than ``line`` (all of them if it is empty); None: it is unknown."""
+        """Metrics lines newer than ``line`` (all of them if it is empty); None: it is unknown.
+
+        Raises:
+            StateError: the journal cannot be read.
+        """
+        try:
+            return self._lines_after(line)
+        except sqlite3.Error as error:
+            raise self._explained("cannot be read", error) from error
+
+    def _lines_after(self, line: str) -> list[str] | None:
         seq = 0
         if line:
             row = self._connection.execute(
@@ -204,13 +235,28 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
         try:
+            self._connection.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
+            self._connection.execute("COMMIT")
+        except BaseException as error:
+            if self._connection.in_transaction:  # some failures have rolled it back already
+                self._connection.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise self._explained("cannot be written", error) from error
             raise
-        self._connection.execute("COMMIT")
+
+    def _explained(self, what: str, error: sqlite3.Error) -> PenstockError:
+        """The error to raise: SQLite has many codes for what a full disk does to it."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        if code == sqlite3.SQLITE_FULL or code in _FAILED_WRITES:
+            return no_room(self.path, ROOM_BYTES)
+        if not self.path.is_file():
+            return StateError(f"{self.path}: is no file; move away what is there")
+        return StateError(
+            f"{self.path}: {what}: {error}; put an intact copy there, or start a new run from a"
+            " saved state's export"
+        )
 
 
 def _sealed(epoch: int, position: Position, record: CommitRecord) -> dict[str, Any]:

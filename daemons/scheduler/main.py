@@ -55,7 +55,7 @@ def main(
     if parent_pid is not None:
         die_with_parent(parent_pid)
     run, codes = RunDirectory(run_dir.absolute()), list[int]()
-    code = run_main(lambda: codes.append(_run(run, port, parent_pid, grace_seconds)))
+    code = run_main(lambda: codes.append(_run(run, port, parent_pid, grace_seconds)), run.path)
     return code or codes[0]
 
 
@@ -118,9 +118,9 @@ def _open(
     server = serve_metrics(metrics.registry, run.config.observability.metrics_port)
     stack.callback(server.close)
     _log.info("serving metrics", extra={"metrics_port": server.port})
-    metrics_file = MetricsFile(run.path / "metrics.jsonl")
+    metrics_file = MetricsFile(run.path / "metrics.jsonl", journal)
     stack.callback(metrics_file.close)
-    metrics_file.reconcile(journal)
+    metrics_file.reconcile()
     saved_states.remove_temporary()
     executor = Executor(
         service=service,

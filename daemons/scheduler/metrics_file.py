@@ -1,49 +1,108 @@
-"""``RUN_DIR/metrics.jsonl``: appended by the scheduler, repaired from the journal on start."""
+"""``RUN_DIR/metrics.jsonl``: appended by the scheduler, repaired from the journal on start.
+
+The journal has every line first. So where a line cannot be written, for a full disk say, the run
+goes on: as soon as lines can be written again, those that are missing are taken from the journal.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from penstock.daemons.scheduler.journal import Journal
+from penstock.protocol.errors import StateError
+from penstock.protocol.files import append_whole, cannot_write, is_no_room, writing
 
 _TAIL_BYTES = 2**16
+_LINE_BYTES = 4096
 _log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """The open file. Each line is written with one call, so readers see whole lines."""
+    """The open file. It holds whole lines only, whatever the disk does: see
+    :func:`penstock.protocol.files.append_whole`.
+    """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, journal: Journal) -> None:
+        """Open or create; a full disk is no error.
+
+        Raises:
+            StateError: there is something else than a file.
+            ConfigError: it cannot be written for another reason than a full disk.
+        """
+        if path.exists() and not path.is_file():
+            raise StateError(f"{path}: is no file; move away what is there")
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._journal = journal
+        self._last = ""
+        self._behind = False
+        self._descriptor = -1
+        try:
+            self._open()
+        except OSError as error:
+            if not is_no_room(error):
+                raise cannot_write(path, error, _LINE_BYTES) from error
 
-    def reconcile(self, journal: Journal) -> None:
-        """Cut off a line that a kill left half written; append what the journal has beyond it."""
-        last = self._repair_tail()
-        missing = journal.lines_after(last)
+    def reconcile(self) -> None:
+        """Cut off a line that a kill left half written; append what the journal has beyond it.
+
+        Raises:
+            ConfigError: the file cannot be read or cut off.
+        """
+        with writing(self._path, _LINE_BYTES):
+            self._last = self._repair_tail() if self._path.exists() else ""
+        missing = self._journal.lines_after(self._last)
         if missing is None:
             _log.warning("%s ends with a line the journal does not know: left as is", self._path)
-            return
-        for line in missing:
-            self.append(line)
+        else:
+            self._write(missing)
 
     def append(self, line: str) -> None:
-        """Add one line."""
-        self._file.write(line.encode() + b"\n")
+        """Add one line, which is journaled; where lines before it are missing, those first."""
+        missing = self._journal.lines_after(self._last) if self._behind else None
+        lines = missing or [line]
+        was_behind = self._behind
+        self._write(lines)
+        if was_behind and not self._behind:
+            _log.warning("%s: complete again, %d lines came late", self._path, len(lines))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, lines: list[str]) -> None:
+        """Append lines; the first time that this fails is logged."""
+        try:
+            for line in lines:
+                append_whole(self._open(), line.encode() + b"\n")
+                self._last = line
+        except OSError as error:
+            if not self._behind:
+                said = cannot_write(self._path, error, _LINE_BYTES)
+                _log.warning("%s; lines are kept in the journal meanwhile", said)
+            self._behind = True
+        else:
+            self._behind = False
+
+    def _open(self) -> int:
+        if self._descriptor < 0:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o644)
+        return self._descriptor
 
     def _repair_tail(self) -> str:
         """The last complete line; what follows it is cut off."""
-        size = self._path.stat().st_size
-        start = max(0, size - _TAIL_BYTES)
-        with self._path.open("rb") as file:
+        with self._path.open("r+b") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)
             tail = file.read()
-        end = tail.rfind(b"\n") + 1
-        self._file.truncate(start + end)
+            if b"\n" not in tail:  # no metrics end like this
+                start = file.seek(0)
+                tail = file.read()
+            end = tail.rfind(b"\n") + 1
+            file.truncate(start + end)
         lines = tail[:end].splitlines()
         return lines[-1].decode(errors="replace") if lines else ""

@@ -24,6 +24,7 @@ from penstock.daemons.scheduler.events import CompleteSave
 from penstock.daemons.scheduler.ledger import SavedState
 from penstock.daemons.scheduler.position import Position
 from penstock.protocol.errors import StateError
+from penstock.protocol.files import make_directory, sync_directory, writing
 from penstock.protocol.seal import with_checksum
 
 TEMPORARY_PREFIX = ".tmp-step-"
@@ -74,22 +75,30 @@ class SavedStates:
         """Make an empty directory for a new state; temporary ones of earlier runs go.
 
         Raises:
-            OSError: it cannot be made.
+            PenstockError: it cannot be made.
         """
         self.remove_temporary()
-        directory.mkdir(parents=True)
+        make_directory(directory)
 
     def remove_temporary(self) -> None:
-        """Remove what a save left that was cut short."""
+        """Remove what a save left that was cut short.
+
+        Raises:
+            ConfigError: the disk does not let it go.
+        """
         for path in self._state_dir.glob(f"{TEMPORARY_PREFIX}*"):
-            shutil.rmtree(path)
+            with writing(path, 0):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:  # nothing of ours, but in the way
+                    path.unlink()
 
     def complete(self, save: CompleteSave) -> Path:
         """Write the manifest, give the directory its name, remove what is too old.
 
         Raises:
             StateError: the files are not what memoryds said they wrote.
-            OSError: the disk does not take it.
+            CapacityError, ConfigError: the disk does not take it.
         """
         directory = Path(save.directory)
         manifest = {
@@ -101,14 +110,16 @@ class SavedStates:
             "scheduler": {**save.position.to_fields(), "attempt": save.attempt},
         }
         text = json.dumps(with_checksum(manifest), indent=1)
-        _write_synced(directory / MANIFEST_NAME, text)
+        with writing(directory / MANIFEST_NAME, len(text)):
+            _write_synced(directory / MANIFEST_NAME, text)
         self._check_files(directory, read_manifest(directory))
-        _sync(directory)
         final = self._state_dir / f"step-{save.version:08d}"
-        if final.exists():  # of the same step, from before the run went back to an earlier one
-            final.rename(self._state_dir / f"{TEMPORARY_PREFIX}{save.version:08d}-old")
-        directory.rename(final)
-        _sync(self._state_dir)
+        with writing(final, len(text)):
+            sync_directory(directory)
+            if final.exists():  # of the same step, from before the run went back to an earlier one
+                final.rename(self._state_dir / f"{TEMPORARY_PREFIX}{save.version:08d}-old")
+            directory.rename(final)
+            sync_directory(self._state_dir)
         self._prune()
         return final
 
@@ -146,11 +157,3 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

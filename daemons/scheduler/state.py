@@ -347,7 +347,7 @@ class Machine:
         error = f"saving step {saving.version} failed: {saving.error}"
         effects = answer_snapshots(self.ledger, self._wishes, error)
         if self._wishes.stop_reason or is_last(self.rules, self.ledger):
-            return effects + self._fail(error, ExitCode.NO_MEMORY)
+            return effects + self._fail(f"{error}; its memory is kept", ExitCode.NO_MEMORY)
         self.message, self._wishes.save_failed_at = error, saving.version
         return [*effects, Say(text=f"{error}; training goes on", warning=True)]
 
@@ -433,7 +433,7 @@ class Machine:
             wishes.deadline = deadline
 
     def _on_broken(self, event: Broken, now_s: float) -> list[Effect]:
-        return self._fail(event.error, event.code)
+        return self._fail(f"{event.error}; the memory is kept", event.code)
 
     # ---- status ----
 

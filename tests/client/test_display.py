@@ -60,6 +60,15 @@ def test_plain_lines() -> None:
     ]
 
 
+def test_plain_lines_say_once_what_failed_while_training_goes_on() -> None:
+    stream = io.StringIO()
+    plain = Plain(stream, clock=lambda: 0.0)
+    for message in ("", "saving step 10 failed", "saving step 10 failed", "", "saving step 20"):
+        plain.show(view(message=message))
+    said = ["warning: saving step 10 failed", "warning: saving step 20"]
+    assert stream.getvalue().splitlines() == said
+
+
 def test_a_skipped_attempt_has_no_numbers() -> None:
     stream = io.StringIO()
     plain = Plain(stream, clock=lambda: 0.0)

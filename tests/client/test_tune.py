@@ -197,7 +197,9 @@ def test_profile_passes_on_what_the_process_says(
         "profile", str(config), "--out", str(out), "--set", "train.micro_batch=2"
     )
     assert code == 2
-    assert f"penstock: train.steps: {config} --out {out} --set train.micro_batch=2\n" in err
+    assert (
+        f"penstock: train.steps: {config} --out {out} --set train.micro_batch=2 --parent-pid" in err
+    )
 
 
 def test_profile_that_fails_or_has_nowhere_to_write(

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 
 from penstock.protocol.config import parse_config
+from penstock.protocol.files import write_atomically
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.plan import Plan, StageRange
-from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import stop_signals_blocked
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory

@@ -18,7 +18,7 @@ from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_loader
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
-from penstock.protocol.errors import ExitCode, StateError
+from penstock.protocol.errors import CapacityError, ExitCode, StateError
 from penstock.protocol.loading import INITIAL_VERSION
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
 from penstock.shm.memory import NodeMemory
@@ -329,7 +329,7 @@ def test_a_full_disk_leaves_no_file(memory: NodeMemory, tmp_path: Path, helpers:
     helpers.commit(memory, 7)
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "block-0000.safetensors").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(CapacityError, match=r"no space left on its disk: at least [\d,]+ bytes"):
         snapshot.save(memory, tmp_path / "s", 7, never)
     assert list((tmp_path / "s").iterdir()) == []
 

@@ -19,7 +19,8 @@ from penstock.models.prepare import prepare
 from penstock.planner.build import build_plan
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.files import write_atomically
+from penstock.protocol.rundir import RunDirectory
 from penstock.shm.memory import NodeMemory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from penstock.models.hf import resolve_hf_config
 from penstock.models.prepare import main, prepare
 from penstock.models.tokenizer import END_OF_TEXT, ByteTokenizer, open_tokenizer
 from penstock.protocol.config import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.rundir import RunDirectory
 from penstock.workers.data import TokenDataset
 
@@ -180,6 +181,17 @@ def test_process_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([str(tmp_path), "--table-only"]) == 0
     assert not (tmp_path / "data").exists()
     assert main([str(tmp_path)]) == 0
+
+
+def test_tokens_on_a_full_disk_are_named_with_what_they_need(tmp_path: Path) -> None:
+    texts = [b"x" * 3000] * 4
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(CapacityError, match=r"out\.bin: no space left .* [\d,]+ bytes"):
+            write_tokens(texts, ByteTokenizer(), tmp_path / "out.bin")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_nothing_to_do_takes_no_torch(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -135,16 +136,23 @@ def test_metrics_are_served_and_a_taken_port_is_named() -> None:
             serve_metrics(registry, port)
 
 
-def test_errors_for_the_user_become_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_for_the_user_become_exit_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> int:
         raise CapacityError("too small")
 
     def crash() -> int:
         raise KeyError("bug")
 
-    assert run_main(lambda: None) == 0
-    assert run_main(lambda: 130) == 130
-    assert run_main(fail) == 3
+    def fill() -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_main(lambda: None, tmp_path) == 0
+    assert run_main(lambda: 130, tmp_path) == 130
+    assert run_main(fail, tmp_path) == 3
     assert capsys.readouterr().err == "penstock: too small\n"
+    assert run_main(fill, tmp_path) == 3
+    assert f"penstock: {tmp_path}: no space left on its disk" in capsys.readouterr().err
     with pytest.raises(KeyError):
-        run_main(crash)
+        run_main(crash, tmp_path)

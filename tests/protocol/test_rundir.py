@@ -10,6 +10,7 @@ import pytest
 
 from penstock.protocol.config import Config, parse_config
 from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.files import write_atomically
 from penstock.protocol.names import (
     devices_of_node,
     expected_members,
@@ -18,7 +19,7 @@ from penstock.protocol.names import (
     node_index,
     node_of_device,
 )
-from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.rundir import RunDirectory
 
 HEX = re.compile(r"[0-9a-f]{12}")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.errors import StateError
-from penstock.protocol.rundir import RunDirectory, write_atomically
+from penstock.protocol.files import write_atomically
+from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.seal import (
     SEAL,
     check_object,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from penstock.daemons.scheduler.ledger import JournalFacts, SavedState
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.position import Position
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.protocol.errors import StateError
+from penstock.protocol.errors import CapacityError, StateError
 from penstock.protocol.seal import with_checksum
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_position, make_record
@@ -222,8 +223,8 @@ def test_metrics_file_is_repaired_from_the_journal(tmp_path: Path, found: str) -
         journal.decide(commit(version))
     path = tmp_path / "metrics.jsonl"
     path.write_text(found)
-    metrics = MetricsFile(path)
-    metrics.reconcile(journal)
+    metrics = MetricsFile(path, journal)
+    metrics.reconcile()
     metrics.append('{"step": 4}')
     metrics.close()
     journal.close()
@@ -236,11 +237,60 @@ def test_lines_the_journal_does_not_know_are_left_alone(tmp_path: Path) -> None:
     journal.decide(commit(1))
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"of": "somebody else"}\n')
-    metrics = MetricsFile(path)
-    metrics.reconcile(journal)
+    metrics = MetricsFile(path, journal)
+    metrics.reconcile()
     metrics.close()
     journal.close()
     assert path.read_text() == '{"of": "somebody else"}\n'
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_metrics_that_a_full_disk_does_not_take_come_later(
+    tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether nothing of a line fits, or half of it: no torn line, and none is missing."""
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, journal)
+    metrics.reconcile()
+    for version in range(1, 7):
+        journal.decide(commit(version))
+        line = journal.lines_after("")[-1]  # type: ignore[index]
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if version in (3, 4):
+            limit = 2 * (len(line) + 1) + (room if version == 3 else 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            metrics.append(line)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        steps = [json.loads(text)["step"] for text in path.read_text().splitlines()]
+        assert steps == (list(range(1, version + 1)) if version not in (3, 4) else [1, 2])
+    metrics.close()
+    journal.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, said
+    assert f"{path}: no space left on its disk" in said[0] and "kept in the journal" in said[0]
+    assert f"{path}: complete again, 3 lines came late" in said[1]
+
+
+def test_a_journal_without_room_is_an_error_and_goes_on_later(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    journal.decide(commit(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "j.sqlite-wal").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+    try:
+        with pytest.raises(CapacityError, match=r"j\.sqlite: no space left on its disk"):
+            journal.decide(commit(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    record = journal.load().record
+    assert record is not None and record.version == 1
+    journal.decide(commit(2))
+    record = journal.load().record
+    assert record is not None and record.version == 2
+    journal.close()
 
 
 # ---- saved states ----
