@@ -19,7 +19,6 @@ from pathlib import Path
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import write_atomically
 from penstock.protocol.stopping import STOP_SIGNALS
-from penstock.shm.process import is_halted
 
 CHOSEN_PORTS = range(20_000, 32_000)
 """Below the range from which the system serves port 0 (32768 and up by default): nobody can get
@@ -52,10 +51,6 @@ class Children:
     def pidfds(self) -> dict[int, str]:
         """Descriptor that becomes readable when the child of that name dies."""
         return {running.pidfd: name for name, running in self._running.items()}
-
-    def halted(self) -> frozenset[str]:
-        """Names of the children that a signal has stopped."""
-        return frozenset(name for name, child in self._running.items() if is_halted(child.pid))
 
     def start(self, name: str) -> int:
         """Start a child; its pid.

@@ -25,13 +25,6 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Halted:
-    """A signal stopped a child, and nobody has woken it for longer than it may be silent."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FenceAsked:
     """The scheduler wants this very process dead, reaped and replaced."""
 
@@ -91,7 +84,6 @@ class Tick:
 Event = (
     Started
     | Exited
-    | Halted
     | FenceAsked
     | DrainAsked
     | BeginAsked

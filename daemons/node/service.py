@@ -28,7 +28,6 @@ from penstock.daemons.node.events import (
     Exit,
     Exited,
     FenceAsked,
-    Halted,
     Kill,
     OpenLink,
     RefusedByScheduler,
@@ -45,7 +44,6 @@ from penstock.daemons.node.events import (
     Terminate,
     Tick,
 )
-from penstock.daemons.node.halts import Halts
 from penstock.daemons.node.metrics import NodeMetrics
 from penstock.daemons.node.state import SCHEDULERD, NodeState
 from penstock.protocol.control import ControlClient
@@ -105,7 +103,6 @@ class Supervisor:
         self._state = state
         self._children = children
         self._settings = link
-        self._halts = Halts(link.silence_timeout_s)
         self._metrics = metrics
         self._grace = stops.grace
         self._requests = StopRequests(self._on_demand, stops.parent_pid)
@@ -157,8 +154,6 @@ class Supervisor:
         if self._announced in ready:
             for _ in range(os.eventfd_read(self._announced)):
                 self._receive()
-        for name in self._halts.look(self._children.halted(), monotonic_s()):
-            self._feed(Halted(name=name))
         self._feed(Tick())
 
     def _receive(self) -> None:

@@ -33,7 +33,6 @@ from penstock.daemons.node.events import (
     Exit,
     Exited,
     FenceAsked,
-    Halted,
     Kill,
     OpenLink,
     RefusedByScheduler,
@@ -202,12 +201,6 @@ class NodeState:
             # end now; if others are left, the run comes back so that it can end properly.
             self.deadline_s = now_s + self.limits.quick_death_s
         return []
-
-    def _on_halted(self, event: Halted, now_s: float) -> list[Effect]:
-        if self.mode is not Mode.RUNNING:
-            return []
-        said = f"{event.name} was stopped by a signal and not woken: killing it, to replace it"
-        return [Say(message=said), Kill(name=event.name)]
 
     def _on_fence(self, event: FenceAsked, now_s: float) -> list[Effect]:
         child = self.children.get(event.member)
@@ -379,7 +372,6 @@ _Handler = Callable[[NodeState, Any, float], list[Effect]]
 _HANDLERS: dict[type, _Handler] = {
     Started: NodeState._on_started,
     Exited: NodeState._on_exited,
-    Halted: NodeState._on_halted,
     FenceAsked: NodeState._on_fence,
     DrainAsked: NodeState._on_drain,
     BeginAsked: NodeState._on_begin,

@@ -16,7 +16,6 @@ from penstock.daemons.node.events import (
     Exit,
     Exited,
     FenceAsked,
-    Halted,
     Kill,
     OpenLink,
     RefusedByScheduler,
@@ -69,16 +68,6 @@ def machine() -> Iterator[Machine]:
     instance = Machine(NAMES, Limits(max_restarts=3)).started()
     yield instance
     instance.state.validate()
-
-
-def test_a_child_that_stays_stopped_is_killed_and_replaced_while_the_run_goes_on(
-    machine: Machine,
-) -> None:
-    assert machine.feed(Halted(name="worker.0")) == [Kill(name="worker.0")]
-    assert machine.exit("worker.0", -9) == []
-    assert machine.feed(Tick()) == [Start(name="worker.0")]
-    machine.feed(Started(name="worker.0", pid=13), ShutdownAsked(reason="done"))
-    assert machine.feed(Halted(name="worker.0")) == [], "the end has deadlines of its own"
 
 
 def test_first_tick_starts_all_in_order() -> None:

@@ -82,8 +82,8 @@ WEIGHTS = {"worker": 4, "optimizerd": 4, "memoryd": 3, "schedulerd": 3, "node": 
 one is given again after it was killed.
 """
 
-STOPPED_FOR_EVER = frozenset({"worker", "optimizerd", "memoryd", "schedulerd"})
-"""Kinds of processes that somebody replaces when they stop for ever."""
+STOPPED_FOR_EVER = frozenset({"worker", "optimizerd", "memoryd"})
+"""Kinds of processes that somebody replaces when they stop for ever, once they have joined."""
 
 SPARED_AT_THE_END = frozenset({"node"})
 """Kinds of processes that are left alone while the run ends."""
@@ -147,7 +147,7 @@ def _strike(source: random.Random, cast: Cast, kind: Kind, after_s: float) -> St
         del weights[spared]
     [process] = source.choices(list(weights), list(weights.values()))
     [blow] = source.choices(list(BLOWS), list(BLOWS.values()))
-    if blow is Blow.STOP and process not in STOPPED_FOR_EVER:
+    if blow is Blow.STOP and (kind is Kind.START or process not in STOPPED_FOR_EVER):
         blow = Blow.PAUSE
     seconds = source.uniform(*source.choice((SHORT_PAUSE_S, LONG_PAUSE_S)))
     return Strike(
