@@ -31,6 +31,7 @@ from penstock.protocol.instructions import Program
 from penstock.protocol.names import node_of_device, ownership, storage
 from penstock.protocol.plan import Plan
 from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS
+from penstock.protocol.step_terms import step_terms
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
@@ -401,6 +402,7 @@ def build_cluster(
             table=table,
             layout=NodeLayout.compute(table, owners, index, storage(config, plan)),
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS) if undo else 4096,
+            step_terms=step_terms(config),
         )
         memories.append(memory := NodeMemory.create(spec))
         stack.callback(memory.close)
