@@ -80,7 +80,7 @@ def test_refuses_another_layout_and_touches_nothing(memory: NodeMemory) -> None:
     memory.control.set_owner(dead_process())
     before = bytes(memory.control._buffer)
     layout = dataclasses.replace(memory.spec.layout, digest=bytes(32))
-    with pytest.raises(StateError, match="laid out for another model"):
+    with pytest.raises(StateError, match="made for another model"):
         acquire(dataclasses.replace(memory.spec, layout=layout))
     assert bytes(memory.control._buffer) == before
 
