@@ -145,11 +145,11 @@ def choose_display() -> Display:
 def describe(entry: Metrics, view: View | None) -> str:
     """One line of metrics for people."""
     if entry["phase"] == "eval":
-        return f"step {entry['step']}  evaluation loss {_number(entry['loss'], '.4f')}"
+        return f"step {entry['step']}  evaluation loss {_number(entry.get('loss'), '.4f')}"
     steps = f"/{view.steps}" if view is not None else ""
     parts = [
         f"step {entry['step']}{steps}",
-        f"loss {_number(entry['loss'], '.4f')}",
+        f"loss {_number(entry.get('loss'), '.4f')}",
         f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
         f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
         f"optimizer tail {_milliseconds(entry.get('optimizer_tail_seconds'))}",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import resource
@@ -26,7 +25,7 @@ from penstock.client.saved import saved_states
 from penstock.daemons.node.capacity import human_bytes
 from penstock.daemons.node.remains import committed_version
 from penstock.protocol.config import Config
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.process import start_ticks
@@ -101,7 +100,7 @@ def _config_of(run_dir: Path | None) -> Config | None:
     """
     try:
         return None if run_dir is None else RunDirectory(run_dir).config
-    except ConfigError:
+    except PenstockError:
         return None
 
 
@@ -187,7 +186,11 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> str:
 def _saved_version(run_id: str, run_dir: Path | None) -> str:
     if run_dir is None or not (run_dir / "run.json").exists():
         return "unknown (give --run-dir)"
-    if json.loads((run_dir / "run.json").read_text(encoding="utf-8")).get("run_id") != run_id:
+    try:
+        own = RunDirectory(run_dir).run_id
+    except PenstockError:
+        return "unknown (its run.json is damaged)"
+    if own != run_id:
         return "unknown (another run's directory)"
     saved = saved_states(run_dir)
     return f"step {saved[-1].version}" if saved else "nothing"
@@ -233,6 +236,8 @@ def _run_directory(run_dir: Path) -> Iterable[Finding]:
 def _is_held(run_dir: Path) -> bool:
     """Whether a training or a node has the run directory locked."""
     for path in run_dir.glob(".lock*"):
+        if not path.is_file():
+            continue  # nothing of ours, so nobody holds it
         with path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,7 +268,10 @@ def _remove_process(name: str, run_dir: Path | None) -> None:
 
 
 def _remove_directory(name: str, run_dir: Path | None) -> None:
-    shutil.rmtree(name)
+    if Path(name).is_dir():
+        shutil.rmtree(name)
+    else:  # a file where the directory of a save is due
+        Path(name).unlink(missing_ok=True)
 
 
 def _remove_file(name: str, run_dir: Path | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from penstock.protocol.control import ControlClient
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError, StateError, reason
+from penstock.protocol.files import parse_json
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 Metrics = dict[str, Any]
@@ -50,15 +52,40 @@ class MetricsTail:
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def read(self) -> tuple[Metrics, ...]:
-        """Lines since the last call."""
+        """Lines since the last call. What is no line of metrics is left out.
+
+        Raises:
+            StateError: the file cannot be read.
+        """
         if not self.path.exists():
             return ()
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            data = file.read()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except OSError as error:
+            raise StateError(f"{self.path}: cannot read it: {reason(error)}") from error
         self.offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return tuple(json.loads(line) for line in lines if line.strip())
+        return tuple(entry for line in lines if (entry := _metrics(line)) is not None)
+
+
+def _metrics(line: bytes) -> Metrics | None:
+    """A line of metrics: an object that says at least in which phase it was written at which step;
+    None for any other, such as an editor might leave.
+    """
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return None
+    known = isinstance(entry, dict) and entry.get("phase") in ("train", "eval")
+    return entry if known and type(entry.get("step")) is int else None
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    """Those that are finite numbers."""
+    kept = (v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool))
+    return [value for value in kept if abs(value) < inf]
 
 
 class Observer:

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.client.display import Display
 from penstock.client.nodes import Interruptions, console_path, empty_console
 from penstock.client.saved import saved_states
-from penstock.client.snapshots import Metrics, Observer, all_metrics
+from penstock.client.snapshots import Metrics, Observer, all_metrics, numbers
 from penstock.client.supervision import Supervision
 from penstock.daemons.node.lock import RunLock, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
@@ -54,6 +54,7 @@ def run_training(
         PenstockError: nothing was started: bad configuration, memory short, run in use.
     """
     run_dir = run_dir.absolute()
+    RunDirectory(run_dir).check_shape()
     with RunLock.acquire(train_lock_path(run_dir), wait_s=PREVIOUS_NODE_WAIT_S):
         for node in config.cluster.nodes:  # what a killed run left must be gone, its memory too
             RunLock.acquire(
@@ -133,9 +134,9 @@ def closing_words(result: TrainResult, config: Config, *, held: bool = False) ->
     if result.exit_code != ExitCode.DONE or step < steps:
         words = [f"stopped at step {step}/{steps}; the same command goes on from there"]
     if trained:
-        rate = statistics.median(entry["tokens_per_second"] for entry in trained)
-        words[0] += f"; {rate:,.0f} tokens/s (median)"
-        losses = [entry["loss"] for entry in trained if entry["loss"] is not None]
+        rates = numbers(entry.get("tokens_per_second") for entry in trained)
+        words[0] += f"; {statistics.median(rates):,.0f} tokens/s (median)" if rates else ""
+        losses = numbers(entry.get("loss") for entry in trained)
         words += [f"  loss           {losses[0]:.4f} -> {losses[-1]:.4f}"] if losses else []
     saved = saved_states(result.run_dir)
     reached = saved[-1].version if saved else 0

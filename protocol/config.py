@@ -553,6 +553,8 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path}: cannot read it: {reason(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"configuration {path}: is nested too deeply") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"configuration {path}: not valid YAML: {reason(error)}") from error
     if not isinstance(data, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,9 @@ from penstock.protocol.errors import (
     PenstockError,
     ProtocolError,
     StateError,
+    reason,
 )
+from penstock.protocol.files import parse_json
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.member import CHANNEL_OPTIONS
@@ -49,14 +50,18 @@ class ControlClient:
         """
         path = run_dir / "endpoint.json"
         try:
-            address = json.loads(path.read_text(encoding="utf-8"))["scheduler"]
+            address = parse_json(path.read_bytes())["scheduler"]
+            if not isinstance(address, str):
+                raise TypeError(f"scheduler is {address!r}")
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{path} does not exist: no run is active in {run_dir}; start it or give --endpoint"
             ) from error
+        except OSError as error:
+            raise StateError(f"{path}: cannot read it: {reason(error)}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f'{path}: expected {{"scheduler": "host:port"}}: {error!r}') from error
-        return cls(str(address), timeout_s)
+        return cls(address, timeout_s)
 
     def status(self) -> pb.StatusReply:
         """What the run is doing."""

@@ -27,6 +27,12 @@ FORMAT = 1
 MAX_OPTIMIZER_THREADS = 64
 """The undo area has room for this many threads, whatever the configuration says."""
 
+_FILES = (
+    *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
+    *("endpoint.json", SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
+)
+_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated")
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -47,6 +53,23 @@ class RunDirectory:
             }
             write_atomically(identity, json.dumps(fields))
         return cls(path)
+
+    def check_shape(self) -> None:
+        """Refuse what is a directory and should be a file, and the other way round.
+
+        Raises:
+            StateError: names it.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise StateError(f"{self.path}: is a file; a run needs a directory")
+        for name in _FILES:
+            path = self.path / name
+            if path.exists() and not path.is_file():
+                raise StateError(f"{path}: is no file, and one is due there; move it away")
+        for name in _DIRECTORIES:
+            path = self.path / name
+            if path.exists() and not path.is_dir():
+                raise StateError(f"{path}: is a file, and a directory is due there; move it away")
 
     @cached_property
     def run_id(self) -> str:

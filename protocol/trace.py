@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.files import append_whole
+from penstock.protocol.files import append_whole, parse_json
 
 FORMAT = 1
 MAX_EVENTS = 32768
@@ -301,12 +301,12 @@ def _read(path: Path) -> tuple[list[tuple[TraceOrigin, list[TraceEvent]]], int]:
         raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     for line in filter(None, text.split("\n")):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             if values[0] == "trace":
                 lives.append((TraceOrigin.from_list(values), []))
             else:
                 lives[-1][1].append(TraceEvent.from_list(values))
-        except (ValueError, TypeError, KeyError, IndexError):
+        except (ValueError, OverflowError, TypeError, KeyError, IndexError):
             skipped += 1
     return lives, skipped
 

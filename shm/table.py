@@ -196,7 +196,7 @@ class BlockTable:
                 state_arrays=tuple(data.pop("state_arrays")),
                 **data,
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a block table: {error!r}") from error
         table.validate()
         return table

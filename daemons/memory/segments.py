@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.errors import CapacityError, StateError
-from penstock.shm.errors import NoSpaceError, SegmentError, ShortSegmentError
+from penstock.shm.errors import NoSpaceError, SegmentError, SegmentMissingError, ShortSegmentError
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import ANYWHERE, MemorySpec, NodeMemory
@@ -38,6 +38,13 @@ def acquire(
         return _create(spec, places)
     try:
         memory = NodeMemory.attach(spec)
+    except SegmentMissingError as error:
+        gone = [spec.name(kind) for kind in SegmentKind if not exists(spec.name(kind))]
+        raise StateError(
+            f"memory of node {spec.node_name}: {', '.join(gone)} was removed from /dev/shm, and the"
+            " rest is worth nothing without it. Remove the rest (penstock doctor --clean --force"
+            " --run-dir DIR); then the same command goes on from the newest saved state"
+        ) from error
     except SegmentError as error:
         raise StateError(f"memory of node {spec.node_name}: {error}") from error
     owner, myself = memory.control.owner, ProcessIdentity.current()

@@ -7,7 +7,6 @@ are watched, killed and reaped through their pidfd, so that a reused pid is neve
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import write_atomically
+from penstock.protocol.files import parse_json, write_atomically
 from penstock.protocol.stopping import STOP_SIGNALS
 
 CHOSEN_PORTS = range(20_000, 32_000)
@@ -125,13 +124,28 @@ def write_endpoint(run_dir: Path, address: str) -> None:
     write_atomically(run_dir / "endpoint.json", text)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What ``endpoint.json`` says: ``host:port``, and the pid of the first node."""
+
+    scheduler: str
+    pid: int
+
+
+def read_endpoint(run_dir: Path) -> Endpoint | None:
+    """The endpoint file, if there is one of our making: any other is about to be replaced."""
+    try:
+        fields = parse_json((run_dir / "endpoint.json").read_bytes())
+        return Endpoint(scheduler=str(fields["scheduler"]), pid=int(fields["pid"]))
+    except (OSError, ValueError, OverflowError, KeyError, TypeError):
+        return None
+
+
 def read_endpoint_port(run_dir: Path) -> int | None:
     """Port in the endpoint file that a killed node left behind, if any."""
-    try:
-        fields = json.loads((run_dir / "endpoint.json").read_text(encoding="utf-8"))
-        return int(fields["scheduler"].rpartition(":")[2])
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # none, or not of our making: it is about to be replaced
+    found = read_endpoint(run_dir)
+    port = "" if found is None else found.scheduler.rpartition(":")[2]
+    return int(port) if port.isdecimal() and 0 < int(port) < 2**16 else None
 
 
 def remove_endpoint(run_dir: Path) -> None:

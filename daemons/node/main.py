@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from penstock.daemons.node.effects import (
     Children,
     ProcessSpec,
     choose_port,
+    read_endpoint,
     read_endpoint_port,
     remove_endpoint,
     write_endpoint,
@@ -126,6 +126,7 @@ def _run(
     specs: SpecFactory,
     stops: StopSettings,
 ) -> int:
+    directory.check_shape()
     config, run_dir = directory.config, directory.path
     known = [entry.name for entry in config.cluster.nodes]
     if node not in known:
@@ -199,9 +200,9 @@ def wait_for_endpoint(run_dir: Path, *, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while True:
         if path.exists():
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            if start_ticks(int(fields["pid"])) is not None:
-                return str(fields["scheduler"])
+            found = read_endpoint(run_dir)
+            if found is not None and start_ticks(found.pid) is not None:
+                return found.scheduler
         if time.monotonic() >= deadline:
             raise LostMemberError(
                 f"{path} was not written by a living first node within {timeout_s:g} s:"

@@ -74,6 +74,7 @@ def prepare_run(
     """
     check_cores(config)
     run_dir = run_dir.absolute()
+    RunDirectory(run_dir).check_shape()
     lock = RunLock.acquire(prepare_lock_path(run_dir), wait_s=PREVIOUS_PREPARATION_WAIT_S)
     with lock:
         return _prepare(config, run_dir, progress, lock)

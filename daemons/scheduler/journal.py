@@ -34,6 +34,8 @@ from penstock.shm.control import CommitRecord, Decision
 FORMAT = "1"
 BUSY_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
+_MAX_COUNT = 2**31
+_ADVICE = "put an intact copy there, or move it away: then the newest saved state counts"
 ROOM_BYTES = 64 << 10
 """What a journal should have room for at any time: its log's index, and some rows."""
 _FAILED_WRITES = frozenset(
@@ -107,8 +109,10 @@ class Journal:
         """
         try:
             return self._load()
-        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
-            raise StateError(f"{self.path}: damaged: {error!r}") from error
+        except sqlite3.Error as error:
+            raise self._explained("cannot be read as a journal", error) from error
+        except (ValueError, OverflowError, TypeError, RecursionError) as error:
+            raise StateError(f"{self.path}: damaged: {error!r}; {_ADVICE}") from error
 
     def begin_epoch(self, effect: JournalEpoch) -> None:
         """Durable when it returns.
@@ -206,6 +210,7 @@ class Journal:
         next_attempt = max(first, decided.attempt + 1 if decided is not None else 1) + (
             epoch is not None
         )
+        _check_counts(epoch, next_attempt, evaluation)
         return JournalFacts(
             epoch=epoch[0] if epoch is not None else 0,
             next_attempt=next_attempt,
@@ -253,10 +258,19 @@ class Journal:
             return no_room(self.path, ROOM_BYTES)
         if not self.path.is_file():
             return StateError(f"{self.path}: is no file; move away what is there")
-        return StateError(
-            f"{self.path}: {what}: {error}; put an intact copy there, or start a new run from a"
-            " saved state's export"
-        )
+        return StateError(f"{self.path}: {what}: {error}; {_ADVICE}")
+
+
+def _check_counts(epoch: Any, next_attempt: Any, evaluation: Any) -> None:
+    """Epochs and attempts share a word of 64 bits, and grow.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    numbers = [next_attempt, *evaluation, *(epoch[:2] if epoch is not None else ())]
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < _MAX_COUNT:
+            raise ValueError(f"{number!r} is no number of an epoch, attempt or evaluation")
 
 
 def _sealed(epoch: int, position: Position, record: CommitRecord) -> dict[str, Any]:

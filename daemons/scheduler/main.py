@@ -25,7 +25,7 @@ from penstock.daemons.scheduler.service import Events, Service
 from penstock.daemons.scheduler.state import Machine
 from penstock.daemons.scheduler.status import status_reply
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.process import (
     configure_logging,
@@ -77,6 +77,12 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         except PenstockError as error:
             _turn_away(rules, service, events, error)
             raise
+        except Exception as error:
+            # To be started again would lead here again: nothing but these files has been read yet.
+            _log.exception("cannot open the run's files")
+            complaint = StateError(f"{run.path}: cannot open the run's files: {error!r}")
+            _turn_away(rules, service, events, complaint)
+            raise complaint from error
         return loop.run()
 
 

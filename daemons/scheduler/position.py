@@ -17,6 +17,9 @@ from penstock.shm.control import Decision
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
 
+LIMIT = 2**53
+"""Counts stay below: no run gets there, and what does is damage."""
+
 _LETTERS = {Decision.COMMIT: "c", Decision.AMEND: AMENDED, Decision.SKIP: "s"}
 
 
@@ -117,7 +120,7 @@ class Position:
                 hold=bool(fields.get("hold", False)),  # older positions have none
             )
             position.validate()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"{source}: no scheduler position: {error!r}") from error
         return position
 
@@ -128,7 +131,7 @@ class Position:
             ValueError: naming the field.
         """
         for name in ("version", "data_position", "clean_commits", "skips_in_a_row"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < LIMIT:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         if not (self.loss_scale > 0.0 and math.isfinite(self.loss_scale)):
             raise ValueError(f"loss_scale is {self.loss_scale}")

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from penstock.client.control import status_dict
 from penstock.client.display import Plain, duration, render
-from penstock.client.snapshots import MetricsTail, View
+from penstock.client.snapshots import MetricsTail, View, numbers
+from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 
@@ -88,6 +90,27 @@ def test_the_picture_has_progress_figures_and_processes() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for part in ("step 5/25", "ETA 1:15", "loss 4.9500", "bubble 12%", "worker.0", "ready", "42"):
         assert part in text
+
+
+def test_lines_that_are_no_metrics_are_left_out(tmp_path: Path) -> None:
+    good = [{"phase": "train", "step": 1, "loss": float("nan")}, {"phase": "eval", "step": 2}]
+    odd = [b"\xff\xfe", b"[]", b"7", b"{}", b'{"phase": "train"}', b'{"phase": 5, "step": 1}']
+    odd += [b'{"phase": "train", "step": "x"}', b"[" * 100_000, b"", b"{"]
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(good[0]).encode(), *odd, json.dumps(good[1]).encode()]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert [(m["phase"], m["step"]) for m in MetricsTail(path).read()] == [
+        ("train", 1),
+        ("eval", 2),
+    ]
+    stream = io.StringIO()
+    plain = Plain(stream, clock=lambda: 0.0)
+    plain.show(view(*MetricsTail(path).read()))
+    assert stream.getvalue().startswith("step 1/25  loss nan")
+    assert numbers([1, 2.5, None, "x", float("nan"), float("inf"), True]) == [1, 2.5]
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(StateError, match="directory: cannot read it: Is a directory"):
+        MetricsTail(tmp_path / "directory").read()
 
 
 def test_metrics_are_read_by_whole_lines(tmp_path: Path) -> None:

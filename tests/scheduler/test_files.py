@@ -210,6 +210,47 @@ def test_rows_of_an_older_penstock_are_read_with_a_warning(
     journal.close()
 
 
+@pytest.mark.parametrize(
+    ("statement", "complaint"),
+    [
+        ("INSERT INTO epochs VALUES (9223372036854775807, 1, '[]')", "no number of an epoch"),
+        ("INSERT INTO epochs VALUES (5, 9223372036854775806, '[]')", "no number of an epoch"),
+        ("INSERT INTO epochs VALUES (5, 1, '[[[')", "damaged"),
+        ("INSERT INTO epochs VALUES (5, 1, '" + "[" * 50_000 + "')", "damaged"),
+        ("INSERT INTO evaluations VALUES (9223372036854775807, 1)", "no number of an epoch"),
+        ("DROP TABLE metrics", "cannot be read as a journal: no such table"),
+        ("UPDATE decisions SET position = '{\"version\": 1}'", "no scheduler position"),
+    ],
+)
+def test_a_journal_with_impossible_rows_is_refused_with_advice(
+    tmp_path: Path, statement: str, complaint: str
+) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path, RUN_ID)
+    journal.decide(commit(1))
+    journal._connection.execute(statement)
+    with pytest.raises(StateError, match=complaint) as caught:
+        journal.load()
+    assert str(path) in str(caught.value)
+    journal.close()
+
+
+def test_a_directory_is_no_journal_and_no_metrics(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="is no file; move away what is there"):
+        Journal(tmp_path, RUN_ID)
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    with pytest.raises(StateError, match="is no file; move away what is there"):
+        MetricsFile(tmp_path, journal)
+    journal.close()
+
+
+@pytest.mark.parametrize("value", [2**53, 2**64, 1e308, float("inf"), -1, "x", None])
+def test_a_position_beyond_any_run_is_refused(value: object) -> None:
+    fields = {**make_position(1).to_fields(), "data_position": value}
+    with pytest.raises(StateError, match="here: no scheduler position"):
+        Position.from_fields(fields, "here")
+
+
 # ---- metrics.jsonl ----
 
 
