@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from penstock.models.checkpoint import Checkpoint, Header
 from penstock.models.skeleton import Skeleton
-from penstock.protocol.errors import StateError
+from penstock.protocol.errors import StateError, reason
 from penstock.shm.table import BlockSpec, BlockTable
 
 
@@ -71,7 +71,7 @@ class Weights:
                 names = ", ".join(name for _, name in recipe.sources[:3])
                 raise StateError(
                     f"model.path: {names}, … cannot be converted to {recipe.target}:"
-                    f" {' '.join(str(error).split())}"
+                    f" {reason(error)}"
                 ) from error
             for name, value in made.items():
                 self._recipe_of[name] = recipe

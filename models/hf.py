@@ -12,15 +12,18 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.protocol.config import Config
 from penstock.protocol.config_values import tokenizer_of
-from penstock.protocol.errors import ConfigError, StateError, reason
+from penstock.protocol.errors import ConfigError, PenstockError, StateError, reason
 from penstock.protocol.seal import check_sealed
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
 """Accepted by transformers although no configuration lists them any more."""
+
+_SUPPORTED = "decoder-only types are supported, such as llama, gpt2, qwen2 and mistral"
 
 _CONFIG_READ = re.compile(r"""\bconfig\.(\w+)|getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']""")
 
@@ -44,6 +47,7 @@ def resolve_hf_config(
     if config.model.path is not None:
         hf_config = read_hf_config(config.model.path)
         vocab_key = f"vocab_size of {config.model.path / 'config.json'}"
+        _check_kind(hf_config, f"model_type of {config.model.path / 'config.json'}")
         remedy = "the tokenizer that the model was trained with (data.tokenizer)"
     else:
         assert config.model.hf is not None
@@ -71,12 +75,22 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
             f"model.path = {str(directory)!r}: has no config.json; give a local directory in the"
             " Hugging Face layout"
         )
+    path = directory / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {reason(error)}") from error
+    # transformers would ask on the terminal whether to run code that the folder brings along.
+    if model_type is not None and model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model_type of {path} = {model_type!r}: transformers knows no such type; {_SUPPORTED}"
+        )
     try:
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        path = directory / "config.json"
+    except Exception as error:  # each type has checks of its own
         raise ConfigError(f"{path}: {reason(_innermost(error))}") from error
     return hf_config
 
@@ -108,7 +122,16 @@ def _from_mapping(
             f"model.hf.model_type = {model_type!r}: transformers knows no such type; try"
             f" {', '.join(close or ['llama', 'gpt2', 'qwen2', 'mistral'])}"
         )
-    config_class = CONFIG_MAPPING[model_type]
+    try:
+        config_class = CONFIG_MAPPING[model_type]
+        _check_kind(config_class(), "model.hf.model_type")
+    except PenstockError:
+        raise
+    except Exception as error:  # each type has checks of its own
+        raise ConfigError(
+            f"model.hf.model_type = {model_type!r}: transformers has no configuration of this type"
+            f" without others to go with it: {reason(_innermost(error))}"
+        ) from error
     _refuse_unknown(fields, config_class)
     if "vocab_size" not in fields:
         if tokenizer_vocab_size is None:
@@ -122,9 +145,11 @@ def _from_mapping(
     defaults = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
     try:
         return config_class(**{**defaults, **fields})
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # each type has checks of its own
+        needed = [key for key in defaults if key not in fields and f"'{key}'" in str(error)]
+        hint = f"; give model.hf.{needed[0]}, a token that the text does not have" if needed else ""
         raise ConfigError(
-            f"model.hf: not a {model_type} configuration: {reason(_innermost(error))}"
+            f"model.hf: not a {model_type} configuration: {reason(_innermost(error))}{hint}"
         ) from error
 
 
@@ -133,6 +158,21 @@ def _innermost(error: Exception) -> Exception:
     if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
         return _innermost(error.__cause__)
     return error
+
+
+def _check_kind(hf_config: PretrainedConfig, where: str) -> None:
+    """Refuse what is no causal language model, or has one among other parts."""
+    model_type = hf_config.model_type
+    named = f"{where} = {model_type!r}"
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{named}: transformers has no causal language model of it; {_SUPPORTED}")
+    inner = hf_config.get_text_config(decoder=True)
+    if inner.model_type != model_type or not isinstance(
+        getattr(hf_config, "vocab_size", None), int
+    ):
+        alone = inner.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        remedy = f"give {inner.model_type!r} by itself" if alone else _SUPPORTED
+        raise ConfigError(f"{named}: its language model is one part of several; {remedy}")
 
 
 def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, PenstockError, reason
 
 LayerSink = Callable[[int, tuple[Any, ...], dict[str, Any]], torch.Tensor]
 """Called in place of a layer with its index and arguments; returns the hidden states after it."""
@@ -113,14 +113,16 @@ def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Ord
             order = first.run()
             second = _Observation(decoder, layers_name, hidden_size, as_tuple, filler=1.0)
             second.run()
-        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-            failures.append(f"{type(error).__name__}: {error}")
+        except PenstockError:
+            raise
+        except Exception as error:  # whatever the decoder does to stubs
+            failures.append(reason(error))
             continue
         _refuse_carried_state(decoder, first.extras, second.extras)
         return order
     raise ConfigError(
         f"model: the forward of {type(decoder).__name__} cannot be taken apart into layers"
-        f" ({'; '.join(failures)}); this architecture is not supported"
+        f" ({'; '.join(dict.fromkeys(failures))}); this architecture is not supported"
     )
 
 

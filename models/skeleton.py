@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from penstock.models.probe import observe_order
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, PenstockError, reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,10 +100,32 @@ def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
         ConfigError: the model cannot be built, or is no decoder that runs layer after layer.
     """
     model = _build_on_meta(hf_config)
+    try:
+        _check_kind(model)
+        return _taken_apart(model)
+    except PenstockError:
+        raise
+    except Exception as error:  # each architecture has ways of its own
+        raise ConfigError(
+            f"model: type {model.config.model_type!r} cannot be taken apart into layers"
+            f" ({reason(error)}); this architecture is not supported"
+        ) from error
+
+
+def _taken_apart(model: Any) -> Skeleton:
     rebuild_buffers(model)
     decoder_path, layers_name = _find_layers(model)
     decoder = model.get_submodule(decoder_path)
-    order = observe_order(decoder, layers_name, int(model.config.hidden_size))
+    try:
+        order = observe_order(decoder, layers_name, int(model.config.hidden_size))
+    except ConfigError as error:
+        # Some decoders have the key, too, and leave it false.
+        if getattr(model.config, "is_decoder", None) is False:
+            raise ConfigError(
+                f"model: type {model.config.model_type!r} is an encoder, which sees the words that"
+                " it would have to predict; decoder-only models are supported"
+            ) from error
+        raise
     parts = _divide(model, decoder_path, layers_name, order.before)
     return Skeleton(
         model=model,
@@ -131,10 +153,26 @@ def _build_on_meta(hf_config: PretrainedConfig) -> Any:
         with torch.device("meta"):
             make: Any = AutoModelForCausalLM.from_config
             model = make(config, dtype=torch.float32, **attention)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
+    except Exception as error:  # each architecture has ways of its own
         raise ConfigError(
-            f"model: cannot build a causal language model of type {config.model_type!r}: {error}"
+            f"model: transformers cannot build a model of type {config.model_type!r} from these"
+            f" values: {reason(error)}"
         ) from error
+    return model.train()
+
+
+def _check_kind(model: Any) -> None:
+    """Refuse models that are no decoders of attention layers, or that act at random in a way that
+    others could not repeat.
+    """
+    config = model.config
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        value = getattr(config, key, None)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"model: type {config.model_type!r} has no {key}; so far, models are supported that"
+                " are attention layers one after the other"
+            )
     persistent = sorted(set(dict(model.named_buffers())) & set(model.state_dict(keep_vars=True)))
     if persistent:
         raise ConfigError(
@@ -146,7 +184,6 @@ def _build_on_meta(hf_config: PretrainedConfig) -> Any:
             f"model.hf.layerdrop = {config.layerdrop}: skipping layers at random is not supported;"
             " set it to 0"
         )
-    return model.train()
 
 
 def rebuild_buffers(model: Any) -> None:

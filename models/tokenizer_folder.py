@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, reason
 
 _VOCABULARIES = (
     "tokenizer.json",
@@ -70,9 +70,9 @@ class FolderTokenizer:
         try:
             self._tokenizer = load(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises nothing narrower
-            detail = " ".join(str(error).split())
             raise ConfigError(
-                f"{self._name}: transformers cannot open its tokenizer ({detail}); {_HOW_TO_SET}"
+                f"{self._name}: transformers cannot open its tokenizer ({reason(error)});"
+                f" {_HOW_TO_SET}"
             ) from error
         # Where files are missing, transformers makes a tokenizer of special tokens only.
         if len(self._tokenizer.get_vocab()) <= len(self._tokenizer.all_special_ids):

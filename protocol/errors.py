@@ -78,8 +78,12 @@ class RefusedError(PenstockError):
     """The scheduler refuses this member (old epoch, wrong run); the process must exit."""
 
 
-def reason(error: Exception) -> str:
-    """Why something failed, on one line, for a message that names file or key already."""
+def reason(error: Exception, limit: int = 300) -> str:
+    """Why something failed, on one line of at most ``limit`` characters, for a message that names
+    file or key already.
+    """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split()).rstrip(".")
+    text = text if len(text) <= limit else f"{text[:limit].rstrip()} …"
+    return text or "no reason is given"

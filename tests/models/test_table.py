@@ -159,7 +159,7 @@ def test_models_that_are_no_decoders_are_refused() -> None:
             "data": {"path": "@stdlib"},
         }
     )
-    with pytest.raises(ConfigError, match="cannot build a causal language model of type 't5'"):
+    with pytest.raises(ConfigError, match="cannot build a model of type 't5'"):
         build_table(config, AutoConfig.for_model("t5"))
 
 

@@ -1,0 +1,109 @@
+"""Whatever type of model somebody names: it works, or one sentence says why not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import logging
+
+from penstock.models.prepare import prepare
+from penstock.protocol.config import parse_config
+from penstock.protocol.errors import ConfigError
+
+REFUSED = {
+    "mamba": "no num_attention_heads; so far, models are supported that are attention layers",
+    "mamba2": "no num_attention_heads",
+    "falcon_mamba": "no num_attention_heads",
+    "rwkv": "no num_attention_heads",
+    "blt": "no hidden_size",
+    "bert": "'bert' is an encoder, which sees the words that it would have to predict",
+    "roberta": "'roberta' is an encoder",
+    "t5": "model_type = 't5': transformers has no causal language model of it",
+    "vit": "model_type = 'vit': transformers has no causal language model of it",
+    "gemma3": "its language model is one part of several; give 'gemma3_text' by itself",
+    "nougat": "transformers has no configuration of this type without others to go with it",
+    "dots3_note_text": "cannot be taken apart into layers",
+    "xlm": "cannot be taken apart into layers",
+    "cwm": "give model.hf.bos_token_id",
+}
+
+
+def outcome(model_type: str, run_dir: Path) -> str | None:
+    """Why a type with the sizes of its first model is refused, ``None`` where it is not.
+
+    Raises:
+        Exception: whatever is no refusal.
+    """
+    config = parse_config(
+        {
+            "model": {"hf": {"model_type": model_type}},
+            "data": {"path": "@stdlib", "sequence_length": 8},
+        }
+    )
+    try:
+        prepare(config, run_dir, table_only=True)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def is_sentence(complaint: str) -> bool:
+    """One line of bearable length without names of Python's exceptions."""
+    words = re.search(r"\b\w+(Error|Exception)\b|Traceback|internal error", complaint)
+    return words is None and "\n" not in complaint and len(complaint) < 600
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refusals_are_sentences(model_type: str, tmp_path: Path) -> None:
+    complaint = outcome(model_type, tmp_path)
+    assert complaint is not None and REFUSED[model_type] in complaint
+    assert complaint.startswith("model") and is_sentence(complaint)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model_type": "vit"}, "= 'vit': transformers has no causal language model of it"),
+        ({"model_type": "gemma3"}, "= 'gemma3': its language model is one part of several"),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
+            "= 'own': transformers knows no such type",
+        ),
+        ({"model_type": "mamba"}, "no num_attention_heads"),
+        ({"model_type": "llama", "hidden_size": "many"}, "hidden_size"),
+        (["llama"], "config.json"),
+    ],
+)
+def test_folders_of_other_kinds(fields: Any, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = parse_config(
+        {
+            "model": {"path": str(tmp_path)},
+            "data": {"path": "@stdlib", "sequence_length": 8, "tokenizer": "byte"},
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepare(config, tmp_path, table_only=True)
+    assert complaint in str(caught.value) and is_sentence(str(caught.value))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_type_that_transformers_knows(tmp_path: Path) -> None:
+    """With the sizes of its first model, on the meta device: a table or a sentence."""
+    logging.set_verbosity_error()
+    complaints: dict[str, str | None] = {}
+    for model_type in CONFIG_MAPPING_NAMES:
+        run_dir = tmp_path / model_type
+        run_dir.mkdir()
+        complaints[model_type] = outcome(model_type, run_dir)
+    unclear = {name: text for name, text in complaints.items() if text and not is_sentence(text)}
+    assert unclear == {}
+    accepted = sorted(name for name, text in complaints.items() if text is None)
+    assert len(complaints) > 300 and len(accepted) > 60
+    assert {"llama", "gpt2", "qwen3_moe", "mixtral", "gpt_neox", "opt"} <= set(accepted)
