@@ -15,6 +15,7 @@ from types import FrameType
 from penstock.daemons.node.main import LAUNCHER
 from penstock.protocol.files import make_directory, reserve, writing
 from penstock.protocol.stopping import STOP_SIGNALS, Demand, Insistence, stop_signals_blocked
+from penstock.shm.process import is_stopped
 
 CONSOLE_BYTES = 64 << 10
 """Of the console that a full disk does not take."""
@@ -62,6 +63,11 @@ class NodeProcess:
                 self.signal(signal.SIGTERM)  # waits until the new process listens
             return None
         return code
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        return is_stopped(self._process.pid)
 
     def stop(self) -> None:
         """Ask for a clean stop of the run, now and of every process that replaces this one."""

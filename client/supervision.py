@@ -11,10 +11,12 @@ from penstock.client.nodes import Interruptions, NodeProcess
 from penstock.client.snapshots import Observer
 from penstock.daemons.node.effects import remove_endpoint
 from penstock.daemons.node.lock import RunLock, node_lock_path
-from penstock.daemons.node.remains import remove_empty_memory
+from penstock.daemons.node.remains import remove_empty_memory, remove_memory
 from penstock.protocol.config import Config
+from penstock.protocol.ended import RunEnd, forget_end
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.stillness import Stillness
 from penstock.protocol.stopping import Grace, Patience
 
 LOOK_INTERVAL_S = 0.5
@@ -44,6 +46,8 @@ class Supervision:
         self._names = [node.name for node in config.cluster.nodes]
         self._max_restarts = config.cluster.max_restarts
         self._nodes: list[NodeProcess] = []
+        self._stillness = Stillness(config.cluster.heartbeat_timeout_s)
+        self._end: RunEnd | None = None
         self._stopping = False
         self._killed = False
         self._give_up_s: float | None = None
@@ -56,10 +60,12 @@ class Supervision:
         while True:
             seen = self._interruptions.state
             self._obey()
+            self._end = RunEnd.read(self._run_dir)
+            self._kill_stopped()
             codes = [node.poll(replace=self._replaces) for node in self._nodes]
             ended = [code for code in codes if code is not None]
             if len(ended) == len(self._nodes):
-                return exit_code(ended, interrupted=self._stopping)
+                return exit_code(self._without_stragglers(ended), interrupted=self._stopping)
             if ended:
                 self._linger(ended)
             self._display.show(self._observer.look())
@@ -69,22 +75,24 @@ class Supervision:
         """Kill what is left, wait until it is dead with all its children, and tidy up after it."""
         for node in self._nodes:
             node.kill()
-        run_id = RunDirectory(self._run_dir).run_id
+        end, run_id = RunEnd.read(self._run_dir), RunDirectory(self._run_dir).run_id
+        remove = remove_empty_memory if end is None or end.keep_memory else remove_memory
         for name in self._names:
             try:
                 path = node_lock_path(self._run_dir, name)
                 RunLock.acquire(path, wait_s=DEATH_WAIT_S).release()
             except PenstockError as error:
                 self._display.say(str(error))
-            remove_empty_memory(run_id, name)
+            remove(run_id, name)
         remove_endpoint(self._run_dir)
+        forget_end(self._run_dir)  # all have heard of it
 
     @property
     def _replaces(self) -> bool:
         """Whether nodes that are killed are started anew: also while a stop is under way, since the
-        scheduler needs them all to save.
+        scheduler needs them all to save; not when the run is over.
         """
-        return not self._killed and self._linger_until_s is None
+        return not self._killed and self._linger_until_s is None and self._end is None
 
     def _obey(self) -> None:
         """Act on signals that came, and on the end of the time that a stop may take."""
@@ -112,6 +120,26 @@ class Supervision:
         self._display.say(f"{why}; the run's memory is kept, the same command goes on from it")
         for node in self._nodes:
             node.signal(signal.SIGKILL)
+
+    def _kill_stopped(self) -> None:
+        """Nodes that a signal stopped look after nobody: they are killed, and replaced together
+        with their children, which die with them. After this process was stopped itself all have
+        their full time again.
+        """
+        stopped = frozenset(node.name for node in self._nodes if node.stopped)
+        still = self._stillness.look(stopped, time.monotonic())
+        if self._linger_until_s is not None:
+            self._linger_until_s += self._stillness.jump_s
+        for node in self._nodes:
+            if node.name in still:
+                seconds = still[node.name]
+                self._display.say(f"node.{node.name} is stopped for {seconds:.0f} s: killing it")
+                node.signal(signal.SIGKILL)
+
+    def _without_stragglers(self, codes: list[int]) -> list[int]:
+        """What a node died of after the end of the run does not change how the run ended."""
+        end = RunEnd.read(self._run_dir)
+        return codes if end is None else [int(end.code) if code < 0 else code for code in codes]
 
     def _linger(self, ended: list[int]) -> None:
         """One node has ended: so do the others, soon."""

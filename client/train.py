@@ -21,6 +21,7 @@ from penstock.daemons.node.lock import RunLock, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.prepare import prepare_run
 from penstock.protocol.config import Config
+from penstock.protocol.ended import forget_end
 from penstock.protocol.errors import FAILURES, ExitCode
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import Grace
@@ -86,6 +87,7 @@ def _supervise(
 ) -> int:
     empty_console(run_dir)
     (run_dir / "endpoint.json").unlink(missing_ok=True)
+    forget_end(run_dir)
     display.say(f"training {config.run.name}: {config.train.steps} steps in {run_dir}")
     observer = Observer(run_dir, config.train.steps)
     supervision = Supervision(

@@ -92,6 +92,7 @@ class MemberLink:
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
         self._failure: Exception | None = None
+        self._heard_s = time.monotonic()
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._connect_and_read, name="member-link", daemon=True),
@@ -108,6 +109,14 @@ class MemberLink:
         """Whether the scheduler has answered on the present stream."""
         with self._lock:
             return self._stream is not None and self._stream.answered
+
+    @property
+    def heard_s(self) -> float:
+        """When the scheduler was last heard on any stream (monotonic); at first: now."""
+        with self._lock:
+            if self._stream is not None and self._stream.answered:
+                self._heard_s = max(self._heard_s, self._stream.last_heard)
+            return self._heard_s
 
     def send(self, message: pb.MemberMessage) -> None:
         """Queue a message; any thread may call this, and it never blocks.

@@ -44,10 +44,24 @@ def boot_id() -> uuid.UUID:
 
 def start_ticks(pid: int) -> int | None:
     """Start time of a living process, None for one that is gone or a zombie."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped by a signal (SIGSTOP), and not continued.
+
+    A process that a debugger holds is not meant: somebody looks at it.
+    """
+    fields = _stat(pid)
+    return fields is not None and fields[0] == "T"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on, None when the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command name may hold spaces and parentheses: fields are counted after the last ')'.
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return text.rpartition(")")[2].split()

@@ -18,6 +18,7 @@ from pathlib import Path
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import parse_json, write_atomically
 from penstock.protocol.stopping import STOP_SIGNALS
+from penstock.shm.process import is_stopped
 
 CHOSEN_PORTS = range(20_000, 32_000)
 """Below the range from which the system serves port 0 (32768 and up by default): nobody can get
@@ -50,6 +51,11 @@ class Children:
     def pidfds(self) -> dict[int, str]:
         """Descriptor that becomes readable when the child of that name dies."""
         return {running.pidfd: name for name, running in self._running.items()}
+
+    @property
+    def stopped(self) -> frozenset[str]:
+        """Names of those that a signal has stopped."""
+        return frozenset(name for name, child in self._running.items() if is_stopped(child.pid))
 
     def start(self, name: str) -> int:
         """Start a child; its pid.

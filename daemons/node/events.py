@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.protocol.ended import RunEnd
+
 # ---- events ----
 
 
@@ -77,6 +79,20 @@ class StopUnheard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What the node sees of its children and the scheduler; comes at least every second.
+
+    ``stopped``: children that a signal has stopped. ``heard_s``: when the scheduler was last heard;
+    None without a link to it. ``ended``: how the run ended, from the note that is left when the
+    scheduler is gone.
+    """
+
+    stopped: frozenset[str] = frozenset()
+    heard_s: float | None = None
+    ended: RunEnd | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed."""
 
@@ -91,6 +107,7 @@ Event = (
     | RefusedByScheduler
     | StopAsked
     | StopUnheard
+    | Watched
     | Tick
 )
 

@@ -21,11 +21,12 @@ from penstock.daemons.node.effects import (
 )
 from penstock.daemons.node.lock import RunLock, node_lock_path
 from penstock.daemons.node.metrics import NodeMetrics
-from penstock.daemons.node.remains import remove_empty_memory
+from penstock.daemons.node.remains import remove_empty_memory, remove_memory
 from penstock.daemons.node.service import LinkSettings, StopSettings, Supervisor
 from penstock.daemons.node.state import SCHEDULERD, Limits, NodeState
 from penstock.protocol.config import Config
-from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.protocol.ended import EndWatch, RunEnd, forget_end
+from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.names import (
     devices_of_node,
     memoryd_name,
@@ -50,6 +51,8 @@ _log = logging.getLogger(__name__)
 LAUNCHER = (sys.executable, "-m", "penstock.client.launch")
 PREVIOUS_NODE_WAIT_S = 60.0
 ENDPOINT_WAIT_S = 120.0
+SHORTEST_HANG_S = 60.0
+"""A scheduler that says nothing for less may be busy with a slow disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,17 +139,17 @@ def _run(
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ):
-        settings = replace(
-            locate_scheduler(config, run_dir, node, scheduler), grace_seconds=stops.grace.seconds
-        )
+        starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
+        ending = _watch_for_end(run_dir, starts_run=starts_run, alone=stops.parent_pid is None)
+        found = locate_scheduler(config, run_dir, node, scheduler, ending)
+        if found is None:
+            return _clean_up(directory, node, ending)
+        settings = replace(found, grace_seconds=stops.grace.seconds)
         children = specs(config, settings)
         metrics = NodeMetrics(node)
         server = serve_metrics(metrics.registry, metrics_port(config, member))
         supervisor = Supervisor(
-            NodeState.create(
-                tuple(spec.name for spec in children),
-                Limits(max_restarts=config.cluster.max_restarts),
-            ),
+            NodeState.create(tuple(spec.name for spec in children), _limits(config)),
             Children(children, os.environ),
             LinkSettings(
                 address=settings.scheduler,
@@ -158,6 +161,7 @@ def _run(
             ),
             metrics,
             stops,
+            ending,
         )
         try:
             if settings.hosts:
@@ -167,14 +171,46 @@ def _run(
             if settings.hosts:
                 remove_endpoint(run_dir)
             server.close()
-            if remove_empty_memory(directory.run_id, node):
-                _log.info("removed the memory of a run that never began")
+            _clean_up(directory, node, ending)
+
+
+def _limits(config: Config) -> Limits:
+    cluster = config.cluster
+    return Limits(
+        max_restarts=cluster.max_restarts,
+        silence_s=cluster.heartbeat_timeout_s,
+        hang_s=max(SHORTEST_HANG_S, cluster.attempt_timeout_s),
+    )
+
+
+def _watch_for_end(run_dir: Path, *, starts_run: bool, alone: bool) -> EndWatch:
+    """A node that starts the run removes the old note; beside one that does so it does not count.
+    Under ``penstock train``, which did so, a note says that this node is a late replacement.
+    """
+    if starts_run:
+        forget_end(run_dir)
+    return EndWatch(run_dir, old=RunEnd.read(run_dir) if alone else None)
+
+
+def _clean_up(directory: RunDirectory, node: str, ending: EndWatch) -> int:
+    """When all children are dead: remove memory that nobody needs; the code of an ended run."""
+    end = ending.look()
+    if end is not None and not end.keep_memory:
+        if remove_memory(directory.run_id, node):
+            _log.info("removed the memory of a run that has ended")
+    elif remove_empty_memory(directory.run_id, node):
+        _log.info("removed the memory of a run that never began")
+    return int(ExitCode.DONE if end is None else end.code)
 
 
 def locate_scheduler(
-    config: Config, run_dir: Path, node: str, scheduler: str | None
-) -> NodeSettings:
-    """Where the scheduler is or will be, and whether this node is to host it."""
+    config: Config, run_dir: Path, node: str, scheduler: str | None, ending: EndWatch
+) -> NodeSettings | None:
+    """Where the scheduler is or will be, and whether this node is to host it; None: the run has
+    ended.
+    """
+    if ending.look() is not None:
+        return None
     first = config.cluster.nodes[0]
     hosts = scheduler is None and node == first.name
     if hosts:
@@ -186,19 +222,22 @@ def locate_scheduler(
     elif scheduler is None and config.cluster.scheduler_port:
         scheduler = f"{first.host}:{config.cluster.scheduler_port}"
     elif scheduler is None:
-        scheduler = wait_for_endpoint(run_dir, timeout_s=ENDPOINT_WAIT_S)
+        scheduler = wait_for_endpoint(run_dir, ending, timeout_s=ENDPOINT_WAIT_S)
+        if scheduler is None:
+            return None
     return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts)
 
 
-def wait_for_endpoint(run_dir: Path, *, timeout_s: float) -> str:
-    """The scheduler's address, as soon as the (living) first node on this machine announces it.
+def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> str | None:
+    """The scheduler's address, as soon as the (living) first node on this machine announces it;
+    None: the run has ended.
 
     Raises:
         LostMemberError: it did not in time.
     """
     path = run_dir / "endpoint.json"
     deadline = time.monotonic() + timeout_s
-    while True:
+    while ending.look() is None:
         if path.exists():
             found = read_endpoint(run_dir)
             if found is not None and start_ticks(found.pid) is not None:
@@ -209,3 +248,4 @@ def wait_for_endpoint(run_dir: Path, *, timeout_s: float) -> str:
                 " start that node, or give --scheduler HOST:PORT"
             )
         time.sleep(0.05)
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.shm.control import ControlView
 from penstock.shm.errors import SegmentError
 from penstock.shm.inventory import NodeSegments, inventory
@@ -37,10 +39,21 @@ def remove_empty_memory(run_id: str, node_name: str) -> bool:
 
     For the supervisor, when its children are dead: memoryd does this itself when it ends well.
     """
+    return _remove(run_id, node_name, lambda entry: committed_version(entry) is None)
+
+
+def remove_memory(run_id: str, node_name: str) -> bool:
+    """Remove a dead node's segments, whatever is in them: the run has ended, and all is saved;
+    whether there were any.
+    """
+    return _remove(run_id, node_name, lambda entry: True)
+
+
+def _remove(run_id: str, node_name: str, worthless: Callable[[NodeSegments], bool]) -> bool:
     found = False
     for entry in inventory():
         ours = (entry.run_id, entry.node_name) == (run_id, node_name)
-        if ours and not entry.in_use and committed_version(entry) is None:
+        if ours and not entry.in_use and worthless(entry):
             found = True
             for name in entry.names:
                 unlink(name)

@@ -43,10 +43,12 @@ from penstock.daemons.node.events import (
     StopUnheard,
     Terminate,
     Tick,
+    Watched,
 )
 from penstock.daemons.node.metrics import NodeMetrics
 from penstock.daemons.node.state import SCHEDULERD, NodeState
 from penstock.protocol.control import ControlClient
+from penstock.protocol.ended import EndWatch
 from penstock.protocol.errors import PenstockError, ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
@@ -99,12 +101,14 @@ class Supervisor:
         link: LinkSettings,
         metrics: NodeMetrics,
         stops: StopSettings,
+        ending: EndWatch,
     ) -> None:
         self._state = state
         self._children = children
         self._settings = link
         self._metrics = metrics
         self._grace = stops.grace
+        self._ending = ending
         self._requests = StopRequests(self._on_demand, stops.parent_pid)
         self._hosts_scheduler = SCHEDULERD in state.children
         self._epoch = 0
@@ -140,6 +144,8 @@ class Supervisor:
         for descriptor in (self._announced, self._stops, *pidfds):
             poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(self._sleep_s() * 1000)}
+        # Before what happened: children that ended with the run are not to be started again.
+        self._feed(self._watch())
         for pidfd in ready & pidfds.keys():
             name = pidfds[pidfd]
             pid, code = self._children.reap(name)
@@ -155,6 +161,15 @@ class Supervisor:
             for _ in range(os.eventfd_read(self._announced)):
                 self._receive()
         self._feed(Tick())
+
+    def _watch(self) -> Watched:
+        """The note about the run's end is for those who are not told: who is connected will be."""
+        connected = self._link is not None and self._link.connected
+        return Watched(
+            stopped=self._children.stopped,
+            heard_s=None if self._link is None else self._link.heard_s,
+            ended=None if connected else self._ending.look(),
+        )
 
     def _receive(self) -> None:
         """Take one announced message; there is none when the link was closed meanwhile."""

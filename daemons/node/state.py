@@ -48,8 +48,11 @@ from penstock.daemons.node.events import (
     StopUnheard,
     Terminate,
     Tick,
+    Watched,
 )
+from penstock.protocol.ended import RunEnd
 from penstock.protocol.errors import FAILURES, ExitCode
+from penstock.protocol.stillness import Stillness
 from penstock.protocol.stopping import Patience
 
 SCHEDULERD = "schedulerd"
@@ -76,7 +79,10 @@ class Mode(StrEnum):
 class Limits:
     """Deadlines and counts. A child that lived shorter than ``quick_death_s`` is restarted after a
     delay that grows with every such death in a row. ``deaf_grace_s``: how long a child may outlive
-    the scheduler: one that was not connected yet never hears that the run has ended.
+    the scheduler: one that was not connected yet never hears that the run has ended. ``silence_s``:
+    how long a child may stand still, stopped by a signal (the scheduler watches members only, and
+    only those that have joined, as long as the run goes on); ``hang_s``: how long the node's
+    schedulerd may say nothing though it is not stopped.
     """
 
     max_restarts: int
@@ -90,6 +96,8 @@ class Limits:
     end_timeout_s: float = 60.0
     deaf_grace_s: float = 5.0
     terminate_timeout_s: float = 30.0
+    silence_s: float = 10.0
+    hang_s: float = 600.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +120,7 @@ class NodeState:
 
     limits: Limits
     children: dict[str, Child]
+    stillness: Stillness
     mode: Mode = Mode.RUNNING
     code: int = 0
     told_code: int = 0
@@ -122,11 +131,21 @@ class NodeState:
     ask_again_at_s: float | None = None
     give_up_s: float | None = None
     """When a stop that may not take for ever has taken too long."""
+    run_ended: bool = False
+    """The run is over, however long children take to end."""
+    noted: bool = False
+    """The scheduler has left word that the run is over."""
+    forgiven_s: float = float("-inf")
+    """Silence of schedulerd before that proves nothing."""
 
     @classmethod
     def create(cls, names: tuple[str, ...], limits: Limits) -> NodeState:
         """All children are due at once, in the order of their names here."""
-        return cls(limits=limits, children={name: Child(name=name) for name in names})
+        return cls(
+            limits=limits,
+            children={name: Child(name=name) for name in names},
+            stillness=Stillness(limits.silence_s),
+        )
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What to do about ``event`` at ``now_s`` (any monotonic clock)."""
@@ -247,6 +266,22 @@ class NodeState:
             self.ask_again_at_s = now_s + self.limits.ask_again_s
         return []
 
+    def _on_watched(self, event: Watched, now_s: float) -> list[Effect]:
+        still = self.stillness.look(event.stopped, now_s)
+        self._forgive(self.stillness.jump_s, now_s)
+        effects: list[Effect] = []
+        for name, seconds in still.items():
+            effects += self._replace(name, f"is stopped for {seconds:.0f} s", now_s)
+        scheduler = self.children.get(SCHEDULERD)
+        if scheduler is not None and scheduler.pid is not None and event.heard_s is not None:
+            quiet_s = now_s - max(event.heard_s, scheduler.started_s, self.forgiven_s)
+            if quiet_s > self.limits.hang_s and self.mode is Mode.RUNNING:
+                effects += self._replace(SCHEDULERD, f"says nothing for {quiet_s:.0f} s", now_s)
+        self.noted = event.ended is not None
+        if event.ended is not None and self.mode in (Mode.RUNNING, Mode.FAILING):
+            effects += self._on_run_ended(event.ended, now_s)
+        return effects
+
     def _on_tick(self, event: Tick, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         for child in self.children.values():
@@ -267,15 +302,38 @@ class NodeState:
 
     # ---- decisions ----
 
+    def _forgive(self, jump_s: float, now_s: float) -> None:
+        """After the node itself was stopped, everybody has the full time again."""
+        if not jump_s:
+            return
+        self.forgiven_s = now_s
+        if self.deadline_s is not None:
+            self.deadline_s += jump_s
+
+    def _replace(self, name: str, why: str, now_s: float) -> list[Effect]:
+        """Kill a child that stands still; when it is dead it is started anew, if it is needed."""
+        self.forgiven_s = now_s
+        return [Say(message=f"{name} {why}: killing it"), Kill(name=name)]
+
+    def _on_run_ended(self, end: RunEnd, now_s: float) -> list[Effect]:
+        """The scheduler is gone for good, and left word: nobody will tell the children."""
+        self.told_code = int(end.code)
+        effects = self._end(now_s)
+        self.deadline_s = now_s + self.limits.deaf_grace_s
+        return [Say(message=f"the run has ended: {end.reason}"), *effects]
+
     def _on_deadline(self, now_s: float) -> list[Effect]:
         left = ", ".join(self._running())
         if self.mode is Mode.TERMINATING:
-            self.mode, self.code = Mode.KILLING, self.code or int(ExitCode.LOST_MEMBERS)
+            self.mode = Mode.KILLING
+            if not self.run_ended:
+                self.code = self.code or int(ExitCode.LOST_MEMBERS)
             message = f"still running {self.limits.terminate_timeout_s:g} s after SIGTERM: {left}"
             return [Say(message=message), *(Kill(name=name) for name in self._running())]
         scheduler = self.children.get(SCHEDULERD)
         scheduler_gone = scheduler is not None and scheduler.pid is None
-        if self.mode is Mode.ENDING and scheduler_gone and self.scheduler_code is None:
+        cut_short = scheduler_gone and self.scheduler_code is None and not self.noted
+        if self.mode is Mode.ENDING and cut_short:
             return self._come_back(now_s)
         if self.mode is not Mode.ENDING:
             self.code = self.code or int(ExitCode.LOST_MEMBERS)
@@ -301,7 +359,7 @@ class NodeState:
 
     def _come_back(self, now_s: float) -> list[Effect]:
         """schedulerd died while it ended the run and members are left: start what is missing."""
-        self.mode, self.told_code = Mode.RUNNING, 0
+        self.mode, self.told_code, self.run_ended = Mode.RUNNING, 0, False
         effects: list[Effect] = [
             Say(message="schedulerd died while it ended the run: it is started once more"),
             OpenLink(),
@@ -344,7 +402,7 @@ class NodeState:
         return [Say(message=error), SendFailed(error=error, code=int(code))]
 
     def _end(self, now_s: float) -> list[Effect]:
-        self.mode = Mode.ENDING
+        self.mode, self.run_ended = Mode.ENDING, True
         self.deadline_s = now_s + self.limits.end_timeout_s
         self._forget_starts()
         return [CloseLink()]
@@ -379,5 +437,6 @@ _HANDLERS: dict[type, _Handler] = {
     RefusedByScheduler: NodeState._on_refused,
     StopAsked: NodeState._on_stop,
     StopUnheard: NodeState._on_stop_unheard,
+    Watched: NodeState._on_watched,
     Tick: NodeState._on_tick,
 }

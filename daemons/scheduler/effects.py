@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from penstock.daemons.scheduler.events import (
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    NoteEnd,
     PrepareSave,
     Refuse,
     Reply,
@@ -35,6 +37,7 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import Service
 from penstock.daemons.scheduler.trace import DecisionTrace
+from penstock.protocol.ended import RunEnd
 from penstock.protocol.errors import PenstockError
 
 _log = logging.getLogger("penstock.scheduler")
@@ -46,6 +49,7 @@ class Executor:
     def __init__(
         self,
         *,
+        run_dir: Path,
         service: Service,
         journal: Journal,
         saved: SavedStates,
@@ -54,6 +58,7 @@ class Executor:
         trace: DecisionTrace,
     ) -> None:
         self.exit: Exit | None = None
+        self._run_dir = run_dir
         self._service = service
         self._journal = journal
         self._saved = saved
@@ -128,6 +133,20 @@ class Executor:
     def _say(self, effect: Say) -> None:
         _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
 
+    def _note_end(self, effect: NoteEnd) -> None:
+        end = RunEnd(
+            reason=effect.reason,
+            code=effect.code,
+            keep_memory=effect.keep_memory,
+            failed=effect.failed,
+            written_s=time.time(),
+        )
+        try:
+            end.write(self._run_dir)
+        except PenstockError:
+            # Whoever is there hears of the end all the same.
+            _log.exception("cannot leave word that the run has ended")
+
     def _exit(self, effect: Exit) -> None:
         self.exit = effect
 
@@ -146,5 +165,6 @@ class Executor:
         Reply: _reply,
         ReplyError: _reply,
         Say: _say,
+        NoteEnd: _note_end,
         Exit: _exit,
     }

@@ -237,6 +237,16 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoteEnd:
+    """Leave word of how the run ends, for members that come when the scheduler is gone."""
+
+    reason: str
+    code: ExitCode
+    keep_memory: bool
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     """The scheduler ends. ``error`` is empty when there is nothing to complain about."""
 
@@ -259,5 +269,6 @@ Effect = (
     | Reply
     | ReplyError
     | Say
+    | NoteEnd
     | Exit
 )

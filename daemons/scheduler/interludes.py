@@ -10,6 +10,7 @@ from penstock.daemons.scheduler.events import (
     CompleteSave,
     Effect,
     Exit,
+    NoteEnd,
     PrepareSave,
     Say,
     Send,
@@ -152,7 +153,8 @@ class Evaluation(Activity):
 
 
 class Ending(Activity):
-    """Tell everyone to shut down, wait until they have gone (not for long), exit.
+    """Leave word that the run is over, tell everyone to shut down, wait until they have gone (not
+    for long), exit. Nodes that were lost are waited for, too: they may come back, and hear it.
 
     ``error`` is empty for an end that was wanted. Members that join meanwhile are told too.
     ``leave_by_s``: when to go at the latest, None for the usual patience.
@@ -181,6 +183,9 @@ class Ending(Activity):
         self._message = pb.SchedulerMessage(
             shutdown=pb.Shutdown(keep_memory=keep_memory, reason=reason, exit_code=int(code))
         )
+        self._note = NoteEnd(
+            reason=error or reason, code=code, keep_memory=keep_memory, failed=bool(error)
+        )
         self._leave_by_s = math.inf if leave_by_s is None else leave_by_s
         self._exit_s = 0.0
         self._hurried = False
@@ -189,10 +194,13 @@ class Ending(Activity):
         """Nodes hear it together with their children, so that none is started again."""
         self._exit_s = min(now_s + self.rules.deadlines.shutdown_s, self._leave_by_s)
         said = Say(text=f"shutting down: {self.reason}", warning=bool(self.error))
-        return [said, *send_all(self._members.present, self._message)]
+        self.waiting = set(self._members.lost_nodes)
+        # The note first: a scheduler that comes after this one must not go on with the run.
+        return [said, self._note, *send_all(self._members.present, self._message)]
 
     def joined(self, member: str) -> list[Effect]:
         """Somebody comes too late."""
+        self.waiting.discard(member)
         return [Send(member=member, message=self._message)]
 
     def hurry(self) -> None:
@@ -202,7 +210,7 @@ class Ending(Activity):
     def look(self, now_s: float) -> list[Effect]:
         """Exit when all have gone or the time is up."""
         patient = not self._hurried and now_s < self._exit_s
-        if self.done or (self._members.present and patient):
+        if self.done or ((self._members.present or self.waiting) and patient):
             return []
         self.done = True
         return [Exit(code=self._code, error=self.error)]

@@ -25,6 +25,7 @@ from penstock.daemons.scheduler.service import Events, Service
 from penstock.daemons.scheduler.state import Machine
 from penstock.daemons.scheduler.status import status_reply
 from penstock.daemons.scheduler.trace import DecisionTrace
+from penstock.protocol.ended import RunEnd, forget_end
 from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.process import (
@@ -67,6 +68,8 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
     )
     rules = Rules.of_run(run)
+    if parent_pid is None:  # otherwise whoever starts the run does it
+        forget_end(run.path)
     with ExitStack() as stack:
         service = Service(events, config.cluster.nodes[0].host, port, len(rules.members))
         stack.callback(service.close)
@@ -129,6 +132,7 @@ def _open(
     metrics_file.reconcile()
     saved_states.remove_temporary()
     executor = Executor(
+        run_dir=run.path,
         service=service,
         journal=journal,
         saved=saved_states,
@@ -137,7 +141,9 @@ def _open(
         trace=DecisionTrace(TraceLog.of_run(run.path, PROCESS, run.config.observability.trace)),
     )
     ledger = Ledger(rules, facts, newest, _draw_incarnation)
-    machine = Machine(rules, ledger, Membership(rules, facts.pids), monotonic_s())
+    machine = Machine(
+        rules, ledger, Membership(rules, facts.pids), monotonic_s(), RunEnd.read(run.path)
+    )
     return _Loop(machine, executor, events, metrics)
 
 

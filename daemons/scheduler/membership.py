@@ -69,6 +69,15 @@ class Membership:
         """Members with a stream."""
         return tuple(name for name, m in self.members.items() if m.stream is not None)
 
+    @property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """Nodes that were here and have no stream now."""
+        return tuple(
+            name
+            for name, m in self.members.items()
+            if m.spec.role is Role.NODE and m.hello is not None and m.stream is None
+        )
+
     def name_of(self, stream: int) -> str | None:
         """The member at the other end of a stream; None when the stream is not believed."""
         return self._names.get(stream)

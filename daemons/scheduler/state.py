@@ -45,6 +45,7 @@ from penstock.daemons.scheduler.membership import Membership
 from penstock.daemons.scheduler.rules import Phase, Role, Rules
 from penstock.daemons.scheduler.status import status_reply
 from penstock.daemons.scheduler.transaction import Transaction
+from penstock.protocol.ended import RunEnd
 from penstock.protocol.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 
@@ -57,7 +58,14 @@ _RequestHandler = Callable[["Machine", Asked, float], list[Effect]]
 class Machine:
     """Feed :meth:`handle` with events and carry out the effects it returns, in order."""
 
-    def __init__(self, rules: Rules, ledger: Ledger, members: Membership, now_s: float) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        ledger: Ledger,
+        members: Membership,
+        now_s: float,
+        ended: RunEnd | None = None,
+    ) -> None:
         self.rules = rules
         self.ledger = ledger
         self.members = members
@@ -73,6 +81,13 @@ class Machine:
         self._now_s = now_s
         self._beat_s = now_s
         self._wishes = Wishes()
+        if ended is not None:  # a scheduler before this one had begun to shut everyone down
+            self.activity = self._ending(
+                keep_memory=ended.keep_memory,
+                reason=ended.reason,
+                code=ended.code,
+                error=ended.reason if ended.failed else "",
+            )
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """React to ``event`` at ``now_s`` (any monotonic clock)."""

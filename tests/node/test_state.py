@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,11 @@ from penstock.daemons.node.events import (
     StopUnheard,
     Terminate,
     Tick,
+    Watched,
 )
 from penstock.daemons.node.state import Limits, Mode, NodeState
+from penstock.protocol.ended import RunEnd
+from penstock.protocol.errors import ExitCode
 
 NAMES = ("schedulerd", "memoryd.a", "worker.0")
 PIDS = {"schedulerd": 10, "memoryd.a": 11, "worker.0": 12}
@@ -296,7 +300,7 @@ def test_a_node_without_the_scheduler_waits_a_minute_for_its_children() -> None:
     machine.exit("memoryd.b", 0)
     assert machine.feed(Tick(), after_s=60.0) == [Terminate(name="worker.1")]
     assert machine.feed(Tick(), after_s=30.0) == [Kill(name="worker.1")]
-    assert machine.exit("worker.1", -9) == [Exit(code=4)]
+    assert machine.exit("worker.1", -9) == [Exit(code=0)], "the run has ended well all the same"
 
 
 @pytest.mark.parametrize("code", [0, 4, 5, 130])
@@ -318,3 +322,82 @@ def test_a_run_that_comes_back_while_it_ends_may_end_in_another_way(machine: Mac
     for name in ("worker.0", "memoryd.a"):
         machine.exit(name, 0)
     assert machine.exit("schedulerd", 0) == [Exit(code=0)]
+
+
+def watch(machine: Machine, seconds: int, **seen: Any) -> list[Effect]:
+    """Seconds pass, in each of which the node sees the same."""
+    effects: list[Effect] = []
+    for _ in range(seconds):
+        effects += machine.feed(Watched(heard_s=machine.now_s + 1.0, **seen), Tick(), after_s=1.0)
+    return effects
+
+
+def test_children_that_are_stopped_are_killed_and_replaced(machine: Machine) -> None:
+    stopped = frozenset(("schedulerd", "worker.0"))
+    assert watch(machine, 11, stopped=stopped) == []
+    assert watch(machine, 1, stopped=stopped) == [Kill(name="schedulerd"), Kill(name="worker.0")]
+    machine.exit("schedulerd", -9)
+    machine.exit("worker.0", -9)
+    assert machine.feed(Tick(), after_s=0.1) == [Start(name="schedulerd"), Start(name="worker.0")]
+
+
+def test_a_scheduler_that_goes_on_in_time_lives(machine: Machine) -> None:
+    stopped = frozenset(("schedulerd",))
+    for _ in range(5):
+        assert watch(machine, 9, stopped=stopped) == []
+        assert watch(machine, 1) == []
+
+
+def test_a_node_that_was_stopped_itself_gives_its_scheduler_time(machine: Machine) -> None:
+    stopped = frozenset(("schedulerd",))
+    assert watch(machine, 9, stopped=stopped) == []
+    machine.now_s += 1000.0
+    assert watch(machine, 11, stopped=stopped) == []
+    assert watch(machine, 1, stopped=stopped) == [Kill(name="schedulerd")]
+
+
+def test_a_scheduler_that_only_says_nothing_gets_much_longer(machine: Machine) -> None:
+    heard_s = machine.now_s
+    for _ in range(600):
+        assert machine.feed(Watched(heard_s=heard_s), after_s=1.0) == []
+    assert machine.feed(Watched(heard_s=heard_s), after_s=1.0) == [Kill(name="schedulerd")]
+    assert machine.feed(Watched(heard_s=heard_s), after_s=1.0) == []
+
+
+def test_a_child_that_is_stopped_while_the_run_ends_is_killed(machine: Machine) -> None:
+    machine.feed(ShutdownAsked(reason="done"))
+    machine.exit("worker.0", 0)
+    assert watch(machine, 12, stopped=frozenset(("memoryd.a",))) == [Kill(name="memoryd.a")]
+    machine.exit("memoryd.a", -9)
+    assert machine.exit("schedulerd", 0) == [Exit(code=0)]
+
+
+END = RunEnd(
+    reason="step 9 of 9 is done", code=ExitCode.DONE, keep_memory=False, failed=False, written_s=1.0
+)
+
+
+def test_a_node_that_wakes_after_the_end_starts_nothing_again() -> None:
+    machine = Machine(("memoryd.b", "worker.1"), Limits(max_restarts=3))
+    machine.feed(Tick(), Started(name="memoryd.b", pid=1), Started(name="worker.1", pid=2))
+    watch(machine, 1)
+    machine.now_s += 500.0
+    assert machine.feed(Watched(heard_s=100.0, ended=END)) == [CloseLink()]
+    assert machine.exit("worker.1", 0) == []
+    assert machine.feed(Tick(), after_s=4.0) == []
+    assert machine.feed(Tick(), after_s=1.0) == [Terminate(name="memoryd.b")]
+    assert machine.exit("memoryd.b", 130) == [Exit(code=0)]
+
+
+def test_a_scheduler_killed_while_it_ends_the_run_is_not_needed_when_it_left_word(
+    machine: Machine,
+) -> None:
+    machine.feed(ShutdownAsked(reason="stopped", code=5))
+    machine.exit("schedulerd", -9)
+    machine.feed(Watched(ended=END))
+    assert machine.feed(Tick(), after_s=5.0) == [
+        Terminate(name="memoryd.a"),
+        Terminate(name="worker.0"),
+    ]
+    machine.exit("worker.0", 0)
+    assert machine.exit("memoryd.a", 130) == [Exit(code=5)]

@@ -21,6 +21,7 @@ from penstock.daemons.scheduler.events import (
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    NoteEnd,
     PrepareSave,
     Received,
     Refuse,
@@ -150,7 +151,7 @@ def describe(effect: Effect) -> str | None:
             return f"exit {code}"
         case AppendMetrics():
             return "metrics line"
-        case Accept() | Say():
+        case Accept() | Say() | NoteEnd():
             return None
     return type(effect).__name__.lower()
 

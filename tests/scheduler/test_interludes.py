@@ -11,6 +11,7 @@ from penstock.daemons.scheduler.events import (
     AppendMetrics,
     Broken,
     CompleteSave,
+    NoteEnd,
     Reply,
     Request,
     SaveFinished,
@@ -18,6 +19,8 @@ from penstock.daemons.scheduler.events import (
     Send,
     StopSignalled,
 )
+from penstock.daemons.scheduler.state import Machine
+from penstock.protocol.ended import RunEnd
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import (
@@ -342,3 +345,42 @@ def test_more_steps_than_before_continue_a_saved_run() -> None:
     driver.drained(None)
     driver.restored()
     assert driver.ready()[0] == "optimizerd.a <- run_attempt e4 a6 v4 data 32"
+
+
+def test_the_end_waits_a_while_for_a_node_that_was_lost(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"steps": 1})
+    driver.close("node.a")
+    driver.run_attempt()
+    assert driver.save() == shutdown()[1:]
+    assert driver.leave_all() == []
+    assert driver.wait(10.0) == []
+    assert driver.join("node.a") == ["node.a <- shutdown"]
+    assert driver.close("node.a") == ["exit 0"]
+
+
+def test_the_end_is_noted_before_anybody_hears_of_it(live: Driver) -> None:
+    live.ask(Request.STOP)
+    live.run_attempt()
+    live.save()
+    kinds = [type(effect) for effect in live.effects]
+    assert kinds.index(NoteEnd) < kinds.index(Send)
+    [note] = [effect for effect in live.effects if isinstance(effect, NoteEnd)]
+    assert (note.code, note.keep_memory, note.failed) == (ExitCode.STOPPED, False, False)
+
+
+def test_a_scheduler_that_comes_after_the_end_only_ends() -> None:
+    driver = Driver(facts=facts_at(4), saved=saved_at(4))
+    driver.machine = Machine(
+        driver.rules,
+        driver.machine.ledger,
+        driver.machine.members,
+        driver.now_s,
+        RunEnd(
+            reason="disk full",
+            code=ExitCode.NO_MEMORY,
+            keep_memory=True,
+            failed=True,
+            written_s=1.0,
+        ),
+    )
+    assert driver.tick() == ["exit 3"], "the note answers whoever comes"
