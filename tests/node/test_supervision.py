@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,8 @@ import pytest
 import yaml
 
 from penstock.daemons.node.lock import RunLock, node_lock_path
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.ended import RunEnd
+from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.rundir import RunDirectory
@@ -47,7 +49,7 @@ class Node:
         self.stubs: dict[str, list[str]] = {}
         self.process: subprocess.Popen[str] | None = None
 
-    def configure(self, **cluster: int) -> None:
+    def configure(self, **cluster: float) -> None:
         config = {
             "model": {"hf": {"model_type": "llama"}},
             "data": {"path": "@stdlib"},
@@ -161,6 +163,35 @@ def test_killed_children_are_replaced(node: Node) -> None:
         assert node.wait_started(name, 2) != first
     os.kill(node.pids("memoryd.a")[1], signal.SIGTERM)  # ends with 0, but the run goes on
     node.wait_started("memoryd.a", 3)
+
+
+def test_stopped_children_are_replaced(node: Node) -> None:
+    """schedulerd, which no scheduler watches, and a member that has not joined yet."""
+    node.configure(heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0)
+    node.stub("schedulerd")
+    node.stub("worker.0")
+    node.start()
+    for name in node.stubs:
+        first = node.wait_started(name)
+        os.kill(first, signal.SIGSTOP)
+        assert node.wait_started(name, 2) != first
+        assert start_ticks(first) is None
+
+
+def test_a_node_that_lost_its_scheduler_heeds_the_note_of_the_end(node: Node) -> None:
+    node.stub("memoryd.a")
+    old = RunEnd(
+        reason="stopped", code=ExitCode.STOPPED, keep_memory=False, failed=False, written_s=1.0
+    )
+    old.write(node.run_dir)
+    node.start("127.0.0.1:1")
+    first = node.wait_started("memoryd.a")
+    assert start_ticks(first) is not None, "the note is of an earlier start"
+    replace(old, written_s=2.0).write(node.run_dir)
+    code, errors = node.wait()
+    assert code == ExitCode.STOPPED
+    assert "the run has ended: stopped" in errors
+    assert node.pids("memoryd.a") == [first] and start_ticks(first) is None
 
 
 def test_final_code_of_a_child(node: Node) -> None:
