@@ -57,17 +57,13 @@ def resumed(run_dir: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("changes", "stopped"),
     [
         pytest.param(CHANGES, ("schedulerd", "node.a"), id="one-node"),
-        pytest.param(
-            TWO_NODES,
-            ("schedulerd", "node.b", "node.a"),
-            id="two-nodes",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(TWO_NODES, ("schedulerd", "node.b", "node.a"), id="two-nodes"),
     ],
 )
 def test_stopped_for_ever_or_killed_by_mistake_costs_no_byte(
