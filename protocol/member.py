@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,7 @@ class MemberLink:
     ) -> None:
         self.address = address
         self._hello = hello
+        self._nonce = secrets.randbits(64)
         self._interval_s = heartbeat_interval_s
         self._silence_timeout_s = silence_timeout_s
         self._listener = listener
@@ -180,7 +182,9 @@ class MemberLink:
 
     def _run_stream(self) -> bool:
         """Open one stream and read it to its end; whether the scheduler answered on it."""
-        stream = _Stream(self.address, self._hello())
+        hello = self._hello()
+        hello.nonce = self._nonce
+        stream = _Stream(self.address, hello)
         with self._lock:
             self._stream = stream
         if self._closing.is_set():  # close() may have looked for a stream before this one was there

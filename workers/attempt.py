@@ -127,6 +127,7 @@ class Attempt:
     def __init__(self, bench: Bench, job: Job) -> None:
         self.bench = bench
         self.job = job
+        bench.transport.inbox.begin(job.phase, job.number)
         self.tally = Tally()
         self.timeline = Timeline(bench.device, bench.trace, job.phase, job.number)
         self.gradients = GradientBook(

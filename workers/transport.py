@@ -27,6 +27,7 @@ from penstock.protocol.frames import (
     decode,
     encode,
 )
+from penstock.protocol.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.workers.channels.notices import Notices
 from penstock.workers.inbox import Inbox, NamedTensors
 from penstock.workers.metrics import WorkerMetrics
@@ -42,9 +43,24 @@ MAX_TENSORS = 1024
 _QUEUED_MESSAGES = 4096
 """High-water mark per peer; plans stay far below it."""
 
+_UNREAD_MESSAGES = 4
+"""Whole messages of a peer that wait for the communication thread; it takes them as they come."""
+
+_SLACK_BYTES = 32 << 20
+
 _LOG_INTERVAL_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+def bounds_of(largest_bytes: int, num_devices: int) -> Bounds:
+    """What peers may bring before it has been taken: what waits, the message under way, slack."""
+    connection_bytes = (_UNREAD_MESSAGES + 2) * largest_bytes + _SLACK_BYTES
+    return Bounds(
+        connections=64 + 8 * num_devices,
+        connection_bytes=connection_bytes,
+        total_bytes=max(2, num_devices) * connection_bytes,
+    )
 
 
 class Transport:
@@ -63,14 +79,21 @@ class Transport:
         self.metrics = metrics
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
-        self._pull.set(zmq.RCVHWM, _QUEUED_MESSAGES)
+        self._pull.set(zmq.RCVHWM, _UNREAD_MESSAGES)
         self._pull.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES)
+        if bind_address.startswith("tcp:"):
+            listen_guardedly(self._pull)
+        else:
+            own_user_only(self._pull)
         try:
             self._pull.bind(bind_address)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
         self.address = self._pull.get_string(zmq.LAST_ENDPOINT)
+        self._guard: Guard | None = None
+        if bind_address.startswith("tcp:"):
+            self._guard = Guard(self._pull, bounds_of(0, 0), lambda: metrics.dropped("cut"))
         self._lock = threading.Lock()
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._optimizers: dict[int, zmq.Socket[bytes]] = {}
@@ -86,6 +109,11 @@ class Transport:
         with self._lock:
             self._peers = {device: self._push(address) for device, address in peers.items()}
             self._optimizers = {node: self._push(address) for node, address in optimizers.items()}
+
+    def expect(self, largest_bytes: int, num_devices: int) -> None:
+        """Who listens on tcp bears transfers of up to ``largest_bytes`` from now on."""
+        if self._guard is not None:
+            self._guard.bounds = bounds_of(largest_bytes, num_devices)
 
     def disconnect(self) -> None:
         """Close the connections; what was not sent yet is dropped."""
@@ -144,6 +172,8 @@ class Transport:
     def close(self) -> None:
         """Close all sockets and end the communication thread."""
         self.disconnect()
+        if self._guard is not None:
+            self._guard.close()
         self._context.term()  # the thread sees ContextTerminated and closes its socket
         self._thread.join()
 
@@ -182,6 +212,8 @@ class Transport:
         try:
             while True:
                 frames = self._pull.recv_multipart(copy=False)
+                if self._guard is not None:
+                    self._guard.heard(frames[0])
                 try:
                     self._accept(frames)
                 except ProtocolError as error:

@@ -146,6 +146,20 @@ def bind_transport(
         ) from error
 
 
+def largest_transfer(config: Config, table: BlockTable, plan: Plan) -> int:
+    """Bytes that no transfer between workers exceeds: gradient sums of a stage, or what a layer
+    hands on, in fp32: eight tensors of the model's width at most, and a mask.
+    """
+    sums = [
+        sum(table.blocks[block].trainable_elements for block in stage.blocks)
+        for stage in plan.backward_stages
+    ]
+    matrices = [t.shape for block in table.blocks for t in block.tensors if len(t.shape) == 2]
+    width = max((min(shape) for shape in matrices), default=1)
+    tokens = config.train.micro_batch * config.data.sequence_length
+    return 4 * max(*sums, tokens * (8 * width + config.data.sequence_length))
+
+
 class EpochWorkshop:
     """See :class:`penstock.workers.session.Workshop`. One per process."""
 
@@ -194,7 +208,7 @@ class EpochWorkshop:
         flow = Flow.of(plan)
         memory = self._attached(plan)
         owners = ownership(self._config, self._table, plan)
-        self._connect(begin.epoch, plan, flow, endpoints)
+        self._connect(begin, plan, flow, endpoints)
         self._weights = WeightLoader(
             table=self._table,
             memory=memory,
@@ -298,21 +312,26 @@ class EpochWorkshop:
             )
         return self._runtime
 
-    def _connect(self, epoch: int, plan: Plan, flow: Flow, endpoints: Mapping[str, str]) -> None:
+    def _connect(
+        self, begin: pb.Begin, plan: Plan, flow: Flow, endpoints: Mapping[str, str]
+    ) -> None:
         """Accept what peers send in the epoch, and connect to those that are sent to."""
         program, evaluation = self._programs(plan)
         emulated = self._config.cluster.emulated is not None
         beside = collective_peers(plan, flow, self._device_index, emulated=emulated)
         beside |= told_by(self._device_index, group_members(plan, self._means))
-        self._transport.notices.open(run_id=self._files.run_id, epoch=epoch)
+        self._transport.expect(largest_transfer(self._config, self._table, plan), plan.num_devices)
+        self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)
         self._transport.inbox.open(
             run_id=self._files.run_id,
-            epoch=epoch,
+            epoch=begin.epoch,
             expected=Expected.of(
                 program,
                 evaluation,
                 self._config.train.eval_batches,
                 collective_receives(plan, flow, self._device_index, emulated=emulated),
+                first_attempt=begin.next_attempt,
+                first_evaluation=begin.next_evaluation,
             ),
         )
         self._transport.connect(

@@ -33,6 +33,7 @@ from penstock.protocol.frames import (
     decode,
     encode,
 )
+from penstock.protocol.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.shm.memory import NodeMemory
 from penstock.shm.process import ProcessIdentity
 
@@ -42,6 +43,11 @@ IDLE_POLL_S = 0.1
 MAX_HELD = 4096
 PRUNE_INTERVAL_S = 1.0
 MAX_LEASES = 4096
+
+REQUESTS_UNREAD = 64
+"""Of a connection from another node; it has at most a few under way."""
+BOUNDS = Bounds(connections=1024, connection_bytes=2**20, total_bytes=2**23)
+"""Requests of other nodes have some hundred bytes."""
 
 Status = Literal["ok", "wait", "error"]
 
@@ -77,7 +83,11 @@ class BlockServer:
         self._run_id = run_id
         self._context: zmq.Context[Any] = zmq.Context()
         self._local = self._router()
+        own_user_only(self._local)
         self._remote = self._router()
+        listen_guardedly(self._remote)
+        self._remote.set(zmq.RCVHWM, REQUESTS_UNREAD)
+        self._guard: Guard | None = None
         self._held: list[_Held] = []
         self._leases: dict[int, Lease] = {}
         self._closing = threading.Event()
@@ -88,6 +98,7 @@ class BlockServer:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._guard = Guard(self._remote, BOUNDS)
 
     def start(self, memory: NodeMemory, metrics: MemoryMetrics) -> None:
         """Begin to answer requests, also those that arrived since the sockets were bound."""
@@ -102,6 +113,9 @@ class BlockServer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         self._context.destroy(linger=0)
 
     @property
@@ -159,7 +173,7 @@ class BlockServer:
         """Handle every message that has arrived on a socket, at most a hundred in a row."""
         for _ in range(100):
             try:
-                client, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                client, *frames = self._taken(socket)
             except zmq.Again:
                 return
             try:
@@ -171,6 +185,17 @@ class BlockServer:
                 _log.debug("dropped a message: %s", error)
                 continue
             _HANDLERS[type(request)](self, socket, client, request)
+
+    def _taken(self, socket: zmq.Socket[bytes]) -> list[bytes]:
+        """The frames of the next message.
+
+        Raises:
+            zmq.Again: there is none.
+        """
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        if socket is self._remote and self._guard is not None:
+            self._guard.heard(frames[0])
+        return [frame.bytes for frame in frames]
 
     def _on_lease(self, socket: zmq.Socket[bytes], client: bytes, request: LeaseRequest) -> None:
         error = self._lease_error(request)

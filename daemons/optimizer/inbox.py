@@ -18,12 +18,17 @@ from penstock.daemons.optimizer.effects import FinishedPass
 from penstock.daemons.optimizer.events import Broken, Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
-from penstock.protocol.frames import MAX_HEADER_BYTES, BlockUpdated, GradientReady, decode
+from penstock.protocol.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.member import MemberLink
 
 POLL_S = 0.2
-RECEIVE_HIGH_WATER = 100_000
+RECEIVE_HIGH_WATER = 1024
+MAX_MESSAGE_BYTES = 4096
+MAX_UNREAD = 1 << 16
+BOUNDS = Bounds(connections=1024, connection_bytes=2**20, total_bytes=2**23)
+"""Messages of workers of other nodes have some hundred bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +104,7 @@ class GradientSocket:
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self.endpoint = ""
+        self._guard: Guard | None = None
         try:
             self._bind_local(local_address)
             if host is not None:
@@ -117,11 +123,15 @@ class GradientSocket:
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
+        if self._guard is not None:
+            self._guard.close()
         self._context.destroy(linger=0)
 
     def _bind_local(self, address: str) -> None:
+        socket = self._socket()
+        own_user_only(socket)
         try:
-            self._socket().bind(address)
+            socket.bind(address)
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:
                 raise
@@ -131,6 +141,7 @@ class GradientSocket:
 
     def _bind_tcp(self, host: str) -> None:
         socket = self._socket()
+        listen_guardedly(socket)
         try:
             # ZeroMQ binds to numbers only.
             socket.bind(f"tcp://{sockets.gethostbyname(host)}:0")
@@ -139,11 +150,12 @@ class GradientSocket:
                 f"cluster.nodes host {host!r}: optimizerd cannot listen there: {error}"
             ) from error
         self.endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._guard = Guard(socket, BOUNDS)
 
     def _socket(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.set(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         self._sockets.append(socket)
         return socket
@@ -154,7 +166,10 @@ class GradientSocket:
             poller.register(socket, zmq.POLLIN)
         while not self._closing.is_set():
             for ready, _ in poller.poll(round(POLL_S * 1000)):
-                self._take(ready.recv_multipart())
+                frames = ready.recv_multipart(copy=False)
+                if self._guard is not None and ready is not self._sockets[0]:
+                    self._guard.heard(frames[0])
+                self._take([frame.bytes for frame in frames])
 
     def _take(self, frames: list[bytes]) -> None:
         try:
@@ -162,6 +177,9 @@ class GradientSocket:
                 raise ProtocolError(f"expected one frame, got {len(frames)}")
             message = decode(frames[0], GradientReady, BlockUpdated)
             assert isinstance(message, GradientReady | BlockUpdated)
+            if self._inbox.qsize() >= MAX_UNREAD:
+                # Gradients are found by their ready words, too.
+                raise ProtocolError(f"{MAX_UNREAD} messages are unread")
             self._inbox.put(message)
         except ProtocolError as error:
             self._metrics.dropped_messages.labels("malformed").inc()

@@ -130,6 +130,8 @@ class Barrier(Activity):
             record=record_message(self.ledger.record),
             plan_json=self.rules.plan_json,
             endpoints=self._members.endpoints(),
+            next_attempt=self.ledger.next_attempt,
+            next_evaluation=self.ledger.next_evaluation,
         )
         return pb.SchedulerMessage(begin=begin)
 

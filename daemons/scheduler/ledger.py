@@ -148,6 +148,11 @@ class Ledger:
         self.evaluation += 1
         return self.evaluation
 
+    @property
+    def next_evaluation(self) -> int:
+        """The number that the next evaluation will have."""
+        return self.evaluation + 1
+
     def evaluate(self, evaluation: int, metrics_json: str) -> JournalEvaluation:
         """The committed version has been evaluated."""
         self.evaluated = self.version

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock.daemons.scheduler.effects import Executor
 from penstock.daemons.scheduler.events import Event, Joined, StopSignalled, Tick
+from penstock.daemons.scheduler.intake import Events
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.ledger import Ledger
 from penstock.daemons.scheduler.membership import Membership
@@ -21,7 +22,7 @@ from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.rules import Rules
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.daemons.scheduler.service import Events, Service
+from penstock.daemons.scheduler.service import Service
 from penstock.daemons.scheduler.state import Machine
 from penstock.daemons.scheduler.status import status_reply
 from penstock.daemons.scheduler.trace import DecisionTrace
@@ -63,7 +64,7 @@ def main(
 def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: float | None) -> int:
     config = run.config
     configure_logging(PROCESS, run.path, config.observability.log_level)
-    events: Events = queue.SimpleQueue()
+    events = Events()
     _hear_stops(
         events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
     )
@@ -159,7 +160,7 @@ def _turn_away(rules: Rules, service: Service, events: Events, error: PenstockEr
             event = events.get(timeout=left_s)
         except queue.Empty:
             break
-        if isinstance(event, Joined):
+        if isinstance(event, Joined) and event.hello.member in awaited:
             service.accept(event.stream, event.hello.member)
             service.send(event.hello.member, shutdown)
             awaited.discard(event.hello.member)

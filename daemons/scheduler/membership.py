@@ -14,7 +14,11 @@ from dataclasses import dataclass
 
 from penstock.daemons.scheduler.events import Accept, Disconnect, Effect, Refuse, Say, Send
 from penstock.daemons.scheduler.rules import MemberSpec, Role, Rules
+from penstock.protocol.complaints import COMPLAINT_INTERVAL_S
 from penstock.protocol.generated import scheduler_pb2 as pb
+
+MAX_SHOWN = 60
+"""Characters of a name that a stranger gave."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class Membership:
         self._dying: dict[tuple[str, int], None] = {}  # in the order they were ordered
         self._refused: set[tuple[str, int]] = set()
         self._patient_until_s = float("-inf")
+        self._complained_s, self._uncomplained = float("-inf"), 0
 
     # ---- looking ----
 
@@ -120,12 +125,20 @@ class Membership:
     # ---- changes ----
 
     def join(self, stream: int, hello: pb.Hello, now_s: float) -> tuple[str | None, list[Effect]]:
-        """A stream said Hello; the member's name if it was accepted."""
+        """A stream said Hello; the member's name if it was accepted.
+
+        While a member's process is believed to live, nobody else is the member: who says so is sent
+        away, to come again. A process that was replaced comes when the stream of the one before has
+        ended, or its node has reported it dead.
+        """
         reason = self._objection(hello)
         if reason:
-            said = f"refused {hello.member} (pid {hello.pid}): {reason}"
-            return None, [Refuse(stream=stream, reason=reason), Say(text=said, warning=True)]
+            refusal = Refuse(stream=stream, reason=reason)
+            return None, [refusal, *self._complain(hello, reason, now_s)]
         member = self.members[hello.member]
+        if member.stream is not None and not _same_process(member, hello):
+            reason = f"process {member.pid} has that name, and lives as far as is known"
+            return None, [Disconnect(stream=stream), *self._complain(hello, reason, now_s)]
         effects: list[Effect] = []
         if member.stream is not None:
             effects += self._drop_stream(member)
@@ -220,11 +233,22 @@ class Membership:
 
     # ---- inside ----
 
+    def _complain(self, hello: pb.Hello, reason: str, now_s: float) -> list[Effect]:
+        """Say who was turned away, at most once a second: it may be somebody who does not stop."""
+        if now_s - self._complained_s < COMPLAINT_INTERVAL_S:
+            self._uncomplained += 1
+            return []
+        others = f" ({self._uncomplained} more since the last time)" if self._uncomplained else ""
+        self._complained_s, self._uncomplained = now_s, 0
+        said = f"refused {hello.member[:MAX_SHOWN]} (pid {hello.pid}): {reason}{others}"
+        return [Say(text=said, warning=True)]
+
     def _objection(self, hello: pb.Hello) -> str:
-        if hello.run_id != self._run_id:
-            return f"this is run {self._run_id}, not {hello.run_id!r}"
         if hello.member not in self.members:
-            return f"this run has no member {hello.member!r}: it has {', '.join(self.members)}"
+            name = hello.member[:MAX_SHOWN]
+            return f"this run has no member {name!r}: it has {', '.join(self.members)}"
+        if hello.run_id != self._run_id:
+            return f"this is run {self._run_id}, not {hello.run_id[:MAX_SHOWN]!r}"
         if not hello.pid:
             return "its Hello says no process id"
         if (hello.member, hello.pid) in self._refused:
@@ -276,6 +300,12 @@ class Membership:
         if member.stream is None:
             return "missing"
         return "ready" if ready else "joining"
+
+
+def _same_process(member: Member, hello: pb.Hello) -> bool:
+    """Whether a Hello is of the process that is the member already."""
+    known = member.hello
+    return known is not None and (known.pid, known.nonce) == (hello.pid, hello.nonce)
 
 
 def _fence_order(node: str, member: str, pid: int) -> Send:

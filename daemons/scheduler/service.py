@@ -2,7 +2,8 @@
 
 Threads: each stream has one that reads (its own) and one that writes (of gRPC's pool). Whatever the
 other end does, the thread that runs the machine only ever puts messages into queues: a member that
-stops reading fills its own queue, and then loses its stream.
+stops reading fills its own queue, and then loses its stream. What comes in is bounded, too
+(:mod:`penstock.daemons.scheduler.intake`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock.daemons.scheduler.doorkeeper import Doorkeeper, Strangers
 from penstock.daemons.scheduler.events import (
     Asked,
-    Event,
     Joined,
     Received,
     Reply,
@@ -30,34 +31,52 @@ from penstock.daemons.scheduler.events import (
     Request,
     StreamClosed,
 )
+from penstock.daemons.scheduler.intake import Events, Room, cut_short, malformed
+from penstock.protocol.complaints import Complaints
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 
 MAX_QUEUED = 4096
 """Messages that wait to be written to one member."""
-HELLO_TIMEOUT_S = 10.0
+MIN_STRANGERS = 16
+"""Streams that are no member's (yet), and calls without a message, at a time; where there are more
+members, as many as those. A member says Hello with its stream's first bytes, and comes again if it
+was cut.
+"""
 LAST_WORDS_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 5.0
 SNAPSHOT_TIMEOUT_S = 3600.0
 MAX_CALLS = 16
+MAX_SNAPSHOTS = 4
+"""Snapshot calls, which may wait for long, leave room for the others."""
+MAX_MESSAGE_BYTES = 2**20
+"""The longest message of a member is Saved, with about a hundred bytes a block."""
+MAX_WAITING = 1024
+"""Calls and streams in all, those included that wait for a thread; more are turned away."""
 
 _NAMES = ("penstock.v1.Membership", "penstock.v1.Control")
+_JOIN = "/penstock.v1.Membership/Join"
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a load balancer
-    ("grpc.max_receive_message_length", 16 * 2**20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 32),  # of one connection
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 60000),  # without a stream or call
 )
 _log = logging.getLogger(__name__)
 
-Events = queue.SimpleQueue[Event]
-
 
 class _Stream:
-    """The server's end of one member's stream. ``due_s``: when it is cut unless that is cleared."""
+    """The server's end of one member's stream. ``due_s``: when it is cut; None while it may go on.
+    ``stranger``: its number among those until the machine has accepted it.
+    """
 
     def __init__(self, number: int, context: grpc.ServicerContext) -> None:
         self.number = number
-        self.due_s: float | None = time.monotonic() + HELLO_TIMEOUT_S
+        self.due_s: float | None = None
+        self.stranger = 0
+        self.room = Room()
         self._context = context
         self._outgoing: queue.Queue[pb.SchedulerMessage | None] = queue.Queue(MAX_QUEUED)
 
@@ -67,6 +86,9 @@ class _Stream:
         except queue.Full:
             _log.warning("stream %d: %d messages unread: cut", self.number, MAX_QUEUED)
             self.cut()
+
+    def is_open(self) -> bool:
+        return bool(self._context.is_active())
 
     def finish(self) -> None:
         """End after what is queued is written, or soon in any case."""
@@ -95,8 +117,11 @@ class _Stream:
 class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     """Turns calls into events."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, strangers: Strangers) -> None:
         self._events = events
+        self._strangers = strangers
+        self._complaints = Complaints(_log)
+        self._num_snapshots = 0
         self._lock = threading.Lock()
         self._next_stream = self._next_ticket = 1
         self._readers: set[threading.Thread] = set()
@@ -119,6 +144,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
                 daemon=True,
             )
             self._readers.add(reader)
+        stream.stranger = self._strangers.enter(stream.cut)
         reader.start()
         # Not cancelled when the messages end: that could overtake the last of them.
         yield from stream.messages()
@@ -137,20 +163,36 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             with self._lock:
                 del self.streams[stream.number]
                 self._readers.discard(threading.current_thread())
+            self._strangers.leave(stream.stranger)
 
     def _read_until_end(self, stream: _Stream, requests: Iterator[pb.MemberMessage]) -> None:
         first = next(requests, None)
         if first is None or not first.HasField("hello"):
-            _log.warning("stream %d: no Hello: cut", stream.number)
+            self._complaints.say(f"stream {stream.number}: no Hello: cut")
             stream.cut()
             return
-        stream.due_s = None
+        odd = malformed(first.hello)
+        if odd:
+            self._complaints.say(f"stream {stream.number}: {odd}: cut")
+            stream.cut()
+            return
         self._events.put(Joined(stream=stream.number, hello=first.hello))
         for message in requests:
-            self._events.put(Received(stream=stream.number, message=message))
+            if not stream.room.take(stream.is_open):
+                return
+            received = Received(stream=stream.number, message=cut_short(message))
+            self._events.put(received, stream.room)
+
+    def accept(self, number: int) -> None:
+        """The stream is a member's."""
+        with self._lock:
+            stream = self.streams.get(number)
+        if stream is not None:
+            self._strangers.leave(stream.stranger)
 
     def expire(self, now_s: float) -> None:
-        """Cut streams that are overdue: without a Hello, or with unread last words."""
+        """Cut streams that are overdue: of strangers, or with unread last words."""
+        self._strangers.expire(now_s)
         with self._lock:
             streams = list(self.streams.values())
         for stream in streams:
@@ -192,15 +234,21 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     def _ask(
         self, request: Request, context: grpc.ServicerContext, within_s: float | None = None
     ) -> Any:
+        snapshot = request is Request.SNAPSHOT
         with self._lock:
-            if len(self.calls) >= MAX_CALLS:
-                ticket = None
-            else:
+            full = len(self.calls) >= MAX_CALLS or (
+                snapshot and self._num_snapshots >= MAX_SNAPSHOTS
+            )
+            if not full:
+                self._num_snapshots += snapshot
                 ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
                 future = self.calls[ticket] = futures.Future()
-        if ticket is None:
-            context.abort(grpc.StatusCode.UNAVAILABLE, f"{MAX_CALLS} calls are waiting already")
-        own_s = SNAPSHOT_TIMEOUT_S if request is Request.SNAPSHOT else CALL_TIMEOUT_S
+        if full:
+            context.abort(
+                grpc.StatusCode.UNAVAILABLE,
+                f"{MAX_SNAPSHOTS if snapshot else MAX_CALLS} such calls are waiting already",
+            )
+        own_s = SNAPSHOT_TIMEOUT_S if snapshot else CALL_TIMEOUT_S
         left_s = context.time_remaining()
         timeout_s = own_s if left_s is None else min(own_s, left_s)
         context.add_callback(lambda: _forget(future))  # the client went away
@@ -218,6 +266,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         finally:
             with self._lock:
                 self.calls.pop(ticket, None)
+                self._num_snapshots -= snapshot
 
     def answer(self, ticket: int, result: Any) -> None:
         with self._lock:
@@ -257,11 +306,20 @@ class Service:
         Raises:
             ConfigError: the port cannot be had.
         """
-        self._servicer = _Servicer(events)
+        max_strangers = max(MIN_STRANGERS, num_members)
+        strangers = Strangers(max_strangers)
+        self._servicer = _Servicer(events, strangers)
         self._streams_of: dict[str, int] = {}
-        # Streams of a member's old and new process, calls, and room to refuse others.
-        self._pool = futures.ThreadPoolExecutor(2 * num_members + MAX_CALLS + 8, "grpc")
-        self._server = grpc.server(self._pool, options=_OPTIONS)
+        # Each stream has a thread while it lasts: of a member's old and new process, of strangers
+        # and those that are being cut; the rest is for calls, which so never wait for streams.
+        threads = 2 * num_members + 2 * max_strangers + MAX_CALLS + 8
+        self._pool = futures.ThreadPoolExecutor(threads, "grpc")
+        self._server = grpc.server(
+            self._pool,
+            options=_OPTIONS,
+            interceptors=[Doorkeeper(strangers, frozenset((_JOIN,)))],
+            maximum_concurrent_rpcs=MAX_WAITING,
+        )
         rpc.add_MembershipServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]  # generated
         rpc.add_ControlServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]  # generated
         self._health = health.HealthServicer()
@@ -286,6 +344,7 @@ class Service:
     def accept(self, stream: int, member: str) -> None:
         """From now on ``member`` is on ``stream``; a first heartbeat says that it is heard."""
         self._streams_of[member] = stream
+        self._servicer.accept(stream)
         self._put(stream, _HEARTBEAT)
 
     def send(self, member: str, message: pb.SchedulerMessage) -> None:

@@ -170,7 +170,8 @@ def test_hello_first_then_messages_in_order_both_ways(
 ) -> None:
     link = make_link(server.address)
     stream = server.joined.get(timeout=DEADLINE_S)
-    assert stream.next("hello") == pb.Hello(member="worker.0", pid=7)
+    hello = stream.next("hello")
+    assert hello == pb.Hello(member="worker.0", pid=7, nonce=hello.nonce) and hello.nonce
     assert not link.connected
     for epoch in range(3):
         stream.answers.put(beat())

@@ -238,12 +238,19 @@ class Driver:
             lines += self.tick(0.5)
         return lines
 
-    def join(self, name: str, pid: int = 0, run_id: str = RUN_ID, epoch: int = 0) -> list[str]:
+    def join(
+        self, name: str, pid: int = 0, run_id: str = RUN_ID, epoch: int = 0, nonce: int = 0
+    ) -> list[str]:
         """A process says Hello on a new stream; a fresh pid unless given."""
         stream = next(self._numbers)
         pid = pid or 100 + stream
         hello = pb.Hello(
-            run_id=run_id, member=name, pid=pid, epoch=epoch, data_endpoint=f"tcp://{name}"
+            run_id=run_id,
+            member=name,
+            pid=pid,
+            epoch=epoch,
+            data_endpoint=f"tcp://{name}",
+            nonce=nonce,
         )
         lines = self.feed(Joined(stream=stream, hello=hello))
         if self.machine.members.name_of(stream) is not None:

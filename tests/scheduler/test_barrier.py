@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, Send
+from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, Refuse, Say, Send
 from penstock.daemons.scheduler.rules import Deadlines
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision
@@ -166,13 +166,37 @@ def test_strangers_are_refused(live: Driver) -> None:
     assert live.status.phase == "running"
 
 
-def test_a_new_process_under_a_living_name_has_the_old_one_fenced(live: Driver) -> None:
-    old, stream = live.pids["worker.1"], live.streams["worker.1"]
-    assert live.join("worker.1") == [
-        f"disconnect stream {stream}",
-        f"node.a <- fence worker.1 {old}",
-    ]
-    assert live.fenced("worker.1", old) == ["journal epoch 2, attempts from 2", *drains(2)]
+@pytest.mark.parametrize("name", ["worker.1", "memoryd.a", "node.a"])
+def test_nobody_takes_a_living_members_name(live: Driver, name: str) -> None:
+    """Neither with another process id, nor with the one that everybody can ask for."""
+    old = live.pids[name]
+    assert live.join(name) == ["disconnect stream 6"]
+    assert live.join(name, pid=old, nonce=5) == ["disconnect stream 7"]
+    assert live.status.phase == "running" and live.epoch == 1
+    assert live.pids[name] == old
+    for _ in range(1000):
+        live.join(name)
+        assert not any(isinstance(effect, Say) for effect in live.effects), "said once a second"
+    live.wait(1.0)
+    live.join(name)
+    [said] = [effect.text for effect in live.effects if isinstance(effect, Say)]
+    assert f"process {old} has that name" in said and "1001 more" in said
+    if name != "node.a":
+        assert live.close(name) == [f"node.a <- fence {name} {old}"]
+        live.join(name)
+        assert live.fenced(name, old) == ["journal epoch 2, attempts from 2", *drains(2)]
+
+
+def test_names_are_checked_first_and_shown_shortened(live: Driver) -> None:
+    assert live.join("w" * 100_000, run_id="r" * 100_000) == ["refuse stream 6"]
+    [refusal] = [effect for effect in live.effects if isinstance(effect, Refuse)]
+    [said] = [effect.text for effect in live.effects if isinstance(effect, Say)]
+    assert refusal.reason.startswith("this run has no member 'wwww")
+    assert len(said) < 1000
+    live.wait(1.0)
+    assert live.join("worker.0", run_id="r" * 100_000) == ["refuse stream 7"]
+    [said] = [effect.text for effect in live.effects if isinstance(effect, Say)]
+    assert "this is run 0123456789ab, not 'rrrr" in said and len(said) < 1000
 
 
 def test_the_same_process_on_a_new_stream_breaks_the_epoch_and_stays(live: Driver) -> None:

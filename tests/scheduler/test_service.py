@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.protocol.errors import CapacityError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.names import expected_members
 from penstock.protocol.rundir import RunDirectory
 from tests.scheduler.fakes import (
@@ -236,6 +239,7 @@ def test_control_calls(make_bench: Callable[..., Bench]) -> None:
 STOPPABLE = """
 import os, sys
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.member import MemberLink
 
 address, run_id, member = sys.argv[1:]
@@ -301,6 +305,120 @@ def test_a_damaged_manifest_is_refused_and_members_are_told(
     told = bench.cluster.shutdowns
     wait_for(lambda: len(told) == 5, "shutdown of all members")
     assert all(shutdown.keep_memory for shutdown in told.values())
+
+
+class Silent:
+    """Callers that open ``calls`` calls of a method on each of several connections, and say nothing
+    for as long as they are left.
+    """
+
+    def __init__(self, address: str, method: str, *, connections: int, calls: int) -> None:
+        self._end = threading.Event()
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self._channels = [
+            grpc.insecure_channel(address, options=options) for _ in range(connections)
+        ]
+        self.calls = [
+            channel.stream_stream(method)(self._nothing())
+            for channel in self._channels
+            for _ in range(calls)
+        ]
+
+    def _nothing(self) -> Iterator[bytes]:
+        self._end.wait(DEADLINE_S)
+        yield from ()
+
+    def close(self) -> None:
+        self._end.set()
+        for call in self.calls:
+            call.cancel()
+        for channel in self._channels:
+            channel.close()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/penstock.v1.Membership/Join",
+        "/penstock.v1.Control/Status",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+def test_silent_callers_hold_nobody_up(make_bench: Callable[..., Bench], method: str) -> None:
+    """Status answers at once and a dead member is replaced, while 160 calls say nothing, and more
+    come all the time.
+    """
+    bench = make_bench(train={"steps": 100000})
+    bench.schedule()
+    bench.cluster.start()
+    bench.cluster.wait_for_version(3)
+    crowds = [Silent(bench.cluster.address, method, connections=10, calls=16)]
+    try:
+        with bench.cluster.control() as client:
+            for _ in range(5):
+                assert client.status().run_id == bench.run.run_id
+                crowds.append(Silent(bench.cluster.address, method, connections=1, calls=30))
+            bench.cluster.die("worker.1")
+            wait_for(lambda: "worker.1" in bench.cluster.fences, "fence")
+            before = bench.cluster.memory.committed
+            bench.cluster.wait_for_version(before + 3)
+            assert client.status().phase in ("running", "deciding")
+    finally:
+        for crowd in crowds:
+            crowd.close()
+    bench.check_history()
+
+
+def test_a_huge_hello_is_neither_kept_nor_logged(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(train={"steps": 100000})
+    scheduler = bench.schedule()
+    bench.cluster.start()
+    bench.cluster.wait_for_version(3)
+    names = {"too long for gRPC": "x" * 15 * 2**20, "too long": "y" * 2**19, "unprintable": "a\nb"}
+    with grpc.insecure_channel(bench.cluster.address) as channel:
+        stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]  # generated
+        for name in names.values():
+            hello = pb.Hello(run_id=bench.run.run_id, member=name, pid=1)
+            with pytest.raises(grpc.RpcError):
+                list(stub.Join(iter([pb.MemberMessage(hello=hello)]), timeout=DEADLINE_S))
+    assert sum(path.stat().st_size for path in (bench.run.path / "logs").iterdir()) < 200_000
+    version = bench.cluster.memory.committed
+    bench.cluster.wait_for_version(version + 3)
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.wait() == (5, "")
+    bench.check_history()
+
+
+def test_a_flood_of_messages_waits_outside(make_bench: Callable[..., Bench]) -> None:
+    """A member that sends more than the machine takes is slowed down, and memory does not grow."""
+    bench = make_bench(train={"steps": 100000})
+    scheduler = bench.schedule()
+    bench.cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
+    wait_for(lambda: bench.cluster.status() is not None, "scheduler that answers")
+    status = Path(f"/proc/{scheduler.process.pid}/status")
+    hello = pb.Hello(run_id=bench.run.run_id, member="worker.1", pid=os.getpid(), nonce=3)
+    text = "z" * (2**20 - 100)
+    sent = []
+
+    def flood() -> Iterator[pb.MemberMessage]:
+        yield pb.MemberMessage(hello=hello)
+        for number in range(400):
+            sent.append(number)
+            yield pb.MemberMessage(heartbeat=pb.Heartbeat(activity=text))
+
+    with grpc.insecure_channel(bench.cluster.address) as channel:
+        stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]  # generated
+        call = stub.Join(flood())
+        peak = 0
+        wait_for(lambda: len(sent) > 10, "messages")
+        deadline = time.monotonic() + DEADLINE_S
+        while len(sent) < 400 and time.monotonic() < deadline:
+            words = status.read_text().split()
+            peak = max(peak, int(words[words.index("VmRSS:") + 1]))
+            time.sleep(0.01)
+        call.cancel()
+    assert len(sent) == 400 and 0 < peak < 300 * 1024, f"{peak} KiB resident"
 
 
 def test_a_port_in_use_is_named(make_bench: Callable[..., Bench]) -> None:

@@ -184,6 +184,8 @@ class Cluster:
 
     def run(self, job: Job) -> list[JobResult | Exception]:
         """Run the job on all devices at once; what each returned or raised."""
+        for worker in self.workers:  # peers may be ahead of a device by one attempt, not by more
+            worker.bench.transport.inbox.begin(job.phase, job.number)
         results: list[JobResult | Exception] = [RuntimeError("did not run")] * len(self.workers)
 
         def work(device: int) -> None:

@@ -18,6 +18,7 @@ from penstock.protocol.executable import EXECUTED, check_executable
 from penstock.protocol.instructions import Opcode, parse_instruction
 from penstock.protocol.plan import Plan, StageRange
 from penstock.workers.attempt import UnusedWorkError
+from penstock.workers.evaluation import job_number
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.interpreter import (
     InstructionError,
@@ -170,7 +171,7 @@ def test_evaluation_counts_every_token_once(
         scheme=scheme, workers=2, nodes=2, schedule=schedule, hf={"tie_word_embeddings": True}
     )
     before = cluster.gradient_bytes()
-    job = cluster.job(phase="eval", attempt=5)
+    job = cluster.job(phase="eval", attempt=job_number(1, 0))
     loss_sum, loss_tokens = cluster.train(job)
     assert loss_tokens == job.counted_tokens
     assert loss_sum == pytest.approx(cluster.reference(job)[0], rel=TOLERANCE)

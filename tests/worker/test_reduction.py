@@ -11,6 +11,7 @@ import torch
 from penstock.protocol.instructions import Opcode
 from penstock.protocol.names import node_of_device
 from penstock.workers.devices.base import as_tensor
+from penstock.workers.evaluation import job_number
 from penstock.workers.interpreter import InstructionError, JobResult
 from penstock.workers.waiting import Interrupted
 from tests.worker.cluster import Cluster
@@ -117,7 +118,7 @@ def test_a_route_that_sends_no_sums_is_named(make_cluster: Any) -> None:
 
 def test_evaluation_reads_shared_out_weights(make_cluster: Any) -> None:
     cluster = make_cluster(**ZERO3)
-    job = cluster.job(phase="eval", attempt=5)
+    job = cluster.job(phase="eval", attempt=job_number(1, 0))
     loss_sum, loss_tokens = cluster.train(job)
     assert loss_tokens == job.counted_tokens
     assert loss_sum == pytest.approx(cluster.reference(job)[0], rel=1e-6)

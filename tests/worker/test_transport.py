@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from penstock.protocol.errors import LostMemberError, ProtocolError
 from penstock.protocol.frames import GradientReady, TensorHeader, Transfer, decode, encode
 from penstock.protocol.instructions import parse_program
+from penstock.workers.evaluation import job_number
 from penstock.workers.inbox import Expected, Inbox, TransferKey
 from penstock.workers.metrics import WorkerMetrics
 from penstock.workers.tensors import DTYPES, from_frames, to_frames
@@ -56,7 +57,7 @@ class Pair:
         self.abort = Abort()
         program = parse_program(PROGRAM)[0]
         self.receiver.inbox.open(
-            run_id=RUN_ID, epoch=3, expected=Expected.of(program, program[:2], 2)
+            run_id=RUN_ID, epoch=3, expected=Expected.of(program, program[:2], 2, first_attempt=5)
         )
 
     @staticmethod
@@ -151,12 +152,48 @@ def test_a_doubled_message_is_dropped(pair: Pair) -> None:
     assert torch.equal(pair.take()["hidden"], torch.zeros(2))
 
 
-def test_what_is_kept_is_bounded(pair: Pair) -> None:
-    """Eight receives an attempt, two an evaluation: 2 x 8 + 3 x 2."""
-    for attempt in range(30):
+def test_only_attempts_that_can_come_are_kept(pair: Pair) -> None:
+    """What a peer claims of the future takes no room from what comes."""
+    for attempt in range(352):
         pair.send({"hidden": torch.zeros(2)}, attempt=attempt)
-    pair.wait_dropped("full", 8)
-    assert len(pair.receiver.inbox) == 22
+    pair.wait_dropped("other_attempt", 350)
+    assert len(pair.receiver.inbox) == 2
+    for micro_batch in range(1, 4):
+        pair.send({"hidden": torch.ones(2)}, micro_batch=micro_batch)
+    for micro_batch in range(4):
+        pair.take(micro_batch=micro_batch)
+    assert len(pair.receiver.inbox) == 1
+    pair.receiver.inbox.begin("train", 6)
+    pair.send({"hidden": torch.ones(2)}, attempt=5, micro_batch=3)
+    pair.wait_dropped("other_attempt", 351)
+    pair.send({"hidden": torch.ones(2)}, attempt=7)
+    assert torch.equal(pair.take(attempt=7)["hidden"], torch.ones(2))
+    assert torch.equal(pair.take(attempt=6)["hidden"], torch.zeros(2))
+
+
+def test_only_evaluations_that_can_come_are_kept(pair: Pair) -> None:
+    eval_ = {"phase": "eval"}
+    for evaluation in range(8):
+        for batch in range(5):
+            number = job_number(evaluation, batch)
+            pair.send({"hidden": torch.zeros(1)}, attempt=number, **eval_)
+    pair.wait_dropped("other_attempt", 36)
+    assert {key.attempt for key in pair.receiver.inbox.leftovers("eval", job_number(1, 0))} == {
+        job_number(1, 0)
+    }
+    assert len(pair.receiver.inbox) == 4, "two evaluations of two batches"
+    pair.receiver.inbox.begin("eval", job_number(2, 0))
+    assert len(pair.receiver.inbox) == 2, "what nobody took of an older one is gone"
+
+
+def test_a_transfer_that_was_taken_does_not_come_again(pair: Pair) -> None:
+    for attempt in (5, 6):
+        pair.send({"hidden": torch.zeros(2)}, attempt=attempt)
+        pair.take(attempt=attempt)
+        pair.send({"hidden": torch.ones(2)}, attempt=attempt)
+        pair.receiver.inbox.begin("train", attempt)
+    pair.wait_dropped("doubled", 2)
+    assert len(pair.receiver.inbox) == 0
 
 
 def test_the_next_attempt_may_arrive_early(pair: Pair) -> None:
