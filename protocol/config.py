@@ -449,12 +449,16 @@ class EmulationConfig(_Section):
 
 class ObservabilityConfig(_Section):
     """``metrics_port`` 0 lets each process choose a free port (``penstock status`` lists them).
+    ``metrics_host``: where they listen, of every node; 0.0.0.0 for a Prometheus on another machine.
 
     ``memory``: CPU workers count the bytes of live tensors, some 10 µs an operator; GPUs and
     emulated devices are always measured.
     """
 
     metrics_port: int = Field(default=0, ge=0, le=65535)
+    metrics_host: str = Field(
+        default="127.0.0.1", description="an address of the machine, such as 127.0.0.1 or 0.0.0.0"
+    )
     trace: bool = False
     memory: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -11,6 +11,9 @@ from penstock.protocol.reduction import Reduction
 from penstock.shm.layout import Ownership, Storage
 from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
 
+SCHEDULERD = "schedulerd"
+"""Name of the scheduler's process; it is no member of its own run."""
+
 
 def memoryd_name(node: str) -> str:
     """Member name of a node's memoryd."""
@@ -67,6 +70,17 @@ def expected_members(config: Config) -> tuple[str, ...]:
     return tuple(members)
 
 
+def place_of_member(config: Config, member: str) -> tuple[str, int | None]:
+    """The node that a process runs on, and the device of a worker."""
+    nodes = config.cluster.nodes
+    kind, _, where = member.partition(".")
+    if member == SCHEDULERD:
+        return nodes[0].name, None
+    if kind == "worker":
+        return nodes[node_of_device(config, int(where))].name, int(where)
+    return where, None
+
+
 def metrics_port(config: Config, member: str) -> int:
     """Where a process serves its metrics; 0: the system chooses.
 
@@ -74,7 +88,7 @@ def metrics_port(config: Config, member: str) -> int:
     order of :func:`expected_members`, so that processes of one machine do not collide.
     """
     first = config.observability.metrics_port
-    members = ("schedulerd", *expected_members(config))
+    members = (SCHEDULERD, *expected_members(config))
     return first + members.index(member) if first else 0
 
 

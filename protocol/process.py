@@ -13,15 +13,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
-
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.files import is_no_room, unforeseen
-from penstock.protocol.logs import DroppedLines, open_log
+from penstock.protocol.logs import open_log
 
 _PR_SET_PDEATHSIG = 1
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -75,36 +72,6 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         sys.exit(1)
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsServer:
-    """A running Prometheus endpoint on ``port``."""
-
-    port: int
-    close: Callable[[], None]
-
-
-def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> MetricsServer:
-    """Serve ``registry``, and what every process counts, over HTTP; port 0 lets the system choose.
-
-    Raises:
-        ConfigError: the port is in use.
-    """
-    registry.register(DroppedLines())
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise ConfigError(
-            f"observability.metrics_port = {port}: cannot listen on {host}:{port}: {error}"
-        ) from error
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5.0)
-
-    return MetricsServer(port=server.server_port, close=close)
 
 
 def run_main(main: Callable[[], int | None], run_dir: Path) -> int:

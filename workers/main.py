@@ -16,13 +16,13 @@ from penstock.protocol.config import Config
 from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
-from penstock.protocol.names import metrics_port, node_of_device, worker_name
+from penstock.protocol.metrics import serve_metrics
+from penstock.protocol.names import node_of_device, worker_name
 from penstock.protocol.placement import place
 from penstock.protocol.process import (
     configure_logging,
     die_with_parent,
     run_main,
-    serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import StopSignal
@@ -86,7 +86,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
     metrics = WorkerMetrics(registry)
     fence, progress = EpochFence(stopped=lambda: stop.is_set), Progress()
     with ExitStack() as stack:
-        server = serve_metrics(registry, metrics_port(config, name))
+        server = serve_metrics(registry, files, name)
         stack.callback(server.close)
         transport = bind_transport(files, device, metrics, Inbox())
         stack.callback(transport.close)

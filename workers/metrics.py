@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from penstock.protocol.instructions import Opcode
+from penstock.protocol.metrics import LateGauge
 
 
 class WorkerMetrics:
@@ -36,10 +37,10 @@ class WorkerMetrics:
             "Seconds in compute, waiting excluded",
             registry=registry,
         )
-        self._peak_bytes = Gauge(
+        self._peak_bytes = LateGauge(
             "penstock_worker_peak_device_bytes",
             "Most memory that the device held in the last attempt, where it is measured",
-            registry=registry,
+            registry,
         )
         self._wait_seconds = Counter(
             "penstock_worker_wait_seconds", "Seconds waited", ["for"], registry=registry

@@ -24,13 +24,13 @@ from penstock.protocol.config import Config
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
-from penstock.protocol.names import ipc_address, memoryd_name, metrics_port, node_index
+from penstock.protocol.metrics import serve_metrics
+from penstock.protocol.names import ipc_address, memoryd_name, node_index
 from penstock.protocol.placement import page_places, place
 from penstock.protocol.process import (
     configure_logging,
     die_with_parent,
     run_main,
-    serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import StopSignal
@@ -72,7 +72,7 @@ def _run(
     registry = CollectorRegistry()
     metrics, state, jobs = MemoryMetrics(registry), MemoryState(), JobThread()
     with ExitStack() as cleanup:
-        exporter = serve_metrics(registry, metrics_port(config, member))
+        exporter = serve_metrics(registry, directory, member)
         cleanup.callback(exporter.close)
         # The local address is bound before any segment is looked at: it is the lock that keeps a
         # second memoryd of this run and node out.

@@ -57,9 +57,9 @@ class MemoryMetrics:
         self._committed = Gauge(
             "penstock_memoryd_committed_version", "Committed version in memory", registry=registry
         )
-        self._incarnation = Gauge(
-            "penstock_memoryd_incarnation",
-            "Incarnation of the memory, 0: no model in it",
+        self._holds_model = Gauge(
+            "penstock_memoryd_holds_model",
+            "1 while there is a model in the memory, else 0",
             registry=registry,
         )
 
@@ -70,4 +70,4 @@ class MemoryMetrics:
         for kind, size in memory.huge_bytes().items():
             self._huge_bytes.labels(kind).set(size)
         self._committed.set_function(lambda: float(memory.control.committed))
-        self._incarnation.set_function(lambda: float(memory.control.incarnation))
+        self._holds_model.set_function(lambda: float(memory.control.incarnation != 0))

@@ -23,14 +23,15 @@ from penstock.daemons.node.lock import RunLock, node_lock_path
 from penstock.daemons.node.metrics import NodeMetrics
 from penstock.daemons.node.remains import remove_empty_memory, remove_memory
 from penstock.daemons.node.service import LinkSettings, StopSettings, Supervisor
-from penstock.daemons.node.state import SCHEDULERD, Limits, NodeState
+from penstock.daemons.node.state import Limits, NodeState
 from penstock.protocol.config import Config
 from penstock.protocol.ended import EndWatch, RunEnd, forget_end
 from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
+from penstock.protocol.metrics import serve_metrics
 from penstock.protocol.names import (
+    SCHEDULERD,
     devices_of_node,
     memoryd_name,
-    metrics_port,
     node_index,
     node_member_name,
     optimizerd_name,
@@ -40,7 +41,6 @@ from penstock.protocol.process import (
     configure_logging,
     die_with_parent,
     run_main,
-    serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import Grace
@@ -147,7 +147,7 @@ def _run(
         settings = replace(found, grace_seconds=stops.grace.seconds)
         children = specs(config, settings)
         metrics = NodeMetrics(node)
-        server = serve_metrics(metrics.registry, metrics_port(config, member))
+        server = serve_metrics(metrics.registry, directory, member)
         supervisor = Supervisor(
             NodeState.create(tuple(spec.name for spec in children), _limits(config)),
             Children(children, os.environ),

@@ -46,12 +46,13 @@ from penstock.daemons.node.events import (
     Watched,
 )
 from penstock.daemons.node.metrics import NodeMetrics
-from penstock.daemons.node.state import SCHEDULERD, NodeState
+from penstock.daemons.node.state import NodeState
 from penstock.protocol.control import ControlClient
 from penstock.protocol.ended import EndWatch
 from penstock.protocol.errors import PenstockError, ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.member import MemberLink
+from penstock.protocol.names import SCHEDULERD
 from penstock.protocol.process import monotonic_s
 from penstock.protocol.stopping import Demand, Grace, StopRequests
 

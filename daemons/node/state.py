@@ -52,11 +52,9 @@ from penstock.daemons.node.events import (
 )
 from penstock.protocol.ended import RunEnd
 from penstock.protocol.errors import FAILURES, ExitCode
+from penstock.protocol.names import SCHEDULERD
 from penstock.protocol.stillness import Stillness
 from penstock.protocol.stopping import Patience
-
-SCHEDULERD = "schedulerd"
-"""Name of the child that is no member: the scheduler itself."""
 
 FINAL_SCHEDULER_CODES = frozenset(
     (ExitCode.DONE, ExitCode.STOPPED, *FAILURES),

@@ -24,10 +24,10 @@ from penstock.planner.emulation import Emulation
 from penstock.protocol.blocks import attach
 from penstock.protocol.config import OptimizerConfig
 from penstock.protocol.member import MemberLink
+from penstock.protocol.metrics import serve_metrics
 from penstock.protocol.names import (
     ipc_address,
     memoryd_name,
-    metrics_port,
     node_index,
     optimizerd_name,
     ownership,
@@ -38,7 +38,6 @@ from penstock.protocol.process import (
     configure_logging,
     die_with_parent,
     run_main,
-    serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import StopSignal
@@ -101,7 +100,7 @@ def _build(
     registry = CollectorRegistry()
     metrics = OptimizerMetrics(registry)
     placement = place(config, index)  # first of all: refuses cores that are not there
-    server = serve_metrics(registry, metrics_port(config, member))
+    server = serve_metrics(registry, run, member)
     stack.callback(server.close)
     several = len(config.cluster.nodes) > 1
     gradients = GradientSocket(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
+from penstock.protocol.metrics import LateGauge
 from penstock.protocol.placement import Placement
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -44,7 +43,10 @@ class OptimizerMetrics:
             "Version that the control segment says is committed.",
             registry=registry,
         )
-        self.epoch = Gauge("penstock_optimizer_epoch", "Epoch taken part in.", registry=registry)
+        self._epochs = Counter(
+            "penstock_optimizer_epochs", "Epochs taken part in.", registry=registry
+        )
+        self._epoch = 0
         self.pulled_bytes = Counter(
             "penstock_optimizer_pulled_bytes",
             "Gradients fetched from other nodes.",
@@ -70,11 +72,11 @@ class OptimizerMetrics:
             ["numa_node"],
             registry=registry,
         )
-        self._local = Gauge(
+        self._local = LateGauge(
             "penstock_optimizer_local_state_ratio",
             "Share of the state's pages (a sample, at start) that lie on the NUMA node of the"
-            " thread that works on them; NaN: the kernel does not say.",
-            registry=registry,
+            " thread that works on them, where the kernel says so.",
+            registry,
         )
         self._huge_bytes = Gauge(
             "penstock_optimizer_huge_page_bytes",
@@ -87,8 +89,15 @@ class OptimizerMetrics:
         self._placement.info(placement.to_dict())
         for node in sorted(set(placement.nodes)):
             self._threads.labels(str(node)).set(placement.nodes.count(node))
-        self._local.set(math.nan if local is None else local)
+        if local is not None:
+            self._local.set(local)
         self._huge_bytes.set(huge_bytes)
+
+    def in_epoch(self, epoch: int) -> None:
+        """Count the epoch if it is a new one."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._epochs.inc()
 
     def pass_done(self, name: str, seconds: float, num_parameters: int) -> None:
         """Count one pass."""

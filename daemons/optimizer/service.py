@@ -200,7 +200,7 @@ class Service:
         metrics = self._parts.metrics
         metrics.queue_length.set(self._machine.queue_length)
         metrics.committed_version.set(self._machine.committed)
-        metrics.epoch.set(self._machine.joined_epoch)
+        metrics.in_epoch(self._machine.joined_epoch)
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")

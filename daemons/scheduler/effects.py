@@ -39,12 +39,15 @@ from penstock.daemons.scheduler.service import Service
 from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.ended import RunEnd
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.generated import scheduler_pb2 as pb
 
 _log = logging.getLogger("penstock.scheduler")
 
 
 class Executor:
-    """Everything an effect can touch. ``exit`` is set when the machine has ended."""
+    """Everything an effect can touch. ``exit`` is set when the machine has ended. ``myself``: the
+    scheduler's own line among the members of a status, which the machine does not know.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,9 @@ class Executor:
         metrics_file: MetricsFile,
         metrics: SchedulerMetrics,
         trace: DecisionTrace,
+        myself: pb.MemberStatus,
     ) -> None:
+        self._myself = myself
         self.exit: Exit | None = None
         self._run_dir = run_dir
         self._service = service
@@ -128,6 +133,8 @@ class Executor:
         return SaveFinished(version=effect.version, directory=str(directory))
 
     def _reply(self, effect: Reply | ReplyError) -> None:
+        if isinstance(effect, Reply) and isinstance(effect.reply, pb.StatusReply):
+            effect.reply.members.insert(0, self._myself)
         self._service.answer(effect)
 
     def _say(self, effect: Say) -> None:

@@ -29,12 +29,13 @@ from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.ended import RunEnd, forget_end
 from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.metrics import serve_metrics
+from penstock.protocol.names import SCHEDULERD
 from penstock.protocol.process import (
     configure_logging,
     die_with_parent,
     monotonic_s,
     run_main,
-    serve_metrics,
 )
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import Demand, Grace, StopRequests
@@ -42,7 +43,6 @@ from penstock.protocol.trace import TraceLog
 
 TICK_S = 0.05
 STATUS_INTERVAL_S = 1.0
-PROCESS = "schedulerd"
 
 _log = logging.getLogger("penstock.scheduler")
 
@@ -63,7 +63,7 @@ def main(
 
 def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: float | None) -> int:
     config = run.config
-    configure_logging(PROCESS, run.path, config.observability.log_level)
+    configure_logging(SCHEDULERD, run.path, config.observability.log_level)
     events = Events()
     _hear_stops(
         events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
@@ -125,7 +125,7 @@ def _open(
     stack.callback(journal.close)
     facts = journal.load()
     metrics = SchedulerMetrics()
-    server = serve_metrics(metrics.registry, run.config.observability.metrics_port)
+    server = serve_metrics(metrics.registry, run, SCHEDULERD)
     stack.callback(server.close)
     _log.info("serving metrics", extra={"metrics_port": server.port})
     metrics_file = MetricsFile(run.path / "metrics.jsonl", journal)
@@ -139,13 +139,21 @@ def _open(
         saved=saved_states,
         metrics_file=metrics_file,
         metrics=metrics,
-        trace=DecisionTrace(TraceLog.of_run(run.path, PROCESS, run.config.observability.trace)),
+        myself=_status_of_scheduler(server.port),
+        trace=DecisionTrace(TraceLog.of_run(run.path, SCHEDULERD, run.config.observability.trace)),
     )
     ledger = Ledger(rules, facts, newest, _draw_incarnation)
     machine = Machine(
         rules, ledger, Membership(rules, facts.pids), monotonic_s(), RunEnd.read(run.path)
     )
     return _Loop(machine, executor, events, metrics)
+
+
+def _status_of_scheduler(metrics_port: int) -> pb.MemberStatus:
+    """The line of ``penstock status`` for the process that answers it."""
+    return pb.MemberStatus(
+        member=SCHEDULERD, state="ready", pid=os.getpid(), metrics_port=metrics_port
+    )
 
 
 def _turn_away(rules: Rules, service: Service, events: Events, error: PenstockError) -> None:

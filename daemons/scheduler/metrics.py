@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.metrics import LateGauge
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _MEMBER_STATES = ("missing", "joining", "ready", "fencing")
@@ -41,13 +42,18 @@ class SchedulerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._values = {
-            key: Gauge(name, text, registry=self.registry) for key, (name, text) in _GAUGES.items()
+            key: LateGauge(name, text, self.registry) for key, (name, text) in _GAUGES.items()
         }
         self._eval_loss = self._gauge("evaluation_loss_nats", "Mean loss on held-out data")
         self._version = self._gauge("committed_version", "Committed step")
-        self._epoch = self._gauge("epoch", "Epoch in force")
+        self._epochs = Counter(
+            "penstock_scheduler_epochs",
+            "Epochs begun by this process",
+            registry=self.registry,
+        )
+        self._epoch = 0
         self._saved = self._gauge("saved_version", "Step of the newest saved state")
-        self._eta = self._gauge("eta_seconds", "Estimated time to the last step, -1: unknown")
+        self._eta = self._gauge("eta_seconds", "Estimated time to the last step")
         self._members = Gauge(
             "penstock_scheduler_members",
             "Members by state",
@@ -87,12 +93,16 @@ class SchedulerMetrics:
     def status(self, status: pb.StatusReply) -> None:
         """What holds now."""
         self._version.set(status.version)
-        self._epoch.set(status.epoch)
-        self._saved.set(status.saved_version)
-        self._eta.set(status.eta_seconds)
+        if status.epoch != self._epoch:
+            self._epoch = status.epoch
+            self._epochs.inc()
+        if status.has_saved:
+            self._saved.set(status.saved_version)
+        if status.eta_seconds >= 0:
+            self._eta.set(status.eta_seconds)
         states = CountBy(member.state for member in status.members)
         for state in _MEMBER_STATES:
             self._members.labels(state=state).set(states[state])
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"penstock_scheduler_{name}", text, registry=self.registry)
+    def _gauge(self, name: str, text: str) -> LateGauge:
+        return LateGauge(f"penstock_scheduler_{name}", text, self.registry)

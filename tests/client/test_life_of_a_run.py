@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,7 +151,12 @@ def test_life_of_a_run(run: Run) -> None:
     code, said = run.call("status", "--run-dir", str(run.directory), "--json")
     status = json.loads(said)
     assert (code, status["phase"] in ("running", "deciding", "amending")) == (0, True)
-    assert {m["member"] for m in status["members"]} >= {"node.a", "memoryd.a", "worker.0"}
+    members = {m["member"]: m for m in status["members"]}
+    assert members.keys() >= {"schedulerd", "node.a", "memoryd.a", "worker.0"}
+    for name in ("schedulerd", "worker.0"):
+        address = f"http://127.0.0.1:{members[name]['metrics_port']}/metrics"
+        with urllib.request.urlopen(address, timeout=10) as page:
+            assert f'process="{name}"' in page.read().decode()
     code, said = run.call("doctor", "--run-dir", str(run.directory))
     assert code == 0 and "may go" not in said.partition("segments: ")[2].partition("\n")[0]
 

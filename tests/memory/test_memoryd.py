@@ -106,7 +106,7 @@ def test_hello_names_the_process_and_its_ports(
     page = urllib.request.urlopen(f"http://127.0.0.1:{hello.metrics_port}/metrics", timeout=5)
     with page:
         text = page.read().decode()
-    assert "penstock_memoryd_incarnation 0.0" in text
+    assert "penstock_memoryd_holds_model 0.0" in text
     assert 'penstock_memoryd_segment_bytes{segment="weights"} 24576.0' in text
     assert 'penstock_memoryd_huge_page_bytes{segment="weights"} 0.0' in text  # smaller than one
 

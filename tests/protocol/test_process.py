@@ -1,4 +1,4 @@
-"""What processes do at birth: logs, the parent's death, stop signals, metrics ports, exit codes."""
+"""What processes do at birth: logs, the parent's death, stop signals, exit codes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
 
-from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.process import configure_logging, run_main, serve_metrics
+from penstock.protocol.errors import CapacityError
+from penstock.protocol.process import configure_logging, run_main
 from penstock.protocol.stopping import StopSignal
 from penstock.shm.process import start_ticks
 
@@ -119,21 +116,6 @@ def test_children_die_with_their_parent() -> None:
 def test_a_child_whose_parent_is_gone_exits() -> None:
     code = "from penstock.protocol.process import die_with_parent; die_with_parent(1)"
     assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 1
-
-
-def test_metrics_are_served_and_a_taken_port_is_named() -> None:
-    registry = CollectorRegistry()
-    Gauge("penstock_test_bytes", "For this test", registry=registry).set(5)
-    server = serve_metrics(registry, 0)
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as page:
-            assert b"penstock_test_bytes 5.0" in page.read()
-    finally:
-        server.close()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"metrics_port = {port}: cannot listen"):
-            serve_metrics(registry, port)
 
 
 def test_errors_for_the_user_become_exit_codes(

@@ -1,0 +1,115 @@
+"""Metrics of all processes: where they are served, whose they are, and what is left out."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from penstock.daemons.optimizer.metrics import OptimizerMetrics
+from penstock.daemons.scheduler.metrics import SchedulerMetrics
+from penstock.protocol.config import Config, parse_config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.metrics import LateGauge, listen, serve_metrics
+from penstock.protocol.names import expected_members
+from penstock.protocol.rundir import RunDirectory
+from penstock.workers.metrics import WorkerMetrics
+
+
+def config(**observability: object) -> Config:
+    return parse_config(
+        {
+            "run": {"name": "served"},
+            "model": {"hf": {"model_type": "llama"}},
+            "data": {"path": "@stdlib"},
+            "cluster": {"workers": 2, "nodes": [{"name": "a"}, {"name": "b"}]},
+            "observability": observability,
+        }
+    )
+
+
+def page(port: int, host: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def test_every_process_says_whose_its_metrics_are(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path)
+    (tmp_path / "resolved.yaml").write_text(config().to_yaml())
+    places = {
+        "schedulerd": ("a", ""),
+        "node.a": ("a", ""),
+        "memoryd.b": ("b", ""),
+        "optimizerd.b": ("b", ""),
+        "worker.1": ("a", "1"),
+        "worker.2": ("b", "2"),
+    }
+    assert places.keys() - {"schedulerd"} <= set(expected_members(run.config))
+    for process, (node, device) in places.items():
+        server = serve_metrics(CollectorRegistry(), run, process)
+        try:
+            assert (
+                f'penstock_process_info{{device="{device}",node="{node}",process="{process}",'
+                f'run="served",run_id="{run.run_id}"}} 1.0'
+            ) in page(server.port)
+        finally:
+            server.close()
+
+
+def test_where_metrics_are_served_and_what_is_in_the_way() -> None:
+    registry = CollectorRegistry()
+    Gauge("penstock_test_bytes", "For this test", registry=registry).set(5)
+    server = listen(registry, config(metrics_host="127.0.0.2"), 0)
+    try:
+        assert "penstock_test_bytes 5.0" in page(server.port, "127.0.0.2")
+        with pytest.raises(OSError, match="refused"):
+            page(server.port)
+    finally:
+        server.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics_port = {port}: cannot listen"):
+            listen(registry, config(), port)
+    with pytest.raises(ConfigError, match=r"observability.metrics_host = '192\.0\.2\.1': cannot"):
+        listen(registry, config(metrics_host="192.0.2.1"), 0)
+
+
+def test_what_was_not_measured_is_absent() -> None:
+    registry = CollectorRegistry()
+    late = LateGauge("penstock_test_late", "For this test", registry)
+    assert registry.get_sample_value("penstock_test_late") is None
+    late.set(0)
+    late.set(3)
+    assert registry.get_sample_value("penstock_test_late") == 3
+
+    worker = WorkerMetrics(registry)
+    assert "peak_device_bytes" not in generate_latest(registry).decode()
+    worker.set_peak(7)
+    assert registry.get_sample_value("penstock_worker_peak_device_bytes") == 7
+
+    scheduler = SchedulerMetrics()
+    scheduler.status(pb.StatusReply(version=0, epoch=1, eta_seconds=-1))
+    text = generate_latest(scheduler.registry).decode()
+    absent = ("loss", "gradient_norm", "learning_rate", "evaluation", "eta", "saved_version")
+    assert [word for word in absent if f"penstock_scheduler_{word}" in text] == []
+    scheduler.status(pb.StatusReply(version=3, epoch=1, eta_seconds=9, has_saved=True))
+    assert scheduler.registry.get_sample_value("penstock_scheduler_eta_seconds") == 9
+    assert scheduler.registry.get_sample_value("penstock_scheduler_saved_version") == 0
+
+
+def test_epochs_are_counted_not_measured() -> None:
+    scheduler = SchedulerMetrics()
+    for epoch in (41, 41, 42):
+        scheduler.status(pb.StatusReply(epoch=epoch, eta_seconds=-1))
+    assert scheduler.registry.get_sample_value("penstock_scheduler_epochs_total") == 2
+    registry = CollectorRegistry()
+    optimizer = OptimizerMetrics(registry)
+    for epoch in (0, 7, 7, 9):
+        optimizer.in_epoch(epoch)
+    assert registry.get_sample_value("penstock_optimizer_epochs_total") == 2
+    for found in (registry, scheduler.registry):
+        assert "_epoch " not in generate_latest(found).decode()
