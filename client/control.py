@@ -11,7 +11,8 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from penstock.client.display import Interactive, Plain, describe, duration, member_table
+from penstock.client.display import Interactive, Plain
+from penstock.client.picture import describe, duration, member_table
 from penstock.client.saved import saved_states
 from penstock.client.snapshots import ENDED_PHASES, View
 from penstock.protocol.control import ControlClient

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
+from penstock.client.picture import Smoothed, describe, render
 from penstock.client.snapshots import Metrics, View
 
 PLAIN_INTERVAL_S = 5.0
@@ -23,8 +21,6 @@ QUIET_PHASES = frozenset(
     " no_answer".split()
 )
 """Phases that come and go with every step, save or epoch; plain output does not mention them."""
-
-_STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
 
 
 class Display(Protocol):
@@ -109,6 +105,7 @@ class Interactive:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._last: Metrics | None = None
+        self._loss = Smoothed()
         self._started = False
 
     def say(self, message: str) -> None:
@@ -125,7 +122,8 @@ class Interactive:
                 self.say(describe(entry, view))
             else:
                 self._last = entry
-        self._live.update(render(view, self._last), refresh=True)
+                self._loss.add(entry.get("loss"))
+        self._live.update(render(view, self._last, self._loss.value), refresh=True)
 
     def close(self) -> None:
         """Remove the picture; what was said stays."""
@@ -140,76 +138,3 @@ def choose_display() -> Display:
     """A picture if the output is a terminal, else lines."""
     console = Console()
     return Interactive(console) if console.is_terminal else Plain(sys.stdout)
-
-
-def describe(entry: Metrics, view: View | None) -> str:
-    """One line of metrics for people."""
-    if entry["phase"] == "eval":
-        return f"step {entry['step']}  evaluation loss {_number(entry.get('loss'), '.4f')}"
-    steps = f"/{view.steps}" if view is not None else ""
-    parts = [
-        f"step {entry['step']}{steps}",
-        f"loss {_number(entry.get('loss'), '.4f')}",
-        f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
-        f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
-        f"optimizer tail {_milliseconds(entry.get('optimizer_tail_seconds'))}",
-    ]
-    if entry.get("decision") not in (None, "commit"):
-        parts.append(str(entry["decision"]))
-    if view is not None and view.status is not None and view.status.eta_seconds >= 0:
-        parts.append(f"ETA {duration(view.status.eta_seconds)}")
-    return "  ".join(parts)
-
-
-def render(view: View, last: Metrics | None) -> RenderableType:
-    """The picture: progress, figures, processes."""
-    status = view.status
-    step = status.version if status is not None else (last["step"] if last else 0)
-    head = Table.grid(padding=(0, 2))
-    eta = duration(status.eta_seconds) if status is not None and status.eta_seconds >= 0 else "-"
-    head.add_row(
-        Text(f"step {step}/{view.steps}", style="bold"),
-        ProgressBar(total=max(1, view.steps), completed=step, width=40),
-        f"ETA {eta}",
-        Text(view.phase, style="cyan"),
-    )
-    parts: list[RenderableType] = [head]
-    if last is not None:
-        parts.append(Text(describe(last, None)))
-    if status is not None:
-        parts.append(member_table(status))
-        if status.message:
-            parts.append(Text(status.message, style="yellow"))
-    return Group(*parts)
-
-
-def member_table(status: Any) -> Table:
-    """One row a process: state, pid, restarts, silence, metrics port."""
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for title in ("process", "state", "pid", "restarts", "silent", "metrics"):
-        table.add_column(title, style=None, header_style="dim")
-    for member in status.members:
-        table.add_row(
-            member.member,
-            Text(member.state, style=_STATE_STYLE.get(member.state, "")),
-            str(member.pid or "-"),
-            str(member.restarts),
-            f"{member.silent_seconds:.1f} s",
-            f":{member.metrics_port}" if member.metrics_port else "-",
-        )
-    return table
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _number(value: Any, form: str) -> str:
-    return format(value, form) if isinstance(value, (int, float)) else "-"
-
-
-def _milliseconds(value: Any) -> str:
-    return f"{1000 * value:.0f} ms" if isinstance(value, (int, float)) else "-"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -12,11 +13,15 @@ from penstock.protocol.control import ControlClient
 from penstock.protocol.errors import PenstockError, StateError, reason
 from penstock.protocol.files import parse_json
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.inventory import held_bytes
 
 Metrics = dict[str, Any]
 """One line of metrics.jsonl."""
 
 STATUS_TIMEOUT_S = 1.0
+ABSENCE_S = 3.0
+"""A scheduler that is silent for less is not worth a word."""
+
 ENDED_PHASES = frozenset(("stopping", "done", "failed"))
 """After these the scheduler goes away."""
 
@@ -24,13 +29,14 @@ ENDED_PHASES = frozenset(("stopping", "done", "failed"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """``status`` is None while the scheduler does not answer; ``fresh``: metrics since the view
-    before.
+    before; ``shared_bytes``: of the run's segments on this machine, None where that is not known.
     """
 
     steps: int
     status: pb.StatusReply | None
     fresh: tuple[Metrics, ...]
     absent_phase: str = "starting"
+    shared_bytes: int | None = None
 
     @property
     def phase(self) -> str:
@@ -91,24 +97,41 @@ def numbers(values: Iterable[Any]) -> list[float]:
 class Observer:
     """Looks at a run again and again; keeps one connection."""
 
-    def __init__(self, run_dir: Path, steps: int) -> None:
+    def __init__(
+        self, run_dir: Path, steps: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._run_dir = run_dir
         self._steps = steps
+        self._clock = clock
         self._tail = MetricsTail.at_end(run_dir / "metrics.jsonl")
         self._client: ControlClient | None = None
-        self._absent_phase = "starting"
+        self._phase = "starting"
+        self._heard_s = clock()
+        self._run_id: str | None = None
 
     def look(self) -> View:
         """The run now; waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
         status = self._status()
         if status is not None:
-            self._absent_phase = "ending" if status.phase in ENDED_PHASES else "no_answer"
+            self._phase, self._heard_s, self._run_id = status.phase, self._clock(), status.run_id
         return View(
             steps=self._steps,
             status=status,
             fresh=self._tail.read(),
-            absent_phase=self._absent_phase,
+            absent_phase=self._absent_phase(),
+            shared_bytes=None if self._run_id is None else held_bytes(self._run_id),
         )
+
+    def _absent_phase(self) -> str:
+        """What to call it that the scheduler does not answer: it has not begun, or has ended (its
+        node then removes the endpoint), or it is away, for a moment or for longer.
+        """
+        if self._phase == "starting":
+            return self._phase
+        if self._phase in ENDED_PHASES or not (self._run_dir / "endpoint.json").exists():
+            return "ending"
+        away_s = self._clock() - self._heard_s
+        return self._phase if away_s < ABSENCE_S else "no_answer"
 
     def close(self) -> None:
         """Close the connection."""

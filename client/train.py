@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from penstock.protocol.errors import FAILURES, ExitCode
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.stopping import Grace
 from penstock.shm.inventory import inventory
+
+COMPARED_STEPS = 20
+"""Steps at either end of a run whose mean losses the summary compares, at most."""
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
 """The last line of a traceback."""
@@ -139,7 +143,7 @@ def closing_words(result: TrainResult, config: Config, *, held: bool = False) ->
         rates = numbers(entry.get("tokens_per_second") for entry in trained)
         words[0] += f"; {statistics.median(rates):,.0f} tokens/s (median)" if rates else ""
         losses = numbers(entry.get("loss") for entry in trained)
-        words += [f"  loss           {losses[0]:.4f} -> {losses[-1]:.4f}"] if losses else []
+        words += [f"  loss           {loss_words(losses)}"] if losses else []
     saved = saved_states(result.run_dir)
     reached = saved[-1].version if saved else 0
     if held and reached < step:
@@ -154,3 +158,13 @@ def closing_words(result: TrainResult, config: Config, *, held: bool = False) ->
         f"  saved state    {saved[-1].path if saved else 'none'}",
         f"  export         penstock export {result.run_dir} --format hf OUT",
     ]
+
+
+def loss_words(losses: Sequence[float]) -> str:
+    """Where the loss began and where it ended: means over a fifth of the steps, at most
+    :data:`COMPARED_STEPS`, since single batches differ by more than training changes in between.
+    """
+    count = min(COMPARED_STEPS, max(1, len(losses) // 5))
+    first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+    which = "first and last step" if count == 1 else f"means of the first and last {count} steps"
+    return f"{first:.4f} -> {last:.4f} ({which})"

@@ -51,6 +51,11 @@ def inventory() -> tuple[NodeSegments, ...]:
     return tuple(_describe(run, node, names, mapped) for (run, node), names in groups.items())
 
 
+def held_bytes(run_id: str) -> int:
+    """Size of all segments of a run on this machine."""
+    return sum(_size(name) for name in list_segments(f"/penstock-{run_id}-"))
+
+
 def _describe(run_id: str, node: str, names: list[str], mapped: frozenset[str]) -> NodeSegments:
     owner = _owner(run_id, node)
     return NodeSegments(

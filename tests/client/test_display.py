@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from penstock.client.control import status_dict
-from penstock.client.display import Plain, duration, render
-from penstock.client.snapshots import MetricsTail, View, numbers
+from penstock.client.display import Interactive, Plain
+from penstock.client.picture import Smoothed, duration, member_table, render
+from penstock.client.snapshots import ABSENCE_S, MetricsTail, Observer, View, numbers
 from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 
@@ -55,7 +56,7 @@ def test_plain_lines() -> None:
         "training tiny",
         f"step 1/25  loss 4.9900  {figures}",
         f"step 10/25  loss 4.9000  {figures}",
-        f"step 13/25  loss 4.8700  {figures}  amend",
+        f"step 13/25  loss 4.8700  {figures}  clipped (amend)",
         "[paused]: by you",
         "step 14  evaluation loss 4.5000",
         f"step 16/25  loss 4.8400  {figures}",
@@ -78,18 +79,92 @@ def test_a_skipped_attempt_has_no_numbers() -> None:
     assert "loss -" in stream.getvalue() and "skip" in stream.getvalue()
 
 
-def test_the_picture_has_progress_figures_and_processes() -> None:
-    status = pb.StatusReply(
-        phase="running",
-        version=5,
-        eta_seconds=75.0,
-        members=[pb.MemberStatus(member="worker.0", state="ready", pid=42, restarts=1)],
-    )
+def printed(picture: Any) -> str:
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    console.print(render(View(steps=25, status=status, fresh=()), entry(5)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in ("step 5/25", "ETA 1:15", "loss 4.9500", "bubble 12%", "worker.0", "ready", "42"):
-        assert part in text
+    console.print(picture)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+STATUS = pb.StatusReply(
+    phase="running",
+    version=5,
+    eta_seconds=75.0,
+    members=[
+        pb.MemberStatus(member="schedulerd", state="ready", pid=41, metrics_port=4100),
+        pb.MemberStatus(member="worker.0", state="ready", pid=42, restarts=1, metrics_port=4200),
+        pb.MemberStatus(member="worker.1", state="missing"),
+    ],
+)
+
+
+def test_the_picture_has_progress_figures_and_processes_in_short() -> None:
+    line = entry(5, lr=2e-3, grad_norm=1.25, decision="amend", peak_device_bytes=3 * 2**20)
+    seen = View(steps=25, status=STATUS, fresh=(), shared_bytes=2**30)
+    head, *rows = printed(render(seen, line, 4.75)).splitlines()
+    assert "step 5/25" in head and "ETA 1:15" in head and "running" in head
+    assert rows == [
+        "loss 4.9500  smoothed 4.7500  learning rate 2.00e-03  gradient norm 1.25  clipped (amend)",
+        "1,234 tokens/s  bubble 12%  optimizer tail 4 ms  shared memory 1.0 GiB  device at most"
+        " 3.0 MiB",
+        "3 processes  2 ready  1 missing (worker.1)  restarted: worker.0 1x",
+    ]
+    unmeasured = printed(render(View(steps=25, status=STATUS, fresh=()), entry(5), None))
+    assert [w for w in ("memory", "device", "clipped") if w in unmeasured] == []
+
+
+def test_status_lists_processes_with_pids_and_ports() -> None:
+    rows = [line.split() for line in printed(member_table(STATUS)).splitlines()[1:]]
+    assert rows[0] == ["schedulerd", "ready", "41", "-", "0.0", "s", ":4100"]
+    assert rows[1] == ["worker.0", "ready", "42", "1", "0.0", "s", ":4200"]
+
+
+def test_a_smoothed_loss_follows_slowly_and_starts_at_the_first() -> None:
+    loss = Smoothed()
+    assert loss.value is None
+    loss.add(4.0)
+    assert loss.value == pytest.approx(4.0)
+    for step in range(200):
+        loss.add(None if step == 7 else 2.0 + (0.5 if step % 2 else -0.5))
+    assert loss.value == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_live_picture_smooths_what_it_is_shown() -> None:
+    stream = io.StringIO()
+    live = Interactive(Console(file=stream, width=120, force_terminal=True))
+    fresh = (entry(1, loss=5.0), entry(2, phase="eval", loss=9.0), entry(3, loss=1.0))
+    live.show(View(steps=25, status=STATUS, fresh=fresh))
+    live.close()
+    assert "smoothed 2.9487" in stream.getvalue()
+
+
+def test_a_scheduler_that_is_away_for_a_moment_is_not_mentioned(tmp_path: Path) -> None:
+    """Nor is one that has gone because the run is over."""
+    now = [0.0]
+    answers: list[pb.StatusReply | None] = []
+
+    class Watched(Observer):
+        def _status(self) -> pb.StatusReply | None:
+            return answers.pop(0)
+
+    def phases(*replies: pb.StatusReply | None, after_s: float = 0.5) -> list[str]:
+        answers.extend(replies)
+        found = []
+        for _ in replies:
+            now[0] += after_s
+            found.append(observer.look().phase)
+        return found
+
+    observer = Watched(tmp_path, 25, clock=lambda: now[0])
+    assert phases(None, None) == ["starting", "starting"]
+    endpoint = tmp_path / "endpoint.json"
+    endpoint.touch()
+    running, done = pb.StatusReply(phase="running"), pb.StatusReply(phase="done")
+    assert phases(running, None, None) == ["running"] * 3
+    assert phases(running, None, None, after_s=ABSENCE_S * 0.75)[1:] == ["running", "no_answer"]
+    endpoint.unlink()  # its node does so at the end
+    assert phases(None) == ["ending"]
+    endpoint.touch()
+    assert phases(done, None, after_s=60) == ["done", "ending"]
 
 
 def test_lines_that_are_no_metrics_are_left_out(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.client.nodes import console_path
 from penstock.client.supervision import exit_code
-from penstock.client.train import TrainResult, closing_words, complaints
+from penstock.client.train import TrainResult, closing_words, complaints, loss_words
 from penstock.protocol.config import Config, parse_config
 
 
@@ -60,9 +60,17 @@ def test_last_words_of_a_finished_run(tmp_path: Path) -> None:
     words = closing_words(result(tmp_path, 0, 3), config())
     assert words[:2] == [
         "done: 3 steps; 200 tokens/s (median)",
-        "  loss           4.0000 -> 2.0000",
+        "  loss           4.0000 -> 2.0000 (first and last step)",
     ]
     assert words[4] == f"  saved state    {tmp_path}/state/step-00000003"
+
+
+def test_the_summary_compares_means_not_two_batches() -> None:
+    noisy = [5.0 - 0.02 * step + (0.5 if step % 2 else -0.5) for step in range(100)]
+    assert loss_words(noisy) == "4.8100 -> 3.2100 (means of the first and last 20 steps)"
+    assert loss_words(noisy[:10]) == "4.9900 -> 4.8300 (means of the first and last 2 steps)"
+    assert loss_words([4.0]) == "4.0000 -> 4.0000 (first and last step)"
+    assert "last 20 steps" in loss_words(noisy * 30)
 
 
 @pytest.mark.parametrize("code", [0, 5, 130])
