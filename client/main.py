@@ -52,7 +52,12 @@ ProcessConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="RUN_DIR/resolved.yaml of a prepared run.")
 ]
 NodeOption = Annotated[str, typer.Option("--node", metavar="NAME", help="Name in cluster.nodes.")]
-SchedulerOption = Annotated[str, typer.Option("--scheduler", metavar="HOST:PORT")]
+SchedulerOption = Annotated[
+    str,
+    typer.Option(
+        "--scheduler", metavar="HOST:PORT", help="Where the run's scheduler listens; see status."
+    ),
+]
 ParentOption = Annotated[
     int | None, typer.Option("--parent-pid", hidden=True, help="Die with this process.")
 ]
@@ -139,21 +144,40 @@ plan_commands.register(app)
 
 
 @app.command(
-    epilog="With another FILE than a resolved.yaml the first node prepares the run directory"
-    " (run.dir) itself. SIGTERM stops the run cleanly; a second Ctrl-C, or SIGTERM 5 s later,"
+    epilog="All nodes of a run use one run directory, on a file system that they share. With"
+    " another FILE than a resolved.yaml the first node prepares it (run.dir) itself. SIGTERM stops"
+    " the run cleanly; a second Ctrl-C, or SIGTERM 5 s later,"
     " kills this node's processes and keeps the memory."
 )
 def node(
     config: Annotated[
         Path, typer.Option("--config", metavar="FILE", help="resolved.yaml, or a configuration.")
     ],
-    name: Annotated[str | None, typer.Option("--node", metavar="NAME")] = None,
-    scheduler: Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--node",
+            metavar="NAME",
+            help="Which of cluster.nodes this machine is; default: the first, which runs the"
+            " scheduler.",
+        ),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler",
+            metavar="HOST:PORT",
+            help="Where the scheduler listens, for nodes on other machines than the first; default:"
+            " the first node's host and cluster.scheduler_port, or endpoint.json on one machine.",
+        ),
+    ] = None,
     grace_seconds: GraceOption = None,
     parent_pid: ParentOption = None,
 ) -> None:
     """Supervise one node's processes (systemd, Slurm); the first node runs the scheduler."""
     with errors_explained():
+        if config.name == "resolved.yaml":
+            _require_run(config)
         loaded = load(config, None)
         chosen = name or loaded.cluster.nodes[0].name
         if config.name != "resolved.yaml":
@@ -175,10 +199,17 @@ def _prepare(config: Config, node_name: str) -> Path:
     first = config.cluster.nodes[0].name
     if node_name == first:
         prepare_run(config, config.run_dir, lambda message: typer.echo(message, err=True))
-    resolved = config.run_dir / "resolved.yaml"
-    if not resolved.exists():
-        raise ConfigError(f"{resolved} does not exist: start node {first} first, it prepares it")
+    resolved = config.run_dir.absolute() / "resolved.yaml"
+    _require_run(resolved, f"node {first}, which starts first, prepares it; ")
     return resolved
+
+
+def _require_run(resolved: Path, hint: str = "") -> None:
+    """Refuse to start on a machine that does not have the run's directory."""
+    from penstock.protocol.rundir import SHARED
+
+    if not resolved.exists():
+        raise ConfigError(f"--config {resolved}: does not exist here; {hint}{SHARED}")
 
 
 @app.command()
@@ -231,8 +262,7 @@ def _launch(
     with errors_explained(config.parent / "logs"):
         from penstock.client.launch import launch
 
-        if not config.exists():
-            raise ConfigError(f"--config {config}: does not exist")
+        _require_run(config)
         code = launch(process, config, parent_pid, arguments)
     raise typer.Exit(code)
 

@@ -24,6 +24,9 @@ from penstock.shm.memory import MemorySpec
 from penstock.shm.table import BlockTable
 
 FORMAT = 1
+SHARED = "all nodes of a run use one run directory, on a file system that they share"
+"""For errors about files that may be on another machine."""
+
 MAX_OPTIMIZER_THREADS = 64
 """The undo area has room for this many threads, whatever the configuration says."""
 
@@ -175,7 +178,7 @@ class RunDirectory:
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{self.path / name} does not exist: start the run with penstock train or"
-                " penstock node"
+                f" penstock node; {SHARED}"
             ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise StateError(f"{self.path / name}: cannot read it: {reason(error)}") from error

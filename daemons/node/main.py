@@ -131,6 +131,7 @@ def _run(
 ) -> int:
     directory.check_shape()
     config, run_dir = directory.config, directory.path
+    run_id = directory.run_id  # before any wait: refuses a directory that does not hold the run
     known = [entry.name for entry in config.cluster.nodes]
     if node not in known:
         raise ConfigError(f"--node {node}: cluster.nodes has {', '.join(known)}")
@@ -153,7 +154,7 @@ def _run(
             Children(children, os.environ),
             LinkSettings(
                 address=settings.scheduler,
-                run_id=directory.run_id,
+                run_id=run_id,
                 member=member,
                 metrics_port=server.port,
                 heartbeat_interval_s=config.cluster.heartbeat_interval_s,
@@ -244,8 +245,9 @@ def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> s
                 return found.scheduler
         if time.monotonic() >= deadline:
             raise LostMemberError(
-                f"{path} was not written by a living first node within {timeout_s:g} s:"
-                " start that node, or give --scheduler HOST:PORT"
+                f"{path} was not written by a living first node on this machine within"
+                f" {timeout_s:g} s: start that node; if it runs on another machine, set"
+                " cluster.scheduler_port, or give --scheduler HOST:PORT"
             )
         time.sleep(0.05)
     return None

@@ -25,6 +25,7 @@ from penstock.daemons.scheduler.ledger import SavedState
 from penstock.daemons.scheduler.position import Position
 from penstock.protocol.errors import StateError
 from penstock.protocol.files import make_directory, sync_directory, writing
+from penstock.protocol.rundir import SHARED
 from penstock.protocol.seal import with_checksum
 
 TEMPORARY_PREFIX = ".tmp-step-"
@@ -144,6 +145,8 @@ class SavedStates:
         for name, entry in manifest.files.items():
             try:
                 size = (directory / name).stat().st_size
+            except FileNotFoundError as error:
+                raise StateError(f"{directory / name}: is not there; {SHARED}") from error
             except OSError as error:
                 raise StateError(f"{directory / name}: cannot read it: {error}") from error
             if size != entry.num_bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -225,6 +226,42 @@ def test_single_process_without_a_run(tmp_path: Path) -> None:
         "memoryd", "--config", config, "--node", "a", "--scheduler", "127.0.0.1:1"
     )
     assert code == 2 and "resolved.yaml" in err
+
+
+def test_nodes_without_the_run_directory_say_that_it_is_shared(
+    config: Path, tmp_path: Path
+) -> None:
+    shared = "all nodes of a run use one run directory, on a file system that they share"
+    run = tmp_path / "run"
+    for arguments in (
+        ("node", "--config", str(run / "resolved.yaml"), "--node", "b"),
+        ("memoryd", "--config", str(run / "resolved.yaml"), "--node", "b", "--scheduler", "x:1"),
+    ):
+        code, out, err = penstock(*arguments)
+        assert (code, out) == (2, "")
+        assert f"{run / 'resolved.yaml'}: does not exist here; {shared}" in err
+    fields = yaml.safe_load(config.read_text())
+    fields["cluster"]["nodes"] = [{"name": "a"}, {"name": "b"}]
+    config.write_text(yaml.safe_dump(fields))
+    code, _, err = penstock("node", "--config", str(config), "--node", "b")
+    assert code == 2 and f"node a, which starts first, prepares it; {shared}" in err
+    assert not run.exists()
+    # A copy of resolved.yaml alone is not the run.
+    run.mkdir()
+    (run / "resolved.yaml").write_text(config.read_text())
+    code, _, err = penstock("node", "--config", str(run / "resolved.yaml"), "--node", "b")
+    assert code == 2 and shared in err
+
+
+def test_every_option_of_every_command_has_help() -> None:
+    group = typer.main.get_command(app)
+    silent = [
+        f"{name} {option.opts[0]}"
+        for name, command in group.commands.items()  # type: ignore[attr-defined]
+        for option in command.params
+        if not getattr(option, "hidden", False) and not getattr(option, "help", None)
+    ]
+    assert silent == []
 
 
 def test_export_without_a_run_or_a_state(tmp_path: Path) -> None:
