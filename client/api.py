@@ -12,6 +12,7 @@ from penstock.client.train import TrainResult, run_training
 from penstock.protocol.config import Config, load_config, parse_config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.overrides import apply_overrides
+from penstock.protocol.rundir import run_of
 
 __all__ = ["TrainResult", "train"]
 
@@ -33,8 +34,12 @@ def train(
     Raises:
         PenstockError: nothing was started: bad configuration or argument, memory short, run in use.
     """
-    resolved = _resolved(config, _override_texts(overrides))
-    directory = resolved.run_dir if run_dir is None else _path("run_dir", run_dir)
+    texts = _override_texts(overrides)
+    resolved = _resolved(config, texts)
+    continued = run_of(_path("config", config)) if isinstance(config, str | PathLike) else None
+    if continued is None or any(text.startswith("run.dir=") for text in texts):
+        continued = resolved.run_dir
+    directory = continued if run_dir is None else _path("run_dir", run_dir)
     return run_training(resolved, directory, Silent() if display is None else _shown_on(display))
 
 

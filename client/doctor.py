@@ -2,7 +2,9 @@
 
 Looking changes nothing. Cleaning removes only what belongs to nobody alive: segments whose owner
 is dead and that no process maps, processes whose supervisor is gone, and, in a run directory that
-no process holds, half-written saves and a stale endpoint file.
+no process holds, half-written saves and a stale endpoint file. Memory with steps that are not saved
+goes only when that is asked for by name. Given a run directory, only what is of that run is looked
+at.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import resource
@@ -23,6 +26,7 @@ from typing import Any
 from penstock.client.doctor_placement import Machine, PlacementReport
 from penstock.client.saved import saved_states
 from penstock.daemons.node.capacity import human_bytes
+from penstock.daemons.node.home import original_of
 from penstock.daemons.node.remains import committed_version
 from penstock.protocol.config import Config
 from penstock.protocol.errors import PenstockError
@@ -36,12 +40,15 @@ LAUNCH_MODULE = "penstock.client.launch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing on this machine. ``removable``: it belongs to nobody alive."""
+    """One thing on this machine. ``removable``: it belongs to nobody alive. ``loses``: what would
+    be lost with it, if anything.
+    """
 
     kind: str
     name: str
     detail: str
     removable: bool
+    loses: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,7 @@ class Report:
     placement: PlacementReport
     findings: tuple[Finding, ...]
     removed: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -60,6 +68,7 @@ class Report:
             "placement": self.placement.to_dict(),
             "findings": [asdict(finding) for finding in self.findings],
             "removed": list(self.removed),
+            "kept": list(self.kept),
         }
 
     def to_text(self) -> str:
@@ -73,18 +82,19 @@ class Report:
         if not self.findings:
             lines.append("nothing of Penstock is on this machine")
         lines += [f"removed {name}" for name in self.removed]
-        if any(f.removable for f in self.findings) and not self.removed:
+        lines += [f"kept {name}" for name in self.kept]
+        if any(f.removable for f in self.findings) and not self.removed and not self.kept:
             lines.append("penstock doctor --clean removes what may go")
         return "\n".join(lines)
 
 
 def examine(run_dir: Path | None, config: Config | None = None) -> Report:
-    """Look at segments, processes, and optionally a run directory.
+    """Look at segments and processes, or at those of one run and its directory.
 
     Cores are placed for ``config``, or for the one of the run directory.
     """
     config = config or _config_of(run_dir)
-    findings = [*_segments(run_dir), *_processes()]
+    findings = [*_segments(run_dir), *_processes(run_dir)]
     if run_dir is not None:
         findings += _run_directory(run_dir)
     return Report(
@@ -104,14 +114,21 @@ def _config_of(run_dir: Path | None) -> Config | None:
         return None
 
 
-def clean(report: Report, run_dir: Path | None) -> Report:
-    """Remove what may go; the same report with what was removed."""
-    removed = []
+def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Report:
+    """Remove what may go, what loses something only with ``force``; the same report with what was
+    removed and what was kept.
+    """
+    removed, kept = [], []
     for finding in report.findings:
-        if finding.removable:
-            _REMOVERS[finding.kind](finding.name, run_dir)
-            removed.append(f"{finding.kind} {finding.name}: {finding.detail}")
-    return replace(report, removed=tuple(removed))
+        if not finding.removable:
+            continue
+        text = f"{finding.kind} {finding.name}: {finding.detail}"
+        if finding.loses and not force:
+            kept.append(f"{text}. With --force {finding.loses}")
+            continue
+        _REMOVERS[finding.kind](finding.name, run_dir)
+        removed.append(f"{text}. So {finding.loses}" if finding.loses else text)
+    return replace(report, removed=tuple(removed), kept=tuple(kept))
 
 
 def machine_facts() -> dict[str, str]:
@@ -147,16 +164,14 @@ def _version(package: str) -> str:
 
 
 def _segments(run_dir: Path | None) -> Iterable[Finding]:
+    """Of all runs, or of the one in ``run_dir``."""
+    run_id = None if run_dir is None else _run_id(run_dir)
     known: set[str] = set()
     for entry in inventory():
         known.update(entry.names)
-        yield Finding(
-            kind="segments",
-            name=f"{entry.run_id}-{entry.node_name}",
-            detail=_describe_segments(entry, run_dir),
-            removable=not entry.in_use,
-        )
-    for name in list_segments():
+        if run_dir is None or entry.run_id == run_id:
+            yield _describe_segments(entry, run_dir)
+    for name in list_segments() if run_dir is None else ():
         if name not in known:
             yield Finding(
                 kind="unknown segment",
@@ -166,37 +181,76 @@ def _segments(run_dir: Path | None) -> Iterable[Finding]:
             )
 
 
-def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> str:
-    size = human_bytes(entry.num_bytes)
-    if entry.in_use:
-        pid = entry.owner.pid if entry.owner is not None else "unknown"
-        return f"{size}, owner pid {pid} alive or memory mapped"
-    if entry.owner is None:
-        return f"{size}, creation was cut short: holds nothing"
-    committed = committed_version(entry)
-    if committed is None:
-        return f"{size}, owner pid {entry.owner.pid} dead, holds no model"
-    saved = _saved_version(entry.run_id, run_dir)
-    return (
-        f"{size}, owner pid {entry.owner.pid} dead, holds step {committed}; saved on disk: {saved}."
-        " Starting the run again continues from the memory; removing it loses what is not saved"
+def _run_id(run_dir: Path) -> str | None:
+    """Of a run directory, if it can be told: the doctor also looks at damaged ones."""
+    try:
+        return RunDirectory(run_dir).run_id
+    except PenstockError:
+        return None
+
+
+def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
+    """What a node of a run has in /dev/shm, and what would be lost with it."""
+    detail, loses, removable = "", "", not entry.in_use
+    pid = entry.owner.pid if entry.owner is not None else "unknown"
+    if any(_is_of_another_user(name) for name in entry.names):
+        detail, removable = "another user's", False
+    elif entry.in_use:
+        detail = f"owner pid {pid} alive or memory mapped"
+    elif run_dir is not None and (original := original_of(run_dir)) is not None:
+        detail, removable = f"belongs to {original}, of which {run_dir} is a copy", False
+    elif run_dir is not None and _is_held(run_dir):
+        detail, removable = f"owner pid {pid} dead, but processes hold the run directory", False
+    elif entry.owner is None:
+        detail = "creation was cut short: holds nothing"
+    elif (committed := committed_version(entry)) is None:
+        detail = f"owner pid {pid} dead, holds no model"
+    else:
+        saved = _saved_version(entry.run_id, run_dir)
+        known = "unknown (give --run-dir)" if saved is None else f"step {saved}" if saved else None
+        detail = (
+            f"owner pid {pid} dead, holds step {committed}; saved on disk: {known or 'nothing'}."
+            " Starting the run again continues from the memory"
+        )
+        loses = _losses(committed, saved)
+    return Finding(
+        kind="segments",
+        name=f"{entry.run_id}-{entry.node_name}",
+        detail=f"{human_bytes(entry.num_bytes)}, {detail}",
+        removable=removable,
+        loses=loses,
     )
 
 
-def _saved_version(run_id: str, run_dir: Path | None) -> str:
-    if run_dir is None or not (run_dir / "run.json").exists():
-        return "unknown (give --run-dir)"
+def _losses(committed: int, saved: int | None) -> str:
+    """What is lost with memory at step ``committed``; ``saved`` None: what is saved is unknown."""
+    if saved is None:
+        return f"all steps up to {committed} that are not saved are lost" if committed else ""
+    if saved >= committed:
+        return ""
+    first = saved + 1
+    if first == committed:
+        return f"step {committed}, which is not saved, is lost"
+    return f"steps {first} to {committed}, which are not saved, are lost"
+
+
+def _is_of_another_user(segment: str) -> bool:
     try:
-        own = RunDirectory(run_dir).run_id
-    except PenstockError:
-        return "unknown (its run.json is damaged)"
-    if own != run_id:
-        return "unknown (another run's directory)"
+        return (SHM_ROOT / segment.lstrip("/")).stat().st_uid != os.getuid()
+    except FileNotFoundError:
+        return False  # removed since it was listed
+
+
+def _saved_version(run_id: str, run_dir: Path | None) -> int | None:
+    """The newest step on disk, 0 without one; None where the run's directory is not known."""
+    if run_dir is None or _run_id(run_dir) != run_id:
+        return None
     saved = saved_states(run_dir)
-    return f"step {saved[-1].version}" if saved else "nothing"
+    return saved[-1].version if saved else 0
 
 
-def _processes() -> Iterable[Finding]:
+def _processes(run_dir: Path | None) -> Iterable[Finding]:
+    """Of all runs, or of the one in ``run_dir``."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -205,7 +259,7 @@ def _processes() -> Iterable[Finding]:
             owned = entry.stat().st_uid == os.getuid()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # ended meanwhile, or not ours to see
-        if LAUNCH_MODULE not in words or "--parent-pid" not in words or not owned:
+        if LAUNCH_MODULE not in words or not owned or not _is_about(words, run_dir):
             continue
         parent = words[words.index("--parent-pid") + 1]
         orphan = start_ticks(int(parent)) is None and start_ticks(int(entry.name)) is not None
@@ -216,6 +270,17 @@ def _processes() -> Iterable[Finding]:
             detail=f"{what}; parent {parent} {'is gone' if orphan else 'lives'}",
             removable=orphan,
         )
+
+
+def _is_about(words: list[str], run_dir: Path | None) -> bool:
+    """Whether a command line is that of a child of a supervisor, of the run in ``run_dir``."""
+    options = dict(itertools.pairwise(words))
+    if not options.get("--parent-pid", "").isdigit():
+        return False
+    config = options.get("--config")
+    if run_dir is None or config is None:
+        return run_dir is None
+    return Path(config).parent.resolve() == run_dir.resolve()
 
 
 def _run_directory(run_dir: Path) -> Iterable[Finding]:

@@ -129,11 +129,13 @@ def train(
         from penstock.client.display import choose_display
         from penstock.client.train import run_training
         from penstock.protocol.logs import forgive_streams
+        from penstock.protocol.rundir import run_of
 
         forgive_streams()
         grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
         resolved = load(config, [*(settings or []), *grace])
-        directory = run_dir or resolved.run_dir
+        moved = any(setting.startswith("run.dir=") for setting in settings or ())
+        directory = run_dir or (None if moved else run_of(config)) or resolved.run_dir
         result = run_training(resolved, directory, choose_display(), process_ends=True)
         if result.error:
             sys.stderr.write(f"penstock: {result.error}\n")
@@ -377,15 +379,20 @@ def doctor(
     ] = None,
     run_dir: RunDirOption = None,
     remove: Annotated[bool, typer.Option("--clean", help="Remove what nobody uses.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --clean: also memory with steps not saved.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List what Penstock left on this machine, and what the machine offers."""
     with errors_explained():
         from penstock.client.doctor import clean, examine
 
+        if force and not remove:
+            raise ConfigError("--force: goes with --clean")
         report = examine(run_dir, None if config is None else load(config, None))
         if remove:
-            report = clean(report, run_dir)
+            report = clean(report, run_dir, force=force)
         typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
 
 

@@ -37,6 +37,14 @@ _FILES = (
 _DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated")
 
 
+def run_of(config: Path) -> Path | None:
+    """The run directory that a configuration file is the ``resolved.yaml`` of, wherever it was
+    moved to since; ``run.dir`` in the file says where it was, or what the user wrote.
+    """
+    folder = config.absolute().parent
+    return folder if config.name == "resolved.yaml" and (folder / "run.json").exists() else None
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """A prepared run directory. Attributes are read once, when first asked for."""

@@ -23,6 +23,7 @@ from penstock.daemons.node.changes import (
 )
 from penstock.daemons.node.choice import keep_choice, make_choice
 from penstock.daemons.node.emulated import emulated_needs, emulated_rows, write_model
+from penstock.daemons.node.home import check_home, settle_home
 from penstock.daemons.node.lock import RunLock, prepare_lock_path
 from penstock.daemons.node.remains import held_version
 from penstock.daemons.node.tool import run_tool
@@ -81,6 +82,8 @@ def prepare_run(
 
 
 def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -> RunDirectory:
+    if (run_dir / "run.json").exists():
+        check_home(RunDirectory(run_dir))
     previous = _previous(run_dir, progress)
     config = _name_tokenizer(_absolute_paths(config), previous, run_dir, progress)
     config = keep_choice(config, previous, progress)
@@ -88,6 +91,7 @@ def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -
     if config.optimizer.rollback == "arithmetic":
         progress(_NOT_EXACT)
     directory = RunDirectory.create(run_dir)
+    settle_home(directory)
     # Without a configuration nobody knows what inputs that are there were made from.
     if previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir):
         directory.unseal()

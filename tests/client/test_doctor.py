@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client.doctor import Finding, clean, examine
+from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, clean, examine
 from penstock.client.doctor_placement import Machine, PlacementReport
 from penstock.daemons.node.lock import RunLock, train_lock_path
 from penstock.protocol.config import load_config
@@ -64,10 +64,66 @@ def test_dead_memory_is_described_and_removed(run_id: str, tmp_path: Path) -> No
     assert finding.removable
     assert "holds step 17; saved on disk: step 12" in finding.detail
     report = examine(tmp_path)
-    only_ours = replace(report, findings=(finding,))
-    cleaned = clean(only_ours, tmp_path)
+    assert report.findings == (finding,)
+    kept = clean(report, tmp_path)
+    lost = "steps 13 to 17, which are not saved, are lost"
+    assert exists(name) and not kept.removed
+    assert (
+        kept.kept[0].endswith(f"With --force {lost}") and f"kept {kept.kept[0]}" in kept.to_text()
+    )
+    cleaned = clean(report, tmp_path, force=True)
     assert not exists(name)
-    assert [text for text in cleaned.removed if "holds step 17" in text]
+    assert [text for text in cleaned.removed if text.endswith(f"So {lost}")]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loses"),
+    [
+        (None, "all steps up to 17 that are not saved are lost"),
+        (16, "step 17, which is not saved, is lost"),
+        (17, ""),
+        (0, "steps 1 to 17, which are not saved, are lost"),
+    ],
+)
+def test_what_is_lost_with_memory_is_said(
+    run_id: str, tmp_path: Path, saved: int | None, loses: str
+) -> None:
+    name = make_dead(run_id)
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": run_id, "format": 1}))
+    if saved:
+        (tmp_path / "state" / f"step-{saved:08d}").mkdir(parents=True)
+    run_dir = None if saved is None else tmp_path
+    [finding] = findings(run_id, run_dir)
+    assert (finding.removable, finding.loses) == (True, loses)
+    clean(replace(examine(run_dir), findings=(finding,)), run_dir)
+    assert exists(name) == bool(loses)
+
+
+def test_a_run_directory_shows_nothing_of_other_runs(run_id: str, tmp_path: Path) -> None:
+    make_dead(run_id)
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": secrets.token_hex(6), "format": 1}))
+    assert examine(tmp_path).findings == ()
+    assert clean(examine(tmp_path), tmp_path, force=True).removed == ()
+    assert findings(run_id)
+    (tmp_path / "run.json").write_text("{")
+    assert examine(tmp_path).findings == ()
+
+
+def test_memory_is_not_dead_while_its_run_directory_is_held(run_id: str, tmp_path: Path) -> None:
+    """Processes of another container may hold it, whose pids mean nothing here."""
+    make_dead(run_id)
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": run_id, "format": 1}))
+    with RunLock.acquire(train_lock_path(tmp_path), wait_s=0.0):
+        [finding] = findings(run_id, tmp_path)
+    assert not finding.removable and "processes hold the run directory" in finding.detail
+
+
+def test_processes_of_other_runs_are_not_shown(tmp_path: Path) -> None:
+    words = ["python", "-m", LAUNCH_MODULE, "worker", "--parent-pid", "1", "--device", "0"]
+    ours = [*words, "--config", str(tmp_path / "resolved.yaml")]
+    assert _is_about(ours, tmp_path) and _is_about(ours, None)
+    assert not _is_about(ours, tmp_path / "other")
+    assert not _is_about(["python", "-m", LAUNCH_MODULE, "node", "--config", "x"], None)
 
 
 def test_living_memory_is_left_alone(run_id: str) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +14,7 @@ import pytest
 
 from penstock.daemons.node.capacity import MachineMemory, check_capacity, human_bytes, needs
 from penstock.daemons.node.changes import check_resume, find_changes
+from penstock.daemons.node.lock import RunLock, prepare_lock_path
 from penstock.daemons.node.prepare import prepare_run
 from penstock.daemons.node.tool import run_tool
 from penstock.planner.memory import MemoryRow, Resource
@@ -19,6 +24,7 @@ from penstock.protocol.overrides import apply_overrides
 from penstock.protocol.rundir import RunDirectory
 from penstock.protocol.step import OptimizerStep
 from penstock.protocol.step_terms import STEP_TERMS, step_terms
+from penstock.shm.process import start_ticks
 from tests.folders import save_model
 
 GIB = 2**30
@@ -313,6 +319,44 @@ def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path
             run_tool("tool", "3", log=tmp_path / "log.txt", progress=said.append)
         run_tool("tool", "0", log=tmp_path / "log.txt")
     assert said == ["half", "whole"]
+
+
+def test_a_tool_dies_with_its_parent_and_holds_its_lock_until_then(tmp_path: Path) -> None:
+    """So a second preparation cannot overlap with what a killed ``penstock train`` started."""
+    (tmp_path / "tool.py").write_text(
+        "import os, sys, time; from pathlib import Path\n"
+        "from penstock.protocol.process import tool_main\n"
+        "def work():\n"
+        "    Path(sys.argv[1], 'new').write_text(str(os.getpid()))\n"
+        "    Path(sys.argv[1], 'new').rename(Path(sys.argv[1], 'pid'))\n"
+        "    time.sleep(120)\n"
+        "tool_main(work, Path(sys.argv[1]), int(sys.argv[-1]))\n"
+    )
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from penstock.daemons.node.lock import RunLock, prepare_lock_path\n"
+        "from penstock.daemons.node.tool import run_tool\n"
+        "run = Path(sys.argv[1])\n"
+        "with RunLock.acquire(prepare_lock_path(run), wait_s=5.0) as lock:\n"
+        "    run_tool('tool', str(run), log=run / 'log', keeps=(lock.descriptor,))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, env=environment) as parent:
+        deadline_s = time.monotonic() + 60.0
+        while not (tmp_path / "pid").exists():
+            assert parent.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.01)
+        tool = int((tmp_path / "pid").read_text())
+        with pytest.raises(ConfigError, match=f"in use by process {parent.pid}"):
+            RunLock.acquire(prepare_lock_path(tmp_path), wait_s=0.0)
+        parent.kill()
+        parent.wait()
+    with RunLock.acquire(prepare_lock_path(tmp_path), wait_s=60.0):
+        ends_s = time.monotonic() + 5.0  # a dying process gives its locks up a moment earlier
+        while start_ticks(tool) is not None:
+            assert time.monotonic() < ends_s, "the lock was free while the tool lived"
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "auto"])
