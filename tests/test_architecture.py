@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,19 @@ def test_every_folder_is_linked_into_the_package() -> None:
     for folder in FOLDERS:
         link = ROOT / "src" / "penstock" / folder
         assert link.is_symlink() and link.resolve() == ROOT / folder
+
+
+def test_an_archive_of_the_sources_has_each_once_and_its_licence_by_name() -> None:
+    """Links become files in an sdist, so what they point to is left out of it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    links = {path.name for path in (ROOT / "src" / "penstock").iterdir() if path.is_symlink()}
+    assert links == {*FOLDERS, "examples"}
+    assert {f"/{name}" for name in links} <= set(
+        project["tool"]["scikit-build"]["sdist"]["exclude"]
+    )
+    assert project["project"]["license"] == "Apache-2.0"
+    for name in project["project"]["license-files"]:
+        assert (ROOT / name).is_file()
 
 
 def test_imports_follow_the_dependency_direction() -> None:
