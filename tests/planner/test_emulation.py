@@ -215,7 +215,7 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
     [
         ("emulated:analytic:V1000:spipe-10b", {}, "V1000.*known: .*V100-32"),
         ("emulated:unit", {}, "accepted are emulated:analytic:GPU:MODEL"),
-        ("emulated:nothing", {}, "'nothing' is no kind of costs"),
+        ("emulated:nothing", {}, "'emulated:nothing': accepted are emulated:analytic"),
         ("emulated:analytic:V100-32:spipe-10b:micro_batch=4", {}, "said by train.micro_batch"),
         ("emulated:missing.json", {}, "missing.json"),
         (
@@ -265,7 +265,7 @@ def test_a_profile_of_another_length_is_refused(tmp_path: Path) -> None:
         ),
         ({"emulation": {"scale": "1/0"}}, "emulation.scale = '1/0'"),
         ({"emulation": {"scale": 2}}, "emulation.scale = 2"),
-        ({"emulation": {"scale": True}}, "scale = True: a number"),
+        ({"emulation": {"scale": True}}, "scale = True: accepted is a share above 0"),
         (
             {"cluster": {"nodes": [{"name": "a"}, {"name": "b", "host": "10.0.0.2"}]}},
             "run on one machine",
