@@ -141,18 +141,7 @@ class Executor:
         _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
 
     def _note_end(self, effect: NoteEnd) -> None:
-        end = RunEnd(
-            reason=effect.reason,
-            code=effect.code,
-            keep_memory=effect.keep_memory,
-            failed=effect.failed,
-            written_s=time.time(),
-        )
-        try:
-            end.write(self._run_dir)
-        except PenstockError:
-            # Whoever is there hears of the end all the same.
-            _log.exception("cannot leave word that the run has ended")
+        leave_word(self._run_dir, effect)
 
     def _exit(self, effect: Exit) -> None:
         self.exit = effect
@@ -175,3 +164,18 @@ class Executor:
         NoteEnd: _note_end,
         Exit: _exit,
     }
+
+
+def leave_word(run_dir: Path, end: NoteEnd) -> None:
+    """Write the note of the run's end. Without room for it only those who are there hear of it."""
+    note = RunEnd(
+        reason=end.reason,
+        code=end.code,
+        keep_memory=end.keep_memory,
+        failed=end.failed,
+        written_s=time.time(),
+    )
+    try:
+        note.write(run_dir)
+    except PenstockError:
+        _log.exception("cannot leave word that the run has ended")

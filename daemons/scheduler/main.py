@@ -12,8 +12,8 @@ from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
-from penstock.daemons.scheduler.effects import Executor
-from penstock.daemons.scheduler.events import Event, Joined, StopSignalled, Tick
+from penstock.daemons.scheduler.effects import Executor, leave_word
+from penstock.daemons.scheduler.events import Event, Joined, NoteEnd, StopSignalled, Tick
 from penstock.daemons.scheduler.intake import Events
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.ledger import Ledger
@@ -79,13 +79,13 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         try:
             loop = _open(run, rules, service, events, stack)
         except PenstockError as error:
-            _turn_away(rules, service, events, error)
+            _turn_away(run.path, rules, service, events, error)
             raise
         except Exception as error:
             # To be started again would lead here again: nothing but these files has been read yet.
             _log.exception("cannot open the run's files")
             complaint = StateError(f"{run.path}: cannot open the run's files: {error!r}")
-            _turn_away(rules, service, events, complaint)
+            _turn_away(run.path, rules, service, events, complaint)
             raise complaint from error
         return loop.run()
 
@@ -156,9 +156,13 @@ def _status_of_scheduler(metrics_port: int) -> pb.MemberStatus:
     )
 
 
-def _turn_away(rules: Rules, service: Service, events: Events, error: PenstockError) -> None:
+def _turn_away(
+    run_dir: Path, rules: Rules, service: Service, events: Events, error: PenstockError
+) -> None:
     """The run cannot start: tell members to shut down as they come, for a while."""
     _log.error("cannot start: %s", error)
+    end = NoteEnd(reason=str(error), code=error.exit_code, keep_memory=True, failed=True)
+    leave_word(run_dir, end)
     ending = pb.Shutdown(keep_memory=True, reason=str(error), exit_code=int(error.exit_code))
     shutdown = pb.SchedulerMessage(shutdown=ending)
     awaited = {member.name for member in rules.members}
