@@ -13,6 +13,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 TEXT = "Pumps push water up the hill; a penstock brings it down to the wheel.\n" * 8
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -55,6 +56,7 @@ def save_tokenizer(folder: Path) -> None:
 
 def save_model(folder: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Any:
     """A folder with a random model of that type and the tokenizer; returns the model."""
+    disable_progress_bar()  # the first one starts a thread for the rest of the process
     save_tokenizer(folder)
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     hf_config = AutoConfig.for_model(model_type, **{"vocab_size": 320, **special, **fields})
