@@ -63,6 +63,7 @@ def test_begin_carries_record_plan_and_endpoints() -> None:
     begin = next(e.message.begin for e in driver.effects if isinstance(e, Send))
     assert (begin.record.version, begin.record.attempt, begin.plan_json) == (4, 4, "{plan}")
     assert {e.member: e.address for e in begin.endpoints}["worker.1"] == "tcp://worker.1"
+    assert (begin.next_attempt, begin.next_evaluation) == (6, 1), "where numbers go on"
 
 
 def test_epoch_numbers_rise_above_the_journal_and_every_hello() -> None:
