@@ -35,7 +35,7 @@ class LayerCall:
             result = layer(hidden_states=hidden, **self.kwargs)
         else:
             result = layer(hidden, *self.args, **self.kwargs)
-        after: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        after: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
         return after
 
 

@@ -113,6 +113,7 @@ def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Ord
             order = first.run()
             second = _Observation(decoder, layers_name, hidden_size, as_tuple, filler=1.0)
             second.run()
+            _Observation(decoder, layers_name, hidden_size, as_tuple, filler=0.0).run_around()
         except PenstockError:
             raise
         except Exception as error:  # whatever the decoder does to stubs
@@ -200,6 +201,12 @@ class _Observation:
             finishes_alone=_alone(self._calls_after, self._last_hidden, result),
             layers_return_tuples=self._as_tuple,
         )
+
+    def run_around(self) -> None:
+        """From hidden states that take no memory, as workers do for masks and positions."""
+        with torch.no_grad():
+            states = torch.zeros(1, 1, 1).expand(self._shape)
+            shell(self._decoder, self._overrides)(inputs_embeds=states, use_cache=False)
 
     def _watching(self, name: str) -> Callable[..., torch.Tensor]:
         def watched(*args: Any, **kwargs: Any) -> torch.Tensor:

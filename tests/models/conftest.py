@@ -45,6 +45,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt": {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
     "granite": {**_GROUPED, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "starcoder2": {**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "openai-gpt": {**_COMMON, **_NO_DROPOUT},
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "head_dim": 8},
     "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_next": {

@@ -28,6 +28,7 @@ REFUSED = {
     "gemma3": "its language model is one part of several; give 'gemma3_text' by itself",
     "nougat": "transformers has no configuration of this type without others to go with it",
     "dots3_note_text": "cannot be taken apart into layers",
+    "ctrl": "cannot be taken apart into layers",
     "xlm": "cannot be taken apart into layers",
     "cwm": "give model.hf.bos_token_id",
 }

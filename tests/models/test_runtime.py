@@ -18,6 +18,8 @@ from penstock.protocol.errors import ConfigError
 
 TESTED = ("llama", "gpt2", "qwen2", "mistral")
 ALSO = ("qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt", "granite", "starcoder2")
+LISTS = ("openai-gpt",)
+"""Layers that return lists."""
 EXPERTS = ("qwen3_moe", "mixtral", "qwen3_next", "olmoe", "phimoe")
 
 
@@ -46,7 +48,7 @@ def test_recomputed_stages_match_the_model(
     assert_same_gradients(case)
 
 
-@pytest.mark.parametrize("model_type", [*ALSO, *EXPERTS])
+@pytest.mark.parametrize("model_type", [*ALSO, *LISTS, *EXPERTS])
 def test_other_architectures_match_too(model_type, make_case, make_batch, original_loss) -> None:
     case = make_case(model_type)
     batch = make_batch()
