@@ -230,7 +230,7 @@ def trained(name: str, run: RunDirectory) -> Row:
     """The row of a run that has ended."""
     lines = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["phase"] == "train"]
-    prices = config_prices(run.config, run.table, None, run.config.train.micro_batch)
+    prices = config_prices(run.config, run.table)
     simulation = simulated(run.plan, prices, optimizer_of(run.config))
     measured_s = statistics.median(step["seconds"] for step in steps[WARMUP_STEPS:])
     row = predicted(name, run.plan, prices, simulation, measured_s)

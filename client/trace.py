@@ -394,7 +394,7 @@ def _choose(measurement: Measurement, wanted: Range | None) -> tuple[MeasuredAtt
 def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
     if profile is None and run.config.cluster.emulated is None:
         return simulate(fit.plan, fit.costs, fit.cluster, stops_early=True)
-    prices = config_prices(run.config, run.table, profile, run.config.train.micro_batch)
+    prices = config_prices(run.config, run.table, profile)
     optimizer = optimizer_of(run.config)
     return simulate(fit.plan, prices.costs, prices.cluster, optimizer=optimizer, stops_early=True)
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from penstock.planner.footprint import device_peaks
 from penstock.planner.measured import MeasuredAttempt
-from penstock.planner.memory import device_costs
+from penstock.planner.prices import config_prices
 from penstock.planner.render.units import format_bytes
 from penstock.planner.traced import Peak
-from penstock.protocol.profile_json import load_profile
 from penstock.protocol.rundir import RunDirectory
 
 
@@ -52,8 +51,7 @@ def compare_memory(
     measured = {device: _greatest(attempts, device) for device in range(plan.num_devices)}
     if not any(measured.values()):
         return ()
-    source = None if profile is None else load_profile(profile)
-    planned = device_peaks(plan, device_costs(run.config, run.table, source))
+    planned = device_peaks(plan, config_prices(run.config, run.table, profile).costs)
     return tuple(
         DeviceMemory(device=device, measured=peak, planned_bytes=planned[device].total_bytes)
         for device, peak in measured.items()

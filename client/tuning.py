@@ -20,7 +20,6 @@ from penstock.client.laboratory import options_named
 from penstock.client.outputs import write_file
 from penstock.daemons.node.prepare import table_of
 from penstock.planner.auto import settler_of, trainable_plan, trainable_schemes
-from penstock.planner.emulation import Emulation
 from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
@@ -165,11 +164,8 @@ def _config_planner(config: Config, table: BlockTable) -> Planner:
     """Plans as ``train`` makes them, refused as ``train`` refuses them."""
 
     def planner(candidate: Candidate, terms: Terms) -> Plan:
-        del terms
-        return trainable_plan(with_fragment(config, fragment(candidate)), table, costs)
+        return trainable_plan(with_fragment(config, fragment(candidate)), table, terms.prices)
 
-    emulated = config.cluster.emulated is not None
-    costs = Emulation.of(config).costs if emulated else None
     return planner
 
 

@@ -15,8 +15,6 @@ from typing import Any, get_args
 
 from penstock.planner.build import build_plan, dropped_operators
 from penstock.planner.cluster import OptimizerModel
-from penstock.planner.costs import Costs
-from penstock.planner.emulation import Emulation
 from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
@@ -111,7 +109,7 @@ def choose(config: Config, table: BlockTable, fits: Fits, progress: Progress) ->
     """
     _check_keys(config.schedule)
     asked, terms = asked_of(config.schedule), config_terms(config, table)
-    plans = _Plans(config=config, table=table, asked=asked, fits=fits)
+    plans = _Plans(config=config, table=table, prices=terms.prices, asked=asked, fits=fits)
     limits = _limits(config, terms.prices)
     search = Search(
         pricer=lambda size: terms.prices,
@@ -160,14 +158,14 @@ def trainable_schemes() -> tuple[str, ...]:
     return tuple(name for name in SCHEMES if name in accepted)
 
 
-def trainable_plan(config: Config, table: BlockTable, costs: Costs | None = None) -> Plan:
+def trainable_plan(config: Config, table: BlockTable, prices: Prices | None = None) -> Plan:
     """The plan of a configuration, refused as ``train`` refuses it; arguments as
     :func:`~penstock.planner.build.build_plan`.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
     """
-    plan = build_plan(config, table, costs)
+    plan = build_plan(config, table, prices)
     check_executable(plan, devices_per_node=config.cluster.workers)
     check_updates(config, table, plan)
     return plan
@@ -181,7 +179,7 @@ def config_terms(config: Config, table: BlockTable, profile: Path | None = None)
         ConfigError: the profile cannot be read, or is of another model.
     """
     return Terms(
-        prices=config_prices(config, table, profile, config.train.micro_batch),
+        prices=config_prices(config, table, profile),
         optimizer=optimizer_of(config),
         stops_early=True,
     )
@@ -195,14 +193,10 @@ class _Plans:
 
     config: Config
     table: BlockTable
+    prices: Prices
     asked: dict[str, Any]
     fits: Fits
     refused: dict[type[Exception], str] = field(default_factory=dict)
-    costs: Costs | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        emulated = self.config.cluster.emulated is not None
-        self.costs = Emulation.of(self.config).costs if emulated else None
 
     def of_candidate(self, candidate: Candidate, terms: Terms) -> Plan:
         """The plan, refused in every way in which ``train`` would."""
@@ -215,7 +209,7 @@ class _Plans:
             raise
 
     def of_config(self, config: Config) -> Plan:
-        plan = trainable_plan(config, self.table, self.costs)
+        plan = trainable_plan(config, self.table, self.prices)
         self.fits(config, plan)
         return plan
 

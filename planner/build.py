@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.planner.costs import Costs
 from penstock.planner.layout import Residency, StageLayout
-from penstock.planner.memory import table_costs
 from penstock.planner.operators import OPERATOR_SETS
 from penstock.planner.partition import partition
 from penstock.planner.passes import PASSES, Pass, PassContext
@@ -17,6 +15,7 @@ from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
 from penstock.planner.settling import settle_as_configured
+from penstock.planner.sources import Prices
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config
@@ -26,34 +25,34 @@ from penstock.protocol.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
 
 
-def build_plan(config: Config, table: BlockTable, costs: Costs | None = None) -> Plan:
+def build_plan(config: Config, table: BlockTable, prices: Prices | None = None) -> Plan:
     """The plan that a configuration asks for: its scheme, or what is in ``schedule.file``.
 
-    ``costs``: what memory is counted with; the table's own unless given.
+    ``prices``: what passes decide by and memory is counted with; the configuration's own unless
+    given (:func:`~penstock.planner.prices.config_prices`).
 
     Raises:
         ConfigError: impossible combination; names key, value, and what would be accepted. A
             :class:`~penstock.planner.validate.PlanError` for a plan file that makes no sense.
     """
-    file = config.schedule.file
+    file, prices = config.schedule.file, prices or config_prices(config, table)
     _check_used(config)
     if file is not None and file.suffix.lower() != ".csv":
         plan = _load(file, config)
     else:
         schedule = _build(config, table) if file is None else _read_actions(file, config, table)
-        schedule = replicate(_after_passes(schedule, config, table), config.schedule.replicas)
+        schedule = replicate(_after_passes(schedule, config, prices), config.schedule.replicas)
         wanted = config.schedule.reduce_gradients
         concatenates = config.schedule.weight_gradients == "concatenated"
         schedule = replace(schedule, concatenates_gradients=concatenates)
         plan = _lowered(with_reduction(schedule, wanted, config.cluster.workers))
     _check_fits(plan, config, table)
     plan = settle_as_configured(config, table, plan)
-    tokens = config.train.micro_batch * config.data.sequence_length
     try:
         validate(
             plan,
             table,
-            costs=costs or table_costs(table, tokens=tokens),
+            costs=prices.costs,
             memory_limit=config.memory.device_limit,
             devices_per_node=config.cluster.workers,
         )
@@ -122,12 +121,12 @@ def _block_work(table: BlockTable) -> list[float]:
     return [block.forward_flops for block in table.blocks]
 
 
-def _after_passes(schedule: Schedule, config: Config, table: BlockTable) -> Schedule:
+def _after_passes(schedule: Schedule, config: Config, prices: Prices) -> Schedule:
     """With the configured passes applied."""
     passes = [_pass(name, config) for name in config.schedule.passes]
     if not passes:
         return schedule
-    context = _context(config, table)
+    context = _context(config, prices)
     for one in passes:
         schedule = one.run(schedule, context)
     return schedule
@@ -156,13 +155,9 @@ def _check_used(config: Config) -> None:
             )
 
 
-def _context(config: Config, table: BlockTable) -> PassContext:
-    """Costs as ``schedule.profile`` has them, as emulated, or as guessed for the device; a hop
-    carries the largest output of a block.
-    """
-    prices = config_prices(config, table, None, config.train.micro_batch)
-    cluster = prices.cluster
-    costs = replace(prices.costs, separate_memory=config.cluster.device != "cpu")
+def _context(config: Config, prices: Prices) -> PassContext:
+    """A hop carries the largest output of a block."""
+    costs, cluster = prices.costs, prices.cluster
     largest = max(block.output_bytes for block in costs.blocks)
     optimizer = optimizer_of(config)
     if config.optimizer.settle == "early":

@@ -7,36 +7,18 @@ Devices' memory by instruction: :mod:`penstock.planner.footprint`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 
-from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.emulation import Emulation
-from penstock.planner.footprint import DevicePeak, Footprint, device_peaks, footprints
-from penstock.planner.profile import Guess, block_costs
+from penstock.planner.costs import Costs
+from penstock.planner.footprint import DevicePeak, Footprint, footprints
+from penstock.planner.prices import config_prices
 from penstock.protocol.config import Config
 from penstock.protocol.names import ownership, storage
 from penstock.protocol.plan import Plan
-from penstock.protocol.profile import Profile
 from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
 from penstock.shm.table import BlockTable
-
-__all__ = [
-    "DevicePeak",
-    "MemoryRow",
-    "Resource",
-    "TableCosts",
-    "device_costs",
-    "device_peaks",
-    "device_rows",
-    "memory_table",
-    "node_rows",
-    "table_costs",
-]
-
-_GRADIENT_ITEMSIZE = 4
-"""Gradients accumulate in fp32 on the device, whatever they are published in."""
 
 
 class Resource(StrEnum):
@@ -64,9 +46,11 @@ class MemoryRow:
     num_bytes: int
 
 
-def memory_table(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
-    """Rows of all nodes, then of all devices."""
-    costs = device_costs(config, table)
+def memory_table(
+    config: Config, table: BlockTable, plan: Plan, costs: Costs | None = None
+) -> tuple[MemoryRow, ...]:
+    """Rows of all nodes, then of all devices; with the configuration's costs unless given."""
+    costs = costs or config_prices(config, table).costs
     return (*node_rows(config, table, plan), *device_rows(config, plan, costs))
 
 
@@ -139,60 +123,6 @@ def _device_rows(place: str, resource: Resource, peak: DevicePeak) -> Iterable[M
         uses["workspace"] = peak.workspace_bytes
     for use, num_bytes in uses.items():
         yield MemoryRow(place=place, resource=resource, use=use, num_bytes=ceil(num_bytes))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableCosts(Costs):
-    """A table's costs; a stage that borrows a tensor of another holds it and its gradient, too.
-
-    ``widening``: how much larger weights are on the device than where they are stored.
-    """
-
-    table: BlockTable
-    widening: float = 1.0
-
-    def of(self, blocks: range) -> BlockCost:
-        """A stage of consecutive blocks."""
-        cost, borrowed = super().of(blocks), self._borrowed(blocks)
-        weight_bytes = cost.weight_bytes + borrowed * self.table.weight_dtype.itemsize
-        return replace(
-            cost,
-            weight_bytes=weight_bytes * self.widening,
-            device_gradient_bytes=cost.device_gradient_bytes + borrowed * _GRADIENT_ITEMSIZE,
-            gradient_bytes=cost.gradient_bytes + borrowed * self.table.grad_dtype.itemsize,
-        )
-
-    def _borrowed(self, blocks: range) -> int:
-        return sum(
-            tensor.num_elements
-            for index in blocks
-            for borrowed in self.table.blocks[index].borrows
-            if borrowed.owner not in blocks
-            for tensor in self.table.blocks[borrowed.owner].tensors
-            if tensor.name == borrowed.name
-        )
-
-
-def device_costs(config: Config, table: BlockTable, profile: Profile | None = None) -> Costs:
-    """What the memory of a configuration's devices is reckoned with: what was measured, what an
-    emulated device brings, or the table's own estimates.
-
-    Raises:
-        ConfigError: the profile is of another model.
-    """
-    if profile is None and config.cluster.emulated is not None:
-        return Emulation.of(config).costs
-    tokens = config.train.micro_batch * config.data.sequence_length
-    blocks = block_costs(table, profile or Guess(), tokens=tokens).blocks
-    on_cpu = config.cluster.device == "cpu"
-    # CPUs compute in fp32, whatever weights are stored in.
-    widening = 4 / table.weight_dtype.itemsize if on_cpu else 1.0
-    return TableCosts(blocks=blocks, table=table, widening=widening, separate_memory=not on_cpu)
-
-
-def table_costs(table: BlockTable, *, tokens: int) -> TableCosts:
-    """Bytes of a table's blocks for micro-batches of ``tokens`` tokens (seconds are guessed)."""
-    return TableCosts(blocks=block_costs(table, Guess(), tokens=tokens).blocks, table=table)
 
 
 def _node_rows(place: str, layout: NodeLayout, plan: Plan) -> Iterable[MemoryRow]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.planner.cluster import OptimizerModel
 from penstock.planner.emulation import Emulation, optimizer_way
-from penstock.planner.profile import block_costs, cluster_of, guess_of
+from penstock.planner.profile import cluster_of, guess_of, table_costs
 from penstock.planner.sources import Prices
 from penstock.protocol.config import Config
 from penstock.protocol.profile_json import load_profile
@@ -14,9 +14,9 @@ from penstock.shm.table import BlockTable
 
 
 def config_prices(
-    config: Config, table: BlockTable, profile: Path | None, micro_batch: int
+    config: Config, table: BlockTable, profile: Path | None = None, micro_batch: int | None = None
 ) -> Prices:
-    """Costs and cluster of a configuration for micro-batches of so many sequences.
+    """Costs and cluster of a configuration, for its micro-batches or those of so many sequences.
 
     From ``profile``, or the one that ``schedule.profile`` names; else what ``cluster.device``
     emulates, or a guess at it.
@@ -25,13 +25,19 @@ def config_prices(
         ConfigError: the profile cannot be read, or is of another model.
     """
     profile = profile or config.schedule.profile
+    micro_batch = micro_batch or config.train.micro_batch
     if profile is None and config.cluster.emulated is not None:
         train = config.train.model_copy(update={"micro_batch": micro_batch})
         emulation = Emulation.of(config.model_copy(update={"train": train}))
         return Prices(costs=emulation.costs, cluster=emulation.cluster)
     source = load_profile(profile) if profile is not None else guess_of(config.cluster.device)
     return Prices(
-        costs=block_costs(table, source, tokens=micro_batch * config.data.sequence_length),
+        costs=table_costs(
+            table,
+            source,
+            tokens=micro_batch * config.data.sequence_length,
+            on_cpu=config.cluster.device == "cpu",
+        ),
         cluster=cluster_of(source, devices_per_node=config.cluster.workers),
     )
 

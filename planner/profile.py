@@ -18,6 +18,8 @@ from penstock.shm.table import BlockSpec, BlockTable
 _GRADIENT_ITEMSIZE = 4
 """Gradients accumulate in fp32 on the device, whatever they are published in."""
 
+_COMPUTE_ITEMSIZE_OF_CPUS = 4
+
 _GPU_MACHINE = Machine(
     instruction_s=2.0e-5,
     fetch_bandwidth=2.0e10,
@@ -101,6 +103,58 @@ def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
         device_optimizer_rate=machine.device_update_rate,
         device_memory_bytes=machine.device_memory_bytes,
         host_memory_bytes=machine.host_memory_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCosts(Costs):
+    """A table's costs; a stage that borrows a tensor of another holds it and its gradient, too.
+
+    ``widening``: how much larger weights are on the device than where they are stored.
+    """
+
+    table: BlockTable
+    widening: float = 1.0
+
+    def of(self, blocks: range) -> BlockCost:
+        """A stage of consecutive blocks."""
+        cost, borrowed = super().of(blocks), self._borrowed(blocks)
+        weight_bytes = cost.weight_bytes + borrowed * self.table.weight_dtype.itemsize
+        return replace(
+            cost,
+            weight_bytes=weight_bytes * self.widening,
+            device_gradient_bytes=cost.device_gradient_bytes + borrowed * _GRADIENT_ITEMSIZE,
+            gradient_bytes=cost.gradient_bytes + borrowed * self.table.grad_dtype.itemsize,
+        )
+
+    def _borrowed(self, blocks: range) -> int:
+        return sum(
+            tensor.num_elements
+            for index in blocks
+            for borrowed in self.table.blocks[index].borrows
+            if borrowed.owner not in blocks
+            for tensor in self.table.blocks[borrowed.owner].tensors
+            if tensor.name == borrowed.name
+        )
+
+
+def table_costs(
+    table: BlockTable, source: Profile | Guess, *, tokens: int, on_cpu: bool
+) -> TableCosts:
+    """Costs of a table's blocks on devices that compute in a weight's own type, or ``on_cpu``: in
+    fp32, whatever weights are stored in, and in the host's memory. The one model of what devices
+    hold: passes, checks, searches and tables all reckon with it.
+
+    Raises:
+        ConfigError: a kind of block is not in the profile.
+    """
+    plain = block_costs(table, source, tokens=tokens)
+    return TableCosts(
+        blocks=plain.blocks,
+        instruction_s=plain.instruction_s,
+        separate_memory=not on_cpu,
+        table=table,
+        widening=_COMPUTE_ITEMSIZE_OF_CPUS / table.weight_dtype.itemsize if on_cpu else 1.0,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.planner.analytic import analytic_costs
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.profile import block_costs, cluster_of
+from penstock.planner.profile import cluster_of, table_costs
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.profile import Profile
 from penstock.protocol.profile_json import load_profile
@@ -126,8 +126,9 @@ class ProfileSource:
         """Costs of the model that was measured, however it is cut; all devices in one node."""
         del forward_stages, backward_stages
         profile = self.profile
+        on_cpu = not profile.machine.separate_memory
         return Prices(
-            costs=block_costs(profile.table, profile, tokens=profile.tokens),
+            costs=table_costs(profile.table, profile, tokens=profile.tokens, on_cpu=on_cpu),
             cluster=cluster_of(profile, devices_per_node=num_devices),
         )
 

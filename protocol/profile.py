@@ -91,6 +91,11 @@ class Machine:
     device_memory_bytes: float = inf
     host_memory_bytes: float = inf
 
+    @property
+    def separate_memory(self) -> bool:
+        """Whether devices have memory of their own, so that weights are copied to them."""
+        return self.fetch_bandwidth != inf
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:

@@ -8,7 +8,7 @@ asked about.
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,16 +87,25 @@ def needs(
         place = _node_place(config, node)
         limit = config.memory.host_limit
         table.append(Need(place=place, what="memory.host_limit", needed=needed, there=limit))
-    for place in dict.fromkeys(r.place for r in rows if r.resource is Resource.DEVICE):
-        needed = _sum(rows, place, Resource.DEVICE)
-        limit = config.memory.device_limit
-        table.append(Need(place=place, what="memory.device_limit", needed=needed, there=limit))
+    table += _device_needs(config, rows)
     if config.cluster.device == "cuda":
         needed = sum(shm.values())
         table.append(
             Need(place="machine", what="memlock limit", needed=needed, there=machine.memlock)
         )
     return tuple(table)
+
+
+def _device_needs(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Need]:
+    """Of CPU workers, whose memory is the host's, only where they have a limit of their own."""
+    on_cpu, limit = config.cluster.device == "cpu", config.memory.device_limit
+    if on_cpu and limit is None:
+        return
+    resource = Resource.HOST if on_cpu else Resource.DEVICE
+    for place in (f"device {device}" for device in range(config.num_workers)):
+        needed = _sum(rows, place, resource)
+        if needed:
+            yield Need(place=place, what="memory.device_limit", needed=needed, there=limit)
 
 
 def check_capacity(table: Sequence[Need]) -> None:

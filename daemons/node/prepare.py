@@ -27,11 +27,12 @@ from penstock.daemons.node.home import check_home, settle_home
 from penstock.daemons.node.lock import RunLock, prepare_lock_path
 from penstock.daemons.node.remains import held_version
 from penstock.daemons.node.tool import run_tool
-from penstock.planner.auto import config_terms, trainable_plan
-from penstock.planner.costs import Costs
+from penstock.planner.auto import trainable_plan
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
+from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.sources import Prices
 from penstock.protocol.config import AUTO, Config, load_config
 from penstock.protocol.config_values import BYTE, tokenizer_of
 from penstock.protocol.errors import StateError
@@ -123,10 +124,9 @@ def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospec
         ConfigError: no plan can be built, or workers cannot run it.
     """
     place = _Place.of(config, table, run_id)
-    plan = trainable_plan(config, place.table, place.costs)
+    plan = trainable_plan(config, place.table, place.prices)
     if is_to_choose(config):
-        terms = config_terms(config, place.table)
-        plan = choose_settled_early(plan, terms.prices, terms.optimizer)
+        plan = choose_settled_early(plan, place.prices, optimizer_of(config))
     return place.prospect(config, plan)
 
 
@@ -146,29 +146,26 @@ def with_schedule(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
     """What plans of a configuration are held against. ``table``: at full size; of emulated devices
-    the limits are those of the emulated machines.
+    the limits are those of the emulated machines. ``prices``: what the plan was made with, too.
     """
 
     table: BlockTable
+    prices: Prices
     emulation: Emulation | None
     machine: MachineMemory
 
     @classmethod
     def of(cls, config: Config, table: BlockTable, run_id: str | None) -> _Place:
         machine = MachineMemory.probe(run_id)
-        if config.cluster.emulated is None:
-            return cls(table=table, emulation=None, machine=machine)
-        emulation = Emulation.of(config)
-        return cls(table=emulation.table, emulation=emulation, machine=machine)
-
-    @property
-    def costs(self) -> Costs | None:
-        return None if self.emulation is None else self.emulation.costs
+        emulation = None if config.cluster.emulated is None else Emulation.of(config)
+        table = table if emulation is None else emulation.table
+        prices = config_prices(config, table)
+        return cls(table=table, prices=prices, emulation=emulation, machine=machine)
 
     def prospect(self, config: Config, plan: Plan) -> Prospect:
         nodes = range(len(config.cluster.nodes))
         if self.emulation is None:
-            rows = memory_table(config, self.table, plan)
+            rows = memory_table(config, self.table, plan, self.prices.costs)
             table = needs(config, rows, self.machine, nodes)
         else:
             rows = emulated_rows(config, self.emulation, plan)

@@ -21,6 +21,6 @@ from __future__ import annotations
 
 from penstock.planner.simulate.lanes import Lane
 from penstock.planner.simulate.results import DeviceTimes, Simulation, Span
-from penstock.planner.simulate.run import simulate, simulate_config
+from penstock.planner.simulate.run import simulate
 
-__all__ = ["DeviceTimes", "Lane", "Simulation", "Span", "simulate", "simulate_config"]
+__all__ = ["DeviceTimes", "Lane", "Simulation", "Span", "simulate"]

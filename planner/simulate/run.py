@@ -10,8 +10,7 @@ import numpy as np
 
 from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.costs import Costs
-from penstock.planner.memory import DevicePeak, device_peaks, table_costs
-from penstock.planner.profile import Guess, block_costs, cluster_of, guess_of
+from penstock.planner.footprint import DevicePeak
 from penstock.planner.simulate.compute import add_compute
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.gradients import add_offloads, add_reductions
@@ -22,10 +21,8 @@ from penstock.planner.simulate.results import Simulation
 from penstock.planner.simulate.swaps import add_swaps
 from penstock.planner.simulate.transfers import add_transfers
 from penstock.planner.simulate.weights import add_weights
-from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan import Plan
-from penstock.shm.table import BlockTable
 
 
 def simulate(
@@ -71,24 +68,6 @@ def simulate(
         tasks=tasks,
         times=times,
         known_peaks=peaks,
-    )
-
-
-def simulate_config(
-    config: Config, table: BlockTable, plan: Plan, model: Guess | None = None
-) -> Simulation:
-    """Simulate with the costs of a machine; without ``model`` the defaults for the configured
-    device.
-    """
-    if model is None:
-        model = guess_of(config.cluster.device)
-    tokens = config.train.micro_batch * config.data.sequence_length
-    return simulate(
-        plan,
-        block_costs(table, model, tokens=tokens),
-        cluster_of(model, devices_per_node=config.cluster.workers),
-        stops_early=True,
-        peaks=device_peaks(plan, table_costs(table, tokens=tokens)),
     )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock.planner.build import build_plan
-from penstock.planner.footprint import footprints
-from penstock.planner.memory import DevicePeak, Resource, device_peaks, memory_table, table_costs
+from penstock.planner.footprint import DevicePeak, device_peaks, footprints
+from penstock.planner.memory import Resource, memory_table
+from penstock.planner.profile import GPU_GUESS, TableCosts, table_costs
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import Opcode
@@ -17,6 +18,10 @@ from penstock.shm.table import BlockTable, BorrowedTensor, DType
 
 Tables = Callable[..., BlockTable]
 Configs = Callable[..., Config]
+
+
+def gpu_costs(table: BlockTable, tokens: int) -> TableCosts:
+    return table_costs(table, GPU_GUESS, tokens=tokens, on_cpu=False)
 
 
 def test_rows_of_two_nodes(make_table: Tables, make_config: Configs) -> None:
@@ -117,9 +122,7 @@ def test_a_tied_gradient_is_stored_where_it_is_computed(
         (True, "node n1"): 3 * block,
     }
     # The borrowing device holds the borrowed weights and their gradient, too.
-    untied_peak, tied_peak = (
-        device_peaks(plan, table_costs(t, tokens=8))[1] for t in (table, tied)
-    )
+    untied_peak, tied_peak = (device_peaks(plan, gpu_costs(t, 8))[1] for t in (table, tied))
     assert tied_peak.weight_bytes - untied_peak.weight_bytes == 1024 * 4
     assert tied_peak.gradient_bytes - untied_peak.gradient_bytes == 1024 * 4
 
@@ -148,7 +151,7 @@ def test_replicas_on_two_nodes_contribute_once(make_table: Tables, make_config: 
         ("node n0", 2 * 4 * 1024 * 4)
     ]
     assert not any(r.place == "node n1" and r.num_bytes for r in rows)
-    footprint = footprints(plan, table_costs(table, tokens=8))[0]
+    footprint = footprints(plan, gpu_costs(table, 8))[0]
     at = [i.opcode for i in plan.programs[0]].index(Opcode.OFFLOAD_GRADIENTS)
     assert (footprint.gradient_bytes[at - 1], footprint.workspace_bytes[at]) == (8192.0, 8192.0)
 
@@ -173,7 +176,7 @@ def test_peaks_of_gpipe(make_table: Tables, make_config: Configs) -> None:
     bytes a token).
     """
     plan = build_plan(make_config("gpipe", workers=2, micro_batches=4), make_table(4))
-    assert device_peaks(plan, table_costs(make_table(4), tokens=8))[1] == DevicePeak(
+    assert device_peaks(plan, gpu_costs(make_table(4), 8))[1] == DevicePeak(
         weight_bytes=2 * 1024 * 4,
         gradient_bytes=2 * 1024 * 4,
         activation_bytes=4 * 8 * 256 * 2 + 8 * 64,
@@ -185,6 +188,6 @@ def test_recomputation_lowers_the_peak(make_table: Tables, make_config: Configs)
         config = make_config("gpipe", workers=2, micro_batches=8, recompute=recompute)
         table = make_table(8)
         plan = build_plan(config, table)
-        return device_peaks(plan, table_costs(table, tokens=64))[0].activation_bytes
+        return device_peaks(plan, gpu_costs(table, 64))[0].activation_bytes
 
     assert peak("full") < peak("none") / 3

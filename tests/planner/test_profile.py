@@ -20,6 +20,7 @@ from penstock.planner.profile import (
     block_costs,
     cluster_of,
     guess_of,
+    table_costs,
 )
 from penstock.planner.sources import ProfileSource, parse_costs
 from penstock.protocol.errors import ConfigError
@@ -143,7 +144,7 @@ def test_the_file_reads_back(profile: Profile, tmp_path: Path) -> None:
     source = parse_costs(str(path))
     assert source == ProfileSource(profile=profile)
     prices = source.price(forward_stages=1, backward_stages=1, num_devices=3)
-    assert prices.costs == block_costs(profile.table, profile, tokens=16)
+    assert prices.costs == table_costs(profile.table, profile, tokens=16, on_cpu=True)
     assert prices.cluster == cluster_of(profile, devices_per_node=3)
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from penstock.planner.auto import config_terms
 from penstock.planner.build import ScheduleRequest, build_plan, build_schedule
 from penstock.planner.cluster import ADVANCE, SYNCHRONOUS, Cluster
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.schedule import lower
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.simulate import Lane, Simulation, simulate, simulate_config
+from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.trial import try_plan
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.instructions import parse_program
@@ -278,7 +280,7 @@ def test_simulation_of_a_configuration(
 ) -> None:
     config, table = make_config("spipe", workers=2), make_table(12)
     plan = build_plan(config, table)
-    simulation = simulate_config(config, table, plan)
+    simulation = try_plan(plan, config_terms(config, table))
     summary = simulation.summary()
     assert summary["makespan"] == summary["makespan_seconds"] == simulation.makespan_s > 0.0
     assert (summary["scheme"], summary["devices"], summary["micro_batches"]) == ("spipe", 2, 4)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.planner.build import build_plan
-from penstock.planner.memory import table_costs
+from penstock.planner.profile import GPU_GUESS, table_costs
 from penstock.planner.validate import PlanError, validate
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ConfigError
@@ -174,7 +174,7 @@ def test_a_plan_for_another_model_is_refused(small: Plan, make_table: Tables) ->
 
 def test_device_memory_over_the_limit(small: Plan, make_table: Tables) -> None:
     """Buffers of two blocks; a graph (4096), three checkpoints and a gradient (512 each)."""
-    costs = table_costs(make_table(8), tokens=8)
+    costs = table_costs(make_table(8), GPU_GUESS, tokens=8, on_cpu=False)
     validate(small, costs=costs, memory_limit=10**6)
     with pytest.raises(PlanError) as caught:
         validate(small, costs=costs, memory_limit=30000)

@@ -88,7 +88,7 @@ def test_sleeping_ends_on_time_or_with_the_attempt() -> None:
 
 
 def test_instructions_take_what_the_simulator_gives_them() -> None:
-    plan = build_plan(CONFIG, EMULATION.table, EMULATION.costs)
+    plan = build_plan(CONFIG, EMULATION.table)
     durations = Durations(StageLayout.of(plan), EMULATION.costs)
     simulation = simulate(plan, EMULATION.costs, EMULATION.cluster, stops_early=True)
     spans = [span for span in simulation.spans if span.lane is Lane.COMPUTE]
@@ -219,7 +219,7 @@ def test_stages_hand_on_what_one_pass_computes() -> None:
 
 
 def test_sends_carry_the_output_of_the_stage_before() -> None:
-    plan = build_plan(CONFIG, EMULATION.table, EMULATION.costs)
+    plan = build_plan(CONFIG, EMULATION.table)
     durations = Durations(StageLayout.of(plan), EMULATION.costs)
     hidden = EMULATION.costs.blocks[1].output_bytes
     for text in ("SA 0 0 peer=1", "SG 1 0 peer=0", "SC 1 0 peer=1"):

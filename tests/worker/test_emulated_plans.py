@@ -352,7 +352,7 @@ def error_of(stack: ExitStack, name: str, run_dir: Path) -> float:
     """Measured over simulated, less 1. One of three attempts must be near, on a busy machine."""
     config = config_of(name, run_dir)
     emulation = Emulation.of(config)
-    plan = build_plan(config, emulation.table, emulation.costs)
+    plan = build_plan(config, emulation.table)
     if Opcode.UPDATE in PLANS[name][2]:
         plan = _with_updates(plan)
     there = {i.opcode for program in plan.programs for i in program}

@@ -23,8 +23,7 @@ from penstock.planner.build import build_plan
 from penstock.planner.emulation import Emulation
 from penstock.planner.footprint import device_peaks, footprints
 from penstock.planner.layout import OrderedInstruction
-from penstock.planner.memory import device_costs
-from penstock.planner.profile import CPU_GUESS
+from penstock.planner.profile import CPU_GUESS, table_costs
 from penstock.planner.schedule import lower, schedule_of
 from penstock.protocol.config import Config
 from penstock.protocol.errors import ExitCode
@@ -139,7 +138,7 @@ def errors_of(stack: ExitStack, name: str, settings: dict[str, Any]) -> list[flo
     meters = use_plan(cluster, plan)
     for attempt in (1, 2):
         cluster.train(cluster.job(attempt=attempt))
-    costs = device_costs(cluster.config, cluster.table, profile_of(cluster.config))
+    costs = table_costs(cluster.table, profile_of(cluster.config), tokens=2 * SEQUENCE, on_cpu=True)
     errors = []
     for planned, meter in zip(device_peaks(plan, costs), meters, strict=True):
         assert meter.peak is not None
@@ -235,7 +234,7 @@ def emulated_devices(
     config = emulated.config_of(name, run_dir)
     # Slow enough that sums leave, and swaps come, when they would.
     emulation = replace(Emulation.of(config), time_scale=0.05)
-    plan = build_plan(config, emulation.table, emulation.costs)
+    plan = build_plan(config, emulation.table)
     devices = emulated.make_devices(stack, config, emulation, plan)
     return devices, [peak.total_bytes for peak in device_peaks(plan, emulation.costs)]
 
