@@ -10,7 +10,7 @@ The format: "Trace Event Format", complete (``X``), metadata (``M``) and flow (`
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -18,29 +18,15 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from penstock.planner.tensors import Tensor, TensorKind
+from penstock.planner.tensors import Tensor, taken_by
 from penstock.planner.traced import AttemptTrace, DeviceTrace, TracedRun, Work
-from penstock.protocol.instructions import (
-    Backward,
-    BackwardInput,
-    Forward,
-    Instruction,
-    Opcode,
-    Recompute,
-)
+from penstock.protocol.instructions import Opcode
 from penstock.protocol.trace import TraceEvent
 
 Event = dict[str, Any]
 
 _OPTIMIZERS = 1000
 _SCHEDULER = 2000
-_NEEDS: Mapping[type[Instruction], tuple[TensorKind, int]] = {
-    Forward: (TensorKind.ACTIVATION, -1),
-    Recompute: (TensorKind.CHECKPOINT, 0),
-    Backward: (TensorKind.GRADIENT, 1),
-    BackwardInput: (TensorKind.GRADIENT, 1),
-}
-"""What an instruction takes, and of which stage, counted from its own."""
 
 
 class _Thread(IntEnum):
@@ -296,14 +282,8 @@ def _takers(trace: AttemptTrace) -> dict[tuple[int, Tensor], Work]:
     found: dict[tuple[int, Tensor], Work] = {}
     for device, own in trace.devices.items():
         for work in own.computed:
-            need = _NEEDS.get(type(work.instruction))
-            if need is not None:
-                kind, step = need
-                tensor = Tensor(
-                    kind=kind,
-                    stage=work.instruction.stage + step,  # type: ignore[attr-defined]  # those in _NEEDS have it
-                    micro_batch=work.instruction.micro_batch,  # type: ignore[attr-defined]  # as above
-                )
+            tensor = taken_by(work.instruction)
+            if tensor is not None:
                 found.setdefault((device, tensor), work)
     return found
 

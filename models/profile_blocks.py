@@ -141,7 +141,9 @@ class BlockBench:
                 forward, lambda made: self._runtime.backward(made, seeds)
             ),
             memory=measure_memory(
-                self._storing_forward(bound, inputs, batch), self._runtime.backward
+                self._storing_forward(bound, inputs, batch),
+                self._runtime.backward,
+                self._runtime.called_with(batch) if blocks.start else (),
             ),
         )
 

@@ -36,6 +36,7 @@ class MemoryMeasure:
     """Bytes; fields as in :class:`~penstock.protocol.profile.KindProfile`."""
 
     output_bytes: float
+    constant_bytes: float
     activation_bytes: float
     deferred_bytes: float
     forward_workspace_bytes: float
@@ -45,14 +46,17 @@ class MemoryMeasure:
     backward_weight_workspace_bytes: float
 
 
-def measure_memory(forward: Forward, backward: Backward) -> MemoryMeasure:
+def measure_memory(
+    forward: Forward, backward: Backward, constants: Iterable[torch.Tensor]
+) -> MemoryMeasure:
     """Run forwards and backwards of both kinds. The first forward of all must be over: it fills
-    caches.
+    caches, which are the ``constants``.
     """
     _, without_graph, output_bytes = _forward(forward, autograd=False)
     activation_bytes, graph, _ = _forward(forward, autograd=True)
     return MemoryMeasure(
         output_bytes=output_bytes,
+        constant_bytes=_storage_bytes(constants),
         activation_bytes=activation_bytes,
         forward_workspace_bytes=without_graph,
         graph_workspace_bytes=graph,
@@ -81,9 +85,9 @@ def _forward(forward: Forward, *, autograd: bool) -> tuple[float, float, float]:
     with StorageMode(ledger, ""):
         output = forward(autograd=autograd)
         output_bytes = _bytes(output.tensors)
-    workspace_bytes = ledger.peak_bytes - ledger.live_bytes
-    for tensor in output.tensors.values():
-        let_go(tensor)
+        workspace_bytes = ledger.peak_bytes - ledger.live_bytes
+        for tensor in output.tensors.values():
+            let_go(tensor)
     kept_bytes = ledger.live_bytes
     return float(kept_bytes + _bytes(output.inputs)), float(workspace_bytes), float(output_bytes)
 
@@ -129,6 +133,11 @@ def _prepared(forward: Forward, *, split: bool) -> tuple[StageOutput, Gradients]
 
 def _workspace(peak_bytes: int, gradients: Gradients) -> float:
     return max(0.0, float(peak_bytes - _bytes(gradients)))
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> float:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return float(sum(storages.values()))
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -331,6 +331,13 @@ class ModelRuntime:
             found += tensors_in((call.args, call.kwargs))
         return found
 
+    def called_with(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """What layers are called with beside the hidden states, for all micro-batches of a plain
+        batch's shape: masks and rotary tables.
+        """
+        calls = self._calls_by_shape.get(batch.shape, ())
+        return tuple(found for call in calls for found in tensors_in((call.args, call.kwargs)))
+
     def _layer_calls(self, batch: MicroBatch, batch_tensors: BatchTensors) -> tuple[LayerCall, ...]:
         """Masks, positions and rotary embeddings: by shape, else for the latest micro-batch."""
         if batch_tensors.plain:

@@ -66,6 +66,8 @@ class BlockCost:
     ``workspace_bytes``, what compute needs while it runs (of a stage: of its greediest block);
     ``workspaces``, the same by kind of computation, where that is known.
 
+    Once for all micro-batches and blocks of a device: ``constant_bytes`` (masks, rotary tables).
+
     Per attempt: trainable ``parameters``; ``weight_bytes``, of a weight buffer;
     ``device_gradient_bytes``, accumulated on the device; ``gradient_bytes``, as offloaded;
     ``static_bytes``, what else a device keeps all the time for a block it owns (optimizer state of
@@ -82,6 +84,7 @@ class BlockCost:
     activation_bytes: float = 0.0
     deferred_bytes: float = 0.0
     workspace_bytes: float = 0.0
+    constant_bytes: float = 0.0
     parameters: float = 0.0
     weight_bytes: float = 0.0
     device_gradient_bytes: float = 0.0
@@ -146,6 +149,7 @@ class BlockCost:
             **values,
             output_bytes=other.output_bytes,
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
+            constant_bytes=max(self.constant_bytes, other.constant_bytes),
             operators=self.operators + other.operators,
             workspaces=_one_after_the_other(self, other),
         )
@@ -171,7 +175,8 @@ def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | No
 _SUMMED = tuple(
     field.name
     for field in fields(BlockCost)
-    if field.name not in ("output_bytes", "workspace_bytes", "operators", "workspaces")
+    if field.name
+    not in ("output_bytes", "workspace_bytes", "constant_bytes", "operators", "workspaces")
 )
 
 

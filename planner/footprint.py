@@ -3,8 +3,9 @@
 Counted are weight buffers; gradients, accumulated in fp32; kept activations (less what was dropped,
 plus what was made again, less what is swapped out, plus what peers swapped to here); what a
 BACKWARD_INPUT leaves for its BACKWARD_WEIGHT; checkpoints; tensors that arrive or wait to be sent
-(receives from their posting on, sends until they are issued); workspace while compute runs; and
-what devices keep all the time. Shared memory and the table of a configuration:
+(receives from their posting on, or from when they may be in an inbox that is in the device's
+memory: :mod:`penstock.planner.arrivals`; sends until they are issued); workspace while compute
+runs; and what devices keep all the time. Shared memory and the table of a configuration:
 :mod:`penstock.planner.memory`; memory over *time* is the simulator's.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from penstock.planner.arrivals import early_arrivals
 from penstock.planner.costs import Costs
 from penstock.planner.layout import OrderedInstruction, StageLayout
 from penstock.planner.ledger import Ledger, Sizes, Swapped
@@ -110,6 +112,10 @@ def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
     sizes = Sizes(plan, layout, costs)
     ledgers = [Ledger(sizes, program) for program in plan.programs]
     guests = _guests(plan, layout, [ledger.swaps for ledger in ledgers])
+    if not costs.separate_memory:  # inboxes are in the devices' memory
+        for device, tensor, earliest, posted in early_arrivals(plan.programs):
+            num_bytes = sizes.of_tensor(tensor)
+            guests[device] += [(earliest, num_bytes), (posted, -num_bytes)]
     return tuple(
         Footprint(
             weight_bytes=tuple(ledger.weights),

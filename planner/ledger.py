@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.planner.costs import BlockCost, Costs
 from penstock.planner.layout import StageLayout, skipped_forwards
+from penstock.planner.tensors import Tensor, TensorKind
 from penstock.protocol.instructions import (
     Backward,
     BackwardInput,
@@ -81,6 +82,12 @@ class Sizes:
             self._dropped[key] = self.forward[stage].drop_bytes(drop)
         return self._dropped[key]
 
+    def of_tensor(self, tensor: Tensor) -> float:
+        """Bytes of a tensor that travels between stages."""
+        if tensor.kind is TensorKind.ACTIVATION:
+            return self.forward[tensor.stage].output_bytes
+        return self.inputs[tensor.stage]
+
     def joined_bytes(self, work: BackwardWeight) -> float:
         """Copies that concatenation makes at a time: of one product, so at most of a block."""
         if not self._concatenates or len(work.micro_batches) == 1:
@@ -89,10 +96,16 @@ class Sizes:
         return len(work.micro_batches) * max(self.blocks[b].deferred_bytes for b in blocks)
 
     def static_bytes(self, device: int) -> float:
-        """What a device keeps for its backward stages all the time; its shard if all share."""
-        stages = self.layout.backward_stages_on(device)
-        return sum(self.backward[b].static_bytes for b in stages) / self._copies
+        """What a device keeps for its backward stages all the time, its shard if all share; and
+        what all its stages are called with.
+        """
+        backward = [self.backward[b] for b in self.layout.backward_stages_on(device)]
+        forward = [self.forward[f] for f in self.layout.forward_stages_on(device)]
+        constant_bytes = max((stage.constant_bytes for stage in backward + forward), default=0.0)
+        return sum(stage.static_bytes for stage in backward) / self._copies + constant_bytes
 
+
+_COMPUTING = (Forward, Recompute, Backward, BackwardInput, BackwardWeight)
 
 _Key = tuple[str, int, int]
 """A graph, checkpoint, activation or gradient: what, stage, micro-batch."""
@@ -118,6 +131,7 @@ class Ledger:
         self._entries: dict[_Key, float] = {}
         self._afterwards: list[tuple[_Key, float]] = []
         self._accumulating: set[int] = set()
+        self._on_their_way: list[_Key] = []
         self._leaving: int | None = None
         """The stage whose sums were offloaded last, and may not have left yet."""
         self._out: dict[tuple[int, int], tuple[int, float]] = {}
@@ -135,6 +149,8 @@ class Ledger:
         self._workspace = 0.0
         if rule is not None:
             rule(self, instruction)
+        if isinstance(instruction, _COMPUTING):
+            self._computed()
         self.weights.append(self._weights)
         self.gradients.append(self._gradients)
         self.activations.append(self._activations)
@@ -247,13 +263,27 @@ class Ledger:
         self._hold(("checkpoint", transfer.stage, transfer.micro_batch), num_bytes)
 
     def _send_activation(self, transfer: SendActivation) -> None:
-        self._later(("activation", transfer.stage, transfer.micro_batch))
+        self._sent(("activation", transfer.stage, transfer.micro_batch))
 
     def _send_gradient(self, transfer: SendGradient) -> None:
-        self._later(("gradient", transfer.stage, transfer.micro_batch))
+        self._sent(("gradient", transfer.stage, transfer.micro_batch))
 
     def _send_checkpoint(self, transfer: SendCheckpoint) -> None:
-        self._later(("checkpoint", transfer.stage, transfer.micro_batch))
+        self._sent(("checkpoint", transfer.stage, transfer.micro_batch))
+
+    def _sent(self, key: _Key) -> None:
+        """Messages from the device's own memory are sent from where tensors are, beside what comes
+        next: that they are gone when another instruction has computed is to be expected.
+        """
+        if self._sizes.separate_memory:
+            self._later(key)
+        else:
+            self._on_their_way.append(key)
+
+    def _computed(self) -> None:
+        for key in self._on_their_way:
+            self._later(key)
+        self._on_their_way.clear()
 
     def _swap_out(self, swap: SwapOut) -> None:
         key = ("graph", swap.stage, swap.micro_batch)

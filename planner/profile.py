@@ -8,6 +8,7 @@ named GPUs and models without a configuration: :mod:`penstock.planner.analytic`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from penstock.planner.cluster import Cluster
 from penstock.planner.costs import BlockCost, Costs, OperatorCost, Workspaces
@@ -108,7 +109,8 @@ def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class TableCosts(Costs):
-    """A table's costs; a stage that borrows a tensor of another holds it and its gradient, too.
+    """A table's costs; a stage that borrows a tensor of another block holds the array that it is
+    in, whole, and sums its gradients in an array of that size.
 
     ``widening``: how much larger weights are on the device than where they are stored.
     """
@@ -118,23 +120,32 @@ class TableCosts(Costs):
 
     def of(self, blocks: range) -> BlockCost:
         """A stage of consecutive blocks."""
-        cost, borrowed = super().of(blocks), self._borrowed(blocks)
-        weight_bytes = cost.weight_bytes + borrowed * self.table.weight_dtype.itemsize
+        key = (blocks.start, blocks.stop)
+        if key not in self._with_borrowed:
+            self._with_borrowed[key] = self._borrowing(super().of(blocks), blocks)
+        return self._with_borrowed[key]
+
+    @cached_property
+    def _with_borrowed(self) -> dict[tuple[int, int], BlockCost]:
+        return {}
+
+    def _borrowing(self, cost: BlockCost, blocks: range) -> BlockCost:
+        table = self.table
+        lent = [found for index in blocks for found in table.blocks[index].borrows]
+        arrays = {(b.owner, bool(b.contribution)) for b in lent if b.owner not in blocks}
+        weights = sum(
+            table.blocks[owner].trainable_elements
+            if trainable
+            else table.blocks[owner].frozen_elements
+            for owner, trainable in arrays
+        )
+        sums = sum(table.blocks[b.owner].trainable_elements for b in lent if b.contribution)
+        weight_bytes = cost.weight_bytes + weights * table.weight_dtype.itemsize
         return replace(
             cost,
             weight_bytes=weight_bytes * self.widening,
-            device_gradient_bytes=cost.device_gradient_bytes + borrowed * _GRADIENT_ITEMSIZE,
-            gradient_bytes=cost.gradient_bytes + borrowed * self.table.grad_dtype.itemsize,
-        )
-
-    def _borrowed(self, blocks: range) -> int:
-        return sum(
-            tensor.num_elements
-            for index in blocks
-            for borrowed in self.table.blocks[index].borrows
-            if borrowed.owner not in blocks
-            for tensor in self.table.blocks[borrowed.owner].tensors
-            if tensor.name == borrowed.name
+            device_gradient_bytes=cost.device_gradient_bytes + sums * _GRADIENT_ITEMSIZE,
+            gradient_bytes=cost.gradient_bytes + sums * table.grad_dtype.itemsize,
         )
 
 
@@ -199,6 +210,7 @@ def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: in
         output_bytes=kind.output_bytes.at(tokens),
         activation_bytes=kind.activation_bytes.at(tokens),
         deferred_bytes=kind.deferred_bytes.at(tokens),
+        constant_bytes=kind.constant_bytes.at(tokens),
         workspace_bytes=workspaces.greatest,
         workspaces=workspaces,
         operators=tuple(

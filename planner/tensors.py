@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from penstock.planner.layout import StageLayout
 from penstock.protocol.instructions import (
+    Backward,
+    BackwardInput,
+    Forward,
+    Instruction,
     Opcode,
+    Recompute,
     RecvActivation,
     RecvCheckpoint,
     RecvGradient,
@@ -59,6 +65,30 @@ def transferred(instruction: Send | Receive) -> Tensor:
         kind=_KIND[instruction.opcode],
         stage=instruction.stage,
         micro_batch=instruction.micro_batch,
+    )
+
+
+_TAKES: Mapping[type[Instruction], tuple[TensorKind, int]] = MappingProxyType(
+    {
+        Forward: (TensorKind.ACTIVATION, -1),
+        Recompute: (TensorKind.CHECKPOINT, 0),
+        Backward: (TensorKind.GRADIENT, 1),
+        BackwardInput: (TensorKind.GRADIENT, 1),
+    }
+)
+"""What an instruction takes, and of which stage, counted from its own."""
+
+
+def taken_by(instruction: Instruction) -> Tensor | None:
+    """The tensor that an instruction takes, if another stage makes one for it."""
+    need = _TAKES.get(type(instruction))
+    if need is None:
+        return None
+    kind, step = need
+    return Tensor(
+        kind=kind,
+        stage=instruction.stage + step,  # type: ignore[attr-defined]  # those in _TAKES have it
+        micro_batch=instruction.micro_batch,  # type: ignore[attr-defined]  # as above
     )
 
 

@@ -50,8 +50,10 @@ class KindProfile:
     """One kind of block, per micro-batch as functions of its tokens.
 
     Fields as in :class:`~penstock.planner.costs.BlockCost`; of the workspaces, ``forward`` is that
-    of a forward without a graph, ``graph`` that of one with. ``operators``: those that were told
-    apart, in the order in which they run; they need not make up the whole block.
+    of a forward without a graph, ``graph`` that of one with. ``constant_bytes``: what the
+    first of all forwards leaves for all others (masks, rotary tables), once for all blocks.
+    ``operators``: those that were told apart, in the order in which they run; they need not make up
+    the whole block.
     """
 
     forward_s: LinearFit
@@ -66,6 +68,7 @@ class KindProfile:
     backward_workspace_bytes: LinearFit
     backward_input_workspace_bytes: LinearFit
     backward_weight_workspace_bytes: LinearFit
+    constant_bytes: LinearFit
     operators: tuple[OperatorProfile, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """The file form of a :class:`~penstock.protocol.profile.Profile`: JSON, versioned, bounded.
 
-    {"format": 3, "device": "…", "sequence_length": 256, "micro_batch": 1,
+    {"format": 4, "device": "…", "sequence_length": 256, "micro_batch": 1,
      "machine": {"instruction_s": 0.0001, "fetch_bandwidth": null, …},
      "kinds": {"layer": {"forward_s": [slope, intercept], …,
                          "operators": [{"name": "norm", "forward_s": […], …}]}},
@@ -24,7 +24,7 @@ from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
 from penstock.shm.table import BlockTable
 
-PROFILE_FORMAT = 3
+PROFILE_FORMAT = 4
 """Written to and required in profile JSON."""
 
 MAX_PROFILE_BYTES = 64 << 20

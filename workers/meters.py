@@ -55,6 +55,9 @@ def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
     yield from ((Use.GRADIENTS, tensor) for tensor in attempt.gradients.sums)
     for deferred in held.deferred.values():
         yield from ((Use.DEFERRED, tensor) for tensor in deferred.held())
+    for batch in attempt.job.batches[:1]:
+        called_with = attempt.bench.runtime.called_with(batch)
+        yield from ((Use.CONSTANTS, tensor) for tensor in called_with)
     for tensors in (*held.kept.values(), *attempt.bench.transport.inbox.held()):
         yield from ((Use.TRANSFERS, tensor) for tensor in tensors.values())
 
@@ -65,6 +68,10 @@ def _usage_of_named(attempt: Attempt, device: torch.device) -> dict[Use, float]:
         if tensor.device.type == device.type:
             found[use] += tensor.nbytes
     return dict(found)
+
+
+_OUTLIVE = frozenset({Use.WEIGHTS, Use.GRADIENTS, Use.CONSTANTS})
+"""Whoever holds these holds them on, though the attempt does not."""
 
 
 class NoMeter:
@@ -150,7 +157,7 @@ class StorageMeter:
                 ledger.count_for(key, Use.ACTIVATIONS)  # a graph may have saved it
         # Tensors are not kept alive by being counted; weights and sums are given back by name.
         self._named = {
-            key: (use, storage if use in (Use.WEIGHTS, Use.GRADIENTS) else None)
+            key: (use, storage if use in _OUTLIVE else None)
             for key, (use, storage) in named.items()
         }
         usage = _with_coming(ledger.at_peak, attempt)

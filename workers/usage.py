@@ -32,6 +32,7 @@ class Use(StrEnum):
     TRANSFERS = "transfers"
     WORKSPACE = "workspace"
     STATE = "optimizer state"
+    CONSTANTS = "masks and rotary tables"
 
 
 @dataclass(frozen=True, slots=True)

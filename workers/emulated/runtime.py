@@ -95,6 +95,10 @@ class EmulatedRuntime:
         """As in the model's runtime."""
         bound.gradients.extend(g for g in (grads, *borrowed.values()) if g is not None)
 
+    def called_with(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """Nothing: blocks are called with what they hand on."""
+        return ()
+
     def forward(
         self,
         bound: Sequence[EmulatedBlock],
