@@ -121,6 +121,8 @@ def _device_rows(place: str, resource: Resource, peak: DevicePeak) -> Iterable[M
     }
     if peak.workspace_bytes:
         uses["workspace"] = peak.workspace_bytes
+    if peak.static_bytes:
+        uses["what is always there"] = peak.static_bytes
     for use, num_bytes in uses.items():
         yield MemoryRow(place=place, resource=resource, use=use, num_bytes=ceil(num_bytes))
 

@@ -20,6 +20,8 @@ _GRADIENT_ITEMSIZE = 4
 """Gradients accumulate in fp32 on the device, whatever they are published in."""
 
 _COMPUTE_ITEMSIZE_OF_CPUS = 4
+_SCALARS_BYTES = 4096
+"""Losses and other single numbers, which are kept until the end of an attempt."""
 
 _GPU_MACHINE = Machine(
     instruction_s=2.0e-5,
@@ -210,7 +212,7 @@ def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: in
         output_bytes=kind.output_bytes.at(tokens),
         activation_bytes=kind.activation_bytes.at(tokens),
         deferred_bytes=kind.deferred_bytes.at(tokens),
-        constant_bytes=kind.constant_bytes.at(tokens),
+        constant_bytes=kind.constant_bytes.at(tokens) + _SCALARS_BYTES,
         workspace_bytes=workspaces.greatest,
         workspaces=workspaces,
         operators=tuple(

@@ -27,11 +27,11 @@ from penstock.daemons.node.home import check_home, settle_home
 from penstock.daemons.node.lock import RunLock, prepare_lock_path
 from penstock.daemons.node.remains import held_version
 from penstock.daemons.node.tool import run_tool
-from penstock.planner.auto import trainable_plan
 from penstock.planner.emulation import Emulation
 from penstock.planner.memory import MemoryRow, memory_table
 from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.smallest import plan_within_limit
 from penstock.planner.sources import Prices
 from penstock.protocol.config import AUTO, Config, load_config
 from penstock.protocol.config_values import BYTE, tokenizer_of
@@ -122,9 +122,10 @@ def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospec
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
+        CapacityError: devices have less than any plan of it needs.
     """
     place = _Place.of(config, table, run_id)
-    plan = trainable_plan(config, place.table, place.prices)
+    plan = plan_within_limit(config, place.table, place.prices)
     if is_to_choose(config):
         plan = choose_settled_early(plan, place.prices, optimizer_of(config))
     return place.prospect(config, plan)

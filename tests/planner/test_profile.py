@@ -57,6 +57,7 @@ _LAYER = KindProfile(
     backward_workspace_bytes=LinearFit(slope=3.0, intercept=8.0),
     backward_input_workspace_bytes=LinearFit(slope=4.0),
     backward_weight_workspace_bytes=LinearFit(slope=0.0, intercept=9.0),
+    constant_bytes=LinearFit(slope=0.5),
     operators=(
         OperatorProfile(
             name="norm", forward_s=LinearFit(slope=0.5), activation_bytes=LinearFit(slope=1.5)
@@ -97,6 +98,7 @@ def test_costs_of_a_table(profile: Profile) -> None:
         activation_bytes=60.0,
         deferred_bytes=40.0,
         workspace_bytes=40.0,
+        constant_bytes=5.0 + 4096,
         workspaces=Workspaces(
             forward=10.0, graph=20.0, backward=38.0, backward_input=40.0, backward_weight=9.0
         ),
@@ -160,7 +162,7 @@ def _changed(data: dict[str, Any], path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 1, "profile: format is 1, this version reads 3; run penstock profile again"),
+        ("format", 1, "profile: format is 1, this version reads 4; run penstock profile again"),
         ("extra", 1, "profile: profile: found keys format, device"),
         ("device", 5, "device is 5, expected a text up to 200 long"),
         ("micro_batch", 0, "micro_batch is 0, expected a count of 1 or more"),
@@ -196,7 +198,7 @@ def test_bad_files_name_what_is_wrong(
         ("[" * 100_000, "profile: not valid JSON"),
         ("[]", "profile: profile: found no object; expected format, device"),
         ("{}", "profile: format is None"),
-        ('{"format": 3}', "profile: profile: found keys format; expected format, device"),
+        ('{"format": 4}', "profile: profile: found keys format; expected format, device"),
     ],
 )
 def test_what_is_no_profile(text: str, message: str) -> None:
