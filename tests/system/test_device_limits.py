@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import yaml
 
 from penstock.planner.footprint import device_peaks
 from penstock.planner.prices import config_prices
@@ -73,11 +74,10 @@ class Limited:
         subprocess.run([*command, *arguments], check=True, capture_output=True, timeout=300)
         return made
 
-    def configure(self, schedule: dict[str, Any], limit: int | None) -> Path:
+    def configure(self, schedule: dict[str, Any], limit: int | None, name: str = "") -> Path:
         """Its configuration: after :meth:`measured` with the profile."""
         profile = {"profile": str(self.profile)} if self.profile.exists() else {}
         changes: dict[str, Any] = {
-            "model": {"hf": None},
             "data": {"sequence_length": 128},
             "train": {"steps": 3, "global_batch": 16},
             "optimizer": {"threads": 1},
@@ -86,15 +86,16 @@ class Limited:
             "memory": {"device_limit": limit},
             "observability": {"memory": True},
         }
-        changes["model"]["hf"] = MODELS[self.model]
-        return self.runner.configure(self.model, changes)
+        path = self.runner.configure(name or self.model, changes)
+        config = yaml.safe_load(path.read_text())
+        config["model"]["hf"] = MODELS[self.model]
+        path.write_text(yaml.safe_dump(config))
+        return path
 
     def train(self, schedule: dict[str, Any], limit: int | None) -> Outcome:
         """A whole run in a directory of its own."""
-        name = f"{self.model}-{schedule.get('passes', ['selective'])[0]}-{limit}"
-        path = self.runner.train(
-            self.configure(schedule, limit), "--run-dir", str(self.runner.root / name)
-        )
+        name = f"{self.model}-{'-'.join(schedule.get('passes', [schedule['recompute']]))}-{limit}"
+        path = self.runner.train(self.configure(schedule, limit, name))
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         run = RunDirectory(path)
         peaks = device_peaks(run.plan, config_prices(run.config, run.table).costs)
