@@ -106,6 +106,7 @@ class Limited:
         )
 
 
+@pytest.mark.timeout(600)
 def test_obscura_and_selective_recomputation_run_within_their_limits(runner: Runner) -> None:
     """Limits between what full recomputation and none would need; Obscura swaps and recomputes."""
     limited = Limited.measured(runner, "llama")
@@ -117,6 +118,7 @@ def test_obscura_and_selective_recomputation_run_within_their_limits(runner: Run
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", MODELS)
 def test_three_limits_each(runner: Runner, model: str) -> None:
     """Prints what README and reports show: model, limit, peaks planned and measured, step."""
