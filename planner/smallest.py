@@ -1,7 +1,7 @@
-"""The smallest ``memory.device_limit`` that a configuration's plan can meet, for who asked for less.
+"""The smallest ``memory.device_limit`` that a configuration's plan can meet.
 
-Schemes need what they need; passes that spend memory by the limit (Obscura's, keep-what-fits, 2BP's)
-are tried with limits between.
+Schemes need what they need; passes that spend memory by the limit (Obscura's, keep-what-fits,
+2BP's) are tried with limits between.
 """
 
 from __future__ import annotations
