@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.control import ControlClient
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.shm.process import start_ticks
 from tests.system import conftest as H
 from tests.system.test_exactness import finish_exact
@@ -142,26 +142,48 @@ def test_stopped_when_the_run_ends(runner: Any, name: str, wakes: bool) -> None:
     assert not run.members() and not H.segments_of(runner.root)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_node_by_hand_that_wakes_when_the_run_has_ended(runner: Any) -> None:
-    """Nobody but the note in the run directory can tell it."""
-    config = runner.configure("run", {"train": {"steps": 12}, "cluster": NODES})
+def by_hand(runner: Any, steps: int) -> tuple[Any, dict[str, subprocess.Popen[bytes]]]:
+    """Two nodes started as a scheduler of jobs does, each by itself."""
+    config = runner.configure("run", {"train": {"steps": steps}, "cluster": NODES})
     run_dir = runner.root / "run"
     command = [sys.executable, "-m", "penstock.client.main", "node", "--config", str(config)]
     nodes = {}
     for name in ("a", "b"):
         if name == "b":
             wait_until((run_dir / "endpoint.json").exists, "the first node is there")
-        process = subprocess.Popen([*command, "--node", name], start_new_session=True)
-        runner.started.append(process)
-        nodes[name] = process
-    run = H.TrainProcess(nodes["a"], run_dir)
+        nodes[name] = subprocess.Popen([*command, "--node", name], start_new_session=True)
+        runner.started.append(nodes[name])
+    return H.TrainProcess(nodes["a"], run_dir), nodes  # type: ignore[arg-type]  # only its pid
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_by_hand_that_wakes_when_the_run_has_ended(runner: Any) -> None:
+    """Nobody but the note in the run directory can tell it."""
+    run, nodes = by_hand(runner, steps=12)
     H.wait_for_step(run, 12)
     os.kill(nodes["b"].pid, signal.SIGSTOP)
     assert nodes["a"].wait(timeout=120) == 0
-    end = json.loads((run_dir / "ended.json").read_text())
+    end = json.loads((run.run_dir / "ended.json").read_text())
     assert (end["code"], end["keep_memory"]) == (0, False)
     os.kill(nodes["b"].pid, signal.SIGCONT)
     assert nodes["b"].wait(timeout=120) == 0
+    assert not run.members() and not H.segments_of(runner.root)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sigterms_to_every_process_of_nodes_by_hand(runner: Any) -> None:
+    """As ``scancel`` sends them; neither node has a parent of the run."""
+    run, nodes = by_hand(runner, steps=1_000_000)
+    H.wait_for_step(run, 5)
+    for _ in range(2):
+        for pid in run.members().values():
+            try:
+                os.kill(pid, signal.SIGTERM)
+            except ProcessLookupError:
+                continue  # it has ended well
+    assert [node.wait(timeout=120) for node in nodes.values()] == [ExitCode.STOPPED] * 2
+    saved = int(H.newest_state(run.run_dir).name.removeprefix("step-"))
+    assert saved == H.newest_step(run.run_dir) >= 5
     assert not run.members() and not H.segments_of(runner.root)
