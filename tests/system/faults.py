@@ -16,6 +16,7 @@ class Blow(StrEnum):
     KILL = "kill"
     PAUSE = "stop for a while"
     STOP = "stop for ever"
+    TERM = "ask to end"
 
 
 class Kind(StrEnum):
@@ -77,18 +78,14 @@ class Cast:
         return tuple(f"{kind}.{node}" for node in self.nodes)
 
 
-WEIGHTS = {"worker": 4, "optimizerd": 4, "memoryd": 3, "schedulerd": 3, "node": 2, "train": 1}
+WEIGHTS = {"worker": 4, "optimizerd": 4, "memoryd": 3, "schedulerd": 3, "node": 2, "train": 2}
 """How often each kind of process is struck. ``train`` is the command that the user gave; the same
-one is given again after it was killed.
+one is given again after it was killed, or asked to end: then all its processes get a SIGTERM, as
+batch systems do it.
 """
 
-STOPPED_FOR_EVER = frozenset({"worker", "optimizerd", "memoryd"})
-"""Kinds of processes that somebody replaces when they stop for ever, once they have joined."""
-
-SPARED_AT_THE_END = frozenset({"node"})
-"""Kinds of processes that are left alone while the run ends."""
-
 BLOWS = {Blow.KILL: 5, Blow.PAUSE: 2, Blow.STOP: 3}
+BLOWS_TO_TRAIN = {Blow.KILL: 2, Blow.PAUSE: 1, Blow.TERM: 2}
 LONG_PAUSE_S = (2.5, 4.0)
 """Beyond the heartbeat deadline of 2 s: the process is replaced before it wakes."""
 SHORT_PAUSE_S = (0.1, 1.5)
@@ -117,7 +114,7 @@ def _fault(source: random.Random, cast: Cast, kind: Kind) -> Fault:
     wait_s = source.uniform(0.0, LONGEST_WAIT_S.get(kind, 0.3))
     step = source.randrange(1, cast.steps - 2)
     boundary = cast.interval * source.randrange(1, cast.steps // cast.interval)
-    first = _strike(source, cast, kind, wait_s)
+    first = _strike(source, cast, wait_s)
     match kind:
         case Kind.START:
             return Fault(kind=kind, step=0, strikes=(first,))
@@ -141,14 +138,10 @@ def _fault(source: random.Random, cast: Cast, kind: Kind) -> Fault:
             return Fault(kind=kind, step=step, strikes=(first,))
 
 
-def _strike(source: random.Random, cast: Cast, kind: Kind, after_s: float) -> Strike:
-    weights = dict(WEIGHTS)
-    for spared in SPARED_AT_THE_END if kind is Kind.ENDING else ():
-        del weights[spared]
-    [process] = source.choices(list(weights), list(weights.values()))
-    [blow] = source.choices(list(BLOWS), list(BLOWS.values()))
-    if blow is Blow.STOP and (kind is Kind.START or process not in STOPPED_FOR_EVER):
-        blow = Blow.PAUSE
+def _strike(source: random.Random, cast: Cast, after_s: float) -> Strike:
+    [process] = source.choices(list(WEIGHTS), list(WEIGHTS.values()))
+    blows = BLOWS_TO_TRAIN if process == "train" else BLOWS
+    [blow] = source.choices(list(blows), list(blows.values()))
     seconds = source.uniform(*source.choice((SHORT_PAUSE_S, LONG_PAUSE_S)))
     return Strike(
         target=source.choice(cast.members(process)),
@@ -161,6 +154,6 @@ def _strike(source: random.Random, cast: Cast, kind: Kind, after_s: float) -> St
 def _other(source: random.Random, cast: Cast, first: Strike, after_s: float) -> Strike:
     """A strike at another process than the first one's."""
     while True:
-        second = _strike(source, cast, Kind.STEP, after_s)
+        second = _strike(source, cast, after_s)
         if second.target != first.target:
             return second

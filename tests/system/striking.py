@@ -8,10 +8,11 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock import _native
+from penstock.protocol.errors import ExitCode
 from penstock.protocol.rundir import RunDirectory
 from penstock.shm.control import ControlView
 from penstock.shm.errors import SegmentError
@@ -25,7 +26,16 @@ RUN_TIMEOUT_S = 180.0
 APPEAR_TIMEOUT_S = 60.0
 """A process that was struck before is replaced within this."""
 
-SIGNALS = {Blow.KILL: signal.SIGKILL, Blow.PAUSE: signal.SIGSTOP, Blow.STOP: signal.SIGSTOP}
+SIGNALS = {
+    Blow.KILL: signal.SIGKILL,
+    Blow.PAUSE: signal.SIGSTOP,
+    Blow.STOP: signal.SIGSTOP,
+    Blow.TERM: signal.SIGTERM,
+}
+
+
+CUT_SHORT = (-signal.SIGKILL, -signal.SIGTERM, int(ExitCode.INTERRUPTED))
+"""How ``penstock train`` ends that was killed, or asked to end (maybe before it listens)."""
 
 
 class RunEndedError(Exception):
@@ -43,7 +53,7 @@ class DisturbedRun:
         self._steps = steps
         self._source = source
         self._began_s = time.monotonic()
-        self._train_killed = False
+        self._cut_short = False
         self.run = runner.start(config)
         self._say("started")
         self._instants: dict[Kind, Callable[[int], bool]] = {
@@ -70,7 +80,8 @@ class DisturbedRun:
 
     def finish(self) -> str:
         """Wait for the end, which must be a success; what the last command printed."""
-        self._revive()
+        with suppress(RunEndedError):
+            self._wait(lambda: False, "the end", RUN_TIMEOUT_S)
         code, output = self.run.wait(RUN_TIMEOUT_S)
         self._say(f"ended with {code}")
         assert code == 0, f"exit code {code}\n{output}"
@@ -111,9 +122,9 @@ class DisturbedRun:
             time.sleep(pause_s)
 
     def _revive(self) -> None:
-        """Give the command once more if ``penstock train`` was killed."""
-        if self._train_killed:
-            self._train_killed = False
+        """Give the command once more if a fault made ``penstock train`` end."""
+        if self._cut_short and self.run.process.poll() in CUT_SHORT:
+            self._cut_short = False
             self.run.process.communicate(timeout=10)
             self.run = self._runner.start(self._config)
             self._say("started again")
@@ -130,7 +141,9 @@ class DisturbedRun:
                 victim = open_victims.enter_context(self._victim(strike.target))
                 steps.append(self._step)
                 self._signal(victim, SIGNALS[strike.blow])
-                self._train_killed |= strike.target == "train" and strike.blow is Blow.KILL
+                if strike.blow is Blow.TERM:
+                    self._signal_members(signal.SIGTERM)
+                self._cut_short |= strike.target == "train" and strike.blow is not Blow.PAUSE
                 self._say(f"step {steps[-1]}: {strike.blow} {strike.target}")
                 if strike.blow is Blow.PAUSE:
                     wakes.append((time.monotonic() + strike.seconds, victim, strike.target))
@@ -143,6 +156,11 @@ class DisturbedRun:
                     self._say(f"step {self._step}: {target} was replaced before it woke")
             if fault.kind is Kind.RECOVERY and len(set(steps)) == 1:
                 self.struck["one more before the next step"] += 1
+
+    def _signal_members(self, number: signal.Signals) -> None:
+        for pid in self.run.members().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _signal(self, victim: int, number: signal.Signals) -> None:
         try:
