@@ -25,7 +25,16 @@ _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dty
 
 _SUPPORTED = "decoder-only types are supported, such as llama, gpt2, qwen2 and mistral"
 
-_CONFIG_READ = re.compile(r"""\bconfig\.(\w+)|getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']""")
+_WITHOUT_EFFECT = {"max_window_layers", "n_ctx", "prefix", "task_specific_params"}
+"""Published configurations have them; transformers reads them for some types, or no longer."""
+
+_WITHOUT_EFFECT_IF_OFF = {"activation_dropout", "use_sliding_window"}
+"""The same, but whoever switches them on means something."""
+
+_CONFIG_READ = re.compile(
+    r"""\bconfig\.(\w+)|getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']"""
+    r"""|\bkwargs\.(?:pop|get|setdefault)\(\s*["'](\w+)["']"""
+)
 
 _ADDED_LOSSES = {
     "output_router_logits": "a loss over the routers of all layers",
@@ -180,18 +189,21 @@ def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class().to_dict())
     known |= {*config_class.attribute_map, *_SPECIAL_TOKENS, *_OLDER_NAMES}
     known -= {"self", "kwargs", "args"}
+    known |= _WITHOUT_EFFECT | {key for key in _WITHOUT_EFFECT_IF_OFF if not fields.get(key)}
     for key in fields:
-        if key not in known and key not in _read_by_model(config_class):
+        if key not in known and key not in _read_by_type(config_class):
             close = difflib.get_close_matches(key, sorted(known), n=3) or sorted(known)
             raise ConfigError(f"model.hf.{key}: unknown key; known keys are {', '.join(close)}")
 
 
-def _read_by_model(config_class: type[PretrainedConfig]) -> set[str]:
-    """Keys that the modules of a type ask a configuration for, declared by its class or not: those
-    of published configurations too (``head_dim`` of qwen3_moe).
+def _read_by_type(config_class: type[PretrainedConfig]) -> set[str]:
+    """Keys that the modules of a type ask a configuration for, or its configuration takes from what
+    it is given, declared by the class or not: those of published configurations too (``head_dim``
+    of qwen3_moe, ``rotary_pct`` of gpt_neox).
     """
     folder = Path(inspect.getfile(config_class)).parent
-    sources = (path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
+    files = (*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py"))
+    sources = (path.read_text(encoding="utf-8") for path in files)
     found = (match for text in sources for match in _CONFIG_READ.findall(text))
     return {name for match in found for name in match if name}
 

@@ -207,3 +207,30 @@ def test_losses_that_span_all_layers_are_refused(
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=complaint):
         prepare(from_folder(folder), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "published"),
+    [
+        ("qwen3_moe", {"max_window_layers": 48, "use_sliding_window": False, "head_dim": 16}),
+        ("qwen3_next", {"partial_rotary_factor": 0.25, "use_sliding_window": False}),
+        ("gpt_neox", {"rotary_pct": 0.25, "rotary_emb_base": 10000}),
+        ("gpt2", {"n_ctx": 1024, "task_specific_params": {"text-generation": {}}}),
+        ("opt", {"activation_dropout": 0.0, "prefix": "</s>"}),
+    ],
+)
+def test_keys_of_published_configurations(
+    make_config: Any, make_hf_config: Any, model_type: str, published: dict[str, Any]
+) -> None:
+    """They act as in transformers, or have no effect there either."""
+    config = make_hf_config(make_config(model_type, **published))
+    if "rotary_pct" in published:
+        assert config.rope_parameters["partial_rotary_factor"] == 0.25
+
+
+def test_a_key_without_effect_is_refused_where_it_is_switched_on(
+    make_config: Any, make_hf_config: Any
+) -> None:
+    config = make_config("opt", activation_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"model.hf.activation_dropout: unknown key"):
+        make_hf_config(config)
