@@ -119,12 +119,13 @@ class GradientSocket:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close the sockets."""
+        """End the thread and close the sockets; a second time does nothing."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
         if self._guard is not None:
             self._guard.close()
+            self._guard = None
         self._context.destroy(linger=0)
 
     def _bind_local(self, address: str) -> None:
