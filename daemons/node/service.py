@@ -124,9 +124,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the machine says Exit. Listens for stop signals."""
+        self._listening = True  # a signal may be waiting since before this process began
         self._requests.install()
         try:
-            self._listening = True
             self._open_link()
             self._feed(Tick())
             while self._code is None:

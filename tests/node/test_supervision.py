@@ -24,7 +24,7 @@ from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import SAME_KEY_S
+from penstock.protocol.stopping import SAME_KEY_S, stop_signals_blocked
 from penstock.shm.process import start_ticks
 
 HERE = Path(__file__).parent
@@ -62,12 +62,11 @@ class Node:
         pids = str(self.run_dir / f"pids-{name}")
         self.stubs[name] = [sys.executable, script, pids, seconds, str(code)]
 
-    def start(self, scheduler: str | None = None) -> None:
+    def start(self, scheduler: str = "", parent_pid: int | None = None) -> None:
         (self.run_dir / "stubs.json").write_text(json.dumps(self.stubs))
-        argv = [sys.executable, str(HERE / "stub_node.py"), str(self.run_dir)]
-        self.process = subprocess.Popen(
-            argv + ([scheduler] if scheduler else []), stderr=subprocess.PIPE, text=True
-        )
+        argv = [sys.executable, str(HERE / "stub_node.py"), str(self.run_dir), scheduler]
+        argv += [] if parent_pid is None else [str(parent_pid)]
+        self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
     def pids(self, name: str) -> list[int]:
         path = self.run_dir / f"pids-{name}"
@@ -235,6 +234,16 @@ def test_first_signal_stops_through_the_scheduler_second_kills(node: Node) -> No
     time.sleep(2 * SAME_KEY_S)
     node.signal(signal.SIGINT)
     assert node.wait()[0] == 130
+
+
+def test_a_stop_that_comes_before_the_node_listens_is_obeyed(node: Node) -> None:
+    node.stub("schedulerd")
+    with stop_signals_blocked():  # as penstock train starts its nodes
+        node.start(parent_pid=os.getpid())
+    node.signal(signal.SIGTERM)
+    code, errors = node.wait()
+    assert code == 0
+    assert "stopping: the step under way is finished" in errors
 
 
 def test_fence_over_the_link(node: Node) -> None:
