@@ -213,8 +213,8 @@ def prepared(source: Path, run_dir: Path) -> None:
     shutil.copy(source / "table.json", run_dir / "table.json")
 
 
-KEPT = ("journal.sqlite", ".lock")
-"""The journal with its log; lock files: removing one would break the lock."""
+KEPT = ("journal.sqlite", ".lock", ".home")
+"""The journal with its log; lock files: removing one would break the lock; where the run lives."""
 
 
 def dirty(run_dir: Path) -> list[str]:

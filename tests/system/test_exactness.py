@@ -98,6 +98,7 @@ def killing_after_journal(root: Path, marker: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_of_a_process_group_are_killed(runner: Any, undisturbed: dict[str, bytes]) -> None:
     """Gloo instead of messages: the leader of its rendezvous dies, and another member; the bytes
