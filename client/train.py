@@ -151,13 +151,14 @@ def closing_words(result: TrainResult, config: Config, *, held: bool = False) ->
             f"  in memory      steps {reached + 1} to {step} are not saved, this machine's shared"
             " memory keeps them: start the same command before a reboot"
         )
-    return [
-        *words,
+    words += [
         f"  metrics        {result.run_dir / 'metrics.jsonl'}",
         f"  configuration  {result.run_dir / 'resolved.yaml'}",
         f"  saved state    {saved[-1].path if saved else 'none'}",
-        f"  export         penstock export {result.run_dir} --format hf OUT",
     ]
+    if saved:
+        words.append(f"  export         penstock export {result.run_dir} --format hf OUT")
+    return words
 
 
 def loss_words(losses: Sequence[float]) -> str:

@@ -77,6 +77,7 @@ def test_the_summary_compares_means_not_two_batches() -> None:
 def test_last_words_of_a_stopped_run(tmp_path: Path, code: int) -> None:
     words = closing_words(result(tmp_path, code, 2), config())
     assert words[0].startswith("stopped at step 2/3; the same command goes on from there")
+    assert words[-1] == "  saved state    none", "there is nothing to export"
 
 
 def test_last_words_say_what_only_the_memory_has(tmp_path: Path) -> None:
