@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -106,11 +107,25 @@ def shares_memory(path: Path) -> bool:
     return path.parent.name not in APART or path.name in NOT_APART
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n``: tests that create segments run one after the other, beside the others.
+def mount_own_shared_memory() -> bool:
+    """Give this thread, and what it starts, a /dev/shm of its own; false where it must not."""
+    new_mounts, recursive, private = 0x20000, 0x4000, 0x40000  # CLONE_NEWNS, MS_REC, MS_PRIVATE
+    libc = ctypes.CDLL(None)
+    return (
+        libc.unshare(new_mounts) == 0
+        and libc.mount(None, b"/", None, recursive | private, None) == 0
+        and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"mode=1777") == 0
+    )
 
-    Nobody could tell whose a segment is that no process maps any more.
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``-n``: each process of tests has its own /dev/shm, since nobody could tell whose a
+    segment is that no process maps any more. Without the right to mount one, tests that create
+    segments run one after the other, beside the others.
     """
+    if not hasattr(config, "workerinput") or mount_own_shared_memory():
+        return
     for item in items:
         group = "segments" if shares_memory(item.path) else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
