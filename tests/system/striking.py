@@ -189,18 +189,20 @@ class DisturbedRun:
 
     def _kill_inside_pass(self, target: str) -> None:
         """Stop an optimizerd; kill it if its undo area says that a native pass writes state, else
-        wake it and try again.
+        wake it and try again, with the other nodes' in turn: one may own nothing.
         """
-        tries = 0
+        tried: list[str] = []
 
         def killed() -> bool:
-            nonlocal tries
-            tries += 1
-            pid = self.run.members().get(target)
-            return pid is not None and self._killed_inside(pid, target.partition(".")[2])
+            members = self.run.members()
+            found = sorted((n for n in members if n.startswith("optimizerd")), key=target.__ne__)
+            tried.extend(found[len(tried) % len(found) :][:1] if found else [])
+            return bool(found) and self._killed_inside(
+                members[tried[-1]], tried[-1].partition(".")[2]
+            )
 
         self._wait(killed, f"a native pass of {target}", RUN_TIMEOUT_S, 1e-3)
-        self._say(f"step {self._step}: kill {target} inside a pass (try {tries})")
+        self._say(f"step {self._step}: kill {tried[-1]} inside a pass (try {len(tried)})")
 
     def _killed_inside(self, pid: int, node: str) -> bool:
         run_id = RunDirectory(self.run.run_dir).run_id
