@@ -3,8 +3,8 @@
 Schedulers of jobs, service managers and ``timeout`` signal all processes of a run at once, and some
 of them twice. So a process that was started by another one of the run obeys SIGTERM and SIGINT of
 that one only: it blocks both, learns the sender of each from the kernel, and logs what it leaves to
-its parent. SIGKILL ends any process, as ever. A process that nobody of the run started obeys
-whoever signals it.
+its parent. What came before it listened it obeys, whoever sent it. SIGKILL ends any process, as
+ever. A process that nobody of the run started obeys whoever signals it.
 """
 
 from __future__ import annotations
@@ -100,15 +100,21 @@ class StopRequests:
                 signal.signal(number, self._handle)
             return
         block_stop_signals()
-        threading.Thread(target=self._listen, name="stop-requests", daemon=True).start()
+        # Of several signals of one kind that wait the kernel keeps the first: the parent's may be
+        # behind a stranger's, and is not repeated.
+        early = signal.sigpending() & set(STOP_SIGNALS)
+        threading.Thread(
+            target=self._listen, args=(early,), name="stop-requests", daemon=True
+        ).start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._hear(number)
 
-    def _listen(self) -> None:
+    def _listen(self, early: set[signal.Signals]) -> None:
         while True:
             info = signal.sigwaitinfo(STOP_SIGNALS)
-            if info.si_pid == self._parent_pid:
+            if info.si_pid == self._parent_pid or info.si_signo in early:
+                early.discard(signal.Signals(info.si_signo))
                 self._hear(info.si_signo)
                 continue
             _log.info(

@@ -236,10 +236,14 @@ def test_first_signal_stops_through_the_scheduler_second_kills(node: Node) -> No
     assert node.wait()[0] == 130
 
 
-def test_a_stop_that_comes_before_the_node_listens_is_obeyed(node: Node) -> None:
+@pytest.mark.parametrize("group", [False, True], ids=["parent", "whole group, then parent"])
+def test_a_stop_that_comes_before_the_node_listens_is_obeyed(node: Node, group: bool) -> None:
     node.stub("schedulerd")
     with stop_signals_blocked():  # as penstock train starts its nodes
         node.start(parent_pid=os.getpid())
+    assert node.process is not None
+    if group:
+        subprocess.run(["kill", "-TERM", str(node.process.pid)], check=True, timeout=DEADLINE_S)
     node.signal(signal.SIGTERM)
     code, errors = node.wait()
     assert code == 0
