@@ -122,7 +122,6 @@ class Guard:
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
-        self._heard.discard(descriptor)
         try:
             duplicate = sockets.socket(fileno=os.dup(descriptor))
             address = duplicate.getsockname()
@@ -134,10 +133,13 @@ class Guard:
         self._connections[descriptor] = _Connection(socket=duplicate)
         if len(self._connections) > self.bounds.connections:
             silent = [d for d, c in self._connections.items() if c.silent and d not in self._heard]
-            self._end(silent[0], f"more than {self.bounds.connections} connections")
+            oldest = silent[0] if silent else descriptor
+            self._end(oldest, f"more than {self.bounds.connections} connections")
 
     def _look(self) -> None:
         heard, self._heard = self._heard, set()
+        # A message can be received before the event that its connection was accepted is read here.
+        self._heard.update(heard - self._connections.keys())
         for descriptor, connection in list(self._connections.items()):
             try:
                 unread = _unread_bytes(connection.socket)

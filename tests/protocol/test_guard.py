@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ def resident() -> int:
 class Server:
     """A guarded PULL socket whose messages are counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Bounds = BOUNDS) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.PULL)
         self.socket.set(zmq.MAXMSGSIZE, MIB)
@@ -36,14 +37,17 @@ class Server:
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.port = int(self.address.rpartition(":")[2])
         self.num_cut = 0
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
         self.received = threading.Semaphore(0)
-        self.guard = Guard(self.socket, BOUNDS, self._count)
+        self.guard = Guard(self.socket, bounds, self._count)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _count(self) -> None:
         self.num_cut += 1
+        assert self.may_go_on.wait(20.0)
 
     def wait_cut(self, number: int) -> None:
         """Until so many connections were cut, and no more."""
@@ -121,17 +125,56 @@ def test_too_many_connections_cost_the_oldest_that_never_said_anything(server: S
     friend.connect(server.address)
     friend.send(b"hello")
     assert server.received.acquire(timeout=20.0)
-    silent = [socket.create_connection(("127.0.0.1", server.port), 20.0) for _ in range(12)]
-    for connection in silent[:9]:
-        with pytest.raises(ConnectionResetError):
-            while connection.recv(100):
-                pass  # the greeting, then the end
-    friend.send(b"again")
-    assert server.received.acquire(timeout=20.0)
-    server.wait_cut(9)
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20.0))
+            for _ in range(12)
+        ]
+        for connection in silent[:9]:
+            with pytest.raises(ConnectionResetError):
+                while connection.recv(100):
+                    pass  # the greeting, then the end
+        friend.send(b"again")
+        assert server.received.acquire(timeout=20.0)
+        server.wait_cut(9)
     friend.close(linger=0)
-    for connection in silent:
-        connection.close()
+
+
+def test_who_spoke_before_the_guard_saw_them_come_is_not_silent() -> None:
+    server = Server(Bounds(connections=2, connection_bytes=MIB, total_bytes=MIB))
+    friend = server.context.socket(zmq.PUSH)
+    silent: list[socket.socket] = []
+
+    def connect() -> None:
+        silent.append(socket.create_connection(("127.0.0.1", server.port), 20.0))
+        while not silent[-1].recv(100):
+            pass  # libzmq's greeting: it was accepted
+
+    try:
+        server.may_go_on.clear()  # the guard's thread stays in the first cut
+        for _ in range(3):
+            connect()
+        friend.connect(server.address)
+        friend.send(b"hello")
+        assert server.received.acquire(timeout=20.0)
+        server.may_go_on.set()
+        server.wait_cut(2)
+        for _ in range(2):
+            connect()
+        server.wait_cut(4)
+        for connection in silent[:4]:
+            with pytest.raises(ConnectionResetError):
+                while connection.recv(100):
+                    pass
+        friend.send(b"again")
+        assert server.received.acquire(timeout=20.0)
+        assert server.num_cut == 4
+    finally:
+        server.may_go_on.set()
+        for connection in silent:
+            connection.close()
+        friend.close(linger=0)
+        server.close()
 
 
 def test_local_sockets_are_for_their_own_user() -> None:
