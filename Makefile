@@ -37,11 +37,12 @@ soak: $(STAMP)
 
 ## Speed of the optimizer passes and of training, beside the usual ways of doing it.
 bench: $(STAMP)
-	set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in bench/*.py; do echo "== $$script"; \
+	  $(BIN)/python -m bench.$$(basename $$script .py); done
 
 ## The papers' numbers beside ours: docs/PAPERS.md and its pictures, computed anew.
 papers: $(STAMP)
-	$(BIN)/python -m penstock.planner.papers docs/PAPERS.md
+	$(BIN)/python -m bench.papers docs/PAPERS.md
 
 ## Generated code of the wire protocol, after an edit of protocol/scheduler.proto.
 proto: $(STAMP)

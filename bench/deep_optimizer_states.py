@@ -1,7 +1,7 @@
 """Deep Optimizer States: optimizer work shared between CPU and GPU, against its equation 1.
 
-    python bench/deep_optimizer_states.py [--steps 3] [--time-scale 0.25] [--json FILE]
-    python bench/deep_optimizer_states.py --gpu [--layers 24] [--hidden 2048] [--steps 12]
+    python -m bench.deep_optimizer_states [--steps 3] [--time-scale 0.25] [--json FILE]
+    python -m bench.deep_optimizer_states --gpu [--layers 24] [--hidden 2048] [--steps 12]
 
 On an emulated device (one GPU of the paper's 4x H100 node with its share of the cores, at the rates
 that the paper prints, LLaMA-2 7B): each case trains with ``penstock train``, real processes and
@@ -37,22 +37,22 @@ from typing import Any
 import emulated
 import yaml
 
+from bench.papers.deep_optimizer_states import H100_BUSY
 from penstock.planner.build import build_plan
-from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
-from penstock.planner.emulation import Emulation
-from penstock.planner.papers.deep_optimizer_states import H100_BUSY
-from penstock.planner.prices import config_prices, optimizer_of
-from penstock.planner.simulate import Lane, Simulation, simulate
-from penstock.planner.sources import Prices
-from penstock.planner.update_rates import (
+from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.cost.prices import config_prices, optimizer_of
+from penstock.planner.cost.sources import Prices
+from penstock.planner.cost.update_rates import (
     UpdateRates,
     preview_stride,
     preview_throughput,
     resident_throughput,
 )
-from penstock.protocol.config import Config, parse_config
-from penstock.protocol.plan import Plan
-from penstock.protocol.rundir import RunDirectory
+from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.rundir import RunDirectory
 
 PASS = "interleave-updates"
 CHOSEN = "stride by the rates"

@@ -1,6 +1,6 @@
 """Published comparisons on emulated clusters: through the real runtime, and simulated.
 
-    python bench/emulated.py [--experiments spipe-10b mario …] [--steps 4] [--json FILE]
+    python -m bench.emulated [--experiments spipe-10b mario …] [--steps 4] [--json FILE]
 
 Every plan trains with ``penstock train`` on the emulated cluster of its paper: real processes,
 messages and transactions, modelled time. A step's time is the median over all steps but the first
@@ -32,14 +32,14 @@ from typing import Any
 
 import yaml
 
+from bench.papers import obscura_testbed, spipe_testbed
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.emulation import Emulation
-from penstock.planner.papers import obscura_testbed, spipe_testbed
+from penstock.planner.cost.emulation import Emulation
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.schedule import lower
 from penstock.planner.simulate import simulate
-from penstock.protocol.config import parse_config
-from penstock.protocol.plan import Plan
+from penstock.protocol.config.schema import parse_config
+from penstock.protocol.plan.plan import Plan
 
 Made = Callable[[Emulation], Plan]
 """Makes a plan for an emulated cluster."""

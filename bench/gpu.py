@@ -1,7 +1,7 @@
 """One GPU: streamed weights beside resident ones, and beside FSDP2 with CPU offload.
 
-    python bench/gpu.py [--layers 24] [--hidden 2048] [--steps 12] [--cases resident spipe ...]
-    python bench/gpu.py --device cpu --tiny      # the same code, small, where there is no GPU
+    python -m bench.gpu [--layers 24] [--hidden 2048] [--steps 12] [--cases resident spipe ...]
+    python -m bench.gpu --device cpu --tiny      # the same code, small, where there is no GPU
 
 A LLaMA-shaped model (1.2 billion parameters by default, 18 bytes each of host memory; --layers 26
 --hidden 3072 are 3 billion) trains with AdamW, gradient clipping and full recomputation, all cases
@@ -28,12 +28,12 @@ from torch import distributed
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.planner.measured import measure
-from penstock.planner.overlap import overlap
 from penstock.planner.simulate import Lane
-from penstock.planner.traced import TracedRun
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.trace import read_traces
+from penstock.planner.traces.measured import measure
+from penstock.planner.traces.overlap import overlap
+from penstock.planner.traces.traced import TracedRun
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.trace import read_traces
 from penstock.workers.data import TokenDataset, micro_batches
 
 WARMUP_STEPS = 3

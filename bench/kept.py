@@ -1,14 +1,15 @@
 """What the kept store holds and costs: bytes and seconds by what is dropped, beside the planner's.
 
-    python bench/kept.py [--model llama|gpt2] [--hidden 512] [--layers 3] [--sequence 256]
+    python -m bench.kept [--model llama|gpt2] [--hidden 512] [--layers 3] [--sequence 256]
                          [--dtype float32|bfloat16] [--device cpu] [--threads 1]
                          [--rounds 5]
 
 One micro-batch through a Hugging Face model with a tiny vocabulary, all of it one stage. ``kept``
 is MiB of activations per layer after the forward, ``saved`` the share that dropping saves, and
-``planner`` the share by :mod:`penstock.planner.operators` (kernels fused as Megatron's are; Hugging
-Face's norms are not and keep more). Times are medians; ``forward`` and ``backward`` are held
-against a run without the store (first line), and ``recompute`` is the explicit one between them.
+``planner`` the share by :mod:`penstock.planner.cost.operators` (kernels fused as Megatron's are;
+Hugging Face's norms are not and keep more). Times are medians; ``forward`` and ``backward`` are
+held against a run without the store (first line), and ``recompute`` is the explicit one between
+them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from penstock.models.binding import BoundBlock
-from penstock.models.kept import BoundWeights, KeepPolicy, Kept, keeping
-from penstock.planner.catalogue import LanguageModel
-from penstock.planner.operators import OPERATOR_SETS, Shape, attention_kernels, mlp_kernels
+from penstock.models.saved_activations import BoundWeights, KeepPolicy, Kept, keeping
+from penstock.planner.cost.catalogue import LanguageModel
+from penstock.planner.cost.operators import OPERATOR_SETS, Shape, attention_kernels, mlp_kernels
 
 HEAD_SIZE = 64
 VOCABULARY = 64

@@ -28,8 +28,8 @@ from typing import Any
 from optimizer import OurState, count, measure
 
 from penstock import _native
-from penstock.daemons.scheduler.holding import AttemptCosts
-from penstock.daemons.scheduler.position import LossScaling, Position
+from penstock.daemons.scheduler.machine.holding import AttemptCosts
+from penstock.daemons.scheduler.machine.position import LossScaling, Position
 from penstock.shm.control import Decision
 
 RATES = (0.0, 0.05, 0.25, 0.5, 0.75, 1.0)

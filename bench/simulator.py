@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import OrderedInstruction, StageLayout
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
-from penstock.planner.validate import validate
-from penstock.protocol.plan import Plan, StageRange
+from penstock.planner.validate.check import validate
+from penstock.protocol.plan.plan import Plan, StageRange
 
 NEEDED_S = {"chimera": 0.05, "1f1b": 1.0, "pp32xdp32": 1.0}
 

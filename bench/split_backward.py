@@ -1,6 +1,6 @@
 """Cost and memory of the split backward beside the unsplit one and beside torch's own split.
 
-    python bench/split_backward.py [--kinds llama gpt2 bert mamba resnet] [--device cpu]
+    python -m bench.split_backward [--kinds llama gpt2 bert mamba resnet] [--device cpu]
         [--rounds 7] [--resnet-152]
 
 A stage from hidden states to hidden states (pictures to features) per kind, in training mode. Each
@@ -33,7 +33,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, GPT2Config, LlamaConfig, MambaConfig, ResNetConfig
 
-from penstock.models.split import DeferredWeights, backward_input, run_together, split_backward
+from penstock.models.split_backward.split import (
+    DeferredWeights,
+    backward_input,
+    run_together,
+    split_backward,
+)
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

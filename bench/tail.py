@@ -1,6 +1,6 @@
 """The optimizer's tail: time from the last gradient on a device to the committed step, by scheme.
 
-    python bench/tail.py [--parts here simulated emulated] [--schemes gpipe spipe …]
+    python -m bench.tail [--parts here simulated emulated] [--schemes gpipe spipe …]
                          [--modes early …] [--clusters 4:spipe-10b …] [--rounds 3] [--steps 12]
                          [--json]
 
@@ -46,20 +46,15 @@ from typing import Any
 
 from emulated import trained
 
-from penstock.client.trace import TraceOutputs, make_trace_report
-from penstock.planner.analytic import AnalyticCosts, analytic_costs
+from penstock.client.watching.trace import TraceOutputs, make_trace_report
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import (
-    ADVANCE,
-    IN_PLACE,
-    SYNCHRONOUS,
-    OptimizerModel,
-)
+from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
+from penstock.planner.cost.cluster import ADVANCE, IN_PLACE, SYNCHRONOUS, OptimizerModel
+from penstock.planner.cost.sources import Prices
 from penstock.planner.schedule import lower
 from penstock.planner.settling import choose_settled_early
 from penstock.planner.simulate import Simulation, simulate
-from penstock.planner.sources import Prices
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
 
 SCHEMES = ("gpipe", "1f1b", "chimera", "zb-h1", "mobius", "spipe")
 REFERENCE = "in-place"

@@ -1,6 +1,6 @@
 """Training throughput of the tiny model beside a plain PyTorch loop of the same work.
 
-    python bench/throughput.py [--config examples/tiny.yaml] [--steps 40] [--rounds 3] [--out FILE]
+    python -m bench.throughput [--config examples/tiny.yaml] [--steps 40] [--rounds 3] [--out FILE]
 
 Each round trains every scheme through real daemons and, after it, the plain loop with the same
 batch, micro-batches and number of threads (``1f1b`` runs without recomputation; the other schemes
@@ -24,8 +24,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.protocol.config import Config
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.config.schema import Config
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
 
 WARMUP_STEPS = 5

@@ -1,6 +1,6 @@
 """Tensors between two worker processes on CPUs: Gloo beside ZeroMQ.
 
-    python bench/transport.py
+    python -m bench.transport
 
 Both go through the channels that attempts use. Two patterns: *streams* of transfers, first of one
 direction, then of the other, for bandwidth; a *ping-pong*, for latency. The same two processes take
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol.config import parse_config
-from penstock.protocol.instructions import parse_program
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.config.schema import parse_config
+from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import DType
 from penstock.workers.channels.base import Channel
+from penstock.workers.channels.inbox import Expected, Inbox, TransferKey
 from penstock.workers.channels.opening import Means, open_channel
-from penstock.workers.devices.cpu import CpuDevice
-from penstock.workers.inbox import Expected, Inbox, TransferKey
-from penstock.workers.metrics import WorkerMetrics
-from penstock.workers.transport import Transport
+from penstock.workers.channels.transport import Transport
+from penstock.workers.platforms.cpu.device import CpuDevice
+from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.waiting import Abort
 
 TRANSFERS = 16

@@ -7,12 +7,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.client.display import Display, Silent
-from penstock.client.train import TrainResult, run_training
-from penstock.protocol.config import Config, load_config, parse_config
+from penstock.client.training.train import TrainResult, run_training
+from penstock.client.watching.display import Display, Silent
+from penstock.protocol.config.schema import Config, load_config, parse_config
+from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.overrides import apply_overrides
-from penstock.protocol.rundir import run_of
+from penstock.protocol.run.rundir import run_of
 
 __all__ = ["TrainResult", "train"]
 
@@ -91,6 +91,6 @@ def _shown_on(display: Display) -> Display:
     if missing:
         raise ConfigError(
             f"display = {display!r}: has no {', '.join(f'{name}()' for name in missing)}; expected"
-            " a Display (penstock.client.display), or nothing to show nothing"
+            " a Display (penstock.client.watching.display), or nothing to show nothing"
         )
     return display

@@ -1,21 +1,33 @@
-"""What all commands share: options, and how errors reach the user."""
+"""What all commands share: options, and how errors reach the user.
+
+What ``penstock --version`` says.
+
+Settings given without ``--set``: what was meant is said, instead of "unexpected argument".
+
+Configurations that come with the package.
+"""
 
 from __future__ import annotations
 
+import platform
+import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+import penstock
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, reason
 
 if TYPE_CHECKING:
-    from penstock.protocol.config import Config
+    from penstock.protocol.config.schema import Config
 
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration; see the README.")
@@ -59,11 +71,12 @@ def load(config: Path, settings: list[str] | None) -> Config:
     """Read a configuration with its overrides.
 
     Raises:
-        ConfigError: as :func:`penstock.protocol.config.load_config`; where an example was meant,
+        ConfigError: as :func:`penstock.protocol.config.schema.load_config`; where an example was
+        meant,
             says how to get it.
     """
-    from penstock.client.examples import example_names
-    from penstock.protocol.config import load_config
+    from penstock.client.cli import example_names
+    from penstock.protocol.config.schema import load_config
 
     if not config.exists() and config.suffix in (".yaml", "") and config.stem in example_names():
         raise ConfigError(
@@ -78,3 +91,103 @@ def terminal_width() -> int:
     import shutil
 
     return min(160, shutil.get_terminal_size((100, 24)).columns)
+
+
+_REPORTED = ("torch", "transformers")
+"""Packages whose versions decide bytes: kernels and models are theirs."""
+
+
+def versions() -> str:
+    """Ours on the first line; what else a report of a fault should name on the second. Nothing is
+    imported for it.
+    """
+    others = [f"Python {platform.python_version()}", *map(_version_of, _REPORTED)]
+    return f"penstock {penstock.__version__}\n{', '.join(others)}, {platform.machine()}"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package} is missing"
+
+
+_SETTING = re.compile(r"(?:--)?([a-z_]+(?:\.\w+)*)(=.*)?", re.DOTALL)
+
+
+class Command(TyperCommand):
+    """A command that knows words such as ``train.steps=5`` where it takes ``--set``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse.
+
+        Raises:
+            BadParameter: a key of the configuration is given bare; says what would do.
+        """
+        if any("--set" in option.opts for option in self.params):
+            settings = bare_settings(args)
+            if settings:
+                raise typer.BadParameter(
+                    f"keys of the configuration are changed with --set; write {' '.join(settings)}",
+                    ctx=ctx,
+                )
+        return super().parse_args(ctx, args)
+
+
+def bare_settings(words: list[str]) -> list[str]:
+    """The options that were meant by ``train.steps=5``, ``--train.steps=5``, ``--train.steps 5`` or
+    ``steps=5``; none for other words.
+    """
+    found = []
+    for before, word, after in zip(["", *words], words, [*words[1:], "VALUE"], strict=False):
+        match = _SETTING.fullmatch(word)
+        if match is None or before == "--set":
+            continue
+        key, value = match.groups()
+        if value is None and word.startswith("--") and "." in key:
+            value = f"={after}"
+        if value is not None and (key := _configuration_key(key)):
+            found.append(f"--set {key}{value}")
+    return found
+
+
+def _configuration_key(word: str) -> str:
+    """``train.steps`` for itself or for ``steps``; empty for what is no key."""
+    # Imported here: pydantic takes a while, and most command lines have no such word.
+    from penstock.protocol.config.schema import Config
+    from penstock.protocol.config.words import keys_of
+
+    known = keys_of(Config)
+    section = word.partition(".")[0]
+    if "." in word:
+        return word if section in Config.model_fields else ""
+    return next((key for key, last in known.items() if last == word), "")
+
+
+_FOLDER = Path(__file__).parents[1] / "examples"
+
+
+def example_names() -> tuple[str, ...]:
+    """What ``penstock init --example`` knows."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def write_example(name: str, output: Path | None) -> Path:
+    """Write an example to ``output``, by default under its own name into the current folder.
+
+    Raises:
+        ConfigError: no such example, or the file exists or cannot be written.
+    """
+    if name not in example_names():
+        raise ConfigError(f"--example {name}: accepted is {', '.join(example_names())}")
+    target = Path(f"{name}.yaml") if output is None else output
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{target}: exists, and init overwrites nothing; name another file with --out"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot write it: {reason(error)}") from error
+    return target

@@ -1,19 +1,19 @@
 """``penstock export``: the newest saved state of a run as a Hugging Face directory.
 
 The saved state is verified here; the writing needs torch and transformers and happens in a process
-of its own (:mod:`penstock.models.export`).
+of its own (:mod:`penstock.models.checkpoints.export`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.client.saved import SavedState, saved_states
+from penstock.client.watching.snapshots import SavedState, saved_states
 from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.memory.tensorfile import sha256_of
-from penstock.daemons.node.tool import run_tool
+from penstock.daemons.node.preparing.tool import run_tool
 from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 
 
 def choose_state(run_dir: Path, step: int | None) -> SavedState:
@@ -51,7 +51,9 @@ def export(run_dir: Path, output: Path, step: int | None) -> SavedState:
         )
     verify(state.path)
     log = run_dir / "logs" / "export.txt"
-    run_tool("penstock.models.export", str(run_dir), str(state.path), str(output), log=log)
+    run_tool(
+        "penstock.models.checkpoints.export", str(run_dir), str(state.path), str(output), log=log
+    )
     return state
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.protocol.logs import forgive_streams
-from penstock.protocol.stopping import block_stop_signals
+from penstock.protocol.run.logs import forgive_streams
+from penstock.protocol.run.stopping import block_stop_signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.client import plan_commands
-from penstock.client.cli import ConfigArgument, JsonOption, SetOption, errors_explained, load
-from penstock.client.words import Command
+from penstock.client.cli import (
+    Command,
+    ConfigArgument,
+    JsonOption,
+    SetOption,
+    errors_explained,
+    load,
+)
+from penstock.client.planning import commands as plan_commands
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.protocol.config import Config
+    from penstock.protocol.config.schema import Config
 
 EXIT_CODES = (
     "Exit codes: 0 done, 2 bad configuration or state, 3 not enough memory or space,"
@@ -78,7 +84,7 @@ GraceOption = Annotated[
 def _show_versions(wanted: bool) -> None:
     """Print the version, and those of what training depends on, and end."""
     if wanted:
-        from penstock.client.versions import versions
+        from penstock.client.cli import versions
 
         typer.echo(versions())
         raise typer.Exit
@@ -106,7 +112,7 @@ def init(
 ) -> None:
     """Write an example configuration to start from."""
     with errors_explained():
-        from penstock.client.examples import write_example
+        from penstock.client.cli import write_example
 
         written = write_example(example, output)
         typer.echo(f"{written} is written; start with: penstock train {written}")
@@ -126,10 +132,10 @@ def train(
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
     with errors_explained():
-        from penstock.client.display import choose_display
-        from penstock.client.train import run_training
-        from penstock.protocol.logs import forgive_streams
-        from penstock.protocol.rundir import run_of
+        from penstock.client.training.train import run_training
+        from penstock.client.watching.display import choose_display
+        from penstock.protocol.run.logs import forgive_streams
+        from penstock.protocol.run.rundir import run_of
 
         forgive_streams()
         grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
@@ -196,7 +202,7 @@ def node(
 
 def _prepare(config: Config, node_name: str) -> Path:
     """Prepare the run directory on the first node; the path of its resolved configuration."""
-    from penstock.daemons.node.prepare import prepare_run
+    from penstock.daemons.node.preparing.prepare import prepare_run
 
     first = config.cluster.nodes[0].name
     if node_name == first:
@@ -208,7 +214,7 @@ def _prepare(config: Config, node_name: str) -> Path:
 
 def _require_run(resolved: Path, hint: str = "") -> None:
     """Refuse to start on a machine that does not have the run's directory."""
-    from penstock.protocol.rundir import SHARED
+    from penstock.protocol.run.rundir import SHARED
 
     if not resolved.exists():
         raise ConfigError(f"--config {resolved}: does not exist here; {hint}{SHARED}")
@@ -277,7 +283,7 @@ def status(
     with errors_explained():
         from rich.console import Console
 
-        from penstock.client.control import connect, show_status
+        from penstock.client.watching.control import connect, show_status
 
         with connect(run_dir, endpoint) as client:
             show_status(client, as_json=as_json, console=Console())
@@ -290,8 +296,8 @@ def watch(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None
     with errors_explained():
         from rich.console import Console
 
-        from penstock.client.control import connect
-        from penstock.client.control import watch as follow
+        from penstock.client.watching.control import connect
+        from penstock.client.watching.control import watch as follow
 
         with connect(run_dir, endpoint) as client:
             code = follow(client, Console(), run_dir)
@@ -303,7 +309,7 @@ def _add_simple_command(name: str, explanation: str) -> None:
 
     def command(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None:
         with errors_explained():
-            from penstock.client.control import SIMPLE, connect
+            from penstock.client.watching.control import SIMPLE, connect
 
             call: Callable[..., str] = SIMPLE[name]
             with connect(run_dir, endpoint) as client:
@@ -364,7 +370,7 @@ def trace(
 ) -> None:
     """Show what a traced run did when, beside a simulation of its plan."""
     with errors_explained():
-        from penstock.client.trace import TraceOutputs, make_trace_report, parse_attempts
+        from penstock.client.watching.trace import TraceOutputs, make_trace_report, parse_attempts
 
         outputs = TraceOutputs(chrome=out, svg=svg, png=png)
         report = make_trace_report(run, parse_attempts(attempt, attempts), profile, outputs)
@@ -386,7 +392,7 @@ def doctor(
 ) -> None:
     """List what Penstock left on this machine, and what the machine offers."""
     with errors_explained():
-        from penstock.client.doctor import clean, examine
+        from penstock.client.doctor.doctor import clean, examine
 
         if force and not remove:
             raise ConfigError("--force: goes with --clean")

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.models.batch import IGNORED_LABEL
+from penstock.models.data.batch import IGNORED_LABEL
 
 CHUNK_BYTES = 64 * 2**20
 """Upper limit of one chunk's logits in fp32."""

@@ -17,15 +17,20 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.models.batch import MicroBatch
 from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block, bind_gradients
 from penstock.models.compiled import CompiledLayer
-from penstock.models.kept import let_go
-from penstock.models.kept.tape import tensors_in
+from penstock.models.data.batch import MicroBatch
 from penstock.models.loss import chunked_cross_entropy
-from penstock.models.pieces import BatchTensors, LayerCall, Pieces, check_documents_apart
-from penstock.models.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
+from penstock.models.saved_activations import let_go
+from penstock.models.saved_activations.tape import tensors_in
 from penstock.models.storing import Stored, Storing
+from penstock.models.surgery.decoder_parts import (
+    BatchTensors,
+    LayerCall,
+    Pieces,
+    check_documents_apart,
+)
+from penstock.models.surgery.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
 

@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from penstock.protocol.config import OptimizerConfig, OptimizerName
-from penstock.protocol.step import OptimizerStep
+from penstock.protocol.config.schema import OptimizerConfig, OptimizerName
+from penstock.protocol.plan.step import OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """What a forward leaves for its backward, where autograd alone would not do.
 
 A forward of :class:`~penstock.models.runtime.ModelRuntime` that is given a :class:`Storing` runs
-inside a kept store (:mod:`penstock.models.kept`: operators dropped, swaps, weights bound anew),
-watched for a split backward (:mod:`penstock.models.split`), or both; the :class:`Stored` of its
-:class:`~penstock.models.runtime.StageOutput` is then what the instructions in between work on.
+inside a kept store (:mod:`penstock.models.saved_activations`: operators dropped, swaps, weights
+bound anew), watched for a split backward (:mod:`penstock.models.split_backward.split`), or both;
+the :class:`Stored` of its :class:`~penstock.models.runtime.StageOutput` is then what the
+instructions in between work on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from penstock.models.binding import BoundBlock
-from penstock.models.kept import BoundWeights, KeepPolicy, Kept, keeping
-from penstock.models.split import DeferredWeights, split_backward
+from penstock.models.saved_activations import BoundWeights, KeepPolicy, Kept, keeping
+from penstock.models.split_backward.split import DeferredWeights, split_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.planner.cost.operators import OPERATOR_SETS
+from penstock.planner.cost.prices import config_prices, optimizer_of
+from penstock.planner.cost.sources import Prices
 from penstock.planner.layout import Residency, StageLayout
-from penstock.planner.operators import OPERATOR_SETS
 from penstock.planner.partition import partition
 from penstock.planner.passes import PASSES, Pass, PassContext
-from penstock.planner.prices import config_prices, optimizer_of
 from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
 from penstock.planner.settling import settle_as_configured
-from penstock.planner.sources import Prices
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
-from penstock.planner.validate import PlanError, validate
-from penstock.protocol.config import Config
+from penstock.planner.validate.check import PlanError, validate
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, reason
-from penstock.protocol.instructions import RecomputeAfter
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.instructions import RecomputeAfter
+from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
 
 
@@ -29,11 +29,11 @@ def build_plan(config: Config, table: BlockTable, prices: Prices | None = None) 
     """The plan that a configuration asks for: its scheme, or what is in ``schedule.file``.
 
     ``prices``: what passes decide by and memory is counted with; the configuration's own unless
-    given (:func:`~penstock.planner.prices.config_prices`).
+    given (:func:`~penstock.planner.cost.prices.config_prices`).
 
     Raises:
         ConfigError: impossible combination; names key, value, and what would be accepted. A
-            :class:`~penstock.planner.validate.PlanError` for a plan file that makes no sense.
+            :class:`~penstock.planner.validate.check.PlanError` for a plan file that makes no sense.
     """
     file, prices = config.schedule.file, prices or config_prices(config, table)
     _check_used(config)

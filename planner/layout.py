@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -14,7 +14,7 @@ from penstock.protocol.instructions import (
     SwapOut,
     Update,
 )
-from penstock.protocol.layout import StageLayout, skipped_forwards
+from penstock.protocol.plan.layout import StageLayout, skipped_forwards
 
 __all__ = [
     "ComputeInstruction",

@@ -1,9 +1,9 @@
 """Data parallelism: a schedule repeated on other devices, each copy with its share of the batch.
 
-Replicas are routes (:class:`penstock.protocol.plan.Plan`): replica r has the stages of the original
-on the next devices, and the next of equal, consecutive shares of the micro-batches. Each computes
-gradients of every block, and the result is that of one replica with all the micro-batches. Where
-the sums are made is :func:`with_reduction`'s choice.
+Replicas are routes (:class:`penstock.protocol.plan.plan.Plan`): replica r has the stages of the
+original on the next devices, and the next of equal, consecutive shares of the micro-batches. Each
+computes gradients of every block, and the result is that of one replica with all the micro-batches.
+Where the sums are made is :func:`with_reduction`'s choice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.schedule import Schedule
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     BackwardWeight,
     Forward,
     Keep,
@@ -22,8 +22,8 @@ from penstock.protocol.instructions import (
     SwapOut,
     Update,
 )
-from penstock.protocol.plan import StageRange
-from penstock.protocol.reduction import spans_nodes
+from penstock.protocol.plan.plan import StageRange
+from penstock.protocol.plan.reduction import spans_nodes
 
 
 def replicate(schedule: Schedule, replicas: int) -> Schedule:

@@ -1,7 +1,7 @@
 """A schedule: what schemes make and optimising passes transform, before lowering to programs.
 
 A :class:`Schedule` holds stages and, per device, the order of compute, swap and update
-instructions. :func:`lower` turns it into a :class:`~penstock.protocol.plan.Plan` by inserting
+instructions. :func:`lower` turns it into a :class:`~penstock.protocol.plan.plan.Plan` by inserting
 transfers, weights and gradients (:mod:`penstock.planner.lowering`); :func:`schedule_of` goes back,
 so that a pass can be applied to any plan.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from penstock.planner.layout import Order, OrderedInstruction, Residency, StageLayout
 from penstock.planner.lowering import complete
-from penstock.protocol.instructions import FetchWeights, Forward, Keep, ReduceGradients, Update
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.instructions import FetchWeights, Forward, Keep, ReduceGradients, Update
+from penstock.protocol.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,8 @@ class Schedule:
     """Stages, and per device the order of its instructions.
 
     ``rebinds_weights``, ``shards_weights``, ``concatenates_gradients`` and ``settled_early`` as in
-    :class:`~penstock.protocol.plan.Plan`, but an UPDATE takes its block out of ``settled_early``;
+    :class:`~penstock.protocol.plan.plan.Plan`, but an UPDATE takes its block out of
+    ``settled_early``;
     ``reduces_gradients``: a REDUCE_GRADIENTS precedes every offload (data parallelism).
     """
 

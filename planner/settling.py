@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.planner.cluster import ADVANCE, OptimizerModel
+from penstock.planner.cost.cluster import ADVANCE, OptimizerModel
+from penstock.planner.cost.sources import Prices
 from penstock.planner.simulate import Lane, Simulation, simulate
-from penstock.planner.sources import Prices
-from penstock.protocol.config import Config
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable
 
 MATTERS = 1e-3

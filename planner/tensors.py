@@ -8,7 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from penstock.planner.layout import StageLayout
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     Forward,

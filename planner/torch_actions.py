@@ -16,7 +16,7 @@ that *receives* in torch, and the stage that produced the tensor in our instruct
 A schedule that is read gets transfers and weights from :mod:`penstock.planner.lowering` like any
 other; its communication actions only say where weights are (resharded and unsharded again: in host
 memory) and whether gradients are reduced. Whether an order can run is decided by
-:mod:`penstock.planner.validate`. Nothing here imports torch.
+:mod:`penstock.planner.validate.check`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.planner.partition import partition
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, backward_weight
 from penstock.protocol.errors import ConfigError, ProtocolError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -51,7 +51,7 @@ from penstock.protocol.instructions import (
     SendActivation,
     SendGradient,
 )
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.plan import Plan, StageRange
 
 
 class ActionKind(StrEnum):

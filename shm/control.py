@@ -31,9 +31,9 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
                                    the worker that computes it; optimizerd reads
 
 A state version may be committed + 1 where blocks step in place; the record of that version is then
-what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.arithmetic`). memoryd writes
-versions and records only during a restore, when optimizerd is drained. A record is eight payload
-words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
+what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.machine.arithmetic`). memoryd
+writes versions and records only during a restore, when optimizerd is drained. A record is eight
+payload words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from penstock._native import load_u64, store_u64
-from penstock.shm.errors import (
+from penstock.shm.layout import PAGE_BYTES
+from penstock.shm.process import ProcessIdentity
+from penstock.shm.segment import (
     BadHeaderError,
     ForeignOwnerError,
     ShortSegmentError,
     VersionMismatchError,
 )
-from penstock.shm.layout import PAGE_BYTES
-from penstock.shm.process import ProcessIdentity
 from penstock.shm.table import MAX_CONTRIBUTIONS
 
 MAGIC = int.from_bytes(b"PNSTOCK1", "little")

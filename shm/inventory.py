@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.shm.control import ControlView
-from penstock.shm.errors import SegmentError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.process import ProcessIdentity
-from penstock.shm.segment import SHM_ROOT, Segment, list_segments
+from penstock.shm.segment import SHM_ROOT, Segment, SegmentError, list_segments
 
 _NAME = re.compile(
     rf"/penstock-(?P<run>[0-9a-f]{{1,16}})-(?P<node>.+)-(?:{'|'.join(SegmentKind)})$", re.ASCII

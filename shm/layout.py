@@ -9,13 +9,13 @@ pages between them (:func:`tag`)::
     grads     | block 0: copy 0: contribution 0, 1, … | copy 1: … | block 1  gradient dtype
     control   | header, records, pass intent, undo area, block words         penstock.shm.control
 
-With a split master (:mod:`penstock.shm.halves`) ``state`` is::
+With a split master (:mod:`penstock.shm.memory`) ``state`` is::
 
     state     | block 0: low | exp_avg | exp_avg_sq | block 1: …             low: uint16, rest fp32
 
 and the upper halves of version v of the state are its weights, in slot v mod 2: these bytes are
 state, too, until a pass has led the block's state on to v + 1, whatever the slot's version word
-says (:mod:`penstock.daemons.optimizer.ledger`).
+says (:mod:`penstock.daemons.optimizer.machine.words`).
 
 An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
 ``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are

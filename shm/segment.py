@@ -6,6 +6,8 @@ first touch (measured: 1 GB/s, against 10 GB/s for reserving), and every process
 its own to fill (10-40 GB/s): both happen while a segment is created or attached, so that no step
 ever waits for them. Huge pages are always advised; where /dev/shm gives them, pages are touched
 first and the reservation finds them there, because reserving alone makes small ones.
+
+Errors of shared-memory segments. Nothing is touched when one of them is raised.
 """
 
 from __future__ import annotations
@@ -20,15 +22,40 @@ from pathlib import Path
 
 import posix_ipc
 
-from penstock.shm.errors import (
-    ForeignOwnerError,
-    NoSpaceError,
-    SegmentExistsError,
-    SegmentMissingError,
-    ShortSegmentError,
-)
-from penstock.shm.hugepages import HugePages, allowed_huge_pages
-from penstock.shm.numa import NodeRange, prefer_nodes_if_granted
+from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes_if_granted
+
+
+class SegmentError(Exception):
+    """A segment cannot be used; the message names it and says what would help."""
+
+
+class SegmentMissingError(SegmentError):
+    """No segment of that name exists."""
+
+
+class SegmentExistsError(SegmentError):
+    """A segment of that name exists already."""
+
+
+class BadHeaderError(SegmentError):
+    """The control segment does not start with our magic number."""
+
+
+class VersionMismatchError(SegmentError):
+    """The control segment was written in another format version."""
+
+
+class ShortSegmentError(SegmentError):
+    """The segment is shorter than its layout."""
+
+
+class ForeignOwnerError(SegmentError):
+    """The segment belongs to another run, layout, or living process."""
+
+
+class NoSpaceError(SegmentError):
+    """/dev/shm has no room for the segment."""
+
 
 SHM_ROOT = Path("/dev/shm")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it

@@ -1,7 +1,7 @@
 """What the machine's cores and memory look like, as Linux describes them under /sys.
 
 Reading it takes a root directory, so that decisions can be tried on machines that are not there.
-Who gets which core is decided in :mod:`penstock.protocol.placement`.
+Who gets which core is decided in :mod:`penstock.protocol.plan.placement`.
 """
 
 from __future__ import annotations

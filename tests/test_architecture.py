@@ -31,19 +31,19 @@ LIGHT_MODULES = (
     "penstock.client.launch",
     "penstock.client.main",
     "penstock.client.api",
-    "penstock.client.doctor",
-    "penstock.client.control",
-    "penstock.client.planning",
+    "penstock.client.doctor.doctor",
+    "penstock.client.watching.control",
+    "penstock.client.planning.configured",
     "penstock.client.export",
     "penstock.daemons.memory.main",
     "penstock.daemons.node.main",
-    "penstock.daemons.node.prepare",
+    "penstock.daemons.node.preparing.prepare",
     "penstock.daemons.optimizer.main",
     "penstock.daemons.scheduler.main",
     "penstock.planner.build",
     "penstock.planner.simulate",
-    "penstock.protocol.control",
-    "penstock.protocol.member",
+    "penstock.protocol.wire.control",
+    "penstock.protocol.wire.member",
     "penstock.shm.memory",
 )
 
@@ -105,7 +105,7 @@ def test_pure_machines_import_no_clock_socket_thread_or_file() -> None:
     wrong = [
         f"{path} imports {name}"
         for path, tree in sources()
-        if path.parts[0] == "daemons" and path.name in ("state.py", "events.py")
+        if path.parts[0] == "daemons" and "machine" in path.parts
         for name in imported(tree)
         if name.split(".")[0] in forbidden
     ]

@@ -15,36 +15,36 @@ from typing import Literal
 
 import torch
 
-from penstock.models.batch import MicroBatch
-from penstock.models.kept import KeepPolicy, Kept
+from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime, StageOutput
-from penstock.models.split import DeferredWeights
+from penstock.models.saved_activations import KeepPolicy, Kept
+from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
 from penstock.protocol.errors import LostMemberError, PenstockError
-from penstock.protocol.frames import BlockUpdated, GradientReady, TransferKind
-from penstock.protocol.instructions import FetchWeights, Update
-from penstock.protocol.plan import Plan
-from penstock.protocol.step import OptimizerStep
-from penstock.protocol.trace import TraceEvent, TraceLane
+from penstock.protocol.plan.instructions import FetchWeights, Update
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.step import OptimizerStep
+from penstock.protocol.run.trace import TraceEvent, TraceLane
+from penstock.protocol.wire.frames import BlockUpdated, GradientReady, TransferKind
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.channels.base import Channel
-from penstock.workers.devices.base import Device, Stamp
-from penstock.workers.flow import Flow
-from penstock.workers.gradients import GradientBook
-from penstock.workers.inbox import NamedTensors, TransferKey
-from penstock.workers.meters import Meter, NoMeter
-from penstock.workers.progress import Progress
-from penstock.workers.stages import Stages
-from penstock.workers.swaps import SwapStreams
-from penstock.workers.timing import Tally, Timeline
-from penstock.workers.trace import TraceRing
-from penstock.workers.transport import Transport
-from penstock.workers.updates import BlockUpdates, PreviewedBlock, UpdateScope
-from penstock.workers.usage import MemoryPeak
+from penstock.workers.channels.inbox import NamedTensors, TransferKey
+from penstock.workers.channels.transport import Transport
+from penstock.workers.platforms.base import Device, Stamp
+from penstock.workers.state.flow import Flow
+from penstock.workers.state.gradients import GradientBook
+from penstock.workers.state.stages import Stages
+from penstock.workers.state.swaps import SwapStreams
+from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
+from penstock.workers.state.weights import FetchScope, StageKey, WeightLoader
+from penstock.workers.telemetry.meters import Meter, NoMeter
+from penstock.workers.telemetry.progress import Progress
+from penstock.workers.telemetry.timing import Tally, Timeline
+from penstock.workers.telemetry.trace import TraceRing
+from penstock.workers.telemetry.usage import MemoryPeak
 from penstock.workers.waiting import Abort, wait_until
-from penstock.workers.weights import FetchScope, StageKey, WeightLoader
 
 JobPhase = Literal["train", "eval"]
 

@@ -1,18 +1,18 @@
 """What devices tell each other in collectives, where programs name no sends and receives.
 
 - Gradient sums, from the other routes of a stage to the one that publishes them
-  (:mod:`penstock.protocol.reduction`).
+  (:mod:`penstock.protocol.plan.reduction`).
 - On emulated devices that share out weights, when each enters a collective, to all others: that is
-  what its time follows from (:mod:`penstock.workers.emulated.collectives`).
+  what its time follows from (:mod:`penstock.workers.platforms.emulated.collectives`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.protocol.instructions import FetchWeights, Program, ReduceGradients
-from penstock.protocol.plan import Plan
-from penstock.workers.flow import Flow
+from penstock.protocol.plan.instructions import FetchWeights, Program, ReduceGradients
+from penstock.protocol.plan.plan import Plan
+from penstock.workers.state.flow import Flow
 
 Received = tuple[str, str, int, int]
 """``(phase, kind, stage, micro_batch)`` of a transfer."""

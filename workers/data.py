@@ -3,7 +3,9 @@
 A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``, inputs all but the
 last, labels all but the first. Sample ``k`` of the run is a sequence of pass ``k // n`` over all
 ``n``; each pass has its own order. No torch here; who writes token files is in
-:mod:`penstock.models.prepare`.
+:mod:`penstock.models.data.prepare`.
+
+Names of evaluation passes: each global batch is a job with messages of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.batch import IGNORED_LABEL, MicroBatch
-from penstock.models.chunks import Checksums
-from penstock.protocol.config import Config
+from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
+from penstock.models.data.chunks import Checksums
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.seal import read_sealed
+from penstock.protocol.run.seal import read_sealed
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 6
@@ -81,7 +83,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls, data_dir: Path, split: str, config: Config) -> TokenDataset:
-        """The ``train`` or ``eval`` split that ``penstock.models.prepare`` left in
+        """The ``train`` or ``eval`` split that ``penstock.models.data.prepare`` left in
         ``RUN_DIR/data``.
 
         Raises:
@@ -217,3 +219,18 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+_BATCH_BITS = 20
+MAX_BATCHES = 1 << _BATCH_BITS
+
+
+def job_number(evaluation: int, batch: int) -> int:
+    """What keys the messages of one batch of one evaluation."""
+    assert 0 <= batch < MAX_BATCHES, f"batch {batch} of an evaluation"
+    return (evaluation << _BATCH_BITS) | batch
+
+
+def evaluation_of(job: int) -> tuple[int, int]:
+    """The evaluation and the batch of a :func:`job_number`."""
+    return job >> _BATCH_BITS, job & (MAX_BATCHES - 1)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.protocol.errors import ExitCode, PenstockError
-from penstock.protocol.instructions import Instruction, Opcode, Program
+from penstock.protocol.plan.instructions import Instruction, Opcode, Program
 from penstock.workers.attempt import Attempt, Bench, Job
 from penstock.workers.handlers import HANDLERS, Handler
-from penstock.workers.timing import Tally
-from penstock.workers.usage import DeviceMemoryError, MemoryPeak, refused_bytes
+from penstock.workers.telemetry.timing import Tally
+from penstock.workers.telemetry.usage import DeviceMemoryError, MemoryPeak, refused_bytes
 from penstock.workers.waiting import Interrupted
 
 _EVENTS_IN_ERRORS = 5

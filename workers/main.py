@@ -12,28 +12,24 @@ from pathlib import Path
 import torch
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol.config import Config
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.member import MemberLink
-from penstock.protocol.metrics import serve_metrics
-from penstock.protocol.names import node_of_device, worker_name
-from penstock.protocol.placement import place
-from penstock.protocol.process import (
-    configure_logging,
-    die_with_parent,
-    run_main,
-)
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import StopSignal
-from penstock.workers.emulated.handlers import EMULATED_HANDLERS
-from penstock.workers.epochs import EpochFence
+from penstock.protocol.plan.placement import place
+from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.names import node_of_device, worker_name
+from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.wire.member import MemberLink
+from penstock.workers.channels.inbox import Inbox
+from penstock.workers.epoch_builder import EpochWorkshop, bind_transport, make_device
 from penstock.workers.handlers import HANDLERS
-from penstock.workers.inbox import Inbox
-from penstock.workers.metrics import WorkerMetrics
-from penstock.workers.progress import Progress
+from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
 from penstock.workers.session import Session, fence_listener
-from penstock.workers.workshop import EpochWorkshop, bind_transport, make_device
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.telemetry.progress import Progress
+from penstock.workers.waiting import EpochFence
 
 _REPORT_TIMEOUT_S = 5.0
 

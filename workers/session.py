@@ -11,18 +11,17 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from penstock.models.batch import MicroBatch
+from penstock.models.data.batch import MicroBatch
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.instructions import Opcode, Program
-from penstock.protocol.step import OptimizerStep
+from penstock.protocol.plan.instructions import Opcode, Program
+from penstock.protocol.plan.step import OptimizerStep
 from penstock.workers.attempt import Bench, Job, JobPhase
-from penstock.workers.epochs import FOREVER, EpochFence
-from penstock.workers.evaluation import job_number
+from penstock.workers.data import job_number
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.interpreter import JobResult, run_job
-from penstock.workers.metrics import WorkerMetrics
-from penstock.workers.waiting import Abort, Interrupted
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.waiting import FOREVER, Abort, EpochFence, Interrupted
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ Batches = tuple[list[MicroBatch], int]
 
 
 class Link(Protocol):
-    """What the session needs of :class:`penstock.protocol.member.MemberLink`."""
+    """What the session needs of :class:`penstock.protocol.wire.member.MemberLink`."""
 
     def send(self, message: pb.MemberMessage) -> None:
         """Queue a message."""

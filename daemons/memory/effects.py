@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.daemons.memory import snapshot
-from penstock.daemons.memory.events import (
+from penstock.daemons.memory.machine.events import (
     CancelJob,
     Effect,
     Event,
@@ -35,7 +35,7 @@ from penstock.daemons.memory.restore import Filling, restore
 from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.member import Doing
+from penstock.protocol.wire.member import Doing
 from penstock.shm.memory import NodeMemory
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ Job = Callable[[Callable[[], bool]], Event]
 
 
 class Sender(Protocol):
-    """The sending half of :class:`penstock.protocol.member.MemberLink`."""
+    """The sending half of :class:`penstock.protocol.wire.member.MemberLink`."""
 
     def send(self, message: pb.MemberMessage) -> None:
         """Queue a message."""

@@ -13,27 +13,23 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.memory.effects import JobThread, LoadInitial, MemoryEffects
+from penstock.daemons.memory.machine.state import MemoryState
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
 from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.service import MemoryService
-from penstock.daemons.memory.state import MemoryState
-from penstock.protocol.blocks import MEMORY_SOCKET
-from penstock.protocol.config import Config
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.member import MemberLink
-from penstock.protocol.metrics import serve_metrics
-from penstock.protocol.names import ipc_address, memoryd_name, node_index
-from penstock.protocol.placement import page_places, place
-from penstock.protocol.process import (
-    configure_logging,
-    die_with_parent,
-    run_main,
-)
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import StopSignal
+from penstock.protocol.plan.placement import page_places, place
+from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.names import ipc_address, memoryd_name, node_index
+from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.wire.blocks import MEMORY_SOCKET
+from penstock.protocol.wire.member import MemberLink
 from penstock.shm.memory import NodeMemory
 
 REPORT_TIMEOUT_S = 5.0
@@ -147,7 +143,7 @@ def _loader(config: Config) -> tuple[str, ...]:
     """Who makes initial weights: the model's code, or what emulated devices have instead."""
     if config.cluster.emulated is None:
         return ()
-    return (sys.executable, "-m", "penstock.workers.emulated.loader")
+    return (sys.executable, "-m", "penstock.workers.platforms.emulated.loader")
 
 
 def _report(link: MemberLink, error: PenstockError) -> None:

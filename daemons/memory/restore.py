@@ -21,7 +21,7 @@ from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
-from penstock.protocol.step import WEIGHTS_DTYPES
+from penstock.protocol.plan.step import WEIGHTS_DTYPES
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockSpec, padded
@@ -92,7 +92,7 @@ def run_loader(
     arguments = ["--config", str(run_dir / "resolved.yaml"), "--node", node]
     arguments += ["--parent-pid", str(os.getpid())]
     process = subprocess.Popen(
-        [*(command or (sys.executable, "-m", "penstock.models.loader")), *arguments],
+        [*(command or (sys.executable, "-m", "penstock.models.checkpoints.loader")), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

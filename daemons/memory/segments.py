@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.errors import CapacityError, StateError
-from penstock.shm.errors import NoSpaceError, SegmentError, SegmentMissingError, ShortSegmentError
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import ANYWHERE, MemorySpec, NodeMemory
-from penstock.shm.numa import NodeRange
+from penstock.shm.pages import NodeRange
 from penstock.shm.process import ProcessIdentity
-from penstock.shm.segment import Segment, available_bytes, exists, unlink
+from penstock.shm.segment import (
+    NoSpaceError,
+    Segment,
+    SegmentError,
+    SegmentMissingError,
+    ShortSegmentError,
+    available_bytes,
+    exists,
+    unlink,
+)
 
 
 def acquire(

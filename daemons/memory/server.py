@@ -22,7 +22,7 @@ import zmq
 
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
-from penstock.protocol.frames import (
+from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_RANGE_BYTES,
@@ -33,7 +33,7 @@ from penstock.protocol.frames import (
     decode,
     encode,
 )
-from penstock.protocol.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.shm.memory import NodeMemory
 from penstock.shm.process import ProcessIdentity
 

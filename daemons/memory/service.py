@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from penstock.daemons.memory.effects import MemoryEffects
-from penstock.daemons.memory.events import (
+from penstock.daemons.memory.machine.events import (
     BeginOrdered,
     DrainOrdered,
     Event,
@@ -17,11 +17,11 @@ from penstock.daemons.memory.events import (
     ShutdownOrdered,
     StopAsked,
 )
+from penstock.daemons.memory.machine.state import MemoryState
 from penstock.daemons.memory.server import BlockServer
-from penstock.daemons.memory.state import MemoryState
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.stopping import StopSignal
+from penstock.protocol.run.stopping import StopSignal
 
 IDLE_POLL_S = 0.1
 BUSY_POLL_S = 0.005
@@ -42,7 +42,7 @@ _MESSAGES: dict[str, Callable[[Any], Event]] = {
 
 
 class Receiver(Protocol):
-    """The receiving half of :class:`penstock.protocol.member.MemberLink`."""
+    """The receiving half of :class:`penstock.protocol.wire.member.MemberLink`."""
 
     def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
         """The next message, or None after ``timeout_s`` seconds."""

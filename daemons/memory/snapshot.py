@@ -33,10 +33,9 @@ from penstock.daemons.memory.tensorfile import (
     write_tensors,
 )
 from penstock.protocol.errors import StateError
-from penstock.protocol.files import make_directory, sync_directory, writing
-from penstock.protocol.seal import check_object
-from penstock.shm.halves import Halves
-from penstock.shm.memory import NodeMemory
+from penstock.protocol.run.files import make_directory, sync_directory, writing
+from penstock.protocol.run.seal import check_object
+from penstock.shm.memory import Halves, NodeMemory
 from penstock.shm.table import BlockSpec, DType
 
 MANIFEST_FORMAT = 1

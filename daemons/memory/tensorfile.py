@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from penstock.protocol.errors import StateError
-from penstock.shm.halves import Halves
+from penstock.shm.memory import Halves
 
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 64 << 20

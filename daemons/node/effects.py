@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import parse_json, write_atomically
-from penstock.protocol.stopping import STOP_SIGNALS
+from penstock.protocol.run.files import parse_json, write_atomically
+from penstock.protocol.run.stopping import STOP_SIGNALS
 from penstock.shm.process import is_stopped
 
 CHOSEN_PORTS = range(20_000, 32_000)

@@ -19,16 +19,15 @@ from penstock.daemons.node.effects import (
     remove_endpoint,
     write_endpoint,
 )
-from penstock.daemons.node.lock import RunLock, node_lock_path
+from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
+from penstock.daemons.node.machine.state import Limits, NodeState
 from penstock.daemons.node.metrics import NodeMetrics
-from penstock.daemons.node.remains import remove_empty_memory, remove_memory
 from penstock.daemons.node.service import LinkSettings, StopSettings, Supervisor
-from penstock.daemons.node.state import Limits, NodeState
-from penstock.protocol.config import Config
-from penstock.protocol.ended import EndWatch, RunEnd, forget_end
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
-from penstock.protocol.metrics import serve_metrics
-from penstock.protocol.names import (
+from penstock.protocol.run.ended import EndWatch, RunEnd, forget_end
+from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.names import (
     SCHEDULERD,
     devices_of_node,
     memoryd_name,
@@ -37,13 +36,9 @@ from penstock.protocol.names import (
     optimizerd_name,
     worker_name,
 )
-from penstock.protocol.process import (
-    configure_logging,
-    die_with_parent,
-    run_main,
-)
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import Grace
+from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import Grace
 from penstock.shm.process import start_ticks
 
 _log = logging.getLogger(__name__)

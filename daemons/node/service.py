@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.daemons.node.effects import Children
-from penstock.daemons.node.events import (
+from penstock.daemons.node.machine.events import (
     AskSchedulerToStop,
     BeginAsked,
     CloseLink,
@@ -45,16 +45,16 @@ from penstock.daemons.node.events import (
     Tick,
     Watched,
 )
+from penstock.daemons.node.machine.state import NodeState
 from penstock.daemons.node.metrics import NodeMetrics
-from penstock.daemons.node.state import NodeState
-from penstock.protocol.control import ControlClient
-from penstock.protocol.ended import EndWatch
 from penstock.protocol.errors import PenstockError, ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.member import MemberLink
-from penstock.protocol.names import SCHEDULERD
-from penstock.protocol.process import monotonic_s
-from penstock.protocol.stopping import Demand, Grace, StopRequests
+from penstock.protocol.run.ended import EndWatch
+from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.process import monotonic_s
+from penstock.protocol.run.stopping import Demand, Grace, StopRequests
+from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.member import MemberLink
 
 LONGEST_SLEEP_S = 1.0
 RECEIVE_TIMEOUT_S = 1.0

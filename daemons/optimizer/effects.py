@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock._native import undo_state
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.machine.events import (
     BeginPass,
     BlockWords,
     Broken,
@@ -40,9 +40,9 @@ from penstock.daemons.optimizer.events import (
     UndoWords,
     WriteRecord,
 )
-from penstock.daemons.optimizer.passes import Pass
+from penstock.daemons.optimizer.machine.sweeps import Pass
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.step import PassStatus
+from penstock.protocol.plan.step import PassStatus
 from penstock.shm.control import ControlView, PassIntent
 
 

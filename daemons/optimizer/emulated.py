@@ -1,7 +1,7 @@
 """Passes of an emulated node: the same arithmetic on what is stored, in the time of the whole.
 
 Copies of the node's devices go through the same memory; passes have what these leave
-(:mod:`penstock.protocol.traffic`).
+(:mod:`penstock.protocol.platforms.bandwidth_log`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 
 from penstock.daemons.optimizer.kernels import Kernels
-from penstock.daemons.optimizer.passes import Pass
-from penstock.planner.emulation import Emulation
-from penstock.protocol.step import PassStatus
-from penstock.protocol.traffic import TrafficBoard, finish_at
+from penstock.daemons.optimizer.machine.sweeps import Pass
+from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.plan.step import PassStatus
+from penstock.protocol.platforms.bandwidth_log import TrafficBoard, finish_at
 
 TURN_S = 5e-3
 """A pass that is ordered so soon after the last one ended was waiting for its turn: it starts where

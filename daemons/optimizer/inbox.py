@@ -15,13 +15,13 @@ from typing import Any
 import zmq
 
 from penstock.daemons.optimizer.effects import FinishedPass
-from penstock.daemons.optimizer.events import Broken, Pulled
+from penstock.daemons.optimizer.machine.events import Broken, Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
-from penstock.protocol.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.guard import Bounds, Guard, listen_guardedly, own_user_only
-from penstock.protocol.member import MemberLink
+from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
+from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.protocol.wire.member import MemberLink
 
 POLL_S = 0.2
 RECEIVE_HIGH_WATER = 1024

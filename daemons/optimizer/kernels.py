@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from penstock import _native
-from penstock.daemons.optimizer.events import OwnedBlock, UpdatePolicy
-from penstock.daemons.optimizer.passes import (
+from penstock.daemons.optimizer.machine.events import OwnedBlock, UpdatePolicy
+from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
     CastWeights,
     FinishHold,
@@ -30,11 +30,11 @@ from penstock.daemons.optimizer.passes import (
     Settle,
     pass_tag,
 )
-from penstock.protocol.config import OptimizerConfig
-from penstock.protocol.placement import Placement, array_places
-from penstock.protocol.step import BlockArrays, PassStatus
+from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.plan.placement import Placement, array_places
+from penstock.protocol.plan.step import BlockArrays, PassStatus
 from penstock.shm.memory import NUMPY_TYPES, Array, NodeMemory
-from penstock.shm.numa import prefer_nodes_if_granted
+from penstock.shm.pages import prefer_nodes_if_granted
 
 
 def owned_blocks(

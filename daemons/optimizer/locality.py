@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from penstock.protocol.placement import Placement, page_places
+from penstock.protocol.plan.placement import Placement, page_places
 from penstock.shm.layout import PAGE_BYTES, SegmentKind
 from penstock.shm.memory import NodeMemory
-from penstock.shm.numa import NodeRange, nodes_of_pages
+from penstock.shm.pages import NodeRange, nodes_of_pages
 
 MAX_SAMPLES = 4096
 

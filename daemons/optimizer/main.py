@@ -12,37 +12,33 @@ from prometheus_client import CollectorRegistry
 from penstock._native import Pool
 from penstock.daemons.optimizer.effects import Effects, PassRunner, PassThread
 from penstock.daemons.optimizer.emulated import EmulatedKernels
-from penstock.daemons.optimizer.events import OwnedBlock, UpdatePolicy
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.locality import local_ratio
+from penstock.daemons.optimizer.machine.events import OwnedBlock, UpdatePolicy
+from penstock.daemons.optimizer.machine.state import OptimizerState
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import Parts, Service
-from penstock.daemons.optimizer.state import OptimizerState
-from penstock.planner.emulation import Emulation
-from penstock.protocol.blocks import attach
-from penstock.protocol.config import OptimizerConfig
-from penstock.protocol.member import MemberLink
-from penstock.protocol.metrics import serve_metrics
-from penstock.protocol.names import (
+from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.plan.placement import Placement, place
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.platforms.bandwidth_log import TrafficBoard
+from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.names import (
     ipc_address,
     memoryd_name,
     node_index,
     optimizerd_name,
     ownership,
 )
-from penstock.protocol.placement import Placement, place
-from penstock.protocol.plan import Plan
-from penstock.protocol.process import (
-    configure_logging,
-    die_with_parent,
-    run_main,
-)
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import StopSignal
-from penstock.protocol.trace import TraceLog
-from penstock.protocol.traffic import TrafficBoard
+from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.run.trace import TraceLog
+from penstock.protocol.wire.blocks import attach
+from penstock.protocol.wire.member import MemberLink
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from penstock.protocol.metrics import LateGauge
-from penstock.protocol.placement import Placement
+from penstock.protocol.plan.placement import Placement
+from penstock.protocol.run.metrics import LateGauge
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import zmq
 
-from penstock.daemons.optimizer.events import Broken, Pull, Pulled
 from penstock.daemons.optimizer.kernels import RemoteGradients
-from penstock.protocol.blocks import BlockClient, FetchCancelledError, Pace
+from penstock.daemons.optimizer.machine.events import Broken, Pull, Pulled
 from penstock.protocol.errors import LostMemberError, PenstockError
-from penstock.protocol.frames import BlockRequest
+from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, Pace
+from penstock.protocol.wire.frames import BlockRequest
 
 ATTEMPT_TIMEOUT_S = 30.0
 """After so long the log says what is awaited; the scheduler decides who is lost."""

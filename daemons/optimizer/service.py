@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import zmq
 
 from penstock.daemons.optimizer.effects import Effects, FinishedPass, read_facts
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
+from penstock.daemons.optimizer.kernels import Kernels
+from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
     BeginAsked,
@@ -34,12 +36,10 @@ from penstock.daemons.optimizer.events import (
     StopAsked,
     UpdatePolicy,
 )
-from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
-from penstock.daemons.optimizer.kernels import Kernels
+from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.sweeps import Pass
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
-from penstock.daemons.optimizer.passes import Pass
 from penstock.daemons.optimizer.pulls import Puller
-from penstock.daemons.optimizer.state import OptimizerState
 from penstock.protocol.errors import (
     ExitCode,
     LostMemberError,
@@ -47,12 +47,12 @@ from penstock.protocol.errors import (
     RefusedError,
     StateError,
 )
-from penstock.protocol.frames import BlockUpdated, GradientReady, OptimizerStatus, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.member import Doing
-from penstock.protocol.step import PassStatus
-from penstock.protocol.stopping import StopSignal
-from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, now_s
+from penstock.protocol.plan.step import PassStatus
+from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, now_s
+from penstock.protocol.wire.frames import BlockUpdated, GradientReady, OptimizerStatus, encode
+from penstock.protocol.wire.member import Doing
 from penstock.shm.control import INVALID_VERSION, CommitRecord, ControlView, Decision
 from penstock.shm.layout import WEIGHT_SLOTS
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.machine.events import (
     Accept,
     AppendMetrics,
     Beat,
@@ -31,15 +32,14 @@ from penstock.daemons.scheduler.events import (
     Say,
     Send,
 )
-from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import Service
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol.ended import RunEnd
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.run.ended import RunEnd
 
 _log = logging.getLogger("penstock.scheduler")
 

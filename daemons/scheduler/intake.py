@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from penstock.daemons.scheduler.events import Event
+from penstock.daemons.scheduler.machine.events import Event
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 MAX_UNREAD = 16

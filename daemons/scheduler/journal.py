@@ -23,12 +23,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.daemons.scheduler.events import JournalDecision, JournalEpoch, JournalEvaluation
-from penstock.daemons.scheduler.ledger import JournalFacts
-from penstock.daemons.scheduler.position import Position
+from penstock.daemons.scheduler.machine.events import (
+    JournalDecision,
+    JournalEpoch,
+    JournalEvaluation,
+)
+from penstock.daemons.scheduler.machine.ledger import JournalFacts
+from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.errors import PenstockError, StateError
-from penstock.protocol.files import no_room
-from penstock.protocol.seal import CHECKSUM, check_object, with_checksum
+from penstock.protocol.run.files import no_room
+from penstock.protocol.run.seal import CHECKSUM, check_object, with_checksum
 from penstock.shm.control import CommitRecord, Decision
 
 FORMAT = "1"

@@ -13,33 +13,28 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.daemons.scheduler.effects import Executor, leave_word
-from penstock.daemons.scheduler.events import Event, Joined, NoteEnd, StopSignalled, Tick
 from penstock.daemons.scheduler.intake import Events
 from penstock.daemons.scheduler.journal import Journal
-from penstock.daemons.scheduler.ledger import Ledger
-from penstock.daemons.scheduler.membership import Membership
+from penstock.daemons.scheduler.machine.events import Event, Joined, NoteEnd, StopSignalled, Tick
+from penstock.daemons.scheduler.machine.ledger import Ledger
+from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.rules import Rules
+from penstock.daemons.scheduler.machine.state import Machine
+from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
-from penstock.daemons.scheduler.rules import Rules
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import Service
-from penstock.daemons.scheduler.state import Machine
-from penstock.daemons.scheduler.status import status_reply
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol.ended import RunEnd, forget_end
 from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.metrics import serve_metrics
-from penstock.protocol.names import SCHEDULERD
-from penstock.protocol.process import (
-    configure_logging,
-    die_with_parent,
-    monotonic_s,
-    run_main,
-)
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import Demand, Grace, StopRequests
-from penstock.protocol.trace import TraceLog
+from penstock.protocol.run.ended import RunEnd, forget_end
+from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.process import configure_logging, die_with_parent, monotonic_s, run_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import Demand, Grace, StopRequests
+from penstock.protocol.run.trace import TraceLog
 
 TICK_S = 0.05
 STATUS_INTERVAL_S = 1.0

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.metrics import LateGauge
+from penstock.protocol.run.metrics import LateGauge
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _MEMBER_STATES = ("missing", "joining", "ready", "fencing")

@@ -20,13 +20,13 @@ from penstock.daemons.memory.snapshot import (
     block_file,
     read_manifest,
 )
-from penstock.daemons.scheduler.events import CompleteSave
-from penstock.daemons.scheduler.ledger import SavedState
-from penstock.daemons.scheduler.position import Position
+from penstock.daemons.scheduler.machine.events import CompleteSave
+from penstock.daemons.scheduler.machine.ledger import SavedState
+from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.errors import StateError
-from penstock.protocol.files import make_directory, sync_directory, writing
-from penstock.protocol.rundir import SHARED
-from penstock.protocol.seal import with_checksum
+from penstock.protocol.run.files import make_directory, sync_directory, writing
+from penstock.protocol.run.rundir import SHARED
+from penstock.protocol.run.seal import with_checksum
 
 TEMPORARY_PREFIX = ".tmp-step-"
 _STEP = re.compile(r"step-(\d{8,})")

@@ -22,7 +22,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock.daemons.scheduler.doorkeeper import Doorkeeper, Strangers
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.intake import Events, Room, cut_short, malformed
+from penstock.daemons.scheduler.machine.events import (
     Asked,
     Joined,
     Received,
@@ -31,11 +32,10 @@ from penstock.daemons.scheduler.events import (
     Request,
     StreamClosed,
 )
-from penstock.daemons.scheduler.intake import Events, Room, cut_short, malformed
-from penstock.protocol.complaints import Complaints
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.run.logs import Complaints
 
 MAX_QUEUED = 4096
 """Messages that wait to be written to one member."""

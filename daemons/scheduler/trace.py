@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.machine.events import (
     CompleteSave,
     Effect,
     JournalDecision,
@@ -20,7 +20,7 @@ from penstock.daemons.scheduler.events import (
     PrepareSave,
     Send,
 )
-from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, now_s
+from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, now_s
 
 
 class DecisionTrace:

@@ -13,7 +13,7 @@ from penstock.planner.layout import Order, StageLayout
 from penstock.planner.lowering.gradients import insert_gradient_offload
 from penstock.planner.lowering.transfers import insert_transfers
 from penstock.planner.lowering.weights import insert_resident_weights, insert_streamed_weights
-from penstock.protocol.instructions import Program
+from penstock.protocol.plan.instructions import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

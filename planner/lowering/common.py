@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     OffloadGradients,
     Program,
     ReduceGradients,

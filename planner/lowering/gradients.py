@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.planner.lowering.common import after_sends
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardWeight,
     Instruction,

@@ -7,7 +7,8 @@ buffer; where they are posted decides memory and deadlocks:
 - An activation or gradient is posted one compute instruction ahead of its consumer: two buffers.
 
 - A checkpoint is posted when its sender sends it (at matching steps, by
-  :mod:`penstock.planner.timing`), at the latest one compute instruction ahead of its RECOMPUTE.
+  :mod:`penstock.planner.orders.timing`), at the latest one compute instruction ahead of its
+  RECOMPUTE.
 
 - Between two devices, receives are posted in the order of the sends, and everything sent before a
   tensor is posted before the tensor's consumer. So an ordered channel whose sends wait for their
@@ -22,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.orders.timing import OrderTimes, order_times, unit_costs
 from penstock.planner.tensors import Receive, Send, TensorKind
-from penstock.planner.timing import OrderTimes, order_times, unit_costs
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     Forward,

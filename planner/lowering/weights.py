@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from penstock.planner.layout import ComputeInstruction, StageLayout
 from penstock.planner.lowering.common import after_sends
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     FetchWeights,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.planner.cluster import PREVIEW_SETTLE, Cluster, OptimizerModel
-from penstock.planner.costs import Costs
+from penstock.planner.cost.cluster import PREVIEW_SETTLE, Cluster, OptimizerModel
+from penstock.planner.cost.costs import Costs
 from penstock.planner.schedule import Schedule
 
 
@@ -15,9 +15,10 @@ class PassContext:
     """What passes decide by. ``memory_limit_bytes``: of one device; ``None`` where it is no limit.
 
     ``hop_s``: what a tensor takes from one device to the next, for decisions by
-    :func:`penstock.planner.timing.order_times`. ``optimizer``: what the CPU does with the blocks
-    that it updates. ``update_stride``: which blocks ``interleave-updates`` takes, if it shall not
-    decide; ``resident_share``: of each device's parameters, those whose state stays there.
+    :func:`penstock.planner.orders.timing.order_times`. ``optimizer``: what the CPU does with the
+    blocks that it updates. ``update_stride``: which blocks ``interleave-updates`` takes, if it
+    shall not decide; ``resident_share``: of each device's parameters, those whose state stays
+    there.
     """
 
     costs: Costs
@@ -33,8 +34,8 @@ class PassContext:
 class Pass:
     """A named pass. ``summary``: one line for ``--help``, with the paper's section.
 
-    ``run`` returns a schedule that :func:`penstock.planner.validate.validate` accepts once lowered,
-    or the same schedule where there is nothing to do.
+    ``run`` returns a schedule that :func:`penstock.planner.validate.check.validate` accepts once
+    lowered, or the same schedule where there is nothing to do.
 
     Raises (``run``):
         ConfigError: the schedule has a shape that the pass cannot work on; says which.

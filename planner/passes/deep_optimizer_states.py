@@ -2,7 +2,7 @@
 
 Source: Maurya et al., "Deep Optimizer States", Middleware 2024, sections 4.1 to 4.3, with blocks as
 subgroups and our own step: an UPDATE is a *preview* (state in, next weights out, see
-:func:`penstock.planner.update_rates.preview_ratio`). What the CPU does with the others is
+:func:`penstock.planner.cost.update_rates.preview_ratio`). What the CPU does with the others is
 ``context.optimizer``.
 
 - ``interleave-updates``: every k-th block, right behind the last backward of its stage. Its state
@@ -26,13 +26,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
+from penstock.planner.cost.update_rates import device_rate, host_rate, preview_stride
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.schedule import Schedule
-from penstock.planner.timing import order_times
-from penstock.planner.update_rates import device_rate, host_rate, preview_stride
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Backward, BackwardInput, BackwardWeight, Update
+from penstock.protocol.plan.instructions import Backward, BackwardInput, BackwardWeight, Update
 
 
 def subgroups_on_gpu(count: int, stride: int, residents: Collection[int] = ()) -> tuple[int, ...]:
@@ -48,8 +48,8 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
     """Put every k-th block on its GPU, and the last ones of each as residents.
 
     k is ``context.update_stride``, or that of our counterpart of equation 1,
-    :func:`penstock.planner.update_rates.preview_stride`. Blocks are counted per node, in the order
-    in which their gradients become final. Nothing changes where nothing is asked for and the
+    :func:`penstock.planner.cost.update_rates.preview_stride`. Blocks are counted per node, in the
+    order in which their gradients become final. Nothing changes where nothing is asked for and the
     cluster's CPU optimizer is no limit, or devices are its own cores.
 
     Raises:

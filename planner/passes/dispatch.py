@@ -8,7 +8,7 @@ order.
 
 What passes make of it: :mod:`penstock.planner.passes.mario` moves forwards and recomputations,
 :mod:`penstock.planner.passes.two_bp` weight gradients. Times are those of
-:mod:`penstock.planner.timing`: compute, and one latency per hop.
+:mod:`penstock.planner.orders.timing`: compute, and one latency per hop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from operator import le
 
 from penstock.planner.layout import Order, OrderedInstruction
+from penstock.planner.memory.orders import OrderMemory, peak_bytes
+from penstock.planner.orders.timing import OrderTimes, order_times
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatcher import (
     BACKWARDS,
@@ -27,10 +29,8 @@ from penstock.planner.passes.dispatcher import (
     Filling,
     is_less,
 )
-from penstock.planner.passes.order_memory import OrderMemory, peak_bytes
 from penstock.planner.schedule import Schedule
-from penstock.planner.timing import OrderTimes, order_times
-from penstock.protocol.instructions import BackwardWeight, Forward, Recompute
+from penstock.protocol.plan.instructions import BackwardWeight, Forward, Recompute
 
 __all__ = ["fill_waits", "is_less", "makespan_s"]
 

@@ -15,9 +15,9 @@ from itertools import count, pairwise
 from typing import Protocol
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout, skipped_forwards
+from penstock.planner.orders.timing import makes, needs, seconds_of
 from penstock.planner.passes.base import PassContext
-from penstock.planner.timing import makes, needs, seconds_of
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,

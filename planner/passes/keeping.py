@@ -2,9 +2,9 @@
 
 Ours, for schedules whose forward and backward stages are coupled (Mobius, Megatron-offload, GPipe,
 1F1B, …). Full recomputation leaves device memory unused, no recomputation does not fit; in between,
-:class:`~penstock.protocol.instructions.Keep` ``selective`` drops some operators' outputs. What to
-drop is decided stage by stage: operators are ordered by seconds of recomputation per byte, and the
-cheapest bytes go first. Obscura's integer program (:mod:`.obscura`) chooses the same for all
+:class:`~penstock.protocol.plan.instructions.Keep` ``selective`` drops some operators' outputs. What
+to drop is decided stage by stage: operators are ordered by seconds of recomputation per byte, and
+the cheapest bytes go first. Obscura's integer program (:mod:`.obscura`) chooses the same for all
 micro-batches of a stage, with swaps; here nothing is swapped.
 """
 
@@ -14,13 +14,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.planner.costs import BlockCost
-from penstock.planner.footprint import device_peaks
+from penstock.planner.cost.costs import BlockCost
 from penstock.planner.layout import Order, OrderedInstruction, Residency
+from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.schedule import Schedule, lower
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,

@@ -30,7 +30,7 @@ from penstock.planner.layout import Order, OrderedInstruction, Residency
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.dispatch import fill_waits
 from penstock.planner.schedule import Schedule
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     Forward,

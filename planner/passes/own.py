@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from penstock.planner.costs import Costs
+from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import StageLayout
 from penstock.planner.partition import partition
 from penstock.planner.passes.base import Pass, PassContext
@@ -23,8 +23,8 @@ from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, all_forward_all_backward
 from penstock.planner.schemes.spipe import SCHEME
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Forward, Keep
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan.instructions import Forward, Keep
+from penstock.protocol.plan.plan import StageRange
 
 STAGES_PER_DEVICE = (1, 2, 3, 4, 6)
 """Of each direction, that ``match-stages`` tries."""

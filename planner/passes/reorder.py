@@ -1,7 +1,7 @@
 """Ours: take the best order that a search finds, where the schedule's own is not the best.
 
-Not a rule but a search (:mod:`penstock.planner.search`), so for small cases: a few devices and
-micro-batches. Which work is done where stays as it is; micro-batches of a stage stay in order.
+Not a rule but a search (:mod:`penstock.planner.orders.search`), so for small cases: a few devices
+and micro-batches. Which work is done where stays as it is; micro-batches of a stage stay in order.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.planner.layout import ComputeInstruction
+from penstock.planner.orders.search import Effort, gap
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.schedule import Schedule
-from penstock.planner.search import Effort, gap
 
 _EFFORT = Effort(beam_width=16, max_states=20_000, time_limit_s=60.0)
 """States end the search, so that every machine finds the same order."""

@@ -14,7 +14,7 @@ schedule:
   micro-batch of their stage is done: :mod:`penstock.planner.lowering.weights` and ``.gradients``.
 - Each backward stage's gradients are an optimizer task of their own, which starts as soon as they
   are in host memory (asynchronous CPU optimizer, section 3.2):
-  :class:`penstock.planner.cluster.OptimizerStart`.
+  :class:`penstock.planner.cost.cluster.OptimizerStart`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from penstock.planner.costs import Costs
+from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.partition import partition
 from penstock.planner.passes.base import Pass, PassContext
@@ -31,8 +31,8 @@ from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, all_forward_all_backward
 from penstock.planner.schemes.spipe import SCHEME
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Forward, Keep, Recompute
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan.instructions import Forward, Keep, Recompute
+from penstock.protocol.plan.plan import StageRange
 
 
 def decouple_backward(schedule: Schedule, context: PassContext) -> Schedule:

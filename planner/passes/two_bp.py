@@ -22,11 +22,11 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.memory.orders import OrderMemory, peak_bytes
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.dispatch import fill_waits, is_less, makespan_s
-from penstock.planner.passes.order_memory import OrderMemory, peak_bytes
 from penstock.planner.schedule import Schedule
-from penstock.protocol.instructions import Backward, BackwardInput, BackwardWeight, Update
+from penstock.protocol.plan.instructions import Backward, BackwardInput, BackwardWeight, Update
 
 _Work = tuple[int, int]
 
@@ -180,7 +180,7 @@ def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
     """Take weight gradients earlier, so that no device exceeds its memory.
 
     The limit is the context's ``memory_limit_bytes``, for what
-    :mod:`penstock.planner.passes.order_memory` counts. What exceeds it with nothing deferred stays
+    :mod:`penstock.planner.memory.orders` counts. What exceeds it with nothing deferred stays
     so: this pass gives back what 2BP took. The shortest of three ways: where they are now, but the
     oldest at once whenever memory would not suffice; each as many BACKWARD_INPUT later as memory
     allows on its device (with a lag of d on device d this is ZB-H1), or earlier where the device

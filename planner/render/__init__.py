@@ -1,6 +1,6 @@
 """Pictures of a simulation: text for terminals, SVG for browsers, PNG for everything else.
 
-The instructions themselves, side by side, are :mod:`penstock.planner.grid`'s.
+The instructions themselves, side by side, are :mod:`penstock.planner.validate.check`'s.
 """
 
 from __future__ import annotations

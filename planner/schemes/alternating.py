@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from penstock.planner.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.schemes.base import Recomputation, backward_weight
-from penstock.protocol.instructions import MAX_INDEX
+from penstock.protocol.plan.instructions import MAX_INDEX
 
 
 def round_size(num_microbatches: int, num_devices: int) -> int | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,

@@ -26,7 +26,7 @@ from penstock.planner.schemes.base import (
     require_one_per_device,
     round_robin,
 )
-from penstock.protocol.instructions import Backward, Forward, SwapIn, SwapOut
+from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut
 
 
 def activation_bound(num_devices: int) -> int:

@@ -12,14 +12,14 @@ A plan becomes a graph of tasks (this folder) that an event core in C++ runs
 - What shares a PCIe switch, a NIC or the DRAM of a node shares its bandwidth fairly (max-min), at
   every moment anew (:mod:`.network` says what crosses what).
 
-Only a plan that :func:`penstock.planner.validate.validate` accepts makes sense here. Not here:
-memory (:mod:`penstock.planner.memory`), times of compute instructions alone
-(:mod:`penstock.planner.timing`).
+Only a plan that :func:`penstock.planner.validate.check.validate` accepts makes sense here. Not
+here: memory (:mod:`penstock.planner.memory.table`), times of compute instructions alone
+(:mod:`penstock.planner.orders.timing`).
 """
 
 from __future__ import annotations
 
-from penstock.planner.simulate.lanes import Lane
+from penstock.planner.simulate.graph import Lane
 from penstock.planner.simulate.results import DeviceTimes, Simulation, Span
 from penstock.planner.simulate.run import simulate
 

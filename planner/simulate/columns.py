@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     INSTRUCTIONS,
     Backward,
     BackwardInput,

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import StageLayout
 from penstock.planner.simulate.columns import Columns, Ints
 from penstock.planner.simulate.graph import GraphBuilder, Queues
 from penstock.planner.simulate.network import Network
-from penstock.protocol.instructions import Forward, Keep
-from penstock.protocol.plan import Plan
-from penstock.protocol.reduction import Reduction
+from penstock.protocol.plan.instructions import Forward, Keep
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.reduction import Reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ import numpy as np
 
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
-from penstock.planner.simulate.graph import Label
-from penstock.planner.simulate.lanes import Lane
-from penstock.planner.simulate.ring import add_ring
-from penstock.protocol.instructions import (
+from penstock.planner.simulate.graph import Label, Lane
+from penstock.planner.simulate.transfers import add_ring
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     OffloadGradients,
@@ -28,7 +27,7 @@ Offloads = Mapping[tuple[int, int], int]
 
 def add_reductions(context: Context) -> Reduced:
     """Backward stages of the same blocks are one group, whose root publishes the sum
-    (:mod:`penstock.protocol.reduction`).
+    (:mod:`penstock.protocol.plan.reduction`).
 
     The others send theirs to the root; with ``shards_weights`` all take part in a ring
     reduce-scatter. Then a ring all-reduce between the replicas of the whole plan.
@@ -136,8 +135,8 @@ def _copied(blocks: range, by_block: bool) -> list[range]:
 
 
 def _await_former(context: Context, offloads: Ints, rows: Ints) -> None:
-    """A device holds sums of one stage that leaves, as :mod:`penstock.planner.ledger` counts them:
-    the first backward of a stage waits for all offloads before it but the last.
+    """A device holds sums of one stage that leaves, as :mod:`penstock.planner.memory.books` counts
+    them: the first backward of a stage waits for all offloads before it but the last.
     """
     columns = context.columns
     backwards = columns.rows(Backward, BackwardInput)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planner.cluster import Cluster
+from penstock.planner.cost.cluster import Cluster
 
 
 class Network:

@@ -4,7 +4,7 @@ A **unit** is what a node does in one go: blocks whose gradients come by the sam
 are settled in the same way, so a block, or one backward stage (``by_block`` of offloads). One
 optimizer owns a block and sums what routes contribute, which other nodes send it; where gradients
 are reduced there is one contribution, made on the node of the owner
-(:mod:`penstock.protocol.reduction`).
+(:mod:`penstock.protocol.plan.reduction`).
 
 An UPDATE takes a block from its unit. The block is settled at the start of the attempt; its state
 is fetched when the instruction is issued, its kernel runs on the compute stream when the state is
@@ -24,13 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planner.cluster import PREVIEW_SETTLE, OptimizerModel, OptimizerStart
+from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel, OptimizerStart
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.gradients import Offloads
-from penstock.planner.simulate.graph import Label
-from penstock.planner.simulate.lanes import Lane
-from penstock.protocol.instructions import Update
+from penstock.planner.simulate.graph import Label, Lane
+from penstock.protocol.plan.instructions import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

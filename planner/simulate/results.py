@@ -1,4 +1,7 @@
-"""What a simulation says: times, shares of idle time, spans."""
+"""What a simulation says: times, shares of idle time, spans.
+
+Labels of spans, from the instructions that their tasks come from.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,41 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planner.bounds import lower_bound_s
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import Costs
-from penstock.planner.footprint import DevicePeak, Footprint, footprints
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import Costs
+from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints
+from penstock.planner.orders.bounds import lower_bound_s
 from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate.columns import Columns
-from penstock.planner.simulate.graph import Floats, Tasks, Times
-from penstock.planner.simulate.labels import Labels
-from penstock.planner.simulate.lanes import Lane
-from penstock.protocol.plan import Plan
+from penstock.planner.simulate.graph import Floats, Label, Lane, Tasks, Times
+from penstock.planner.tensors import transferred
+from penstock.protocol.plan.plan import Plan
+
+
+class Labels:
+    """``F 3 0``, ``BW 3 0,1``, ``FW 3 forward``, ``activation 3 0``, ``U 3``, ``S 3``."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+
+    def of(self, label: int, row: int) -> str:
+        """Label of a task that comes from the instruction in a row."""
+        instruction = self._columns.instructions[row]
+        if label == Label.OPTIMIZER:
+            return f"U {instruction.stage}"
+        if label == Label.SETTLE:
+            return f"S {instruction.stage}"
+        if label == Label.TENSOR:
+            tensor = transferred(instruction)
+            return f"{tensor.kind} {tensor.stage} {tensor.micro_batch}"
+        words = [instruction.opcode.value, str(self._columns.stages[row])]
+        if hasattr(instruction, "micro_batch"):
+            words.append(str(instruction.micro_batch))
+        if hasattr(instruction, "micro_batches"):
+            words.append(",".join(map(str, instruction.micro_batches)))
+        if hasattr(instruction, "phase"):
+            words.append(instruction.phase)
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +151,7 @@ class Simulation:
 
     @cached_property
     def peaks(self) -> tuple[DevicePeak, ...]:
-        """The most that each device holds, by :mod:`penstock.planner.footprint`."""
+        """The most that each device holds, by :mod:`penstock.planner.memory.footprint`."""
         if self.known_peaks is not None:
             return self.known_peaks
         return tuple(footprint.peak for footprint in self._footprints)

@@ -8,21 +8,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel
-from penstock.planner.costs import Costs
-from penstock.planner.footprint import DevicePeak
-from penstock.planner.simulate.compute import add_compute
+from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel
+from penstock.planner.cost.costs import Costs
+from penstock.planner.memory.footprint import DevicePeak
+from penstock.planner.simulate.compute import add_compute, add_swaps
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.gradients import add_offloads, add_reductions
 from penstock.planner.simulate.graph import Tasks, Times, run_tasks
-from penstock.planner.simulate.labels import Labels
 from penstock.planner.simulate.optimizer import add_optimizer
-from penstock.planner.simulate.results import Simulation
-from penstock.planner.simulate.swaps import add_swaps
+from penstock.planner.simulate.results import Labels, Simulation
 from penstock.planner.simulate.transfers import add_transfers
 from penstock.planner.simulate.weights import add_weights
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
 
 
 def simulate(

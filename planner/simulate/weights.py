@@ -12,10 +12,9 @@ import numpy as np
 
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context
-from penstock.planner.simulate.graph import Label
-from penstock.planner.simulate.lanes import Lane
-from penstock.planner.simulate.ring import add_ring
-from penstock.protocol.instructions import FetchWeights, Forward, Phase, ReleaseWeights
+from penstock.planner.simulate.graph import Label, Lane
+from penstock.planner.simulate.transfers import add_ring
+from penstock.protocol.plan.instructions import FetchWeights, Forward, Phase, ReleaseWeights
 
 
 def add_weights(context: Context, *, from_owners: bool = False) -> None:

@@ -17,9 +17,9 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from penstock.client.cli import bare_settings
 from penstock.client.main import app
-from penstock.client.words import bare_settings
-from penstock.daemons.node.lock import RunLock, train_lock_path
+from penstock.daemons.node.home import RunLock, train_lock_path
 
 MODEL = {
     "model_type": "llama",

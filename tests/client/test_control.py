@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from penstock.client.control import watch
-from penstock.protocol.control import ControlClient
+from penstock.client.watching.control import watch
 from penstock.protocol.errors import LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.wire.control import ControlClient
 
 
 class Answers:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.client.control import status_dict
-from penstock.client.display import Interactive, Plain
-from penstock.client.picture import Smoothed, duration, member_table, render
-from penstock.client.snapshots import ABSENCE_S, MetricsTail, Observer, View, numbers
+from penstock.client.watching.control import status_dict
+from penstock.client.watching.display import Interactive, Plain
+from penstock.client.watching.picture import Smoothed, duration, member_table, render
+from penstock.client.watching.snapshots import ABSENCE_S, MetricsTail, Observer, View, numbers
 from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.reports import blocks_text
+from penstock.client.planning.outputs import blocks_text
 from penstock.planner.passes import PASSES
 from penstock.planner.schemes import SCHEMES
 

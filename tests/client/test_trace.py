@@ -18,20 +18,20 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.trace_memory import DeviceMemory, memory_lines
+from penstock.client.watching.trace_memory import DeviceMemory, memory_lines
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.fitted import Fit
-from penstock.planner.measured import MeasuredAttempt, measure, overlapping, short_label
-from penstock.planner.overlap import Overlap, overlap
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.render import Caption, png
 from penstock.planner.schedule import lower
 from penstock.planner.simulate import Lane, Simulation, simulate
-from penstock.planner.traced import Peak, TracedRun
-from penstock.protocol.instructions import OffloadGradients
-from penstock.protocol.plan import Plan
-from penstock.protocol.trace import TraceEvent, TraceLane, TraceLog, read_traces
+from penstock.planner.traces.fitted import Fit
+from penstock.planner.traces.measured import MeasuredAttempt, measure, overlapping, short_label
+from penstock.planner.traces.overlap import Overlap, overlap
+from penstock.planner.traces.traced import Peak, TracedRun
+from penstock.protocol.plan.instructions import OffloadGradients
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, read_traces
 
 NUM_BLOCKS = 8
 BLOCK = BlockCost(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.client.nodes import console_path
-from penstock.client.supervision import exit_code
-from penstock.client.train import TrainResult, closing_words, complaints, loss_words
-from penstock.protocol.config import Config, parse_config
+from penstock.client.training.nodes import console_path
+from penstock.client.training.supervision import exit_code
+from penstock.client.training.train import TrainResult, closing_words, complaints, loss_words
+from penstock.protocol.config.schema import Config, parse_config
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from penstock.client import planning, profiling, tuning
 from penstock.client.main import app
-from penstock.planner.auto import trainable_plan, trainable_schemes
+from penstock.client.planning import configured as planning
+from penstock.client.planning import profiling, tuning
 from penstock.planner.schemes import SCHEMES
-from penstock.protocol.config import load_config
+from penstock.planner.tuning.auto import trainable_plan, trainable_schemes
+from penstock.protocol.config.schema import load_config
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 
 CONFIG = {

@@ -19,13 +19,13 @@ import grpc
 import numpy as np
 import pytest
 
-from penstock.protocol.config import parse_config
-from penstock.protocol.files import write_atomically
+from penstock.protocol.config.schema import parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.plan import Plan, StageRange
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import stop_signals_blocked
+from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import unlink
@@ -41,8 +41,8 @@ import sys
 from pathlib import Path
 import numpy as np
 from penstock.daemons.memory.main import main
-from penstock.protocol.names import node_index
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.names import node_index
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.memory import NodeMemory
 
 run_dir, node, scheduler, parent = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])

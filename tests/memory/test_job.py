@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from penstock.daemons.memory.effects import JobThread
-from penstock.daemons.memory.events import Event, Restored
+from penstock.daemons.memory.machine.events import Event, Restored
 
 
 def test_a_jobs_progress_is_how_often_it_asked_whether_it_goes_on() -> None:

@@ -15,10 +15,10 @@ import zmq
 
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import WrittenFile
-from penstock.protocol.blocks import BlockClient, attach
-from penstock.protocol.frames import BlockRequest
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.blocks import BlockClient, attach
+from penstock.protocol.wire.frames import BlockRequest
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.segment import Segment, list_segments

@@ -20,19 +20,10 @@ from prometheus_client import CollectorRegistry
 
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.protocol.blocks import (
-    BlockClient,
-    FetchCancelledError,
-    attach,
-    request_lease,
-)
-from penstock.protocol.errors import (
-    ConfigError,
-    LostMemberError,
-    ProtocolError,
-    StateError,
-)
-from penstock.protocol.frames import (
+from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError, StateError
+from penstock.protocol.run.names import ipc_address
+from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, attach, request_lease
+from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_RANGE_BYTES,
     BlockReply,
@@ -41,7 +32,6 @@ from penstock.protocol.frames import (
     decode,
     encode,
 )
-from penstock.protocol.names import ipc_address
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType

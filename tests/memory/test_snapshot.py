@@ -19,7 +19,7 @@ from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_loader
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
 from penstock.protocol.errors import CapacityError, ExitCode, StateError
-from penstock.protocol.loading import INITIAL_VERSION
+from penstock.protocol.run.loading import INITIAL_VERSION
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType

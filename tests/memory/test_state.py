@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.daemons.memory.events import (
+from penstock.daemons.memory.machine.events import (
     BeginOrdered,
     CancelJob,
     DrainOrdered,
@@ -32,7 +32,7 @@ from penstock.daemons.memory.events import (
     StopAsked,
     UnlinkMemory,
 )
-from penstock.daemons.memory.state import MemoryState, Phase
+from penstock.daemons.memory.machine.state import MemoryState, Phase
 from penstock.daemons.memory.tensorfile import WrittenFile
 
 DRAIN = DrainOrdered(epoch=1)

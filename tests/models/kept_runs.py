@@ -10,12 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models.kept import (
-    BoundWeights,
-    KeepPolicy,
-    keeping,
-)
-from penstock.planner.operators import OPERATOR_SETS
+from penstock.models.saved_activations import BoundWeights, KeepPolicy, keeping
+from penstock.planner.cost.operators import OPERATOR_SETS
 
 MODELS = {"llama": {}, "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}}
 TINY_GPT2 = {

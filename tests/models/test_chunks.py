@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.models.chunks import CHUNK_BYTES, Checksums, write_sums
-from penstock.models.prepare import prepare
-from penstock.protocol.config import Config, parse_config
+from penstock.models.data.chunks import CHUNK_BYTES, Checksums, write_sums
+from penstock.models.data.prepare import prepare
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import StateError
 from penstock.workers.data import TokenDataset
 

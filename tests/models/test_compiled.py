@@ -10,8 +10,8 @@ import torch
 from torch._inductor import config as inductor_config
 from tqdm import tqdm
 
-from penstock.models.kept import BoundWeights
 from penstock.models.runtime import ModelRuntime
+from penstock.models.saved_activations import BoundWeights
 from penstock.models.storing import Storing
 
 # The compiler itself asks, and hides the warning from users.

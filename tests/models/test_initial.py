@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.models.export import export_hf, saved_blocks
-from penstock.models.initial import initial_blocks, pack, unpack
-from penstock.models.table import build_table
-from penstock.models.tokenizer import ByteTokenizer
+from penstock.models.checkpoints.export import export_hf, saved_blocks
+from penstock.models.checkpoints.initial import initial_blocks, pack, unpack
+from penstock.models.data.tokenizer import ByteTokenizer
+from penstock.models.surgery.table import build_table
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.shm.table import DType
 

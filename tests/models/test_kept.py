@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.models.binding import BoundBlock
-from penstock.models.kept import (
+from penstock.models.saved_activations import (
     BoundWeights,
     KeepPolicy,
     Kept,

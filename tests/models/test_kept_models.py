@@ -11,13 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
 from penstock.models.binding import BoundBlock
-from penstock.models.kept import (
-    BoundWeights,
-    CudaCopies,
-    KeepPolicy,
-    keeping,
-)
-from penstock.models.split import DeferredWeights, backward_input, split_backward
+from penstock.models.saved_activations import BoundWeights, CudaCopies, KeepPolicy, keeping
+from penstock.models.split_backward.split import DeferredWeights, backward_input, split_backward
 from tests.models.kept_runs import SETS, TINY_GPT2, assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

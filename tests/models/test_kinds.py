@@ -11,8 +11,8 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
-from penstock.models.prepare import prepare
-from penstock.protocol.config import parse_config
+from penstock.models.data.prepare import prepare
+from penstock.protocol.config.schema import parse_config
 from penstock.protocol.errors import ConfigError
 
 REFUSED = {

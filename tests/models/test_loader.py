@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.hf import load_run_config
-from penstock.models.initial import initial_blocks, pack
-from penstock.models.loader import load_node
-from penstock.models.prepare import prepare
+from penstock.models.checkpoints.initial import initial_blocks, pack
+from penstock.models.checkpoints.loader import load_node
+from penstock.models.data.prepare import prepare
+from penstock.models.surgery.hf import load_run_config
 from penstock.planner.build import build_plan
-from penstock.protocol.config import Config
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.files import write_atomically
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.memory import NodeMemory
 
 
@@ -52,7 +52,7 @@ def _memories(files: RunDirectory) -> Iterator[list[NodeMemory]]:
 
 
 def test_each_node_gets_the_blocks_it_owns(files: RunDirectory, memories: list[NodeMemory]) -> None:
-    command = [sys.executable, "-m", "penstock.models.loader"]
+    command = [sys.executable, "-m", "penstock.models.checkpoints.loader"]
     command += ["--config", str(files.path / "resolved.yaml"), "--node", "a"]
     done = subprocess.run(
         [*command, "--parent-pid", str(os.getpid())],

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.models import profile
-from penstock.models.profile_blocks import Stopwatch
-from penstock.models.profile_machine import measure_copies, measure_messages, measure_optimizer
-from penstock.planner.profile import block_costs, cluster_of
-from penstock.protocol.config import Config, load_config, parse_config
+from penstock.models.profiling import profile
+from penstock.models.profiling.blocks import Stopwatch
+from penstock.models.profiling.machine import measure_copies, measure_messages, measure_optimizer
+from penstock.planner.cost.profile import block_costs, cluster_of
+from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.errors import ExitCode
-from penstock.protocol.profile import Profile
-from penstock.protocol.profile_json import from_json, load_profile, to_json
+from penstock.protocol.plan.profile import Profile
+from penstock.protocol.plan.profile_file import from_json, load_profile, to_json
 from penstock.shm.table import DType
 
 HIDDEN, INNER, HEADS, LENGTH = 32, 48, 4, 16

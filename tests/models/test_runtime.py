@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.models import runtime as runtime_module
-from penstock.models.batch import MicroBatch
+from penstock.models.data.batch import MicroBatch
 from penstock.models.loss import chunked_cross_entropy
 from penstock.models.runtime import ModelRuntime
 from penstock.protocol.errors import ConfigError

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from penstock.models.loss import chunked_cross_entropy
-from penstock.models.split import (
+from penstock.models.split_backward.split import (
     DeferredWeights,
     Unsplit,
     backward_input,

@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from penstock.models.carried import read_carried, write_files
-from penstock.models.prepare import prepare
-from penstock.models.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
-from penstock.models.tokenizer_folder import FolderTokenizer
-from penstock.protocol.config import Config, parse_config
+from penstock.models.checkpoints.carried import read_carried, write_files
+from penstock.models.data.prepare import prepare
+from penstock.models.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
+from penstock.models.data.tokenizer_folder import FolderTokenizer
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
 from tests.folders import END, NUM_TOKENS, START, STOP, TEXT, save_model
 

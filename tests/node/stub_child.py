@@ -10,8 +10,8 @@ import signal
 import sys
 import time
 
-from penstock.protocol.process import die_with_parent
-from penstock.protocol.stopping import STOP_SIGNALS
+from penstock.protocol.run.process import die_with_parent
+from penstock.protocol.run.stopping import STOP_SIGNALS
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())

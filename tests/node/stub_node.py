@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.daemons.node.effects import ProcessSpec
 from penstock.daemons.node.main import NodeSettings, main
-from penstock.protocol.config import Config
+from penstock.protocol.config.schema import Config
 
 
 def specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ...]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.daemons.node.choice import keep_choice
-from penstock.daemons.node.prepare import prepare_run
-from penstock.protocol.config import Config, load_config, parse_config
+from penstock.daemons.node.preparing.choice import keep_choice
+from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.errors import CapacityError
 
 DEVICE = "emulated:analytic:V100-PCIE-32:gpt3-125m"

@@ -12,18 +12,22 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.daemons.node.capacity import MachineMemory, check_capacity, human_bytes, needs
-from penstock.daemons.node.changes import check_resume, find_changes
-from penstock.daemons.node.lock import RunLock, prepare_lock_path
-from penstock.daemons.node.prepare import prepare_run
-from penstock.daemons.node.tool import run_tool
-from penstock.planner.memory import MemoryRow, Resource
-from penstock.protocol.config import Config, OptimizerConfig, parse_config
+from penstock.daemons.node.home import RunLock, prepare_lock_path
+from penstock.daemons.node.preparing.capacity import (
+    MachineMemory,
+    check_capacity,
+    human_bytes,
+    needs,
+)
+from penstock.daemons.node.preparing.changes import check_resume, find_changes
+from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.node.preparing.tool import run_tool
+from penstock.planner.memory.table import MemoryRow, Resource
+from penstock.protocol.config.schema import Config, OptimizerConfig, parse_config
+from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.errors import CapacityError, ConfigError, StateError
-from penstock.protocol.overrides import apply_overrides
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.step import OptimizerStep
-from penstock.protocol.step_terms import STEP_TERMS, step_terms
+from penstock.protocol.plan.step import STEP_TERMS, OptimizerStep, step_terms
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.process import start_ticks
 from tests.folders import save_model
 
@@ -325,7 +329,7 @@ def test_a_tool_dies_with_its_parent_and_holds_its_lock_until_then(tmp_path: Pat
     """So a second preparation cannot overlap with what a killed ``penstock train`` started."""
     (tmp_path / "tool.py").write_text(
         "import os, sys, time; from pathlib import Path\n"
-        "from penstock.protocol.process import tool_main\n"
+        "from penstock.protocol.run.process import tool_main\n"
         "def work():\n"
         "    Path(sys.argv[1], 'new').write_text(str(os.getpid()))\n"
         "    Path(sys.argv[1], 'new').rename(Path(sys.argv[1], 'pid'))\n"
@@ -334,8 +338,8 @@ def test_a_tool_dies_with_its_parent_and_holds_its_lock_until_then(tmp_path: Pat
     )
     program = (
         "import sys; from pathlib import Path\n"
-        "from penstock.daemons.node.lock import RunLock, prepare_lock_path\n"
-        "from penstock.daemons.node.tool import run_tool\n"
+        "from penstock.daemons.node.home import RunLock, prepare_lock_path\n"
+        "from penstock.daemons.node.preparing.tool import run_tool\n"
         "run = Path(sys.argv[1])\n"
         "with RunLock.acquire(prepare_lock_path(run), wait_s=5.0) as lock:\n"
         "    run_tool('tool', str(run), log=run / 'log', keeps=(lock.descriptor,))\n"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.daemons.node.remains import committed_version, remove_empty_memory
+from penstock.daemons.node.home import committed_version, remove_empty_memory
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import exists, unlink
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.node.events import (
+from penstock.daemons.node.machine.events import (
     AskSchedulerToStop,
     BeginAsked,
     CloseLink,
@@ -34,9 +34,9 @@ from penstock.daemons.node.events import (
     Tick,
     Watched,
 )
-from penstock.daemons.node.state import Limits, Mode, NodeState
-from penstock.protocol.ended import RunEnd
+from penstock.daemons.node.machine.state import Limits, Mode, NodeState
 from penstock.protocol.errors import ExitCode
+from penstock.protocol.run.ended import RunEnd
 
 NAMES = ("schedulerd", "memoryd.a", "worker.0")
 PIDS = {"schedulerd": 10, "memoryd.a": 11, "worker.0": 12}

@@ -18,13 +18,13 @@ import grpc
 import pytest
 import yaml
 
-from penstock.daemons.node.lock import RunLock, node_lock_path
-from penstock.protocol.ended import RunEnd
+from penstock.daemons.node.home import RunLock, node_lock_path
 from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.stopping import SAME_KEY_S, stop_signals_blocked
+from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import SAME_KEY_S, stop_signals_blocked
 from penstock.shm.process import start_ticks
 
 HERE = Path(__file__).parent

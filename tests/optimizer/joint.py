@@ -14,18 +14,18 @@ import numpy as np
 
 from penstock import _native
 from penstock.daemons.optimizer.effects import Effects, read_facts
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
+from penstock.daemons.optimizer.machine.events import (
     BeginAsked,
     Event,
     GradientsReady,
     PassDone,
     SettleAsked,
 )
-from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
-from penstock.daemons.optimizer.passes import Pass
+from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.sweeps import Pass
 from penstock.daemons.optimizer.service import EVENTS
-from penstock.daemons.optimizer.state import OptimizerState
-from penstock.daemons.scheduler.events import JournalDecision, Send
+from penstock.daemons.scheduler.machine.events import JournalDecision, Send
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
 from penstock.shm.memory import NodeMemory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.machine.events import (
     AttemptAsked,
     BeginAsked,
     BlockWords,
@@ -16,8 +16,8 @@ from penstock.daemons.optimizer.events import (
     SetSlot,
     UndoWords,
 )
-from penstock.daemons.optimizer.state import OptimizerState
-from penstock.protocol.step import OptimizerStep, PassStatus
+from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.protocol.plan.step import OptimizerStep, PassStatus
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
 
 OK = PassStatus(finite=True, sum_squares=2.0)

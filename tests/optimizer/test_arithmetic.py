@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from penstock import _native
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     BeginPass,
     CancelPulls,
@@ -45,7 +45,8 @@ from penstock.daemons.optimizer.events import (
     UpdatePolicy,
     WriteRecord,
 )
-from penstock.daemons.optimizer.passes import (
+from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.sweeps import (
     FinishHold,
     FinishInvert,
     GradientStatus,
@@ -53,8 +54,7 @@ from penstock.daemons.optimizer.passes import (
     Invert,
     pass_tag,
 )
-from penstock.daemons.optimizer.state import OptimizerState
-from penstock.protocol.step import PassStatus
+from penstock.protocol.plan.step import PassStatus
 from penstock.shm.control import CommitRecord, Decision, PassIntent
 from penstock.shm.layout import Ownership, Storage
 from penstock.shm.memory import NodeMemory

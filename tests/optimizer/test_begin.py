@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.machine.events import (
     BeginPass,
     DrainAsked,
     Effect,
@@ -24,14 +24,14 @@ from penstock.daemons.optimizer.events import (
     UndoWords,
     WriteRecord,
 )
-from penstock.daemons.optimizer.passes import (
+from penstock.daemons.optimizer.machine.state import OptimizerState, Phase
+from penstock.daemons.optimizer.machine.sweeps import (
     CastWeights,
     FinishHold,
     FinishSettle,
     Hold,
     pass_tag,
 )
-from penstock.daemons.optimizer.state import OptimizerState, Phase
 from penstock.protocol.errors import ExitCode
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
 from tests.optimizer.machine import (

@@ -17,7 +17,8 @@ import pytest
 
 from penstock import _native
 from penstock.daemons.optimizer.effects import ControlWords, read_facts
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
+from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
     BeginAsked,
@@ -43,11 +44,10 @@ from penstock.daemons.optimizer.events import (
     SkipAsked,
     UpdatePolicy,
 )
-from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
-from penstock.daemons.optimizer.passes import CastWeights, Pass, Preview, pass_tag
-from penstock.daemons.optimizer.state import OptimizerState, Phase
-from penstock.protocol.config import OptimizerConfig
-from penstock.protocol.step import BlockArrays, OptimizerStep
+from penstock.daemons.optimizer.machine.state import OptimizerState, Phase
+from penstock.daemons.optimizer.machine.sweeps import CastWeights, Pass, Preview, pass_tag
+from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.layout import Ownership, Storage
 from penstock.shm.memory import NodeMemory

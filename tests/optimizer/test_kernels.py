@@ -15,7 +15,7 @@ import pytest
 
 from penstock import _native
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
-from penstock.daemons.optimizer.passes import (
+from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
     FinishHold,
     FinishInvert,
@@ -26,8 +26,8 @@ from penstock.daemons.optimizer.passes import (
     Preview,
     Settle,
 )
-from penstock.protocol.config import OptimizerConfig, OptimizerName
-from penstock.protocol.step import OptimizerStep
+from penstock.protocol.config.schema import OptimizerConfig, OptimizerName
+from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType

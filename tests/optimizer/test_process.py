@@ -17,13 +17,19 @@ import pytest
 import zmq
 
 from penstock import _native
-from penstock.protocol.frames import BlockUpdated, GradientReady, OptimizerStatus, decode, encode
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.instructions import Update
-from penstock.protocol.names import ipc_address
-from penstock.protocol.placement import place
-from penstock.protocol.plan import Plan
-from penstock.protocol.step import BlockArrays, OptimizerStep
+from penstock.protocol.plan.instructions import Update
+from penstock.protocol.plan.placement import place
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep
+from penstock.protocol.run.names import ipc_address
+from penstock.protocol.wire.frames import (
+    BlockUpdated,
+    GradientReady,
+    OptimizerStatus,
+    decode,
+    encode,
+)
 from penstock.shm.table import BlockTable, DType
 from penstock.shm.topology import Topology, format_cpus
 from tests.optimizer.rig import LEARNING_RATE, WAIT_S, Node, Rig, small_table, wait_until

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from penstock.daemons.optimizer.events import (
+from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     BeginAsked,
     BeginPass,
@@ -39,7 +39,8 @@ from penstock.daemons.optimizer.events import (
     UpdatePolicy,
     WriteRecord,
 )
-from penstock.daemons.optimizer.passes import (
+from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
     FinishSettle,
     GradientStatus,
@@ -48,9 +49,8 @@ from penstock.daemons.optimizer.passes import (
     Settle,
     pass_tag,
 )
-from penstock.daemons.optimizer.state import OptimizerState
 from penstock.protocol.errors import ExitCode
-from penstock.protocol.step import OptimizerStep
+from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.control import INVALID_VERSION, Decision, PassIntent
 from tests.optimizer.machine import (
     DONE,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.config import Config, parse_config
-from penstock.protocol.instructions import (
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -33,7 +33,7 @@ from penstock.protocol.instructions import (
     SwapOut,
     Update,
 )
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 
 TableFactory = Callable[..., BlockTable]

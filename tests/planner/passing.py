@@ -10,7 +10,7 @@ from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.schedule import Schedule, lower, schedule_of
 from penstock.planner.schemes import RecomputeMode
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 
 
 def schedule_for(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.auto import Choice, asked_of, choose, config_terms, trainable_plan
 from penstock.planner.render.units import SECONDS
-from penstock.planner.trial import try_plan
-from penstock.protocol.config import Config, parse_config
+from penstock.planner.tuning.auto import Choice, asked_of, choose, config_terms, trainable_plan
+from penstock.planner.tuning.trial import try_plan
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
 from tests.planner.conftest import make_config, make_table
 
 TABLE = make_table(8)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.bounds import lower_bound_s, needs_first, one_machine_s
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.orders.bounds import lower_bound_s, needs_first, one_machine_s
+from penstock.planner.orders.timing import order_times, unit_costs
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.timing import order_times, unit_costs
 
 
 def make_schedule(scheme: str, devices: int, micro_batches: int, **wish: Any) -> Schedule:

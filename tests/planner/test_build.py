@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from penstock.planner.build import build_plan
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.validate import PlanError, validate
-from penstock.protocol.config import Config, ScheduleConfig
+from penstock.planner.validate.check import PlanError, validate
+from penstock.protocol.config.schema import Config, ScheduleConfig
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.executable import check_executable, check_updates
-from penstock.protocol.instructions import Backward, Forward, Opcode, Recompute, Update
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.executable import check_executable, check_updates
+from penstock.protocol.plan.instructions import Backward, Forward, Opcode, Recompute, Update
+from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable, BorrowedTensor
 
 Tables = Callable[..., BlockTable]

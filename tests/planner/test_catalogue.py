@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.planner.analytic import ADAM_STATE_BYTES, analytic_costs
-from penstock.planner.catalogue import GPUS, MODELS, LanguageModel
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.sources import AnalyticSource, UnitCosts, parse_costs
+from penstock.planner.cost.analytic import ADAM_STATE_BYTES, analytic_costs
+from penstock.planner.cost.catalogue import GPUS, MODELS, LanguageModel
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.sources import AnalyticSource, UnitCosts, parse_costs
 from penstock.protocol.errors import ConfigError
 
 

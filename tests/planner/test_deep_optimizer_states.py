@@ -7,20 +7,11 @@ from math import inf
 
 import pytest
 
+from bench.papers.deep_optimizer_states import FIGURE_16, H100, H100_BUSY, V100
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import ADVANCE, PREVIEW_SETTLE, Cluster
-from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.papers.deep_optimizer_states import (
-    FIGURE_16,
-    H100,
-    H100_BUSY,
-    V100,
-)
-from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.passes.deep_optimizer_states import subgroups_on_gpu
-from penstock.planner.schedule import Schedule, lower
-from penstock.planner.simulate import Lane, simulate
-from penstock.planner.update_rates import (
+from penstock.planner.cost.cluster import ADVANCE, PREVIEW_SETTLE, Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.update_rates import (
     UpdateRates,
     cpu_subgroups_per_gpu,
     preview_ratio,
@@ -30,9 +21,13 @@ from penstock.planner.update_rates import (
     update_stride,
     update_throughput,
 )
-from penstock.planner.validate import validate
+from penstock.planner.passes import PASSES, PassContext
+from penstock.planner.passes.deep_optimizer_states import subgroups_on_gpu
+from penstock.planner.schedule import Schedule, lower
+from penstock.planner.simulate import Lane, simulate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Update
+from penstock.protocol.plan.instructions import Update
 
 BLOCK = BlockCost(
     forward_s=1.0,

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.node.capacity import check_capacity
-from penstock.daemons.node.prepare import look_ahead, table_of
+from bench.papers.obscura_testbed import SEQUENCE_LENGTH, Case
+from penstock.daemons.node.preparing.capacity import check_capacity
+from penstock.daemons.node.preparing.prepare import look_ahead, table_of
 from penstock.planner.build import build_plan
-from penstock.planner.cluster import ADVANCE, SPLIT_MASTER, OptimizerStart
-from penstock.planner.emulation import Emulation, PassWork, stored_table
-from penstock.planner.papers.obscura_testbed import SEQUENCE_LENGTH, Case
-from penstock.protocol.config import Config, parse_config
+from penstock.planner.cost.cluster import ADVANCE, SPLIT_MASTER, OptimizerStart
+from penstock.planner.cost.emulation import Emulation, PassWork, stored_table
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.profile import KindProfile, LinearFit, Machine, Profile
-from penstock.protocol.profile_json import load_profile, to_json
+from penstock.protocol.plan.profile import KindProfile, LinearFit, Machine, Profile
+from penstock.protocol.plan.profile_file import load_profile, to_json
 
 
 def config(

@@ -6,18 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.footprint import (
-    DevicePeak,
-    device_peaks,
-    footprints,
-    swapped_peaks,
-)
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.layout import Residency, StageLayout
+from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints, swapped_peaks
 from penstock.planner.schedule import Schedule, lower
-from penstock.protocol.instructions import Update, parse_program
-from penstock.protocol.plan import Plan, StageRange
-from penstock.protocol.updating import staging_bytes
+from penstock.protocol.plan.instructions import Update, parse_program
+from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.plan.updating import staging_bytes
 
 BLOCK = BlockCost(
     output_bytes=1.0,

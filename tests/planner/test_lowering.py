@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.planner.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.layout import Residency, StageLayout, skipped_forwards
+from penstock.planner.orders.timing import order_times, unit_costs
 from penstock.planner.schedule import Schedule, lower, schedule_of
 from penstock.planner.tensors import TensorKind, endpoints
-from penstock.planner.timing import order_times, unit_costs
-from penstock.planner.validate import validate
-from penstock.protocol.instructions import (
+from penstock.planner.validate.check import validate
+from penstock.protocol.plan.instructions import (
     FetchWeights,
     Instruction,
     OffloadGradients,
@@ -22,7 +22,7 @@ from penstock.protocol.instructions import (
     format_instruction,
     parse_program,
 )
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.plan import Plan, StageRange
 
 Execute = Callable[[Plan], None]
 Stages = tuple[tuple[int, int, int], ...]

@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.bounds import lower_bound_s
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
+from bench.papers import mario as paper
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Order, Residency, StageLayout
-from penstock.planner.papers import mario as paper
+from penstock.planner.memory.orders import peak_bytes
+from penstock.planner.orders.bounds import lower_bound_s
+from penstock.planner.orders.timing import order_times
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.passes.dispatcher import Board, Dispatcher, Filling
-from penstock.planner.passes.order_memory import peak_bytes
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
-from penstock.planner.timing import order_times
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Forward, Recompute, parse_program
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan.instructions import Forward, Recompute, parse_program
+from penstock.protocol.plan.plan import StageRange
 from tests.planner.passing import schedule_for, seconds_after_each, text
 
 STEPS = ("apply-checkpoint", "overlap-recompute", "remove-redundancy", "prepose-forward")

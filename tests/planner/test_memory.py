@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from penstock.planner.build import build_plan
-from penstock.planner.footprint import DevicePeak, device_peaks, footprints
-from penstock.planner.memory import Resource, memory_table
-from penstock.planner.profile import GPU_GUESS, TableCosts, table_costs
-from penstock.protocol.config import Config
+from penstock.planner.cost.profile import GPU_GUESS, TableCosts, table_costs
+from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints
+from penstock.planner.memory.table import Resource, memory_table
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Opcode
+from penstock.protocol.plan.instructions import Opcode
 from penstock.shm.table import BlockTable, BorrowedTensor, DType
 
 Tables = Callable[..., BlockTable]

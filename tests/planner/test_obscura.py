@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.papers.obscura import (
+from bench.papers.obscura import (
     converted_bubbles,
     overhead,
     recomputing,
@@ -15,6 +14,8 @@ from penstock.planner.papers.obscura import (
     unit_context,
     unit_schedule,
 )
+from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.planner.orders.timing import order_times
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.adjust import identify, identify_cost_effective
@@ -33,10 +34,9 @@ from penstock.planner.passes.obscura.shape import (
     with_orders,
 )
 from penstock.planner.schedule import Schedule, lower
-from penstock.planner.timing import order_times
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Forward, Keep
+from penstock.protocol.plan.instructions import Forward, Keep
 
 
 def _text(schedule: Schedule, stage: int) -> str:

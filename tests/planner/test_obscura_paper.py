@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.planner.papers.obscura import bubble_table, strawman_table
-from penstock.planner.papers.obscura_testbed import (
+from bench.papers.obscura import bubble_table, strawman_table
+from bench.papers.obscura_testbed import (
     MEMORY_BYTES,
     Case,
     Run,

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.footprint import device_peaks
-from penstock.planner.papers.obscura import unit_schedule
+from bench.papers.obscura import unit_schedule
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura import Grain, obscura
@@ -58,9 +58,9 @@ from penstock.planner.passes.obscura.shape import (
 from penstock.planner.passes.obscura.swap import SwapRule, with_swaps
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan.plan import StageRange
 
 _OPERATORS = (
     ("norm", 0.02, 2.0),

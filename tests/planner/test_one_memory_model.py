@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.node.prepare import look_ahead
-from penstock.planner.arrivals import early_arrivals
-from penstock.planner.auto import config_terms, trainable_plan
-from penstock.planner.footprint import device_peaks, footprints
-from penstock.planner.prices import config_prices
-from penstock.planner.profile import CPU_GUESS, GPU_GUESS, table_costs
+from penstock.daemons.node.preparing.prepare import look_ahead
+from penstock.planner.cost.prices import config_prices
+from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
+from penstock.planner.memory.arrivals import early_arrivals
+from penstock.planner.memory.footprint import device_peaks, footprints
 from penstock.planner.tensors import Tensor, TensorKind
-from penstock.planner.trial import try_plan
-from penstock.protocol.config import Config
+from penstock.planner.tuning.auto import config_terms, trainable_plan
+from penstock.planner.tuning.trial import try_plan
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ExitCode
-from penstock.protocol.instructions import parse_program
-from penstock.protocol.profile import KindProfile, LinearFit, OperatorProfile, Profile
-from penstock.protocol.profile_json import to_json
+from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile, Profile
+from penstock.protocol.plan.profile_file import to_json
 from penstock.shm.table import BlockTable, BorrowedTensor, DType
 
 Tables = Callable[..., BlockTable]

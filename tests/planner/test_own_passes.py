@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.footprint import device_peaks
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.layout import ComputeInstruction
+from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.passes.own import estimate_s
 from penstock.planner.schedule import Schedule, lower
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Forward,
     Keep,
     Recompute,

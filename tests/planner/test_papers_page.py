@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.planner.papers import __main__ as command
-from penstock.planner.papers.base import PaperTable
-from penstock.planner.papers.page import (
+from bench.papers import __main__ as command
+from bench.papers.base import PaperTable
+from bench.papers.page import (
     PAPERS,
     PICTURES,
     Paper,
@@ -111,7 +111,7 @@ def test_missing_papers_are_named_at_the_end(
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_documents_numbers_are_those_computed_now(name: str) -> None:
     """Every number of the paper's section: whoever changes one, changes the document."""
-    tables = import_module(f"penstock.planner.papers.{name}").tables()
+    tables = import_module(f"bench.papers.{name}").tables()
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
     text = section_text(Section(paper=PAPERS[name], tables=tables))
     assert f"\n{text}" in DOCUMENT.read_text(encoding="utf-8"), STALE

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs, OperatorCost, Workspaces
-from penstock.planner.profile import (
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost, Workspaces
+from penstock.planner.cost.profile import (
     CPU_GUESS,
     GPU_GUESS,
     Guess,
@@ -22,10 +22,10 @@ from penstock.planner.profile import (
     guess_of,
     table_costs,
 )
-from penstock.planner.sources import ProfileSource, parse_costs
+from penstock.planner.cost.sources import ProfileSource, parse_costs
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
-from penstock.protocol.profile_json import from_json, to_json
+from penstock.protocol.plan.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
+from penstock.protocol.plan.profile_file import from_json, to_json
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]

@@ -12,11 +12,11 @@ from penstock.planner.build import build_plan
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.replicas import replicate
 from penstock.planner.schedule import Schedule
-from penstock.planner.validate import validate
-from penstock.protocol.config import Config
+from penstock.planner.validate.check import validate
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import format_instruction, parse_instruction
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.instructions import format_instruction, parse_instruction
+from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]

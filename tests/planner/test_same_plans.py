@@ -27,17 +27,17 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.planner.auto import choose, config_terms
 from penstock.planner.build import ScheduleRequest, build_plan
-from penstock.planner.emulation import Emulation
-from penstock.planner.footprint import Footprint, footprints
-from penstock.planner.memory import memory_table
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.cost.sources import AnalyticSource, CostSource, UnitCosts
+from penstock.planner.memory.footprint import Footprint, footprints
+from penstock.planner.memory.table import memory_table
 from penstock.planner.passes import PASSES
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation
-from penstock.planner.sources import AnalyticSource, CostSource, UnitCosts
-from penstock.planner.trial import (
+from penstock.planner.tuning.auto import choose, config_terms
+from penstock.planner.tuning.trial import (
     OPTIMIZERS,
     Recipe,
     Terms,
@@ -48,7 +48,7 @@ from penstock.planner.trial import (
     try_plan,
     try_schedule,
 )
-from penstock.protocol.config import Config, parse_config
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
 from tests.planner.conftest import make_config, make_table

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.planner.build import build_plan
-from penstock.planner.grid import program_grid
-from penstock.protocol.config import Config
-from penstock.protocol.instructions import (
+from penstock.planner.validate.check import program_grid
+from penstock.protocol.config.schema import Config
+from penstock.protocol.plan.instructions import (
     Backward,
     Forward,
     Program,
@@ -19,7 +19,7 @@ from penstock.protocol.instructions import (
     RecvCheckpoint,
     RecvGradient,
 )
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]

@@ -1,6 +1,7 @@
 """The bubble of every scheme is the formula in its docstring, exactly, for many sizes.
 
-Bubble: the makespan without what a device computes, in times of :mod:`penstock.planner.timing`.
+Bubble: the makespan without what a device computes, in times of
+:mod:`penstock.planner.orders.timing`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from fractions import Fraction
 import pytest
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.orders.timing import OrderTimes, order_times
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes import RecomputeMode
-from penstock.planner.timing import OrderTimes, order_times
-from penstock.protocol.instructions import RecomputeAfter
+from penstock.protocol.plan.instructions import RecomputeAfter
 
 UNIT = (1, 1, 1)
 """Seconds of forward, p1 and p2 of a stage; its whole backward takes 2."""

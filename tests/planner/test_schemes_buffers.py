@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Order
+from penstock.planner.orders.timing import order_times
 from penstock.planner.schedule import Schedule, lower
-from penstock.planner.timing import order_times
-from penstock.protocol.instructions import Backward, BackwardWeight, Forward, SwapIn, SwapOut
+from penstock.protocol.plan.instructions import Backward, BackwardWeight, Forward, SwapIn, SwapOut
 
 
 def build(scheme: str, devices: int, micro_batches: int, stages_per_device: int = 1) -> Schedule:

@@ -10,22 +10,22 @@ from dataclasses import replace
 import pytest
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.sources import UnitCosts
 from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
-from penstock.planner.passes.order_memory import peak_bytes
+from penstock.planner.memory.orders import peak_bytes
+from penstock.planner.orders.search import Effort, gap, search
+from penstock.planner.orders.timing import order_times
 from penstock.planner.schedule import Schedule
-from penstock.planner.search import Effort, gap, search
-from penstock.planner.sources import UnitCosts
-from penstock.planner.timing import order_times
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     Recompute,
 )
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan.plan import StageRange
 
 SMALL = Effort(time_limit_s=60.0)
 

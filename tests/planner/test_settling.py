@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.node.prepare import look_ahead
+from penstock.daemons.node.preparing.prepare import look_ahead
 from penstock.planner.build import build_plan
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
-from penstock.planner.emulation import Emulation
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.cost.sources import Prices
 from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.planner.simulate import simulate
-from penstock.planner.sources import Prices
-from penstock.protocol.config import Config, parse_config
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import parse_program
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.auto import config_terms
 from penstock.planner.build import ScheduleRequest, build_plan, build_schedule
-from penstock.planner.cluster import ADVANCE, SYNCHRONOUS, Cluster
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.cluster import ADVANCE, SYNCHRONOUS, Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Lane, Simulation, simulate
-from penstock.planner.trial import try_plan
-from penstock.protocol.config import Config
+from penstock.planner.tuning.auto import config_terms
+from penstock.planner.tuning.trial import try_plan
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import parse_program
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
 
 UNIT = BlockCost(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
-from penstock.planner.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.footprint import footprints
+from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.layout import OrderedInstruction
+from penstock.planner.memory.footprint import footprints
 from penstock.planner.schedule import lower
 from penstock.planner.simulate import Lane, Simulation, simulate
-from penstock.protocol.instructions import Backward, Forward, SwapIn, SwapOut, parse_program
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut, parse_program
+from penstock.protocol.plan.plan import Plan, StageRange
 
 
 def by_hand(

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.planner.papers import spipe
-from penstock.planner.papers.spipe_ours import MEMORY_LIMIT_BYTES, decoupled_schedule
-from penstock.planner.papers.spipe_testbed import (
-    SYSTEMS,
-    Run,
-    Workload,
-    measured,
-    schedule_of,
-)
+from bench.papers import spipe
+from bench.papers.spipe_ours import MEMORY_LIMIT_BYTES, decoupled_schedule
+from bench.papers.spipe_testbed import SYSTEMS, Run, Workload, measured, schedule_of
 from penstock.planner.schedule import lower
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 
 SMALLEST = Workload(billions=10, sequence=1024, nodes=1, micro_batch=2, mini_batch=16)
 

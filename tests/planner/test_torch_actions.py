@@ -42,9 +42,9 @@ from penstock.planner.torch_actions import (
     parse_actions,
     schedule_of_actions,
 )
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError, PenstockError, ProtocolError
-from penstock.protocol.instructions import BackwardWeight
+from penstock.protocol.plan.instructions import BackwardWeight
 
 
 def build(scheme: str, devices: int, micro_batches: int, v: int | None = None) -> Schedule:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.sources import Prices
 from penstock.planner.settling import choose_settled_early
 from penstock.planner.simulate import simulate
-from penstock.planner.sources import Prices
-from penstock.planner.space import Candidate, Space
-from penstock.planner.tune import Limits, Outcome, Search, fragment
-from penstock.protocol.plan import Plan
+from penstock.planner.tuning.space import Candidate, Space
+from penstock.planner.tuning.tune import Limits, Outcome, Search, fragment
+from penstock.protocol.plan.plan import Plan
 from penstock.shm.layout import TWO_COPIES, Storage
 
 BLOCK = BlockCost(

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.cluster import Cluster
-from penstock.planner.costs import BlockCost, Costs
+from bench.papers import two_bp as paper
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Residency
-from penstock.planner.papers import two_bp as paper
+from penstock.planner.memory.orders import peak_bytes
+from penstock.planner.orders.timing import seconds_of
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.passes.order_memory import peak_bytes
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.timing import seconds_of
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
 from tests.planner.passing import schedule_for, seconds_after_each, text
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import pytest
 
 from penstock.planner.build import build_plan
-from penstock.planner.profile import GPU_GUESS, table_costs
-from penstock.planner.validate import PlanError, validate
-from penstock.protocol.config import Config
+from penstock.planner.cost.profile import GPU_GUESS, table_costs
+from penstock.planner.validate.check import PlanError, validate
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Instruction, Program, parse_instruction
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.instructions import Instruction, Program, parse_instruction
+from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cluster import Cluster
+from penstock.planner.cost.cluster import Cluster
 from penstock.planner.layout import Order, OrderedInstruction
+from penstock.planner.orders.timing import unit_costs
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.timing import unit_costs
-from penstock.planner.validate import PlanError, validate
+from penstock.planner.validate.check import PlanError, validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -34,7 +34,7 @@ from penstock.protocol.instructions import (
     SwapOut,
     Update,
 )
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
 
 Execute = Callable[[Plan], None]
 

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.schedule import Schedule, lower
-from penstock.planner.validate import PlanError, validate
+from penstock.planner.validate.check import PlanError, validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Instruction, parse_instruction, parse_program
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.instructions import Instruction, parse_instruction, parse_program
+from penstock.protocol.plan.plan import Plan, StageRange
 
 Execute = Callable[[Plan], None]
 

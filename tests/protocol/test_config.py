@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.protocol.config import Config, load_config, parse_config
-from penstock.protocol.config_values import parse_size
+from penstock.protocol.config.schema import Config, load_config, parse_config
+from penstock.protocol.config.values import parse_size
+from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.overrides import apply_overrides
 
 MINIMAL: dict[str, Any] = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
 

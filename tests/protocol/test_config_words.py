@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
-from penstock.protocol.config import Config, parse_config
-from penstock.protocol.config_words import Form, keys_of
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.config.words import Form, apply_overrides, keys_of
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.overrides import apply_overrides
 from penstock.shm.table import DType
 
 MINIMAL: dict[str, Any] = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}

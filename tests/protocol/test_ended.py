@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.ended import EndWatch, RunEnd, end_path
 from penstock.protocol.errors import ExitCode
+from penstock.protocol.run.ended import EndWatch, RunEnd, end_path
 
 END = RunEnd(
     reason="stopped", code=ExitCode.STOPPED, keep_memory=False, failed=False, written_s=1.0

@@ -16,7 +16,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.protocol.errors import CapacityError, ConfigError, StateError
-from penstock.protocol.files import (
+from penstock.protocol.platforms.bandwidth_log import TrafficBoard
+from penstock.protocol.run.files import (
     append_whole,
     hold,
     make_directory,
@@ -24,9 +25,8 @@ from penstock.protocol.files import (
     reserve,
     write_atomically,
 )
-from penstock.protocol.logs import DroppedLines
-from penstock.protocol.process import configure_logging
-from penstock.protocol.traffic import TrafficBoard
+from penstock.protocol.run.logs import DroppedLines
+from penstock.protocol.run.process import configure_logging
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def test_streams_that_take_nothing_end_no_process(sink: str) -> None:
     program = (
         "import logging, os, sys, time\n"
         "from penstock.client.launch import leave\n"
-        "from penstock.protocol.logs import forgive_streams\n"
+        "from penstock.protocol.run.logs import forgive_streams\n"
         "forgive_streams()\n"
         "for number in range(3):\n"
         "    print('x' * 10_000, number)\n"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.protocol.errors import ProtocolError
-from penstock.protocol.frames import (
+from penstock.protocol.wire.frames import (
     MAX_HEADER_BYTES,
     BlockReply,
     BlockRequest,

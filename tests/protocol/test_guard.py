@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.guard import Bounds, Guard, own_user_only
+from penstock.protocol.wire.guard import Bounds, Guard, own_user_only
 from tests.protocol.hostile import HostilePeer
 
 MIB = 2**20

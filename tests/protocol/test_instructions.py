@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.errors import ProtocolError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     INSTRUCTIONS,
     MAX_INDEX,
     BackwardWeight,

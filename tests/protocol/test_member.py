@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.protocol.control import ControlClient
 from penstock.protocol.errors import (
     CapacityError,
     ConfigError,
@@ -25,7 +24,8 @@ from penstock.protocol.errors import (
 )
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.member import MemberLink
+from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.member import MemberLink
 
 DEADLINE_S = 10.0
 

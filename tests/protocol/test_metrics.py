@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
-from penstock.protocol.config import Config, parse_config
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.metrics import LateGauge, listen, serve_metrics
-from penstock.protocol.names import expected_members
-from penstock.protocol.rundir import RunDirectory
-from penstock.workers.metrics import WorkerMetrics
+from penstock.protocol.run.metrics import LateGauge, listen, serve_metrics
+from penstock.protocol.run.names import expected_members
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.workers.telemetry.metrics import WorkerMetrics
 
 
 def config(**observability: object) -> Config:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from penstock import _native
-from penstock.protocol.config import Config, parse_config
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.placement import Placement, page_places, pieces, place
+from penstock.protocol.plan.placement import Placement, page_places, pieces, place
 from penstock.shm.layout import NodeLayout, Ownership, SegmentKind
-from penstock.shm.numa import NodeRange, nodes_of_pages, prefer_nodes
+from penstock.shm.pages import NodeRange, nodes_of_pages, prefer_nodes
 from penstock.shm.table import BlockSpec, BlockTable, DType
 from penstock.shm.topology import Topology, format_cpus, parse_cpus
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.errors import ConfigError, ProtocolError
-from penstock.protocol.instructions import Forward, Keep, parse_program
-from penstock.protocol.layout import StageLayout
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.instructions import Forward, Keep, parse_program
+from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.plan.plan import Plan, StageRange
 
 PLAN = Plan(
     scheme="spipe",

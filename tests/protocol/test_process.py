@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.errors import CapacityError
-from penstock.protocol.process import configure_logging, run_main
-from penstock.protocol.stopping import StopSignal
+from penstock.protocol.run.process import configure_logging, run_main
+from penstock.protocol.run.stopping import StopSignal
 from penstock.shm.process import start_ticks
 
 
@@ -93,7 +93,7 @@ def test_stop_signal_never_deadlocks_with_its_handler(own_signals: None) -> None
 
 def test_children_die_with_their_parent() -> None:
     child = (
-        "import sys, time; from penstock.protocol.process import die_with_parent;"
+        "import sys, time; from penstock.protocol.run.process import die_with_parent;"
         "die_with_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)"
     )
     parent = (
@@ -114,7 +114,7 @@ def test_children_die_with_their_parent() -> None:
 
 
 def test_a_child_whose_parent_is_gone_exits() -> None:
-    code = "from penstock.protocol.process import die_with_parent; die_with_parent(1)"
+    code = "from penstock.protocol.run.process import die_with_parent; die_with_parent(1)"
     assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 1
 
 

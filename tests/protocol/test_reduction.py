@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import parse_program
-from penstock.protocol.layout import StageLayout
-from penstock.protocol.plan import StageRange
-from penstock.protocol.reduction import Reduction, spans_nodes
+from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.plan.plan import StageRange
+from penstock.protocol.plan.reduction import Reduction, spans_nodes
 
 
 def stages(*routes: tuple[tuple[int, int], ...]) -> StageLayout:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.config import Config, parse_config
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.files import write_atomically
-from penstock.protocol.names import (
+from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.names import (
     devices_of_node,
     expected_members,
     ipc_address,
@@ -19,7 +19,7 @@ from penstock.protocol.names import (
     node_index,
     node_of_device,
 )
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 
 HEX = re.compile(r"[0-9a-f]{12}")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.errors import StateError
-from penstock.protocol.files import write_atomically
-from penstock.protocol.rundir import RunDirectory
-from penstock.protocol.seal import (
+from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.seal import (
     SEAL,
     check_object,
     check_sealed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.stillness import Stillness
+from penstock.protocol.run.stopping import Stillness
 
 A, NOBODY = frozenset(("a",)), frozenset[str]()
 

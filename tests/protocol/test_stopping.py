@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.protocol.stopping import Demand, Grace, Insistence, Patience
+from penstock.protocol.run.stopping import Demand, Grace, Insistence, Patience
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 
@@ -58,7 +58,7 @@ def test_who_is_nearer_to_the_outside_waits_longer() -> None:
 
 CHILD = """
 import logging, os, sys, time
-from penstock.protocol.stopping import StopSignal
+from penstock.protocol.run.stopping import StopSignal
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 stop = StopSignal().install(os.getppid() if sys.argv[1] == "parent" else None)
 print("up", flush=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol import trace
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.trace import (
+from penstock.protocol.run import trace
+from penstock.protocol.run.trace import (
     MemberTrace,
     RunTrace,
     TraceEvent,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.traffic import ENTRIES, Copy, TrafficBoard, finish_at
+from penstock.protocol.platforms.bandwidth_log import ENTRIES, Copy, TrafficBoard, finish_at
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.machine.events import (
     Accept,
     AppendMetrics,
     Asked,
@@ -35,13 +35,13 @@ from penstock.daemons.scheduler.events import (
     StreamClosed,
     Tick,
 )
-from penstock.daemons.scheduler.ledger import JournalFacts, Ledger, SavedState
-from penstock.daemons.scheduler.membership import Membership
-from penstock.daemons.scheduler.position import Position
-from penstock.daemons.scheduler.rules import Rules, member_specs
-from penstock.daemons.scheduler.state import Machine
-from penstock.daemons.scheduler.status import status_reply
-from penstock.protocol.config import Config, parse_config
+from penstock.daemons.scheduler.machine.ledger import JournalFacts, Ledger, SavedState
+from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.position import Position
+from penstock.daemons.scheduler.machine.rules import Rules, member_specs
+from penstock.daemons.scheduler.machine.state import Machine
+from penstock.daemons.scheduler.machine.status import status_reply
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.control import ControlClient
 from penstock.protocol.errors import LostMemberError
-from penstock.protocol.files import write_atomically
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.member import MemberLink
-from penstock.protocol.names import expected_members
-from penstock.protocol.plan import Plan, StageRange
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.names import expected_members
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.member import MemberLink
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 from tests.scheduler.conftest import make_config
 

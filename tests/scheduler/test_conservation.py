@@ -20,7 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.machine.events import (
     Accept,
     CompleteSave,
     Disconnect,
@@ -39,11 +40,10 @@ from penstock.daemons.scheduler.events import (
     StreamClosed,
     Tick,
 )
-from penstock.daemons.scheduler.journal import Journal
-from penstock.daemons.scheduler.ledger import Ledger, SavedState
-from penstock.daemons.scheduler.membership import Membership
-from penstock.daemons.scheduler.rules import Phase
-from penstock.daemons.scheduler.state import Machine
+from penstock.daemons.scheduler.machine.ledger import Ledger, SavedState
+from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.rules import Phase
+from penstock.daemons.scheduler.machine.state import Machine
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_config, make_rules

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.machine.events import (
     CompleteSave,
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
 )
-from penstock.daemons.scheduler.journal import Journal
-from penstock.daemons.scheduler.ledger import JournalFacts, SavedState
+from penstock.daemons.scheduler.machine.ledger import JournalFacts, SavedState
+from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics_file import MetricsFile
-from penstock.daemons.scheduler.position import Position
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.protocol.errors import CapacityError, StateError
-from penstock.protocol.seal import with_checksum
+from penstock.protocol.run.seal import with_checksum
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_position, make_record
 

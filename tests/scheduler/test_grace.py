@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.daemons.scheduler.events import Asked, Request, SavePrepared, StopSignalled
-from penstock.daemons.scheduler.grace import Deadline, SavePace
+from penstock.daemons.scheduler.machine.events import Asked, Request, SavePrepared, StopSignalled
+from penstock.daemons.scheduler.machine.grace import Deadline, SavePace
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_rules
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.daemons.scheduler.events import Exit, Request, SavePrepared, Say
+from penstock.daemons.scheduler.machine.events import Exit, Request, SavePrepared, Say
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_config, make_rules
 

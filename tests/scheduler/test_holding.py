@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.daemons.scheduler.events import JournalDecision
-from penstock.daemons.scheduler.holding import HYSTERESIS, AttemptCosts, HoldLimits
+from penstock.daemons.scheduler.machine.events import JournalDecision
+from penstock.daemons.scheduler.machine.holding import HYSTERESIS, AttemptCosts, HoldLimits
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import Driver, facts_at, make_config, make_position, make_rules
 

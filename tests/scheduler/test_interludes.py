@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
     Broken,
     CompleteSave,
@@ -19,10 +19,10 @@ from penstock.daemons.scheduler.events import (
     Send,
     StopSignalled,
 )
-from penstock.daemons.scheduler.state import Machine
-from penstock.protocol.ended import RunEnd
+from penstock.daemons.scheduler.machine.state import Machine
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.run.ended import RunEnd
 from tests.scheduler.conftest import (
     Driver,
     facts_at,

@@ -21,8 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.protocol.errors import CapacityError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.names import expected_members
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.names import expected_members
+from penstock.protocol.run.rundir import RunDirectory
 from tests.scheduler.fakes import (
     DEADLINE_S,
     FakeCluster,
@@ -240,7 +240,7 @@ STOPPABLE = """
 import os, sys
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.member import MemberLink
+from penstock.protocol.wire.member import MemberLink
 
 address, run_id, member = sys.argv[1:]
 hello = pb.Hello(run_id=run_id, member=member, pid=os.getpid())

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.scheduler.events import (
+from penstock.daemons.scheduler.machine.events import (
     Effect,
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
     Send,
 )
-from penstock.daemons.scheduler.position import Position
+from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.trace import TraceLog, read_traces
+from penstock.protocol.run.trace import TraceLog, read_traces
 from penstock.shm.control import CommitRecord, Decision
 
 

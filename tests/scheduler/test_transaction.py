@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.daemons.scheduler.events import AppendMetrics, JournalDecision, Send
-from penstock.daemons.scheduler.learning_rate import learning_rate
-from penstock.daemons.scheduler.position import LossScaling, Position
-from penstock.daemons.scheduler.transaction import judge
-from penstock.protocol.config import OptimizerConfig
+from penstock.daemons.scheduler.machine.events import AppendMetrics, JournalDecision, Send
+from penstock.daemons.scheduler.machine.position import LossScaling, Position, learning_rate
+from penstock.daemons.scheduler.machine.transaction import judge
+from penstock.protocol.config.schema import OptimizerConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision

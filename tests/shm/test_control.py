@@ -16,15 +16,15 @@ from penstock.shm.control import (
     PassIntent,
     control_bytes,
 )
-from penstock.shm.errors import (
+from penstock.shm.layout import PAGE_BYTES
+from penstock.shm.process import ProcessIdentity
+from penstock.shm.segment import (
     BadHeaderError,
     ForeignOwnerError,
     SegmentError,
     ShortSegmentError,
     VersionMismatchError,
 )
-from penstock.shm.layout import PAGE_BYTES
-from penstock.shm.process import ProcessIdentity
 
 RUN_ID = "0123456789ab"
 DIGEST = bytes(range(32))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shm.hugepages import HugePages, allowed_huge_pages, huge_bytes
+from penstock.shm.pages import HugePages, allowed_huge_pages, huge_bytes
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_huge_bytes_are_added_up_by_file(tmp_path: Path) -> None:
 SEGMENT_ON_A_MOUNT_OF_ITS_OWN = """
 import os
 from penstock.shm import segment
-from penstock.shm.errors import NoSpaceError
-from penstock.shm.hugepages import huge_bytes
+from penstock.shm.segment import NoSpaceError
+from penstock.shm.pages import huge_bytes
 from penstock.shm.segment import SHM_ROOT, Segment
 size = (6 << 20) + 4096
 created = Segment.create("/penstock-0-t-state", size)

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from penstock.shm.halves import Halves
 from penstock.shm.layout import (
     PAGE_BYTES,
     ArrayRange,
@@ -17,6 +16,7 @@ from penstock.shm.layout import (
     Storage,
     tag,
 )
+from penstock.shm.memory import Halves
 from penstock.shm.table import BlockTable, DType
 
 

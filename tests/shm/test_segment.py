@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 
 from penstock.shm import segment as segments
-from penstock.shm.errors import (
+from penstock.shm.inventory import inventory
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.pages import NodeRange, nodes_of_pages
+from penstock.shm.process import ProcessIdentity, start_ticks
+from penstock.shm.segment import (
     ForeignOwnerError,
     NoSpaceError,
+    Segment,
     SegmentExistsError,
     SegmentMissingError,
     ShortSegmentError,
     VersionMismatchError,
 )
-from penstock.shm.inventory import inventory
-from penstock.shm.layout import SegmentKind
-from penstock.shm.memory import MemorySpec, NodeMemory
-from penstock.shm.numa import NodeRange, nodes_of_pages
-from penstock.shm.process import ProcessIdentity, start_ticks
-from penstock.shm.segment import Segment
 from penstock.shm.topology import Topology
 
 

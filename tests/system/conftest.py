@@ -19,7 +19,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from penstock.protocol.config import load_config
+from penstock.protocol.config.schema import load_config
 
 TINY_LLAMA = {
     "model_type": "llama",

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.daemons.scheduler.learning_rate import learning_rate
-from penstock.models.initial import initial_blocks
-from penstock.protocol.rundir import RunDirectory
+from penstock.daemons.scheduler.machine.position import learning_rate
+from penstock.models.checkpoints.initial import initial_blocks
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
 
 STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from penstock import _native
 from penstock.protocol.errors import ExitCode
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.control import ControlView
-from penstock.shm.errors import SegmentError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import segment_name
-from penstock.shm.segment import Segment
+from penstock.shm.segment import Segment, SegmentError
 from tests.system import conftest as H
 from tests.system.faults import Blow, Fault, Kind
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planner.analytic import Host
-from penstock.planner.catalogue import MODELS
+from penstock.planner.cost.analytic import Host
+from penstock.planner.cost.catalogue import MODELS
 
 BENCH = Path(__file__).parents[2] / "bench"
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.planner.footprint import device_peaks
-from penstock.planner.prices import config_prices
-from penstock.protocol.rundir import RunDirectory
+from penstock.planner.cost.prices import config_prices
+from penstock.planner.memory.footprint import device_peaks
+from penstock.protocol.run.rundir import RunDirectory
 from tests.system.conftest import Runner
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from penstock.client.trace import TraceOutputs, make_trace_report
-from penstock.planner.emulation import Emulation
-from penstock.planner.footprint import device_peaks
+from penstock.client.watching.trace import TraceOutputs, make_trace_report
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.simulate import simulate
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 
 STEPS = 6

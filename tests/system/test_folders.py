@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 from tests.folders import save_model
 from tests.system.test_bad_input import run_cli
 from tests.system.test_parity import check_parity_of, final_weights

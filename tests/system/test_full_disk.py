@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.control import ControlClient
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.wire.control import ControlClient
 from tests.system.conftest import PLAIN, Runner, merge, prepared, segments_of, state_bytes
 from tests.system.small_disk import SmallDisk, small_disk
 

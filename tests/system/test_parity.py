@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.daemons.memory.snapshot import read_block
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 from tests.system.reference import reference_loop
 

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.protocol.control import ControlClient
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.control import ControlClient
 from tests.protocol.hostile import HostilePeer
 from tests.system import conftest as H
 

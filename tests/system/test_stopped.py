@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.control import ControlClient
 from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.wire.control import ControlClient
 from penstock.shm.process import start_ticks
 from tests.system import conftest as H
 from tests.system.test_exactness import finish_exact

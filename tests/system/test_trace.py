@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 
 STEPS: int = H.PLAIN["train"]["steps"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.instructions import Instruction, OffloadGradients, Update
-from penstock.protocol.plan import Plan
-from penstock.protocol.rundir import RunDirectory
+from penstock.protocol.plan.instructions import Instruction, OffloadGradients, Update
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 
 CHANGES: dict[str, Any] = {**H.CLIPPED, "optimizer": {"settle": "early"}}

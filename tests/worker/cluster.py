@@ -18,39 +18,39 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from penstock._native import undo_bytes
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.models.batch import MicroBatch
-from penstock.models.hf import resolve_hf_config
-from penstock.models.initial import initial_blocks
-from penstock.models.packing import pack
+from penstock.models.binding import pack
+from penstock.models.checkpoints.initial import initial_blocks
+from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime
-from penstock.models.table import build_table
+from penstock.models.surgery.hf import resolve_hf_config
+from penstock.models.surgery.table import build_table
 from penstock.planner.build import build_plan
-from penstock.protocol.config import Config, parse_config
-from penstock.protocol.frames import GradientReady, decode
-from penstock.protocol.instructions import Program
-from penstock.protocol.names import node_of_device, ownership, storage
-from penstock.protocol.plan import Plan
-from penstock.protocol.rundir import MAX_OPTIMIZER_THREADS
-from penstock.protocol.step_terms import step_terms
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.plan.instructions import Program
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.step import step_terms
+from penstock.protocol.run.names import node_of_device, ownership, storage
+from penstock.protocol.run.rundir import MAX_OPTIMIZER_THREADS
+from penstock.protocol.wire.frames import GradientReady, decode
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.attempt import Bench, Job
 from penstock.workers.channels.base import Channel
+from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.opening import means_here, open_channel
+from penstock.workers.channels.transport import Transport
 from penstock.workers.collectives import collective_receives
-from penstock.workers.devices.base import Device, as_tensor
-from penstock.workers.devices.cuda import ALIGNMENT_BYTES
-from penstock.workers.flow import Flow
-from penstock.workers.inbox import Expected, Inbox
+from penstock.workers.epoch_builder import make_device
 from penstock.workers.interpreter import JobResult, run_job
-from penstock.workers.metrics import WorkerMetrics
-from penstock.workers.trace import TraceRing
-from penstock.workers.transport import Transport
+from penstock.workers.platforms.base import Device, as_tensor
+from penstock.workers.platforms.cuda.device import ALIGNMENT_BYTES
+from penstock.workers.state.flow import Flow
+from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.telemetry.trace import TraceRing
 from penstock.workers.waiting import Abort
-from penstock.workers.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
-from penstock.workers.workshop import make_device
 
 LLAMA = {
     "model_type": "llama",

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
-from penstock.protocol.frames import GroupAddress, TensorHeader, TransferShape
-from penstock.protocol.instructions import parse_program
-from penstock.workers.channels.group import GroupChannel
+from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.wire.frames import GroupAddress, TensorHeader, TransferShape
+from penstock.workers.channels.group import GroupChannel, TCPStore
+from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.channels.nccl import NcclWire
 from penstock.workers.channels.notices import Notices
 from penstock.workers.channels.opening import means_of, open_channel, told_by
@@ -27,8 +28,6 @@ from penstock.workers.channels.order import (
     Slot,
     TransferOrder,
 )
-from penstock.workers.channels.torch_groups import TCPStore
-from penstock.workers.inbox import TransferKey
 from penstock.workers.waiting import Abort, Interrupted
 from tests.worker.ending import aborting, ended_by
 

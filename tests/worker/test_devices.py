@@ -19,17 +19,17 @@ from prometheus_client import CollectorRegistry
 
 from penstock.planner.schedule import lower, schedule_of
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.trace import TraceLane, TraceLog, read_traces
+from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
 from penstock.shm.table import DType
-from penstock.workers.devices.cpu import CpuDevice
-from penstock.workers.devices.cuda import CudaDevice
-from penstock.workers.devices.pool import BufferPool
-from penstock.workers.inbox import Inbox
+from penstock.workers.channels.inbox import Inbox
+from penstock.workers.epoch_builder import bind_transport
 from penstock.workers.interpreter import JobResult
-from penstock.workers.metrics import WorkerMetrics
-from penstock.workers.trace import TraceRing
+from penstock.workers.platforms.base import BufferPool
+from penstock.workers.platforms.cpu.device import CpuDevice
+from penstock.workers.platforms.cuda.device import CudaDevice
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.telemetry.trace import TraceRing
 from penstock.workers.waiting import Interrupted
-from penstock.workers.workshop import bind_transport
 from tests.worker.cluster import relative_error
 from tests.worker.test_parity_matrix import swapped
 

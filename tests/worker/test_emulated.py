@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.batch import MicroBatch
+from penstock.models.data.batch import MicroBatch
 from penstock.planner.build import build_plan
-from penstock.planner.emulation import Emulation
+from penstock.planner.cost.emulation import Emulation
 from penstock.planner.simulate import simulate
-from penstock.planner.simulate.lanes import Lane
-from penstock.protocol.config import parse_config
-from penstock.protocol.instructions import Backward, Forward, Recompute, parse_instruction
-from penstock.protocol.layout import StageLayout
-from penstock.protocol.lodging import LodgingBoard
-from penstock.protocol.traffic import NicBoard
-from penstock.workers.emulated.clock import Stream, sleep_until
-from penstock.workers.emulated.device import EmulatedDevice, Sending, SwapKey
-from penstock.workers.emulated.durations import Durations
-from penstock.workers.emulated.runtime import EmulatedRuntime
+from penstock.planner.simulate.graph import Lane
+from penstock.protocol.config.schema import parse_config
+from penstock.protocol.plan.instructions import Backward, Forward, Recompute, parse_instruction
+from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.platforms.bandwidth_log import NicBoard
+from penstock.protocol.platforms.peer_memory import LodgingBoard
+from penstock.workers.platforms.emulated.clock import Durations, Stream, sleep_until
+from penstock.workers.platforms.emulated.device import EmulatedDevice, Sending, SwapKey
+from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
 from penstock.workers.waiting import Abort, Interrupted
 
 CONFIG = parse_config(

@@ -21,36 +21,36 @@ from prometheus_client import CollectorRegistry
 
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.models.batch import MicroBatch
+from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime
 from penstock.planner.build import build_plan
-from penstock.planner.emulation import Emulation
+from penstock.planner.cost.emulation import Emulation
 from penstock.planner.simulate import simulate
-from penstock.protocol.config import Config, OptimizerConfig, parse_config
-from penstock.protocol.instructions import Instruction, OffloadGradients, Opcode, Update
-from penstock.protocol.lodging import LodgingBoard
-from penstock.protocol.names import node_of_device, ownership
-from penstock.protocol.plan import Plan
-from penstock.protocol.step import OptimizerStep
-from penstock.protocol.traffic import NodeReads
+from penstock.protocol.config.schema import Config, OptimizerConfig, parse_config
+from penstock.protocol.plan.instructions import Instruction, OffloadGradients, Opcode, Update
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.step import OptimizerStep
+from penstock.protocol.platforms.bandwidth_log import NodeReads
+from penstock.protocol.platforms.peer_memory import LodgingBoard
+from penstock.protocol.run.names import node_of_device, ownership
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.workers.attempt import Bench, Job
+from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.messages import MessageChannel
+from penstock.workers.channels.transport import Transport
 from penstock.workers.collectives import collective_receives
-from penstock.workers.emulated.device import EmulatedDevice
-from penstock.workers.emulated.handlers import EMULATED_HANDLERS
-from penstock.workers.emulated.runtime import EmulatedRuntime
-from penstock.workers.emulated.update import EmulatedPreviewer
-from penstock.workers.flow import Flow
-from penstock.workers.inbox import Expected, Inbox
 from penstock.workers.interpreter import run_job
-from penstock.workers.metrics import WorkerMetrics
-from penstock.workers.trace import TraceRing
-from penstock.workers.transport import Transport
-from penstock.workers.updates import BlockUpdates
+from penstock.workers.platforms.emulated.device import EmulatedDevice
+from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
+from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
+from penstock.workers.platforms.emulated.update import EmulatedPreviewer
+from penstock.workers.state.flow import Flow
+from penstock.workers.state.updates import BlockUpdates
+from penstock.workers.state.weights import RemoteBlocks, WeightLoader
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.telemetry.trace import TraceRing
 from penstock.workers.waiting import Abort
-from penstock.workers.weights import RemoteBlocks, WeightLoader
 
 SEQUENCE = 512
 CLOCK_S = 0.5

@@ -14,19 +14,15 @@ import pytest
 import torch
 
 from penstock.protocol.errors import ConfigError, ExitCode
-from penstock.protocol.executable import EXECUTED, check_executable
-from penstock.protocol.instructions import Opcode, parse_instruction
-from penstock.protocol.plan import Plan, StageRange
+from penstock.protocol.plan.executable import EXECUTED, check_executable
+from penstock.protocol.plan.instructions import Opcode, parse_instruction
+from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.workers.attempt import UnusedWorkError
-from penstock.workers.evaluation import job_number
+from penstock.workers.data import job_number
 from penstock.workers.handlers import HANDLERS
-from penstock.workers.interpreter import (
-    InstructionError,
-    JobResult,
-    run_job,
-)
+from penstock.workers.interpreter import InstructionError, JobResult, run_job
+from penstock.workers.state.weights import buffers_needed
 from penstock.workers.waiting import Interrupted
-from penstock.workers.weights import buffers_needed
 from tests.worker.cluster import TOLERANCE, relative_error
 from tests.worker.ending import aborting
 

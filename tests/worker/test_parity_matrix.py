@@ -19,16 +19,16 @@ import pytest
 import torch
 
 from penstock.planner.build import build_plan
-from penstock.planner.cluster import Cluster as Machines
-from penstock.planner.costs import BlockCost, Costs
+from penstock.planner.cost.cluster import Cluster as Machines
+from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Order, OrderedInstruction
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.schedule import Schedule, lower, schedule_of
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.validate import validate
+from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.executable import check_executable
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.executable import check_executable
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -37,7 +37,7 @@ from penstock.protocol.instructions import (
     SwapIn,
     SwapOut,
 )
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
 from penstock.workers.attempt import Job
 from tests.worker.cluster import (
     GPT2,

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.models.hf import resolve_hf_config
-from penstock.models.profile_blocks import BlockBench, measure_kinds
+from penstock.models.profiling.blocks import BlockBench, measure_kinds
+from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.runtime import ModelRuntime
-from penstock.models.storages import StorageLedger, StorageMode
-from penstock.models.table import build_table
+from penstock.models.surgery.hf import resolve_hf_config
+from penstock.models.surgery.table import build_table
 from penstock.planner.build import build_plan
-from penstock.planner.emulation import Emulation
-from penstock.planner.footprint import device_peaks, footprints
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.cost.profile import CPU_GUESS, table_costs
 from penstock.planner.layout import OrderedInstruction
-from penstock.planner.profile import CPU_GUESS, table_costs
+from penstock.planner.memory.footprint import device_peaks, footprints
 from penstock.planner.schedule import lower, schedule_of
-from penstock.protocol.config import Config
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     Forward,
     Instruction,
@@ -35,15 +35,15 @@ from penstock.protocol.instructions import (
     SwapIn,
     SwapOut,
 )
-from penstock.protocol.plan import Plan
-from penstock.protocol.profile import Profile
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.profile import Profile
 from penstock.workers.attempt import Attempt
-from penstock.workers.emulated.device import EmulatedDevice
-from penstock.workers.emulated.memory import EmulatedMeter
-from penstock.workers.flow import Flow
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.interpreter import InstructionError, run_job
-from penstock.workers.meters import StorageMeter
+from penstock.workers.platforms.emulated.device import EmulatedDevice
+from penstock.workers.platforms.emulated.memory import EmulatedMeter
+from penstock.workers.state.flow import Flow
+from penstock.workers.telemetry.meters import StorageMeter
 from tests.worker import test_emulated_plans as emulated
 from tests.worker.cluster import SEQUENCE, Cluster, build_cluster, make_config
 

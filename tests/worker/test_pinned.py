@@ -8,8 +8,8 @@ import mmap
 import pytest
 
 from penstock.protocol.errors import CapacityError
-from penstock.workers.devices import pinned
-from penstock.workers.devices.pinned import Registrations, StagingPool, pieces
+from penstock.workers.platforms.cuda import pinned
+from penstock.workers.platforms.cuda.pinned import Registrations, StagingPool, pieces
 
 
 class Driver:

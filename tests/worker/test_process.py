@@ -21,7 +21,7 @@ import pytest
 
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.stopping import stop_signals_blocked
+from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.workers.main import threads_per_worker
 
 WORKER = """

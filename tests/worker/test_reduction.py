@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.protocol.instructions import Opcode
-from penstock.protocol.names import node_of_device
-from penstock.workers.devices.base import as_tensor
-from penstock.workers.evaluation import job_number
+from penstock.protocol.plan.instructions import Opcode
+from penstock.protocol.run.names import node_of_device
+from penstock.workers.data import job_number
 from penstock.workers.interpreter import InstructionError, JobResult
+from penstock.workers.platforms.base import as_tensor
 from penstock.workers.waiting import Interrupted
 from tests.worker.cluster import Cluster
 

@@ -13,14 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.trace import TraceLane, TraceLog, read_traces
+from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
 from penstock.workers.attempt import Bench
-from penstock.workers.epochs import EpochFence
-from penstock.workers.evaluation import job_number
-from penstock.workers.metrics import WorkerMetrics
+from penstock.workers.data import job_number
 from penstock.workers.session import Session, fence_listener
-from penstock.workers.trace import TraceRing
-from penstock.workers.waiting import Abort
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.telemetry.trace import TraceRing
+from penstock.workers.waiting import Abort, EpochFence
 
 
 class Scheduler:

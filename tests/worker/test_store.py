@@ -13,13 +13,13 @@ import pytest
 from penstock.models import runtime
 from penstock.models.loss import chunked_cross_entropy
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import Opcode, parse_program
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan.instructions import Opcode, parse_program
+from penstock.protocol.plan.plan import StageRange
 from penstock.workers.attempt import UnusedWorkError
-from penstock.workers.devices.cpu import CpuStageBuffer
-from penstock.workers.flow import Flow
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.interpreter import InstructionError, run_job
+from penstock.workers.platforms.cpu.device import CpuStageBuffer
+from penstock.workers.state.flow import Flow
 
 NONE = {"recompute": "none"}
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from penstock.protocol.instructions import Opcode, parse_instruction
-from penstock.protocol.trace import TraceLane, TraceLog, read_traces
-from penstock.workers.devices import clock
-from penstock.workers.devices.clock import EventClock
-from penstock.workers.timing import Tally, Timeline
-from penstock.workers.trace import TraceRing
+from penstock.protocol.plan.instructions import Opcode, parse_instruction
+from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
+from penstock.workers.platforms.cuda import clock
+from penstock.workers.platforms.cuda.clock import EventClock
+from penstock.workers.telemetry.timing import Tally, Timeline
+from penstock.workers.telemetry.trace import TraceRing
 
 
 class LateDevice:

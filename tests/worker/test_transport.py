@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from penstock.protocol.errors import LostMemberError, ProtocolError
-from penstock.protocol.frames import GradientReady, TensorHeader, Transfer, decode, encode
-from penstock.protocol.instructions import parse_program
-from penstock.workers.evaluation import job_number
-from penstock.workers.inbox import Expected, Inbox, TransferKey
-from penstock.workers.metrics import WorkerMetrics
-from penstock.workers.tensors import DTYPES, from_frames, to_frames
-from penstock.workers.transport import Transport
+from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.wire.frames import GradientReady, TensorHeader, Transfer, decode, encode
+from penstock.workers.channels.inbox import Expected, Inbox, TransferKey
+from penstock.workers.channels.tensors import DTYPES, from_frames, to_frames
+from penstock.workers.channels.transport import Transport
+from penstock.workers.data import job_number
+from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.waiting import Abort, Interrupted
 from tests.worker.ending import ended_by
 
@@ -281,7 +281,7 @@ def test_decoding_buffers_gives_tensors_or_a_protocol_error(
 def test_a_full_queue_ends_at_the_deadline_or_the_abort(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.workers.transport._QUEUED_MESSAGES", 2)
+    monkeypatch.setattr("penstock.workers.channels.transport._QUEUED_MESSAGES", 2)
     pair.sender.connect({1: "ipc://@penstock-test-nobody-listens"}, {})
     for _ in range(2):
         pair.send({"hidden": torch.zeros(1)})

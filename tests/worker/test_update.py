@@ -13,17 +13,17 @@ import torch
 
 from penstock import _native
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
-from penstock.protocol.config import OptimizerConfig
+from penstock.protocol.config.schema import OptimizerConfig
 from penstock.protocol.errors import LostMemberError
-from penstock.protocol.frames import BlockUpdated, GradientReady, decode
-from penstock.protocol.instructions import OffloadGradients, Update
-from penstock.protocol.plan import Plan
-from penstock.protocol.step import BlockArrays, OptimizerStep
+from penstock.protocol.plan.instructions import OffloadGradients, Update
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep
+from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
-from penstock.workers.devices.cuda import CudaDevice
-from penstock.workers.devices.cuda_update import CudaPreviewer
-from penstock.workers.updates import (
+from penstock.workers.platforms.cuda.device import CudaDevice
+from penstock.workers.platforms.cuda.update import CudaPreviewer
+from penstock.workers.state.updates import (
     BlockUpdates,
     NativePreviewer,
     PreviewedBlock,
@@ -375,7 +375,7 @@ def test_a_gpu_updates_with_the_bits_of_the_native_kernel(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, grad_dtype: str
 ) -> None:
     """In pieces that do not divide the block; block 0 has two contributions."""
-    monkeypatch.setattr("penstock.workers.devices.cuda_update.PIECE_ELEMENTS", 1024)
+    monkeypatch.setattr("penstock.workers.platforms.cuda.update.PIECE_ELEMENTS", 1024)
     cluster = make_cluster(hf=TIED, workers=1, model={"dtype": dtype}, grad_dtype=grad_dtype)
     memory, table = cluster.memories[0], cluster.table
     fill_state(memory)

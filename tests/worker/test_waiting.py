@@ -8,8 +8,7 @@ import time
 import pytest
 
 from penstock.protocol.errors import LostMemberError
-from penstock.workers.epochs import FOREVER, EpochFence
-from penstock.workers.waiting import Abort, Interrupted, Patience, wait_until
+from penstock.workers.waiting import FOREVER, Abort, EpochFence, Interrupted, Patience, wait_until
 
 
 def test_a_condition_that_holds_costs_nothing() -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.workers.inbox import NamedTensors, TransferKey
+from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.waiting import Abort
 
 

@@ -20,10 +20,10 @@ from typing import Any, cast
 import torch
 from torch.distributed import ProcessGroupGloo
 
+from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Work
+from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.channels.order import RESERVED_TAG
-from penstock.workers.channels.torch_groups import PointToPoint, PrefixStore, Store, Work
-from penstock.workers.devices.base import Device
-from penstock.workers.inbox import TransferKey
+from penstock.workers.platforms.base import Device
 from penstock.workers.waiting import POLL_S, Abort, Patience
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)

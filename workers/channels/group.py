@@ -5,6 +5,10 @@ Both ends go through the transfers of an ordered pair in the sender's order
 transfer of a kind, phase and stage announces them over ZeroMQ, all later ones of the epoch must
 have the same. Receives are posted when the plan posts them, or when a later one of the same sender
 is.
+
+What this package uses of ``torch.distributed``, in one place because its stubs lack much of it.
+
+No default group is made, and nothing is read from the environment.
 """
 
 from __future__ import annotations
@@ -14,15 +18,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from penstock.protocol.errors import ProtocolError
-from penstock.protocol.frames import TensorHeader, TransferShape
+from penstock.protocol.wire.frames import TensorHeader, TransferShape
+from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.notices import ShapeKey
 from penstock.workers.channels.order import Line, Place, Slot, TransferOrder
-from penstock.workers.inbox import NamedTensors, TransferKey
-from penstock.workers.tensors import Packing, headers_of
-from penstock.workers.transport import Transport
+from penstock.workers.channels.tensors import Packing, headers_of
+from penstock.workers.channels.transport import Transport
 from penstock.workers.waiting import Abort
 
 
@@ -226,3 +231,25 @@ def _shape_key(line: Line, slot: Slot) -> ShapeKey:
 
 def _described(headers: tuple[TensorHeader, ...]) -> str:
     return ", ".join(f"{h.name} {h.dtype} {list(h.shape)}" for h in headers) or "nothing"
+
+
+__all__ = ["PointToPoint", "PrefixStore", "Store", "TCPStore", "Work"]
+
+
+class PointToPoint(Protocol):
+    """The methods of ``ProcessGroupGloo`` and ``ProcessGroupNCCL`` that move tensors."""
+
+    def rank(self) -> int:
+        """Of this process."""
+
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
+        """Start to send one tensor."""
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
+        """Start to receive one tensor."""
+
+    def abort(self) -> None:
+        """End what is under way; Gloo's does nothing for transfers."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock.protocol.frames import Transfer
-from penstock.workers.devices.base import Device
-from penstock.workers.inbox import NamedTensors, TransferKey
-from penstock.workers.transport import Transport
+from penstock.protocol.wire.frames import Transfer
+from penstock.workers.channels.inbox import NamedTensors, TransferKey
+from penstock.workers.channels.transport import Transport
+from penstock.workers.platforms.base import Device
 from penstock.workers.waiting import Abort
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import distributed
 
 from penstock.protocol.errors import LostMemberError
-from penstock.workers.channels.torch_groups import PointToPoint, PrefixStore, Store, Work
-from penstock.workers.inbox import TransferKey
+from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Work
+from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
 
 _NO_DEADLINE = timedelta(days=30)

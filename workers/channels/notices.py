@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 
 from penstock.protocol.errors import ProtocolError
-from penstock.protocol.frames import GroupAddress, TransferShape
-from penstock.workers.tensors import Packing
+from penstock.protocol.wire.frames import GroupAddress, TransferShape
+from penstock.workers.channels.tensors import Packing
 from penstock.workers.waiting import POLL_S, Abort, Patience
 
 ShapeKey = tuple[int, str, str, int]

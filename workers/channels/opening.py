@@ -10,20 +10,20 @@ from typing import Literal
 import torch
 from torch import distributed
 
-from penstock.protocol.config import Config
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.names import node_of_device
-from penstock.protocol.plan import Plan
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.names import node_of_device
 from penstock.workers.channels import gloo, nccl
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.group import GroupChannel, Wire
 from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.order import TransferOrder
 from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
-from penstock.workers.devices.base import Device
-from penstock.workers.emulated.channel import EmulatedChannel
-from penstock.workers.emulated.device import EmulatedDevice
-from penstock.workers.transport import Transport
+from penstock.workers.channels.transport import Transport
+from penstock.workers.platforms.base import Device
+from penstock.workers.platforms.emulated.channel import EmulatedChannel
+from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.waiting import Abort
 
 _log = logging.getLogger(__name__)

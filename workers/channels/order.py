@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.frames import TransferKind
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Instruction,
     Program,
     RecvActivation,
@@ -24,9 +23,10 @@ from penstock.protocol.instructions import (
     SendCheckpoint,
     SendGradient,
 )
-from penstock.protocol.plan import Plan
-from penstock.protocol.reduction import Reduction
-from penstock.workers.inbox import TransferKey
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.wire.frames import TransferKind
+from penstock.workers.channels.inbox import TransferKey
 
 Phase = Literal["train", "eval"]
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-from penstock.protocol.frames import GroupAddress
-from penstock.protocol.names import worker_name
-from penstock.workers.channels.torch_groups import PrefixStore, Store, TCPStore
-from penstock.workers.transport import Transport
+from penstock.protocol.run.names import worker_name
+from penstock.protocol.wire.frames import GroupAddress
+from penstock.workers.channels.group import PrefixStore, Store, TCPStore
+from penstock.workers.channels.transport import Transport
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
 
 _STORE_TIMEOUT = timedelta(seconds=30)

@@ -6,9 +6,21 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.protocol.instructions import Opcode
+from penstock.protocol.plan.instructions import Opcode
 from penstock.workers.attempt import Attempt
-from penstock.workers.handlers import compute, gradients, memory, transfers, update
+from penstock.workers.handlers import (
+    compute,
+    transfers,
+)
+from penstock.workers.handlers import (
+    state as gradients,
+)
+from penstock.workers.handlers import (
+    state as memory,
+)
+from penstock.workers.handlers import (
+    state as update,
+)
 
 Handler = Callable[[Any, Attempt], None]
 """Called with an instruction of its opcode and the attempt."""
@@ -35,6 +47,6 @@ HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
         Opcode.SWAP_IN: memory.swap_in,
     }
 )
-"""Those in :data:`penstock.protocol.executable.EXECUTED`."""
+"""Those in :data:`penstock.protocol.plan.executable.EXECUTED`."""
 
 __all__ = ["HANDLERS", "Handler"]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from penstock.models.binding import BoundBlock
-from penstock.models.kept import let_go
 from penstock.models.runtime import StageOutput
-from penstock.models.split import run_together
+from penstock.models.saved_activations import let_go
+from penstock.models.split_backward.split import run_together
 from penstock.models.storing import Storing
-from penstock.protocol.frames import TransferKind
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -22,9 +21,10 @@ from penstock.protocol.instructions import (
     Recompute,
     RecomputeAfter,
 )
+from penstock.protocol.wire.frames import TransferKind
 from penstock.workers.attempt import Attempt
-from penstock.workers.inbox import NamedTensors
-from penstock.workers.weights import StageKey
+from penstock.workers.channels.inbox import NamedTensors
+from penstock.workers.state.weights import StageKey
 
 
 def forward(instruction: Forward, attempt: Attempt) -> None:

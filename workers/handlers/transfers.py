@@ -4,7 +4,7 @@ come.
 
 from __future__ import annotations
 
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     RecvActivation,
     RecvCheckpoint,
     RecvGradient,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from penstock.planner.costs import BlockCost
+from penstock.planner.cost.costs import BlockCost
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.memory import Grain, order_memory
 from penstock.planner.passes.obscura.shape import (

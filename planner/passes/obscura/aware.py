@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
-from penstock.planner.cluster import Cluster
+from penstock.planner.cost.cluster import Cluster
 from penstock.planner.layout import Order
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.memory import Grain, fixed_bytes, order_memory
@@ -18,12 +18,7 @@ from penstock.planner.passes.obscura.recompute import (
     SwapStyle,
     best_choice,
 )
-from penstock.planner.passes.obscura.shape import (
-    NONE,
-    StageOrder,
-    adjusted_stages,
-    stage_orders,
-)
+from penstock.planner.passes.obscura.shape import NONE, StageOrder, adjusted_stages, stage_orders
 from penstock.planner.passes.obscura.swap import SwapRule, with_swaps
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation

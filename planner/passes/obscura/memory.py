@@ -3,7 +3,7 @@
 ``M_s = W_s + A_s``: what a stage always has, and activations of the micro-batches it holds. To that
 comes what depends on how a system recomputes (:class:`Grain`), and room for workspace and tensors
 between stages, which the paper leaves out. So a schedule that fits here fits by the books of its
-plan (:mod:`penstock.planner.footprint`), too.
+plan (:mod:`penstock.planner.memory.footprint`), too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.planner.costs import Costs
+from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import Order, StageLayout
 from penstock.planner.passes.obscura.shape import StageOrder, stage_orders
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
-from penstock.protocol.instructions import Backward, Forward, SwapIn, SwapOut
+from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut
 
 _ON_THEIR_WAY = 4
 """Activations and gradients that a stage receives, has received, and sends, at most at once."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import floor
 
+from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.shape import (
     NONE,
@@ -32,7 +33,6 @@ from penstock.planner.passes.obscura.shape import (
     with_orders,
 )
 from penstock.planner.schedule import Schedule
-from penstock.planner.timing import order_times
 
 _ROUNDING = 1e-6
 """Share of a forward by which a bubble may be short of a whole number of forwards."""

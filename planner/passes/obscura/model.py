@@ -4,7 +4,7 @@ Where the paper writes f, 2f and r, a stage's own forward, backward and recomput
 k be the last adjusted stage, and the *busy* time of a stage the sum of the three. Adjusted stages
 work at the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non
 (Equation 5). Without recomputation in stages after k and without swaps the model agrees with
-:func:`penstock.planner.timing.order_times` to the last bit where recomputation waits for the
+:func:`penstock.planner.orders.timing.order_times` to the last bit where recomputation waits for the
 gradient; this is tested.
 """
 

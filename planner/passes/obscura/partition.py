@@ -26,7 +26,7 @@ from penstock.planner.passes.obscura.memory import Grain, schedule_memory
 from penstock.planner.passes.obscura.model import execution_times
 from penstock.planner.passes.obscura.shape import adjusted_stages
 from penstock.planner.schedule import Schedule
-from penstock.protocol.plan import StageRange
+from penstock.protocol.plan.plan import StageRange
 
 
 def adjust_partition(

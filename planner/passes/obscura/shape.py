@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.orders.timing import OrderTimes
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
-from penstock.planner.timing import OrderTimes
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.instructions import (
+from penstock.protocol.plan.instructions import (
     Backward,
     Forward,
     Keep,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from penstock.planner.layout import Order, OrderedInstruction
 from penstock.planner.passes.obscura.recompute import LOOKAHEAD
 from penstock.planner.passes.obscura.shape import StageOrder
-from penstock.protocol.instructions import SwapIn, SwapOut
+from penstock.protocol.plan.instructions import SwapIn, SwapOut
 
 _ROUNDING = 1e-9
 

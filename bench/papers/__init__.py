@@ -1,0 +1,3 @@
+"""The papers' numbers beside ours, computed anew: one module per paper, ``python -m
+bench.papers`` for the page in ``docs/``.
+"""

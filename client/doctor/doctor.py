@@ -1,0 +1,350 @@
+"""``penstock doctor``: what Penstock left or needs on this machine, and what may go.
+
+Looking changes nothing. Cleaning removes only what belongs to nobody alive: segments whose owner
+is dead and that no process maps, processes whose supervisor is gone, and, in a run directory that
+no process holds, half-written saves and a stale endpoint file. Memory with steps that are not saved
+goes only when that is asked for by name. Given a run directory, only what is of that run is looked
+at.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import platform
+import resource
+import shutil
+import signal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.client.doctor.placement import Machine, PlacementReport
+from penstock.client.watching.snapshots import saved_states
+from penstock.daemons.node.home import committed_version, original_of
+from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.process import start_ticks
+from penstock.shm.segment import SHM_ROOT, list_segments, unlink
+
+LAUNCH_MODULE = "penstock.client.launch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing on this machine. ``removable``: it belongs to nobody alive. ``loses``: what would
+    be lost with it, if anything.
+    """
+
+    kind: str
+    name: str
+    detail: str
+    removable: bool
+    loses: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything found, and facts about the machine."""
+
+    machine: dict[str, str]
+    placement: PlacementReport
+    findings: tuple[Finding, ...]
+    removed: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "machine": self.machine,
+            "placement": self.placement.to_dict(),
+            "findings": [asdict(finding) for finding in self.findings],
+            "removed": list(self.removed),
+            "kept": list(self.kept),
+        }
+
+    def to_text(self) -> str:
+        """For people."""
+        width = max(len(name) for name in self.machine)
+        lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
+        lines += ["", *self.placement.to_lines(), ""]
+        for finding in self.findings:
+            state = "may go" if finding.removable else "in use"
+            lines.append(f"{finding.kind}: {finding.name} ({state}): {finding.detail}")
+        if not self.findings:
+            lines.append("nothing of Penstock is on this machine")
+        lines += [f"removed {name}" for name in self.removed]
+        lines += [f"kept {name}" for name in self.kept]
+        if any(f.removable for f in self.findings) and not self.removed and not self.kept:
+            lines.append("penstock doctor --clean removes what may go")
+        return "\n".join(lines)
+
+
+def examine(run_dir: Path | None, config: Config | None = None) -> Report:
+    """Look at segments and processes, or at those of one run and its directory.
+
+    Cores are placed for ``config``, or for the one of the run directory.
+    """
+    config = config or _config_of(run_dir)
+    findings = [*_segments(run_dir), *_processes(run_dir)]
+    if run_dir is not None:
+        findings += _run_directory(run_dir)
+    return Report(
+        machine=machine_facts(),
+        placement=PlacementReport.of(Machine.probe(), config),
+        findings=tuple(findings),
+    )
+
+
+def _config_of(run_dir: Path | None) -> Config | None:
+    """The configuration of a run directory, if it has one that can be read: the doctor also looks
+    at damaged ones.
+    """
+    try:
+        return None if run_dir is None else RunDirectory(run_dir).config
+    except PenstockError:
+        return None
+
+
+def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Report:
+    """Remove what may go, what loses something only with ``force``; the same report with what was
+    removed and what was kept.
+    """
+    removed, kept = [], []
+    for finding in report.findings:
+        if not finding.removable:
+            continue
+        text = f"{finding.kind} {finding.name}: {finding.detail}"
+        if finding.loses and not force:
+            kept.append(f"{text}. With --force {finding.loses}")
+            continue
+        _REMOVERS[finding.kind](finding.name, run_dir)
+        removed.append(f"{text}. So {finding.loses}" if finding.loses else text)
+    return replace(report, removed=tuple(removed), kept=tuple(kept))
+
+
+def machine_facts() -> dict[str, str]:
+    """Python, native module, torch, and limits; torch is found but not imported."""
+    total = os.statvfs(SHM_ROOT)
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = memlock == resource.RLIM_INFINITY
+    return {
+        "python": platform.python_version(),
+        "native vectors": _vector_path(),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+        "CUDA devices": str(len(list(Path("/dev").glob("nvidia[0-9]*")))),
+        "CPU cores": str(len(os.sched_getaffinity(0))),
+        "/dev/shm": f"{human_bytes(total.f_bavail * total.f_frsize)} free of"
+        f" {human_bytes(total.f_blocks * total.f_frsize)}",
+        "memlock limit": "unlimited" if unlimited else human_bytes(memlock),
+    }
+
+
+def _vector_path() -> str:
+    if importlib.util.find_spec("penstock._native") is None:
+        return "the native module is not built"
+    from penstock import _native
+
+    return _native.vector_path()
+
+
+def _version(package: str) -> str:
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    return importlib.metadata.version(package)
+
+
+def _segments(run_dir: Path | None) -> Iterable[Finding]:
+    """Of all runs, or of the one in ``run_dir``."""
+    run_id = None if run_dir is None else _run_id(run_dir)
+    known: set[str] = set()
+    for entry in inventory():
+        known.update(entry.names)
+        if run_dir is None or entry.run_id == run_id:
+            yield _describe_segments(entry, run_dir)
+    for name in list_segments() if run_dir is None else ():
+        if name not in known:
+            yield Finding(
+                kind="unknown segment",
+                name=name,
+                detail="not named as Penstock names segments; left alone",
+                removable=False,
+            )
+
+
+def _run_id(run_dir: Path) -> str | None:
+    """Of a run directory, if it can be told: the doctor also looks at damaged ones."""
+    try:
+        return RunDirectory(run_dir).run_id
+    except PenstockError:
+        return None
+
+
+def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
+    """What a node of a run has in /dev/shm, and what would be lost with it."""
+    detail, loses, removable = "", "", not entry.in_use
+    pid = entry.owner.pid if entry.owner is not None else "unknown"
+    if any(_is_of_another_user(name) for name in entry.names):
+        detail, removable = "another user's", False
+    elif entry.in_use:
+        detail = f"owner pid {pid} alive or memory mapped"
+    elif run_dir is not None and (original := original_of(run_dir)) is not None:
+        detail, removable = f"belongs to {original}, of which {run_dir} is a copy", False
+    elif run_dir is not None and _is_held(run_dir):
+        detail, removable = f"owner pid {pid} dead, but processes hold the run directory", False
+    elif entry.owner is None:
+        detail = "creation was cut short: holds nothing"
+    elif (committed := committed_version(entry)) is None:
+        detail = f"owner pid {pid} dead, holds no model"
+    else:
+        saved = _saved_version(entry.run_id, run_dir)
+        known = "unknown (give --run-dir)" if saved is None else f"step {saved}" if saved else None
+        detail = (
+            f"owner pid {pid} dead, holds step {committed}; saved on disk: {known or 'nothing'}."
+            " Starting the run again continues from the memory"
+        )
+        loses = _losses(committed, saved)
+    return Finding(
+        kind="segments",
+        name=f"{entry.run_id}-{entry.node_name}",
+        detail=f"{human_bytes(entry.num_bytes)}, {detail}",
+        removable=removable,
+        loses=loses,
+    )
+
+
+def _losses(committed: int, saved: int | None) -> str:
+    """What is lost with memory at step ``committed``; ``saved`` None: what is saved is unknown."""
+    if saved is None:
+        return f"all steps up to {committed} that are not saved are lost" if committed else ""
+    if saved >= committed:
+        return ""
+    first = saved + 1
+    if first == committed:
+        return f"step {committed}, which is not saved, is lost"
+    return f"steps {first} to {committed}, which are not saved, are lost"
+
+
+def _is_of_another_user(segment: str) -> bool:
+    try:
+        return (SHM_ROOT / segment.lstrip("/")).stat().st_uid != os.getuid()
+    except FileNotFoundError:
+        return False  # removed since it was listed
+
+
+def _saved_version(run_id: str, run_dir: Path | None) -> int | None:
+    """The newest step on disk, 0 without one; None where the run's directory is not known."""
+    if run_dir is None or _run_id(run_dir) != run_id:
+        return None
+    saved = saved_states(run_dir)
+    return saved[-1].version if saved else 0
+
+
+def _processes(run_dir: Path | None) -> Iterable[Finding]:
+    """Of all runs, or of the one in ``run_dir``."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            owned = entry.stat().st_uid == os.getuid()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or not ours to see
+        if LAUNCH_MODULE not in words or not owned or not _is_about(words, run_dir):
+            continue
+        parent = words[words.index("--parent-pid") + 1]
+        orphan = start_ticks(int(parent)) is None and start_ticks(int(entry.name)) is not None
+        what = " ".join(words[words.index(LAUNCH_MODULE) + 1 :]).strip()
+        yield Finding(
+            kind="process",
+            name=entry.name,
+            detail=f"{what}; parent {parent} {'is gone' if orphan else 'lives'}",
+            removable=orphan,
+        )
+
+
+def _is_about(words: list[str], run_dir: Path | None) -> bool:
+    """Whether a command line is that of a child of a supervisor, of the run in ``run_dir``."""
+    options = dict(itertools.pairwise(words))
+    if not options.get("--parent-pid", "").isdigit():
+        return False
+    config = options.get("--config")
+    if run_dir is None or config is None:
+        return run_dir is None
+    return Path(config).parent.resolve() == run_dir.resolve()
+
+
+def _run_directory(run_dir: Path) -> Iterable[Finding]:
+    held = _is_held(run_dir)
+    for path in sorted((run_dir / "state").glob(".tmp-*")):
+        yield Finding(
+            kind="half-written save",
+            name=str(path),
+            detail="a saved state that was never completed",
+            removable=not held,
+        )
+    endpoint = run_dir / "endpoint.json"
+    if endpoint.exists():
+        detail = "of the active run" if held else "of a run that was killed"
+        yield Finding(kind="endpoint", name=str(endpoint), detail=detail, removable=not held)
+
+
+def _is_held(run_dir: Path) -> bool:
+    """Whether a training or a node has the run directory locked."""
+    for path in run_dir.glob(".lock*"):
+        if not path.is_file():
+            continue  # nothing of ours, so nobody holds it
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
+def _remove_segments(name: str, run_dir: Path | None) -> None:
+    for entry in inventory():
+        # Looked at again: it may have found an owner since.
+        if f"{entry.run_id}-{entry.node_name}" == name and not entry.in_use:
+            for segment in entry.names:
+                unlink(segment)
+
+
+def _remove_process(name: str, run_dir: Path | None) -> None:
+    try:
+        pidfd = os.pidfd_open(int(name))
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(pidfd)
+
+
+def _remove_directory(name: str, run_dir: Path | None) -> None:
+    if Path(name).is_dir():
+        shutil.rmtree(name)
+    else:  # a file where the directory of a save is due
+        Path(name).unlink(missing_ok=True)
+
+
+def _remove_file(name: str, run_dir: Path | None) -> None:
+    Path(name).unlink(missing_ok=True)
+
+
+_REMOVERS = {
+    "segments": _remove_segments,
+    "process": _remove_process,
+    "half-written save": _remove_directory,
+    "endpoint": _remove_file,
+}

@@ -1,0 +1,168 @@
+"""The placement section of ``penstock doctor``: what cores and memory there are, what a
+configuration gets of them, and what would make the machine faster.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.placement import place
+from penstock.shm.layout import PAGE_BYTES
+from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes
+from penstock.shm.segment import SHM_ROOT
+from penstock.shm.topology import Topology, format_cpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What placement depends on. ``memlock`` None: unlimited. ``huge_bytes``: shared memory of all
+    programs that lies in huge pages. ``binds``: whether pages can be put on NUMA nodes.
+    """
+
+    topology: Topology
+    allowed: frozenset[int]
+    huge_pages: HugePages
+    huge_bytes: int
+    memlock: int | None
+    num_gpus: int
+    numa_balancing: bool
+    binds: bool
+
+    @classmethod
+    def probe(cls) -> Machine:
+        """This machine, as this process may use it."""
+        topology = Topology.read()
+        memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        return cls(
+            topology=topology,
+            allowed=frozenset(os.sched_getaffinity(0)),
+            huge_pages=allowed_huge_pages(SHM_ROOT),
+            huge_bytes=_huge_shared_bytes(),
+            memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+            num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+            numa_balancing=_reads_one(Path("/proc/sys/kernel/numa_balancing")),
+            binds=_binds(min(topology.node_of.values())),
+        )
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether it matters where memory lies."""
+        return len(self.topology.nodes) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementReport:
+    """``cluster``: node of the configuration -> what it gets, or why nothing."""
+
+    machine: Machine
+    cluster: dict[str, dict[str, str]]
+
+    @classmethod
+    def of(cls, machine: Machine, config: Config | None) -> PlacementReport:
+        """All nodes of ``config`` are taken to be on the machine."""
+        if config is None:
+            return cls(machine=machine, cluster={})
+        nodes = enumerate(config.cluster.nodes)
+        return cls(
+            machine=machine,
+            cluster={node.name: _placed(config, index, machine) for index, node in nodes},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        machine = self.machine
+        return {
+            "numa_nodes": {str(node): cpus for node, cpus in self._numa_nodes()},
+            "physical_cores": len(machine.topology.cores(machine.allowed)),
+            "allowed_cpus": format_cpus(machine.allowed),
+            "huge_pages": machine.huge_pages.value,
+            "huge_bytes": machine.huge_bytes,
+            "memlock_bytes": machine.memlock,
+            "cluster": self.cluster,
+            "advice": list(self.advice()),
+        }
+
+    def to_lines(self) -> Iterator[str]:
+        """For people."""
+        machine = self.machine
+        yield "placement"
+        for node, cpus in self._numa_nodes():
+            yield f"  NUMA node {node}: {f'CPUs {cpus}' if cpus else 'memory only'}"
+        cores = len(machine.topology.cores(machine.allowed))
+        yield f"  usable: CPUs {format_cpus(machine.allowed)} on {cores} physical cores"
+        yield (
+            f"  huge pages behind /dev/shm: {machine.huge_pages.value}; shared memory in huge pages"
+            f" now: {human_bytes(machine.huge_bytes)}"
+        )
+        for name, found in self.cluster.items():
+            yield f"  node {name}: " + ", ".join(
+                f"{what.replace('_', ' ')} {which}" for what, which in found.items()
+            )
+        for advice in self.advice():
+            yield f"  advice: {advice}"
+
+    def advice(self) -> Iterator[str]:
+        """What to change, one line each."""
+        machine = self.machine
+        if machine.huge_pages is HugePages.NEVER:
+            yield (
+                "model state gets no huge pages; as root: mount -o remount,huge=advise /dev/shm"
+                " (and shmem_enabled in /sys/kernel/mm/transparent_hugepage not deny)"
+            )
+        if machine.num_gpus and machine.memlock is not None:
+            yield (
+                f"GPU workers register shared memory, and the memlock limit is"
+                f" {human_bytes(machine.memlock)}: ulimit -l unlimited, or LimitMEMLOCK=infinity"
+            )
+        if machine.several_nodes and not machine.binds:
+            yield (
+                "pages cannot be put on NUMA nodes here (mbind is refused): run the container with"
+                " CAP_SYS_NICE"
+            )
+        if machine.several_nodes and machine.numa_balancing:
+            yield (
+                "the kernel moves pages between NUMA nodes by its own guess, though they lie where"
+                " their threads are; as root: sysctl kernel.numa_balancing=0"
+            )
+
+    def _numa_nodes(self) -> Iterator[tuple[int, str]]:
+        topology = self.machine.topology
+        for node in topology.nodes:
+            yield node, format_cpus(c for c, where in topology.node_of.items() if where == node)
+
+
+def _placed(config: Config, node: int, machine: Machine) -> dict[str, str]:
+    try:
+        found = place(config, node, topology=machine.topology, allowed=machine.allowed)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return found.to_dict()
+
+
+def _huge_shared_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("ShmemHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _reads_one(path: Path) -> bool:
+    return path.exists() and path.read_text(encoding="ascii").strip() == "1"
+
+
+def _binds(node: int) -> bool:
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        try:
+            prefer_nodes(page, [NodeRange(offset=0, num_bytes=PAGE_BYTES, node=node)])
+        except OSError:
+            return False
+    return True

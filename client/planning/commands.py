@@ -1,0 +1,256 @@
+"""The planning commands: ``plan``, ``simulate``, ``profile`` and ``tune``.
+
+Each only reads its options; what they do is in :mod:`penstock.client.planning.configured` (a
+configuration), :mod:`penstock.client.planning.laboratory` (schemes and costs by name),
+:mod:`penstock.client.planning.profiling` and :mod:`penstock.client.planning.tuning`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+from penstock.client.cli import (
+    Command,
+    ConfigArgument,
+    JsonOption,
+    SetOption,
+    errors_explained,
+    load,
+    terminal_width,
+)
+from penstock.client.planning import options
+
+if TYPE_CHECKING:
+    from penstock.client.planning.configured import PlanReport
+    from penstock.client.planning.laboratory import LabReport
+
+
+def plan(
+    config: options.OptionalConfig = None,
+    settings: SetOption = None,
+    scheme: options.SchemeOption = None,
+    devices: options.DevicesOption = None,
+    micro_batches: options.MicroBatchesOption = None,
+    stages_per_device: options.StagesPerDeviceOption = None,
+    forward_stages: options.ForwardStagesOption = None,
+    backward_stages: options.BackwardStagesOption = None,
+    recompute: options.RecomputeOption = None,
+    recompute_after: options.RecomputeAfterOption = "gradient",
+    drop: options.DropOption = None,
+    passes: options.PassesOption = None,
+    costs: options.CostsOption = None,
+    memory: options.MemoryOption = None,
+    optimizer: options.OptimizerOption = "advance",
+    as_json: JsonOption = False,
+    show: options.ShowOption = None,
+    search: options.SearchOption = None,
+    svg: options.SvgOption = None,
+    png: options.PngOption = None,
+    out: options.PlanFileOption = None,
+    torch_csv: options.TorchOption = None,
+    _list_names: options.ListOption = False,
+) -> None:
+    """Show a schedule: its picture, times, bubbles, memory, and distance from the best possible.
+
+    Of a configuration (with the memory it needs and the machine has), or of a scheme by name.
+    """
+    with errors_explained():
+        from penstock.client.planning.configured import make_report
+        from penstock.client.planning.laboratory import Wish, make_lab_report
+        from penstock.client.planning.outputs import Outputs
+
+        outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
+        wish = Wish(
+            scheme=scheme,
+            num_devices=devices,
+            num_microbatches=micro_batches,
+            stages_per_device=stages_per_device,
+            forward_stages=forward_stages,
+            backward_stages=backward_stages,
+            recompute=options.recompute_mode(recompute),
+            recompute_after=options.recompute_after(recompute_after),
+            drop=options.names(drop),
+            passes=options.names(passes),
+            costs=costs,
+            optimizer=options.optimizer_name(optimizer),
+            memory_limit_bytes=options.size("--memory", memory),
+            search_s=search,
+        )
+        report: LabReport | PlanReport
+        if config is not None:
+            wish.require_nothing()
+            report = make_report(load(config, settings), options.profile_path(costs))
+        else:
+            options.require_configuration(settings)
+            report = make_lab_report(wish)
+        outputs.write(report.simulation, report.caption)
+        _print(report, as_json, show)
+
+
+def simulate(
+    plan_file: options.PlanArgument,
+    costs: options.CostsOption = None,
+    profile: options.ProfileOption = None,
+    passes: options.PassesOption = None,
+    memory: options.MemoryOption = None,
+    optimizer: options.OptimizerOption = "advance",
+    as_json: JsonOption = False,
+    show: options.ShowOption = None,
+    search: options.SearchOption = None,
+    svg: options.SvgOption = None,
+    png: options.PngOption = None,
+    out: options.PlanFileOption = None,
+    torch_csv: options.TorchOption = None,
+) -> None:
+    """Validate a plan, and show how long it takes and where it waits; passes can improve it."""
+    with errors_explained():
+        from penstock.client.planning.laboratory import Wish, make_simulation_report
+        from penstock.client.planning.outputs import Outputs
+
+        wish = Wish(
+            passes=options.names(passes),
+            costs=options.costs_text(costs, profile),
+            optimizer=options.optimizer_name(optimizer),
+            memory_limit_bytes=options.size("--memory", memory),
+            search_s=search,
+        )
+        report = make_simulation_report(plan_file, wish)
+        outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
+        outputs.write(report.simulation, report.caption)
+        _print(report, as_json, show)
+
+
+def profile(
+    config: ConfigArgument,
+    out: options.ProfileFileOption,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what a configuration's model takes on this machine."""
+    with errors_explained():
+        from rich.console import Console
+
+        from penstock.client.planning.profiling import measure, summary
+
+        console = Console(stderr=True)
+        with console.status("starting") as status:
+            found = measure(config, tuple(settings or ()), out, status.update)
+        if as_json:
+            typer.echo(out.read_text(encoding="utf-8"))
+        else:
+            typer.echo(summary(found, out))
+
+
+def tune(
+    config: options.OptionalConfig = None,
+    settings: SetOption = None,
+    model: options.ModelOption = None,
+    gpu: options.GpuOption = None,
+    devices: options.AllDevicesOption = None,
+    devices_per_node: options.DevicesPerNodeOption = 8,
+    global_batch: options.GlobalBatchOption = None,
+    sequence_length: options.SequenceLengthOption = 2048,
+    schemes: options.SchemesOption = None,
+    drop: options.TuneDropOption = None,
+    memory: options.MemoryOption = None,
+    host_memory: options.HostMemoryOption = None,
+    costs: options.CostsOption = None,
+    optimizer: options.OptimizerOption = "advance",
+    everything: options.EverythingOption = False,
+    keep: options.KeepOption = 20,
+    as_json: JsonOption = False,
+    out: options.FragmentOption = None,
+) -> None:
+    """Find the fastest schedule that fits: scheme, stages, micro-batch size, recomputation, passes.
+
+    Of a configuration (what train can run; --all for more), or of a model and GPUs by name.
+    """
+    with errors_explained():
+        from rich.console import Console
+
+        from penstock.client.planning.tuning import TuneWish, search, to_json, write_fragment
+
+        wish = TuneWish(
+            model=model,
+            gpu=gpu,
+            num_devices=devices,
+            devices_per_node=devices_per_node,
+            global_batch=global_batch,
+            sequence_length=sequence_length,
+            schemes=options.names(schemes),
+            drop=options.names(drop),
+            device_bytes=options.size("--memory", memory),
+            host_bytes=options.size("--host-memory", host_memory),
+            profile=options.profile_path(costs),
+            optimizer=options.optimizer_name(optimizer),
+            everything=everything,
+            keep=keep,
+        )
+        loaded = None if config is None else load(config, settings)
+        report = search(loaded, wish, Console(stderr=True))
+        write_fragment(report, out)
+        if as_json:
+            typer.echo(to_json(report))
+        else:
+            report.show(Console(width=max(120, terminal_width())))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command(cls=Command, epilog=_PLAN_EXAMPLES)(plan)
+    app.command(epilog=_SIMULATE_EXAMPLES)(simulate)
+    app.command(cls=Command, epilog=_PROFILE_EXAMPLES)(profile)
+    app.command(cls=Command, epilog=_TUNE_EXAMPLES)(tune)
+
+
+_PLAN_EXAMPLES = """\b
+Examples:
+  penstock plan --list
+  penstock plan --scheme 1f1b --devices 4 --micro-batches 8
+  penstock plan --scheme chimera --devices 4 --micro-batches 4 --png chimera.png
+  penstock plan --scheme hanayo --devices 4 --micro-batches 8 --search 10
+  penstock plan --scheme 1f1b --recompute full --passes mario --devices 8
+      --costs analytic:A100-40:llama2-7b --memory 40G
+  penstock plan --scheme spipe --forward-stages 8 --backward-stages 16
+      --micro-batches 4 --costs unit:f=1,b=1,r=1 --json
+  penstock plan examples/tiny.yaml --set schedule.scheme=1f1b --svg plan.svg
+
+Starts nothing and keeps nothing but the files asked for. An unknown GPU or model
+in --costs lists those that are known."""
+
+_SIMULATE_EXAMPLES = """\b
+Examples:
+  penstock plan --scheme zb-h1 --devices 4 --micro-batches 8 --out plan.json
+  penstock simulate plan.json --costs unit:f=1,p1=1,p2=0.5 --svg plan.svg
+  penstock simulate runs/tiny/plan.json --profile p.json --json
+  penstock simulate actions.csv --passes 2bp --out better.json"""
+
+_PROFILE_EXAMPLES = """\b
+Examples:
+  penstock profile examples/tiny.yaml --out p.json
+  penstock plan examples/tiny.yaml --costs p.json
+  penstock tune examples/tiny.yaml --costs p.json
+
+Runs each kind of block, the copies, and the optimizer's passes, one after the
+other: let the machine be idle meanwhile. Nothing is trained."""
+
+_TUNE_EXAMPLES = """\b
+Examples:
+  penstock tune examples/tiny.yaml --out fragment.yaml
+  penstock tune --model llama2-7b --gpu A100-40 --devices 8 --global-batch 64
+  penstock tune --model gpt3-13b --gpu V100-32 --devices 4 --global-batch 16
+      --memory 32G --host-memory 500G --schemes mobius,spipe --json
+
+Simulates a grid and leaves out early what cannot fit or cannot be faster than the
+table's last row. Then tries passes on the best of it."""
+
+
+def _print(report: LabReport | PlanReport, as_json: bool, show: str | None) -> None:
+    instructions = options.shows_instructions(show)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict()))
+    else:
+        typer.echo(report.to_text(terminal_width(), instructions=instructions))

@@ -1,0 +1,135 @@
+"""``penstock plan``: what a configuration would do, without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.client.planning.outputs import blocks_text, heading, stages_text
+from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
+from penstock.daemons.node.preparing.prepare import Prospect, look_ahead, table_of, with_schedule
+from penstock.planner.memory.table import MemoryRow
+from penstock.planner.render import Caption, timeline
+from penstock.planner.simulate import Simulation
+from penstock.planner.tuning.auto import config_terms
+from penstock.planner.tuning.trial import try_plan
+from penstock.planner.validate.check import program_grid
+from penstock.protocol.config.schema import Config
+from penstock.protocol.plan.placement import check_cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The plan of a configuration, how long an attempt takes, and what memory it needs."""
+
+    prospect: Prospect
+    simulation: Simulation
+    measured: bool
+    emulated: bool = False
+    choice: str = ""
+    """What ``schedule: auto`` came to."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        plan = self.prospect.plan
+        return {
+            "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
+            "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
+            "parameters": self.prospect.table.num_parameters,
+            **({"choice": self.choice} if self.choice else {}),
+            **self.simulation.summary(),
+            "memory": [
+                {
+                    "place": row.place,
+                    "resource": row.resource.value,
+                    "use": row.use,
+                    "bytes": row.num_bytes,
+                }
+                for row in self.prospect.rows
+            ],
+            "needs": [
+                {
+                    "place": need.place,
+                    "what": need.what,
+                    "needed_bytes": need.needed,
+                    "there_bytes": need.there,
+                    "short": need.short,
+                }
+                for need in self.prospect.needs
+            ],
+        }
+
+    @property
+    def caption(self) -> Caption:
+        """For pictures."""
+        return Caption(heading=heading(self.prospect.plan))
+
+    @property
+    def _rates(self) -> str:
+        if self.measured:
+            return "with measured costs"
+        if self.emulated:
+            return "with the costs of the emulated cluster"
+        return "default rates, not measured on this machine"
+
+    def to_text(self, width: int, *, instructions: bool) -> str:
+        """For people: stages, schedule picture, times, memory."""
+        plan, simulation = self.prospect.plan, self.simulation
+        return "\n".join(
+            (
+                *((self.choice, "") if self.choice else ()),
+                f"{plan.scheme}: {plan.num_devices} devices, {plan.num_microbatches} micro-batches,"
+                f" {self.prospect.table.num_parameters:,} parameters in {plan.num_blocks} blocks",
+                f"forward stages   {stages_text(plan.forward_stages)}",
+                f"backward stages  {stages_text(plan.backward_stages)}",
+                f"settled early    {blocks_text(plan.settled_early)}",
+                "",
+                timeline(simulation, width=max(20, width - 16)).rstrip(),
+                "",
+                f"simulated ({self._rates}): one step takes"
+                f" {simulation.makespan_s:.3f} s; bubbles {simulation.bubble_ratio:.1%};"
+                f" optimizer tail {simulation.optimizer_tail_s:.3f} s; computing takes"
+                f" {simulation.pipeline_s:.3f} s, in no order less than"
+                f" {simulation.lower_bound_s:.3f} s",
+                "",
+                _rows(self.prospect.rows),
+                "",
+                render_needs(self.prospect.needs),
+                *(("", program_grid(plan.programs).rstrip()) if instructions else ()),
+            )
+        )
+
+
+def make_report(config: Config, profile: Path | None = None) -> PlanReport:
+    """Plan, simulate (with measured costs if there is a profile), and add up memory.
+
+    Raises:
+        ConfigError: the configuration has no plan, the profile is of another model, or
+            ``optimizer.cores`` are not there.
+        CapacityError: ``schedule: auto`` found nothing that fits.
+    """
+    check_cores(config)
+    if profile is not None:
+        schedule = config.schedule.model_copy(update={"profile": profile})
+        config = config.model_copy(update={"schedule": schedule})
+    table, said = table_of(config), list[str]()
+    config = with_schedule(config, table, None, said.append)
+    prospect = look_ahead(config, table, run_id=None)
+    return PlanReport(
+        prospect=prospect,
+        simulation=try_plan(prospect.plan, config_terms(config, prospect.table)),
+        measured=config.schedule.profile is not None,
+        emulated=config.cluster.emulated is not None,
+        choice="".join(said[-1:]),
+    )
+
+
+def _rows(rows: Sequence[MemoryRow]) -> str:
+    lines = [f"{'where':<12} {'memory':<8} {'use':<18} {'needed':>10}"]
+    lines += [
+        f"{row.place:<12} {row.resource.value:<8} {row.use:<18} {human_bytes(row.num_bytes):>10}"
+        for row in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,309 @@
+"""Options of the planning commands: what they are called, and what their values mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, cast, get_args
+
+import typer
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.instructions import RecomputeAfter
+
+RecomputeMode = Literal["none", "full", "selective"]
+
+OptionalConfig = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration; without one give --scheme."),
+]
+PlanArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLAN.json|ACTIONS.csv",
+        help="What plan --out or --torch-csv has written, or torch itself.",
+    ),
+]
+
+
+def _small(text: str | None) -> str | None:
+    """Names of schemes are written small; people write 1F1B."""
+    return None if text is None else text.lower()
+
+
+SchemeOption = Annotated[
+    str | None,
+    typer.Option("--scheme", metavar="NAME", callback=_small, help="Scheme; --list shows them."),
+]
+DevicesOption = Annotated[
+    int | None, typer.Option("--devices", metavar="P", min=1, help="Devices (default 4).")
+]
+MicroBatchesOption = Annotated[
+    int | None,
+    typer.Option("--micro-batches", metavar="M", min=1, help="Micro-batches (default 2 P)."),
+]
+StagesPerDeviceOption = Annotated[
+    int | None,
+    typer.Option(
+        "--stages-per-device", metavar="V", min=1, help="Forward stages of a route on each device."
+    ),
+]
+ForwardStagesOption = Annotated[
+    int | None,
+    typer.Option("--forward-stages", metavar="F", min=1, help="Forward stages of a route, in all."),
+]
+BackwardStagesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--backward-stages", metavar="B", min=1, help="Backward stages of a route, in all."
+    ),
+]
+RecomputeOption = Annotated[
+    str | None, typer.Option("--recompute", metavar="MODE", help="none, full or selective.")
+]
+RecomputeAfterOption = Annotated[
+    str,
+    typer.Option(
+        "--recompute-after",
+        metavar="WHAT",
+        help="When a recomputation may start: with the gradient, as the papers' baselines do, or"
+        " as soon as its checkpoint is there.",
+    ),
+]
+DropOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drop",
+        metavar="OPS",
+        help="What selective recomputation makes again: operators, or sets of them (cmb, mlp,"
+        " attention, core), separated by commas.",
+    ),
+]
+PassesOption = Annotated[
+    str | None,
+    typer.Option("--passes", metavar="A,B,…", help="Passes to apply, in order; --list shows them."),
+]
+CostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="COSTS",
+        help="unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] of a forward stage (b is p1+p2; the default), or"
+        " analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…], or a profile.json.",
+    ),
+]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="p.json", help="Measured costs; the same as --costs p.json."),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Memory limit of one device, such as 40G."),
+]
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="KIND",
+        help="CPU optimizer: advance, preview-settle, in-place or synchronous.",
+    ),
+]
+ShowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--show", metavar="instructions", help="Print the instructions of all devices, too."
+    ),
+]
+SearchOption = Annotated[
+    float | None,
+    typer.Option(
+        "--search",
+        metavar="SECONDS",
+        min=0.001,
+        help="Search so long for the best order of this work, and say how far this one is from it.",
+    ),
+]
+SvgOption = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture as SVG.")
+]
+PngOption = Annotated[
+    Path | None, typer.Option("--png", metavar="FILE", help="Write a picture as PNG.")
+]
+PlanFileOption = Annotated[
+    Path | None, typer.Option("--out", metavar="plan.json", help="Write the plan.")
+]
+TorchOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--torch-csv",
+        metavar="FILE",
+        help="Write the order as action text of torch.distributed.pipelining.",
+    ),
+]
+
+
+def _list_names(wanted: bool) -> None:
+    if wanted:
+        from penstock.client.planning.laboratory import names_known
+
+        typer.echo(names_known())
+        raise typer.Exit
+
+
+ListOption = Annotated[
+    bool,
+    typer.Option(
+        "--list", help="List schemes and passes, and stop.", callback=_list_names, is_eager=True
+    ),
+]
+
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="A named model, such as llama2-7b.")
+]
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", metavar="GPU", help="A named GPU, such as A100-40.")
+]
+AllDevicesOption = Annotated[
+    int | None, typer.Option("--devices", metavar="N", min=1, help="Devices, of all replicas.")
+]
+DevicesPerNodeOption = Annotated[
+    int, typer.Option("--devices-per-node", metavar="K", min=1, help="Devices in a node.")
+]
+GlobalBatchOption = Annotated[
+    int | None, typer.Option("--global-batch", metavar="G", min=1, help="Sequences a step.")
+]
+SequenceLengthOption = Annotated[
+    int, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sequence.")
+]
+SchemesOption = Annotated[
+    str | None,
+    typer.Option("--schemes", metavar="A,B,…", callback=_small, help="Only these schemes."),
+]
+TuneDropOption = Annotated[
+    str | None,
+    typer.Option("--drop", metavar="SETS", help="Try selective recomputation of these sets, too."),
+]
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option("--host-memory", metavar="SIZE", help="Memory limit of one node, such as 500G."),
+]
+EverythingOption = Annotated[
+    bool, typer.Option("--all", help="Of a configuration: also what train cannot run yet.")
+]
+KeepOption = Annotated[
+    int, typer.Option("--keep", metavar="COUNT", min=1, help="Rows of the table.")
+]
+FragmentOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="fragment.yaml", help="Write the winner's configuration."),
+]
+ProfileFileOption = Annotated[
+    Path, typer.Option("--out", metavar="p.json", help="Where the profile goes.")
+]
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """``a,b,c``; empty where nothing was given."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def require_configuration(settings: list[str] | None) -> None:
+    """``--set`` needs a configuration to change.
+
+    Raises:
+        ConfigError: it was given without one.
+    """
+    if settings:
+        raise ConfigError("--set changes a configuration; without one there are options")
+
+
+def recompute_mode(text: str | None) -> RecomputeMode | None:
+    """The value of ``--recompute``.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+    accepted = get_args(RecomputeMode)
+    if text is not None and text not in accepted:
+        raise ConfigError(f"--recompute {text!r}: accepted: {', '.join(accepted)}")
+    return cast(RecomputeMode | None, text)
+
+
+def recompute_after(text: str) -> RecomputeAfter:
+    """The value of ``--recompute-after``.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        return RecomputeAfter(text)
+    except ValueError as error:
+        accepted = ", ".join(RecomputeAfter)
+        raise ConfigError(f"--recompute-after {text!r}: accepted: {accepted}") from error
+
+
+def size(option: str, text: str | None) -> int | None:
+    """Bytes from ``40G``.
+
+    Raises:
+        ConfigError: no size.
+    """
+    from penstock.protocol.config.values import parse_size
+
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from error
+
+
+def optimizer_name(text: str) -> str:
+    """The value of ``--optimizer``.
+
+    Raises:
+        ConfigError: no such optimizer.
+    """
+    from penstock.planner.tuning.trial import OPTIMIZERS
+
+    if text not in OPTIMIZERS:
+        raise ConfigError(f"--optimizer {text!r}: accepted: {', '.join(OPTIMIZERS)}")
+    return text
+
+
+def shows_instructions(show: str | None) -> bool:
+    """Whether ``--show`` asks for them.
+
+    Raises:
+        ConfigError: it asks for something else.
+    """
+    if show not in (None, "instructions"):
+        raise ConfigError(f"--show {show!r}: accepted is instructions")
+    return show is not None
+
+
+def profile_path(costs: str | None) -> Path | None:
+    """The profile that ``--costs`` names beside a configuration.
+
+    Raises:
+        ConfigError: other costs, which a configuration's model does not go with.
+    """
+    if costs is None:
+        return None
+    if not costs.endswith(".json"):
+        raise ConfigError(
+            f"--costs {costs!r}: with a configuration accepted is a profile.json (penstock profile"
+            " makes it)"
+        )
+    return Path(costs)
+
+
+def costs_text(costs: str | None, profile: Path | None) -> str:
+    """The value of ``--costs`` or ``--profile``, of which one may be given.
+
+    Raises:
+        ConfigError: both are.
+    """
+    if costs is not None and profile is not None:
+        raise ConfigError("--profile and --costs: give one of them")
+    return str(profile) if profile is not None else costs or "unit"

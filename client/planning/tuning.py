@@ -1,0 +1,403 @@
+"""``penstock tune``: the grid of a configuration, or of a model and a cluster by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from penstock.client.planning.laboratory import options_named
+from penstock.client.planning.outputs import write_file
+from penstock.daemons.node.preparing.prepare import table_of
+from penstock.planner.cost.prices import config_prices, optimizer_of
+from penstock.planner.cost.sources import AnalyticSource, Prices
+from penstock.planner.render.units import SECONDS, format_bytes
+from penstock.planner.schemes import SCHEMES, RecomputeMode
+from penstock.planner.settling import settle_as_configured
+from penstock.planner.tuning.auto import settler_of, trainable_plan, trainable_schemes
+from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
+from penstock.planner.tuning.trial import OPTIMIZERS, Terms, operators_named
+from penstock.planner.tuning.tune import Limits, Outcome, Planner, Pricer, Search, fragment
+from penstock.protocol.config.schema import Config, ScheduleConfig, parse_config
+from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.plan.executable import check_executable
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.names import storage
+from penstock.shm.table import BlockTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneWish:
+    """The options of ``penstock tune``; ``None`` where not given."""
+
+    model: str | None = None
+    gpu: str | None = None
+    num_devices: int | None = None
+    devices_per_node: int = 8
+    global_batch: int | None = None
+    sequence_length: int = 2048
+    schemes: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    device_bytes: float | None = None
+    host_bytes: float | None = None
+    profile: Path | None = None
+    optimizer: str = "advance"
+    everything: bool = False
+    keep: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneReport:
+    """The best candidates, and what they are candidates for."""
+
+    what: str
+    num_candidates: int
+    outcomes: tuple[Outcome, ...]
+    left_out: dict[str, int]
+    fragment: dict[str, Any]
+    trainable: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "what": self.what,
+            "candidates": self.num_candidates,
+            "left_out": self.left_out,
+            "outcomes": [_outcome_dict(outcome) for outcome in self.outcomes],
+            "fragment": self.fragment,
+            "trainable": self.trainable,
+        }
+
+    def fragment_yaml(self) -> str:
+        """The winner as part of a configuration, with a line of comment."""
+        best = self.outcomes[0]
+        note = "" if self.trainable else " (penstock train cannot run all of this yet)"
+        return (
+            f"# penstock tune: {self.what}; simulated {SECONDS.format(best.step_s)} a step{note}\n"
+            + yaml.safe_dump(self.fragment, sort_keys=False)
+        )
+
+    def show(self, console: Console) -> None:
+        """A table of the best, then the winner's configuration."""
+        console.print(f"{self.what}: {self.num_candidates} candidates", highlight=False)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        if reasons:
+            console.print(f"left out: {reasons}", highlight=False)
+        console.print(_table(self.outcomes))
+        console.print("the fastest, as part of a configuration:", highlight=False)
+        console.print(self.fragment_yaml(), highlight=False, markup=False, soft_wrap=True)
+
+
+def search(config: Config | None, settings: TuneWish, console: Console) -> TuneReport:
+    """Search for a configuration, or else for what the options name; progress on ``console``.
+
+    Raises:
+        ConfigError: impossible configuration or options.
+        CapacityError: nothing fits; says what was in the way.
+    """
+    if config is None:
+        return tune_names(settings, console)
+    return tune_config(config, settings, console)
+
+
+def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneReport:
+    """The best schedules of a configuration: by default those that ``train`` can run.
+
+    Raises:
+        ConfigError: impossible model or profile.
+        CapacityError: nothing fits; says what was in the way.
+    """
+    table = table_of(config)
+    runs = not settings.everything
+    if settings.device_bytes is not None:
+        config = with_fragment(config, _memory_fragment(settings.device_bytes))
+    space = Space(
+        num_devices=config.num_workers,
+        global_batch=config.train.global_batch,
+        num_blocks=len(table.blocks),
+        schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
+        pass_sets=known_pass_sets(),
+    )
+    advances = settings.optimizer == "advance"
+    optimizer = optimizer_of(config) if advances else OPTIMIZERS[settings.optimizer]
+    limits = Limits(
+        device_bytes=_limit(None, config.memory.device_limit),
+        host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
+        keep=settings.keep,
+    )
+    tried = Search(
+        pricer=lambda size: config_prices(config, table, settings.profile, size),
+        limits=limits,
+        planner=_config_planner(config, table) if runs else None,
+        storage=lambda plan: storage(config, settle_as_configured(config, table, plan)),
+        optimizer=optimizer,
+        stops_early=True,
+        settler=settler_of(config, optimizer) if advances else None,
+    )
+    _run(tried, space, console)
+    what = (
+        f"{config.run.name} on {space.num_devices} workers, {space.global_batch} sequences a step,"
+        f" {'what train runs (--all: everything)' if runs else 'every scheme'}"
+    )
+    report = _report(tried, space, what, trainable=runs)
+    if settings.device_bytes is None:
+        return report
+    limit = _memory_fragment(settings.device_bytes)
+    return replace(report, fragment={**report.fragment, **limit})
+
+
+def _memory_fragment(device_bytes: float) -> dict[str, Any]:
+    return {"memory": {"device_limit": int(device_bytes)}}
+
+
+def _config_planner(config: Config, table: BlockTable) -> Planner:
+    """Plans as ``train`` makes them, refused as ``train`` refuses them."""
+
+    def planner(candidate: Candidate, terms: Terms) -> Plan:
+        return trainable_plan(with_fragment(config, fragment(candidate)), table, terms.prices)
+
+    return planner
+
+
+def _is_accepted(schedule: dict[str, Any]) -> bool:
+    try:
+        ScheduleConfig.model_validate(schedule)
+    except ValidationError:
+        return False
+    return True
+
+
+def tune_names(settings: TuneWish, console: Console) -> TuneReport:
+    """The best schedules of a named model on named GPUs.
+
+    Raises:
+        ConfigError: an option is missing or impossible.
+        CapacityError: nothing fits; says what was in the way.
+    """
+    source, num_devices, global_batch = _named(settings)
+    prices = source.price(forward_stages=1, backward_stages=1, num_devices=num_devices)
+    recomputations: list[tuple[RecomputeMode, tuple[str, ...]]] = [("none", ()), ("full", ())]
+    recomputations += [
+        ("selective", operators_named((name,), prices.costs)) for name in settings.drop
+    ]
+    space = Space(
+        num_devices=num_devices,
+        global_batch=global_batch,
+        num_blocks=len(prices.costs.blocks),
+        schemes=_schemes(settings.schemes or tuple(SCHEMES)),
+        recomputations=tuple(recomputations),
+        pass_sets=known_pass_sets(),
+    )
+    cluster = prices.cluster
+    limits = Limits(
+        device_bytes=_limit(settings.device_bytes, cluster.device_memory_bytes),
+        host_bytes=_limit(settings.host_bytes, cluster.host_memory_bytes),
+        keep=settings.keep,
+    )
+    tried = Search(
+        pricer=_analytic_pricer(source, num_devices),
+        limits=limits,
+        optimizer=OPTIMIZERS[settings.optimizer],
+    )
+    _run(tried, space, console)
+    what = (
+        f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
+        f" {settings.sequence_length} tokens a step"
+    )
+    report = _report(tried, space, what, trainable=_is_trainable(tried, cluster.devices_per_node))
+    return replace(report, fragment=_with_cluster(report.fragment, settings, space))
+
+
+def _analytic_pricer(source: AnalyticSource, num_devices: int) -> Pricer:
+    def pricer(micro_batch: int) -> Prices:
+        sized = replace(source, micro_batch=micro_batch)
+        return sized.price(forward_stages=1, backward_stages=1, num_devices=num_devices)
+
+    return pricer
+
+
+def _named(settings: TuneWish) -> tuple[AnalyticSource, int, int]:
+    """The model and cluster that the options name."""
+    for option, value in (
+        ("--model", settings.model),
+        ("--gpu", settings.gpu),
+        ("--devices", settings.num_devices),
+        ("--global-batch", settings.global_batch),
+    ):
+        if value is None:
+            raise ConfigError(
+                f"{option}: is missing; give a configuration (penstock tune examples/tiny.yaml), or"
+                " --model, --gpu, --devices and --global-batch"
+            )
+    assert settings.model and settings.gpu and settings.num_devices and settings.global_batch
+    source = AnalyticSource(
+        gpu=settings.gpu,
+        model=settings.model,
+        sequence_length=settings.sequence_length,
+        devices_per_node=settings.devices_per_node,
+    )
+    return source, settings.num_devices, settings.global_batch
+
+
+def _schemes(names: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in names if name not in SCHEMES]
+    if unknown:
+        raise ConfigError(
+            f"--schemes: unknown scheme {unknown[0]!r}; accepted: {', '.join(SCHEMES)}"
+        )
+    return names
+
+
+def _limit(given: float | None, otherwise: float | None) -> float:
+    return given if given is not None else otherwise if otherwise is not None else inf
+
+
+def _is_trainable(tried: Search, devices_per_node: int) -> bool:
+    """Whether ``train`` can run the winner."""
+    if tried.best is None:
+        return False
+    try:
+        check_executable(tried.best.plan, devices_per_node=devices_per_node)
+    except ConfigError:
+        return False
+    return _is_accepted(fragment(tried.best.candidate)["schedule"])
+
+
+def _with_cluster(parts: dict[str, Any], settings: TuneWish, space: Space) -> dict[str, Any]:
+    """A fragment that says batch and machines, too, because no configuration does."""
+    per_node = min(settings.devices_per_node, space.num_devices)
+    cluster: dict[str, Any] = {"device": "cuda", "workers": per_node}
+    if space.num_devices > per_node:
+        count = -(-space.num_devices // per_node)
+        cluster["nodes"] = [{"name": f"node{index}"} for index in range(count)]
+    train = {"global_batch": space.global_batch, **parts["train"]}
+    return {**parts, "train": train, "cluster": cluster}
+
+
+def _run(tried: Search, space: Space, console: Console) -> None:
+    with _progress(console) as advance, options_named():
+        tried.run(space, advance)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere."""
+    columns = (
+        TextColumn("{task.completed}/{task.total}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+
+        def advance(done: int, total: int, best: Outcome | None) -> None:
+            described = "" if best is None else f"best {SECONDS.format(best.step_s)}"
+            progress.update(task, completed=done, total=total, description=described)
+
+        yield advance
+
+
+def _report(tried: Search, space: Space, what: str, *, trainable: bool) -> TuneReport:
+    if tried.best is None:
+        reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(tried.left_out.items()))
+        raise CapacityError(
+            f"{what}: no schedule fits (left out: {reasons or 'there are no candidates'}); use more"
+            " devices, more memory (--memory, --host-memory), a smaller --global-batch, or --all"
+        )
+    return TuneReport(
+        what=what,
+        num_candidates=tried.num_tried,
+        outcomes=tuple(tried.outcomes),
+        left_out=dict(tried.left_out),
+        fragment=fragment(tried.best.candidate),
+        trainable=trainable,
+    )
+
+
+def with_fragment(config: Config, parts: dict[str, Any]) -> Config:
+    """A configuration with a fragment put over it, read anew.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    data = config.model_dump(mode="json")
+    for section, values in parts.items():
+        data[section] = {**data[section], **values}
+    data["schedule"] |= {"file": None, "asked": None}
+    return parse_config(data, source="fragment")
+
+
+def write_fragment(report: TuneReport, path: Path | None) -> None:
+    """Write the winner's configuration.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is not None:
+        write_file(path, report.fragment_yaml().encode())
+
+
+def to_json(report: TuneReport) -> str:
+    """The report for programs."""
+    return json.dumps(report.to_dict(), indent=1)
+
+
+def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
+    candidate = outcome.candidate
+    return {
+        "scheme": candidate.scheme,
+        "pipeline_devices": candidate.num_devices,
+        "replicas": candidate.replicas,
+        "micro_batch": candidate.micro_batch,
+        "micro_batches": candidate.num_microbatches,
+        "forward_stages": candidate.forward_stages,
+        "backward_stages": candidate.backward_stages,
+        "recompute": candidate.recompute,
+        "drop": list(candidate.drop),
+        "passes": list(candidate.passes),
+        "step_seconds": outcome.step_s,
+        "bubble_ratio": outcome.bubble_ratio,
+        "optimizer_tail_seconds": outcome.optimizer_tail_s,
+        "device_bytes": outcome.device_bytes,
+        "host_bytes": outcome.host_bytes,
+    }
+
+
+def _table(outcomes: tuple[Outcome, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", justify="right")
+    for name in ("scheme", "PPxDP", "stages", "batches", "recompute", "passes"):
+        table.add_column(name, no_wrap=name not in ("passes", "recompute"))
+    for name in ("step", "bubbles", "tail", "device", "host"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, outcome in enumerate(outcomes, start=1):
+        candidate = outcome.candidate
+        stages = (candidate.forward_stages, candidate.backward_stages)
+        table.add_row(
+            str(number),
+            candidate.scheme,
+            f"{candidate.num_devices}x{candidate.replicas}",
+            "/".join(map(str, dict.fromkeys(stages))),
+            f"{candidate.num_microbatches} of {candidate.micro_batch}",
+            ", ".join((candidate.recompute, *candidate.drop)),
+            ", ".join(candidate.passes),
+            SECONDS.format(outcome.step_s, digits=3),
+            f"{outcome.bubble_ratio:.1%}",
+            SECONDS.format(outcome.optimizer_tail_s, digits=3),
+            format_bytes(outcome.device_bytes),
+            format_bytes(outcome.host_bytes),
+        )
+    return table

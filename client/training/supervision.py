@@ -1,0 +1,175 @@
+"""``penstock train`` beside its nodes: passes stops on, replaces nodes that die, and waits."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from penstock.client.training.nodes import Interruptions, NodeProcess
+from penstock.client.watching.display import Display
+from penstock.client.watching.snapshots import Observer
+from penstock.daemons.node.effects import remove_endpoint
+from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ExitCode, PenstockError, failure_code
+from penstock.protocol.run.ended import RunEnd, forget_end
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import Grace, Patience, Stillness
+
+LOOK_INTERVAL_S = 0.5
+LINGER_S = 90.0
+"""How long the other nodes may take to end after one has."""
+DEATH_WAIT_S = 20.0
+"""How long children of a killed node may take to die: the kernel gives their memory back first."""
+
+
+class Supervision:
+    """The nodes of one embedded run, from their start to their end; :meth:`close` in any case."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        display: Display,
+        observer: Observer,
+        interruptions: Interruptions,
+        grace: Grace,
+    ) -> None:
+        self._run_dir = run_dir
+        self._display = display
+        self._observer = observer
+        self._interruptions = interruptions
+        self._grace = grace
+        self._names = [node.name for node in config.cluster.nodes]
+        self._max_restarts = config.cluster.max_restarts
+        self._nodes: list[NodeProcess] = []
+        self._stillness = Stillness(config.cluster.heartbeat_timeout_s)
+        self._end: RunEnd | None = None
+        self._stopping = False
+        self._killed = False
+        self._give_up_s: float | None = None
+        self._linger_until_s: float | None = None
+
+    def run(self) -> int:
+        """Start all nodes; until they have ended. Their common exit code (:func:`exit_code`)."""
+        for name in self._names:
+            self._nodes.append(NodeProcess(self._run_dir, name, self._max_restarts))
+        while True:
+            seen = self._interruptions.state
+            self._obey()
+            self._end = RunEnd.read(self._run_dir)
+            self._kill_stopped()
+            codes = [node.poll(replace=self._replaces) for node in self._nodes]
+            ended = [code for code in codes if code is not None]
+            if len(ended) == len(self._nodes):
+                return exit_code(self._without_stragglers(ended), interrupted=self._stopping)
+            if ended:
+                self._linger(ended)
+            self._display.show(self._observer.look())
+            self._doze(seen)
+
+    def close(self) -> None:
+        """Kill what is left, wait until it is dead with all its children, and tidy up after it."""
+        for node in self._nodes:
+            node.kill()
+        end, run_id = RunEnd.read(self._run_dir), RunDirectory(self._run_dir).run_id
+        remove = remove_empty_memory if end is None or end.keep_memory else remove_memory
+        for name in self._names:
+            try:
+                path = node_lock_path(self._run_dir, name)
+                RunLock.acquire(path, wait_s=DEATH_WAIT_S).release()
+            except PenstockError as error:
+                self._display.say(str(error))
+            remove(run_id, name)
+        remove_endpoint(self._run_dir)
+        forget_end(self._run_dir)  # all have heard of it
+
+    @property
+    def _replaces(self) -> bool:
+        """Whether nodes that are killed are started anew: also while a stop is under way, since the
+        scheduler needs them all to save; not when the run is over.
+        """
+        return not self._killed and self._linger_until_s is None and self._end is None
+
+    def _obey(self) -> None:
+        """Act on signals that came, and on the end of the time that a stop may take."""
+        asked_s, now_s = self._interruptions.asked_s, time.monotonic()
+        if asked_s is not None and not self._stopping:
+            self._stopping = True
+            within_s = self._grace.left_s(time.time())
+            if within_s is not None:
+                self._give_up_s = Patience.TRAIN.give_up_s(asked_s, within_s)
+            self._display.say(
+                "stopping: finishing the step under way and saving (Ctrl-C again: kill)"
+            )
+            # The first node hosts the scheduler, which stops everyone.
+            self._nodes[0].stop()
+        if self._killed:
+            return
+        if self._interruptions.insisted:
+            self._kill("killing all processes")
+        elif self._give_up_s is not None and now_s >= self._give_up_s:
+            self._kill("the time for stopping is over: killing all processes")
+
+    def _kill(self, why: str) -> None:
+        """All nodes; their children die with them."""
+        self._killed = True
+        self._display.say(f"{why}; the run's memory is kept, the same command goes on from it")
+        for node in self._nodes:
+            node.signal(signal.SIGKILL)
+
+    def _kill_stopped(self) -> None:
+        """Nodes that a signal stopped look after nobody: they are killed, and replaced together
+        with their children, which die with them. After this process was stopped itself all have
+        their full time again.
+        """
+        stopped = frozenset(node.name for node in self._nodes if node.stopped)
+        still = self._stillness.look(stopped, time.monotonic())
+        if self._linger_until_s is not None:
+            self._linger_until_s += self._stillness.jump_s
+        for node in self._nodes:
+            if node.name in still:
+                seconds = still[node.name]
+                self._display.say(f"node.{node.name} is stopped for {seconds:.0f} s: killing it")
+                node.signal(signal.SIGKILL)
+
+    def _without_stragglers(self, codes: list[int]) -> list[int]:
+        """What a node died of after the end of the run does not change how the run ended."""
+        end = RunEnd.read(self._run_dir)
+        return codes if end is None else [int(end.code) if code < 0 else code for code in codes]
+
+    def _linger(self, ended: list[int]) -> None:
+        """One node has ended: so do the others, soon."""
+        now_s = time.monotonic()
+        if self._linger_until_s is None:
+            self._linger_until_s = now_s + LINGER_S
+            if any(code not in (ExitCode.DONE, ExitCode.STOPPED) for code in ended):
+                for node in self._nodes:
+                    node.stop()
+        if now_s > self._linger_until_s:
+            self._display.say(f"other nodes did not end within {LINGER_S:g} s: killing them")
+            for node in self._nodes:
+                node.signal(signal.SIGKILL)
+
+    def _doze(self, seen: tuple[bool, bool]) -> None:
+        """Wait for the next look, but not past an interruption."""
+        deadline_s = time.monotonic() + LOOK_INTERVAL_S
+        while self._interruptions.state == seen and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+
+def exit_code(codes: list[int], *, interrupted: bool) -> int:
+    """The first failure of its own accord; else 0 for a finished run, 130 after an interruption, 4
+    for what was killed, 5 for a run that was stopped by command.
+    """
+    well = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
+    failures = [failure_code(code) for code in codes if code > 0 and code not in well]
+    if failures:
+        return int(failures[0])
+    if not any(codes):
+        return int(ExitCode.DONE)
+    if interrupted or ExitCode.INTERRUPTED in codes:
+        return int(ExitCode.INTERRUPTED)
+    killed = any(code < 0 for code in codes)
+    return int(ExitCode.LOST_MEMBERS if killed else ExitCode.STOPPED)

@@ -1,0 +1,171 @@
+"""``penstock train``: prepare a run, supervise its nodes on this machine, show what happens.
+
+One ``penstock node`` process per cluster node does the work; each dies with this process. Here are
+only the lock, preparation, and the words at the end; :mod:`penstock.client.training.supervision`
+watches.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.client.training.nodes import Interruptions, console_path, empty_console
+from penstock.client.training.supervision import Supervision
+from penstock.client.watching.display import Display
+from penstock.client.watching.snapshots import Metrics, Observer, all_metrics, numbers, saved_states
+from penstock.daemons.node.home import RunLock, node_lock_path, train_lock_path
+from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
+from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import FAILURES, ExitCode
+from penstock.protocol.run.ended import forget_end
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import Grace
+from penstock.shm.inventory import inventory
+
+COMPARED_STEPS = 20
+"""Steps at either end of a run whose mean losses the summary compares, at most."""
+
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
+"""The last line of a traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a training ended. ``metrics`` are all lines of the run's metrics file.
+
+    ``exit_code``: 0 only when all steps are done and saved; 5 after a stop by command
+    (:class:`~penstock.protocol.errors.ExitCode`).
+    """
+
+    exit_code: int
+    run_dir: Path
+    metrics: tuple[Metrics, ...]
+    error: str
+
+
+def run_training(
+    config: Config, run_dir: Path, display: Display, *, process_ends: bool = False
+) -> TrainResult:
+    """Train to the end, an interruption, or a failure. ``process_ends``: with the training, so that
+    stop signals that come too late are ignored.
+
+    Raises:
+        PenstockError: nothing was started: bad configuration, memory short, run in use.
+    """
+    run_dir = run_dir.absolute()
+    RunDirectory(run_dir).check_shape()
+    with RunLock.acquire(train_lock_path(run_dir), wait_s=PREVIOUS_NODE_WAIT_S):
+        for node in config.cluster.nodes:  # what a killed run left must be gone, its memory too
+            RunLock.acquire(
+                node_lock_path(run_dir, node.name), wait_s=PREVIOUS_NODE_WAIT_S
+            ).release()
+        directory = prepare_run(config, run_dir, display.say)
+        if is_complete(directory, config.train.steps):
+            display.say(
+                f"{run_dir}: all {config.train.steps} steps are done and saved; raise train.steps"
+                " to go on, or choose another run.dir"
+            )
+            return TrainResult(exit_code=0, run_dir=run_dir, metrics=all_metrics(run_dir), error="")
+        with Interruptions().installed(process_ends=process_ends) as interruptions:
+            code = _supervise(config, run_dir, display, interruptions)
+    result = TrainResult(
+        exit_code=code,
+        run_dir=run_dir,
+        metrics=all_metrics(run_dir),
+        error=complaints(run_dir) if code in FAILURES else "",
+    )
+    held = any(entry.run_id == directory.run_id for entry in inventory())
+    for line in closing_words(result, config, held=held):
+        display.say(line)
+    return result
+
+
+def _supervise(
+    config: Config, run_dir: Path, display: Display, interruptions: Interruptions
+) -> int:
+    empty_console(run_dir)
+    (run_dir / "endpoint.json").unlink(missing_ok=True)
+    forget_end(run_dir)
+    display.say(f"training {config.run.name}: {config.train.steps} steps in {run_dir}")
+    observer = Observer(run_dir, config.train.steps)
+    supervision = Supervision(
+        run_dir,
+        config,
+        display,
+        observer,
+        interruptions,
+        Grace.of(config.cluster.grace_seconds, os.environ),
+    )
+    try:
+        code = supervision.run()
+        display.show(observer.look())
+        return code
+    finally:
+        supervision.close()
+        observer.close()
+        display.close()
+
+
+def is_complete(directory: RunDirectory, steps: int) -> bool:
+    """Whether the run has nothing left to do: all steps saved, and no memory to give back."""
+    saved = saved_states(directory.path)
+    held = any(entry.run_id == directory.run_id for entry in inventory())
+    return bool(saved) and saved[-1].version >= steps and not held
+
+
+def complaints(run_dir: Path) -> str:
+    """What the processes of a failed run said for the user, each thing once."""
+    text = console_path(run_dir).read_text(encoding="utf-8", errors="replace")
+    said = [line.removeprefix("penstock: ") for line in text.splitlines() if "penstock: " in line]
+    supervisors = [line for line in text.splitlines() if line.startswith("node.")]
+    crashes = [line for line in text.splitlines() if _EXCEPTION.match(line)]
+    unique = list(dict.fromkeys(said)) or [*supervisors[-3:], *crashes[-1:]]
+    return "\n".join(unique) or f"see {run_dir / 'logs'}"
+
+
+def closing_words(result: TrainResult, config: Config, *, held: bool = False) -> list[str]:
+    """How it ended, and where things are; ``held``: shared memory still has the state."""
+    trained = [entry for entry in result.metrics if entry["phase"] == "train"]
+    step, steps = (trained[-1]["step"] if trained else 0), config.train.steps
+    if result.exit_code in FAILURES:
+        logs = result.run_dir / "logs"
+        return [f"failed at step {step} (exit code {result.exit_code}); logs: {logs}"]
+    words = [f"done: {step} steps"]
+    if result.exit_code != ExitCode.DONE or step < steps:
+        words = [f"stopped at step {step}/{steps}; the same command goes on from there"]
+    if trained:
+        rates = numbers(entry.get("tokens_per_second") for entry in trained)
+        words[0] += f"; {statistics.median(rates):,.0f} tokens/s (median)" if rates else ""
+        losses = numbers(entry.get("loss") for entry in trained)
+        words += [f"  loss           {loss_words(losses)}"] if losses else []
+    saved = saved_states(result.run_dir)
+    reached = saved[-1].version if saved else 0
+    if held and reached < step:
+        words.append(
+            f"  in memory      steps {reached + 1} to {step} are not saved, this machine's shared"
+            " memory keeps them: start the same command before a reboot"
+        )
+    words += [
+        f"  metrics        {result.run_dir / 'metrics.jsonl'}",
+        f"  configuration  {result.run_dir / 'resolved.yaml'}",
+        f"  saved state    {saved[-1].path if saved else 'none'}",
+    ]
+    if saved:
+        words.append(f"  export         penstock export {result.run_dir} --format hf OUT")
+    return words
+
+
+def loss_words(losses: Sequence[float]) -> str:
+    """Where the loss began and where it ended: means over a fifth of the steps, at most
+    :data:`COMPARED_STEPS`, since single batches differ by more than training changes in between.
+    """
+    count = min(COMPARED_STEPS, max(1, len(losses) // 5))
+    first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+    which = "first and last step" if count == 1 else f"means of the first and last {count} steps"
+    return f"{first:.4f} -> {last:.4f} ({which})"

@@ -1,0 +1,304 @@
+"""A traced run as Chrome-trace JSON, for Perfetto and chrome://tracing.
+
+One process for each device, each node's optimizer and the scheduler; a thread for each lane. Arrows
+lead from a tensor's way to the instruction that takes it, and from published gradients to the pass
+over their block. Times are microseconds since the first event.
+
+The format: "Trace Event Format", complete (``X``), metadata (``M``) and flow (``s``, ``f``) events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from math import inf
+from types import MappingProxyType
+from typing import Any
+
+from penstock.planner.tensors import Tensor, taken_by
+from penstock.planner.traces.traced import AttemptTrace, DeviceTrace, TracedRun, Work
+from penstock.protocol.plan.instructions import Opcode
+from penstock.protocol.run.trace import TraceEvent
+
+Event = dict[str, Any]
+
+_OPTIMIZERS = 1000
+_SCHEDULER = 2000
+
+
+class _Thread(IntEnum):
+    """Lanes of a device, in the order in which they are shown; links follow, by peer."""
+
+    COMPUTE = 1
+    ISSUE = 2
+    FETCH = 3
+    OFFLOAD = 4
+    COPY_OUT = 5
+    SWAP_OUT = 6
+    SWAP_IN = 7
+    LINK = 10
+
+
+_NAMES = {
+    _Thread.COMPUTE: "compute",
+    _Thread.ISSUE: "other instructions",
+    _Thread.FETCH: "fetch",
+    _Thread.OFFLOAD: "published gradients",
+    _Thread.COPY_OUT: "gradients to the host",
+    _Thread.SWAP_OUT: "swaps out",
+    _Thread.SWAP_IN: "swaps in",
+}
+
+
+_COPIES = MappingProxyType(
+    {
+        Opcode.OFFLOAD_GRADIENTS: _Thread.COPY_OUT,
+        Opcode.SWAP_OUT: _Thread.SWAP_OUT,
+        Opcode.SWAP_IN: _Thread.SWAP_IN,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Attempts from ``first`` to ``last``; evaluations and what lies between come along."""
+
+    first: int
+    last: int
+
+    def __contains__(self, attempt: object) -> bool:
+        return isinstance(attempt, int) and self.first <= attempt <= self.last
+
+
+def chrome_trace(run: TracedRun, node_names: tuple[str, ...], attempts: Range | None) -> str:
+    """The JSON text; of all attempts, or of a range of them."""
+    maker = _Maker(run, attempts)
+    events = [*maker.names(node_names), *maker.devices(), *maker.passes(), *maker.scheduled()]
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": "penstock"}},
+        separators=(",", ":"),
+    )
+
+
+class _Maker:
+    def __init__(self, run: TracedRun, attempts: Range | None) -> None:
+        self._run = run
+        scheduled = [
+            event
+            for event in run.scheduled
+            if attempts is None or (event.attempt in attempts and event.attempt > 0)
+        ]
+        self._scheduled = scheduled
+        self._all = attempts is None
+        firsts = [*scheduled, *(_firsts(run) if self._all else ())]
+        self._start_s = min((e.start_s for e in firsts), default=0.0)
+        self._end_s = max((e.end_s for e in scheduled), default=0.0)
+        self._attempts = [
+            trace
+            for (phase, number), trace in sorted(run.attempts.items())
+            if attempts is None or (phase == "train" and number in attempts)
+        ]
+        self._flows = 0
+        self._published: dict[int, list[tuple[float, int]]] = {}
+
+    # ---- processes and threads ----
+
+    def names(self, node_names: tuple[str, ...]) -> Iterator[Event]:
+        devices = sorted({device for trace in self._attempts for device in trace.devices})
+        for device in devices:
+            yield from _named(device + 1, f"device {device}")
+            for thread, name in _NAMES.items():
+                yield _thread_name(device + 1, thread, name)
+        ways = {(m.source, m.target) for trace in self._attempts for m in trace.moved}
+        for source, target in sorted(ways):
+            yield _thread_name(source + 1, _Thread.LINK + target, f"to device {target}")
+        for node in self._run.passes:
+            yield from _named(_OPTIMIZERS + node, f"optimizer {node_names[node]}")
+            yield _thread_name(_OPTIMIZERS + node, 1, "passes")
+        yield from _named(_SCHEDULER, "scheduler")
+        yield _thread_name(_SCHEDULER, 1, "decisions")
+
+    # ---- what happened ----
+
+    def devices(self) -> Iterator[Event]:
+        for trace in self._attempts:
+            for device, own in sorted(trace.devices.items()):
+                yield from self._of_device(trace, device, own)
+            yield from self._links(trace)
+
+    def passes(self) -> Iterator[Event]:
+        for node, events in self._run.passes.items():
+            for event in events:
+                if self._all or self._start_s <= event.start_s <= self._end_s:
+                    pid = _OPTIMIZERS + node
+                    yield self._complete(pid, 1, event.text, event.start_s, event.end_s, event)
+                    yield from self._flow_of_gradients(pid, event)
+
+    def scheduled(self) -> Iterator[Event]:
+        for event in self._scheduled:
+            name = f"{event.text} {event.attempt}" if event.attempt else event.text
+            yield self._complete(_SCHEDULER, 1, name, event.start_s, event.end_s, event)
+
+    def _of_device(self, trace: AttemptTrace, device: int, own: DeviceTrace) -> Iterator[Event]:
+        pid = device + 1
+        for work in own.computed:
+            yield from self._waits(pid, work, own.loads)
+            yield self._work(pid, _Thread.COMPUTE, work)
+        for work in own.loads:
+            yield self._work(pid, _Thread.COMPUTE, work)
+        for work in own.issued:
+            yield self._work(pid, _Thread.ISSUE, work)
+        for work in own.fetches:
+            yield self._work(pid, _Thread.FETCH, work)
+        for work in own.copies:
+            yield self._work(pid, _COPIES[work.instruction.opcode], work)
+        yield from self._publications(pid, own)
+
+    def _publications(self, pid: int, own: DeviceTrace) -> Iterator[Event]:
+        """Moments; each is drawn until the next, a tenth of a millisecond at most. Evaluations
+        have none, nor have attempts that were broken off before.
+        """
+        moments = sorted((moment, key) for key, moment in own.published.items())
+        following = (moment for moment, _ in moments[1:])
+        for moment, (block, contribution) in moments:
+            end_s = min(moment + 1e-4, next(following, inf))
+            name = f"block {block}" + (f", contribution {contribution}" if contribution else "")
+            yield self._span(pid, _Thread.OFFLOAD, name, moment, end_s, "publish", {})
+            self._published.setdefault(block, []).append((moment, pid))
+
+    def _waits(self, pid: int, work: Work, loads: Iterable[Work]) -> Iterator[Event]:
+        """A wait, without the loads within it."""
+        start_s, ready_s = work.event.start_s, work.ready_s
+        inside = [w.event for w in loads if start_s <= w.event.start_s < ready_s]
+        edges = [(start_s, start_s), *((e.start_s, e.end_s) for e in inside), (ready_s, ready_s)]
+        for (_, free_s), (busy_s, _) in pairwise(edges):
+            if busy_s > free_s:
+                name = f"wait for {work.event.text.split(' keep=')[0]}"
+                yield self._span(pid, _Thread.COMPUTE, name, free_s, busy_s, "wait", {})
+
+    def _work(self, pid: int, thread: int, work: Work) -> Event:
+        event = work.event
+        name = event.text.split(" keep=")[0].split(" peer=")[0]
+        return self._complete(pid, thread, name, work.ready_s, event.end_s, event)
+
+    # ---- transfers and arrows ----
+
+    def _links(self, trace: AttemptTrace) -> Iterator[Event]:
+        takers = _takers(trace)
+        for moved in trace.moved:
+            tensor, pid = moved.tensor, moved.source + 1
+            name = f"{tensor.kind} {tensor.stage} {tensor.micro_batch}"
+            thread = _Thread.LINK + moved.target
+            yield self._span(pid, thread, name, moved.start_s, moved.arrived_s, "transfer", {})
+            taker = takers.get((moved.target, tensor))
+            if taker is not None:
+                yield from self._flow(
+                    (pid, thread, moved.start_s), (moved.target + 1, 1, taker.ready_s), "tensor"
+                )
+
+    def _flow_of_gradients(self, pid: int, event: TraceEvent) -> Iterator[Event]:
+        """From the last publication of the block before the pass, once each."""
+        name, _, block = event.text.partition(" ")
+        waiting = self._published.get(int(block), []) if block.isdigit() else []
+        before = [item for item in waiting if item[0] <= event.start_s]
+        if name in ("settle", "finish", "cast") or not before:
+            return
+        moment, source = max(before)
+        self._published[int(block)] = [item for item in waiting if item not in before]
+        yield from self._flow(
+            (source, _Thread.OFFLOAD, moment), (pid, 1, event.start_s), "gradients"
+        )
+
+    def _flow(
+        self, source: tuple[int, int, float], target: tuple[int, int, float], name: str
+    ) -> Iterator[Event]:
+        self._flows += 1
+        for phase, (pid, thread, time_s) in (("s", source), ("f", target)):
+            event: Event = {
+                "name": name,
+                "cat": "flow",
+                "ph": phase,
+                "id": self._flows,
+                "ts": self._microseconds(time_s),
+                "pid": pid,
+                "tid": int(thread),
+            }
+            yield {**event, "bp": "e"} if phase == "f" else event
+
+    # ---- single events ----
+
+    def _complete(
+        self, pid: int, thread: int, name: str, start_s: float, end_s: float, event: TraceEvent
+    ) -> Event:
+        arguments: Event = {"attempt": event.attempt, "what": event.text}
+        if event.phase != "train":
+            arguments["phase"] = event.phase
+        if event.waited_s:
+            arguments["waited_ms"] = round(1e3 * event.waited_s, 3)
+        category = event.text.split(" ", 1)[0]
+        return self._span(pid, thread, name, start_s, end_s, category, arguments)
+
+    def _span(
+        self,
+        pid: int,
+        thread: int,
+        name: str,
+        start_s: float,
+        end_s: float,
+        category: str,
+        arguments: Event,
+    ) -> Event:
+        start = self._microseconds(start_s)
+        return {
+            "name": name,
+            "cat": category,
+            "ph": "X",
+            "ts": start,
+            "dur": round(self._microseconds(end_s) - start, 1),
+            "pid": pid,
+            "tid": int(thread),
+            "args": arguments,
+        }
+
+    def _microseconds(self, time_s: float) -> float:
+        return round(1e6 * (time_s - self._start_s), 1)
+
+
+def _firsts(run: TracedRun) -> Iterator[TraceEvent]:
+    """The first events of everybody but the scheduler."""
+    for trace in run.attempts.values():
+        for own in trace.devices.values():
+            for work in (*own.computed[:1], *own.issued[:1]):
+                yield work.event
+    for events in run.passes.values():
+        yield from events[:1]
+
+
+def _takers(trace: AttemptTrace) -> dict[tuple[int, Tensor], Work]:
+    """By device and tensor, the first instruction that takes it."""
+    found: dict[tuple[int, Tensor], Work] = {}
+    for device, own in trace.devices.items():
+        for work in own.computed:
+            tensor = taken_by(work.instruction)
+            if tensor is not None:
+                found.setdefault((device, tensor), work)
+    return found
+
+
+def _named(pid: int, name: str) -> Iterator[Event]:
+    common = {"ph": "M", "pid": pid, "tid": 0}
+    yield {**common, "name": "process_name", "args": {"name": name}}
+    yield {**common, "name": "process_sort_index", "args": {"sort_index": pid}}
+
+
+def _thread_name(pid: int, thread: int, name: str) -> Event:
+    return {
+        "ph": "M",
+        "pid": pid,
+        "tid": int(thread),
+        "name": "thread_name",
+        "args": {"name": name},
+    }

@@ -1,0 +1,135 @@
+"""``penstock status|watch|pause|resume|snapshot|stop``: talk to the scheduler of an active run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+
+from penstock.client.watching.display import Interactive, Plain
+from penstock.client.watching.picture import describe, duration, member_table
+from penstock.client.watching.snapshots import ENDED_PHASES, View, saved_states
+from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.wire.control import ControlClient
+
+WATCH_INTERVAL_S = 0.5
+WATCH_PATIENCE_S = 30.0
+"""A scheduler that is being replaced answers again within this time."""
+
+
+def connect(run_dir: Path | None, endpoint: str | None) -> ControlClient:
+    """A client for ``--endpoint``, or for the run in ``--run-dir``.
+
+    Raises:
+        ConfigError: neither or both are given, or the run is not active.
+    """
+    if (run_dir is None) == (endpoint is None):
+        raise ConfigError("give one of --run-dir DIR and --endpoint HOST:PORT")
+    if endpoint is not None:
+        return ControlClient(endpoint)
+    assert run_dir is not None
+    return ControlClient.for_run(run_dir)
+
+
+def status_dict(status: pb.StatusReply) -> dict[str, Any]:
+    """The status with plain numbers, and the last line of metrics as an object."""
+    fields: dict[str, Any] = MessageToDict(
+        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    # Protobuf's JSON writes 64-bit numbers as strings.
+    for name in ("epoch", "version", "attempt", "steps", "saved_version"):
+        fields[name] = int(fields[name])
+    last = fields.pop("last_metrics_json")
+    fields["last_metrics"] = json.loads(last) if last else None
+    return fields
+
+
+def show_status(client: ControlClient, *, as_json: bool, console: Console) -> None:
+    """Print the status once."""
+    status = client.status()
+    if as_json:
+        console.out(json.dumps(status_dict(status), indent=1), highlight=False)
+        return
+    saved = f"step {status.saved_version}" if status.has_saved else "nothing yet"
+    eta = f", ETA {duration(status.eta_seconds)}" if status.eta_seconds >= 0 else ""
+    console.print(
+        f"{status.run_name} ({status.run_id}): {status.phase}, step"
+        f" {status.version}/{status.steps}, epoch {status.epoch}, {status.plan_scheme}{eta};"
+        f" saved: {saved}",
+        highlight=False,
+    )
+    if status.message:
+        console.print(status.message, markup=False)
+    if status.last_metrics_json:
+        console.print(describe(json.loads(status.last_metrics_json), None), highlight=False)
+    console.print(member_table(status))
+
+
+def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
+    """Show the status again and again until the run ends; 0 when it is finished, 5 when it was
+    stopped before its last step, 4 when it failed.
+
+    With ``run_dir`` its endpoint file tells an end from a scheduler that is being replaced.
+
+    Raises:
+        LostMemberError: no answer for :data:`WATCH_PATIENCE_S`.
+    """
+    display = Interactive(console) if console.is_terminal else Plain(console.file)
+    last_json, heard_s = "", time.monotonic()
+    status = pb.StatusReply()
+    try:
+        while True:
+            try:
+                status = client.status()
+            except LostMemberError:
+                if status.phase in ENDED_PHASES or _has_ended(run_dir):
+                    display.say("the run has ended")
+                    return _end_code(status, run_dir)
+                if time.monotonic() - heard_s > WATCH_PATIENCE_S:
+                    raise
+                time.sleep(WATCH_INTERVAL_S)
+                continue
+            heard_s = time.monotonic()
+            new = status.last_metrics_json not in ("", last_json)
+            last_json = status.last_metrics_json
+            fresh = (json.loads(last_json),) if new else ()
+            display.show(View(steps=status.steps, status=status, fresh=fresh))
+            if status.phase in ("done", "failed"):
+                return _end_code(status, run_dir)
+            time.sleep(WATCH_INTERVAL_S)
+    finally:
+        display.close()
+
+
+def _end_code(last: pb.StatusReply, run_dir: Path | None) -> int:
+    """What the last status says about how the run ended; what came after it, saved states say."""
+    if last.phase == "failed":
+        return int(ExitCode.LOST_MEMBERS)
+    saved = [state.version for state in saved_states(run_dir)] if run_dir is not None else []
+    reached = last.saved_version if last.phase == "done" else max([last.version, *saved])
+    return int(ExitCode.DONE if reached >= last.steps else ExitCode.STOPPED)
+
+
+def _has_ended(run_dir: Path | None) -> bool:
+    return run_dir is not None and not (run_dir / "endpoint.json").exists()
+
+
+def snapshot(client: ControlClient) -> str:
+    """Save now; what to tell the user."""
+    reply = client.snapshot()
+    return f"step {reply.version} is saved in {reply.directory}"
+
+
+SIMPLE: dict[str, Callable[[ControlClient], str]] = {
+    "pause": ControlClient.pause,
+    "resume": ControlClient.resume,
+    "stop": ControlClient.stop,
+    "snapshot": snapshot,
+}
+"""Calls that answer with one line."""

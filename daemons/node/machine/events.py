@@ -1,0 +1,217 @@
+"""What reaches a node's supervisor (events) and what it orders (effects): plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.protocol.run.ended import RunEnd
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A child runs."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """A child is dead and reaped. ``code``: exit code, or minus the signal that killed it."""
+
+    name: str
+    pid: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceAsked:
+    """The scheduler wants this very process dead, reaped and replaced."""
+
+    member: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """Leave the old epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginAsked:
+    """Enter a new epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutdownAsked:
+    """The scheduler ends the run; every member hears it. ``code``: how the run ended."""
+
+    reason: str
+    code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedByScheduler:
+    """The scheduler does not accept this node."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    """SIGTERM or SIGINT; ``again``: somebody insists. ``within_s``: how long the stop may take,
+    None for as long as it takes.
+    """
+
+    again: bool = False
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopUnheard:
+    """The scheduler could not be asked to stop the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What the node sees of its children and the scheduler; comes at least every second.
+
+    ``stopped``: children that a signal has stopped. ``heard_s``: when the scheduler was last heard;
+    None without a link to it. ``ended``: how the run ended, from the note that is left when the
+    scheduler is gone.
+    """
+
+    stopped: frozenset[str] = frozenset()
+    heard_s: float | None = None
+    ended: RunEnd | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Started
+    | Exited
+    | FenceAsked
+    | DrainAsked
+    | BeginAsked
+    | ShutdownAsked
+    | RefusedByScheduler
+    | StopAsked
+    | StopUnheard
+    | Watched
+    | Tick
+)
+
+
+# ---- effects ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start a child; answered by :class:`Started`, or by :class:`Exited` if that failed."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminate:
+    """Send SIGTERM to a child."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Send SIGKILL to a child."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFenced:
+    """Tell the scheduler that the process is dead and reaped."""
+
+    member: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDrained:
+    """Acknowledge a drain: a node has no work of its own."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReady:
+    """Acknowledge an epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFailed:
+    """Tell the scheduler that the run cannot go on."""
+
+    error: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskSchedulerToStop:
+    """Ask for a clean stop of the whole run: the scheduler saves, then shuts everyone down.
+
+    ``within_s``: how long that may take. Of a scheduler elsewhere, who cannot be reached, one hears
+    :class:`StopUnheard`.
+    """
+
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseLink:
+    """End the stream to the scheduler: it waits for its members to hang up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenLink:
+    """Connect to the scheduler (again)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """Tell the operator and the log."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """The node ends with this code."""
+
+    code: int
+
+
+Effect = (
+    Start
+    | Terminate
+    | Kill
+    | SendFenced
+    | SendDrained
+    | SendReady
+    | SendFailed
+    | AskSchedulerToStop
+    | CloseLink
+    | OpenLink
+    | Say
+    | Exit
+)

@@ -1,0 +1,439 @@
+"""What a node's supervisor decides: which child to start, kill or give up, and when the node ends.
+
+Pure: events and the time come in, effects go out (both in
+:mod:`penstock.daemons.node.machine.events`). Processes, signals, sockets and files are in
+:mod:`penstock.daemons.node.effects`; the loop is in :mod:`penstock.daemons.node.service`.
+
+Life of a node (``Mode``)::
+
+    RUNNING -- Shutdown, or schedulerd's exit code is final --> ENDING -- children gone --> ENDED
+       |                                                         |
+       | a child's code is final, or restarts are used up        | deadline
+       +--> FAILING: the scheduler is told -- deadline --------> TERMINATING --> KILLING --> ENDED
+
+A stop that was asked for keeps the mode: children that die are still replaced, because the
+scheduler needs them all to save. Only a request that insists, or the end of the time that the stop
+may take, kills everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from penstock.daemons.node.machine.events import (
+    AskSchedulerToStop,
+    BeginAsked,
+    CloseLink,
+    DrainAsked,
+    Effect,
+    Event,
+    Exit,
+    Exited,
+    FenceAsked,
+    Kill,
+    OpenLink,
+    RefusedByScheduler,
+    Say,
+    SendDrained,
+    SendFailed,
+    SendFenced,
+    SendReady,
+    ShutdownAsked,
+    Start,
+    Started,
+    StopAsked,
+    StopUnheard,
+    Terminate,
+    Tick,
+    Watched,
+)
+from penstock.protocol.errors import FAILURES, ExitCode
+from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.stopping import Patience, Stillness
+
+FINAL_SCHEDULER_CODES = frozenset(
+    (ExitCode.DONE, ExitCode.STOPPED, *FAILURES),
+)
+"""schedulerd ends with these on purpose, after it has shut the members down."""
+
+
+class Mode(StrEnum):
+    """What the node is up to; see the module's picture."""
+
+    RUNNING = "running"
+    FAILING = "failing"
+    ENDING = "ending"
+    TERMINATING = "terminating"
+    KILLING = "killing"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Deadlines and counts. A child that lived shorter than ``quick_death_s`` is restarted after a
+    delay that grows with every such death in a row. ``deaf_grace_s``: how long a child may outlive
+    the scheduler: one that was not connected yet never hears that the run has ended. ``silence_s``:
+    how long a child may stand still, stopped by a signal (the scheduler watches members only, and
+    only those that have joined, as long as the run goes on); ``hang_s``: how long the node's
+    schedulerd may say nothing though it is not stopped.
+    """
+
+    max_restarts: int
+    first_backoff_s: float = 0.1
+    last_backoff_s: float = 2.0
+    quick_death_s: float = 5.0
+    clean_exit_grace_s: float = 1.0
+    stop_timeout_s: float = 1800.0
+    ask_again_s: float = 2.0
+    fail_timeout_s: float = 15.0
+    end_timeout_s: float = 60.0
+    deaf_grace_s: float = 5.0
+    terminate_timeout_s: float = 30.0
+    silence_s: float = 10.0
+    hang_s: float = 600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """One supervised process. ``pid`` is None while it is dead; ``start_at_s``: when it is due."""
+
+    name: str
+    pid: int | None = None
+    started_s: float = 0.0
+    start_at_s: float | None = 0.0
+    starting: bool = False
+    restarts: int = 0
+    quick_deaths: int = 0
+    fence_pid: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeState:
+    """The supervisor's machine: feed :meth:`handle` with events and carry out what it returns."""
+
+    limits: Limits
+    children: dict[str, Child]
+    stillness: Stillness
+    mode: Mode = Mode.RUNNING
+    code: int = 0
+    told_code: int = 0
+    """How the run ended, as the scheduler told its members."""
+    scheduler_code: int | None = None
+    stop_asked: bool = False
+    deadline_s: float | None = None
+    ask_again_at_s: float | None = None
+    give_up_s: float | None = None
+    """When a stop that may not take for ever has taken too long."""
+    run_ended: bool = False
+    """The run is over, however long children take to end."""
+    noted: bool = False
+    """The scheduler has left word that the run is over."""
+    forgiven_s: float = float("-inf")
+    """Silence of schedulerd before that proves nothing."""
+
+    @classmethod
+    def create(cls, names: tuple[str, ...], limits: Limits) -> NodeState:
+        """All children are due at once, in the order of their names here."""
+        return cls(
+            limits=limits,
+            children={name: Child(name=name) for name in names},
+            stillness=Stillness(limits.silence_s),
+        )
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """What to do about ``event`` at ``now_s`` (any monotonic clock)."""
+        effects = _HANDLERS[type(event)](self, event, now_s)
+        if self.mode is not Mode.RUNNING and self.mode is not Mode.ENDED and not self._alive():
+            self.mode = Mode.ENDED
+            effects.append(Exit(code=self.code or self.told_code))
+        return effects
+
+    def next_deadline_s(self) -> float | None:
+        """When :class:`Tick` is due at the latest; None: only when something happens."""
+        times = [self.deadline_s, self.ask_again_at_s, self.give_up_s]
+        times += [child.start_at_s for child in self.children.values()]
+        return min((t for t in times if t is not None), default=None)
+
+    def validate(self) -> None:
+        """Check that every child is exactly one of running, being started, due, or given up.
+
+        Raises:
+            ValueError: naming the child.
+        """
+        for child in self.children.values():
+            states = (child.pid is not None, child.starting, child.start_at_s is not None)
+            if sum(states) > 1:
+                raise ValueError(f"{child.name}: (running, starting, due) is {states}")
+            if child.fence_pid is not None and child.fence_pid != child.pid:
+                raise ValueError(f"{child.name}: fencing {child.fence_pid}, running {child.pid}")
+
+    # ---- handlers ----
+
+    def _on_started(self, event: Started, now_s: float) -> list[Effect]:
+        child = self.children[event.name]
+        child.pid, child.started_s, child.starting = event.pid, now_s, False
+        if self.mode is Mode.KILLING:
+            return [Kill(name=event.name)]
+        if event.name == SCHEDULERD and self.stop_asked:
+            return [AskSchedulerToStop()]  # its predecessor died before it could stop the run
+        return []
+
+    def _on_exited(self, event: Exited, now_s: float) -> list[Effect]:
+        child = self.children[event.name]
+        lived_s = now_s - child.started_s if child.pid is not None else 0.0
+        child.quick_deaths = 0 if lived_s >= self.limits.quick_death_s else child.quick_deaths + 1
+        fenced, child.fence_pid = child.fence_pid, None
+        child.pid, child.starting = None, False
+        effects: list[Effect] = []
+        if fenced is not None:
+            effects.append(SendFenced(member=event.name, pid=fenced))
+        if self.stop_asked and self.deadline_s is not None and self.mode is Mode.RUNNING:
+            self.deadline_s = now_s + self.limits.stop_timeout_s  # something moves
+        if event.name == SCHEDULERD:
+            return effects + self._on_scheduler_exit(event.code, now_s)
+        if self.mode is not Mode.RUNNING:
+            return effects
+        if event.code in (ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY):
+            error = f"{event.name} ended with exit code {event.code}"
+            return effects + self._fail(error, event.code, now_s)
+        return effects + self._restart(child, event.code, now_s, at_once=fenced is not None)
+
+    def _on_scheduler_exit(self, code: int, now_s: float) -> list[Effect]:
+        if code in FINAL_SCHEDULER_CODES:
+            self.scheduler_code = code
+            self.code = self.code or code
+            effects = self._end(now_s) if self.mode in (Mode.RUNNING, Mode.FAILING) else []
+            if self.mode is Mode.ENDING:
+                self.deadline_s = now_s + self.limits.deaf_grace_s
+            return effects
+        if self.mode is Mode.RUNNING:
+            return self._restart(self.children[SCHEDULERD], code, now_s, at_once=False)
+        if self.mode is Mode.ENDING:
+            # Killed while it shut the run down: some members may not have heard. Those that have
+            # end now; if others are left, the run comes back so that it can end properly.
+            self.deadline_s = now_s + self.limits.quick_death_s
+        return []
+
+    def _on_fence(self, event: FenceAsked, now_s: float) -> list[Effect]:
+        child = self.children.get(event.member)
+        if child is None or child.pid is None or child.pid != event.pid:
+            return [SendFenced(member=event.member, pid=event.pid)]  # replaced already
+        child.fence_pid = event.pid
+        return [Kill(name=event.member)]
+
+    def _on_drain(self, event: DrainAsked, now_s: float) -> list[Effect]:
+        return [SendDrained(epoch=event.epoch)]
+
+    def _on_begin(self, event: BeginAsked, now_s: float) -> list[Effect]:
+        return [SendReady(epoch=event.epoch)]
+
+    def _on_shutdown(self, event: ShutdownAsked, now_s: float) -> list[Effect]:
+        if self.mode in (Mode.RUNNING, Mode.FAILING):
+            self.told_code = event.code
+            return [Say(message=f"the run ends: {event.reason}"), *self._end(now_s)]
+        return []
+
+    def _on_refused(self, event: RefusedByScheduler, now_s: float) -> list[Effect]:
+        if self.mode is not Mode.RUNNING:
+            return []
+        error = f"the scheduler refuses this node: {event.reason}"
+        return self._fail(error, ExitCode.LOST_MEMBERS, now_s)
+
+    def _on_stop(self, event: StopAsked, now_s: float) -> list[Effect]:
+        if self.mode is Mode.ENDED:
+            return []
+        if event.again:
+            self.code = int(ExitCode.INTERRUPTED)
+            return self._kill_all("asked to stop once more")
+        if event.within_s is not None:
+            self.give_up_s = Patience.NODE.give_up_s(now_s, event.within_s)
+        self.stop_asked = True
+        if self.mode is not Mode.RUNNING:
+            return []
+        self.deadline_s = now_s + self.limits.stop_timeout_s
+        message = "stopping: the step under way is finished and the state saved (again: kill)"
+        return [Say(message=message), AskSchedulerToStop(within_s=event.within_s)]
+
+    def _on_stop_unheard(self, event: StopUnheard, now_s: float) -> list[Effect]:
+        if self.mode is Mode.RUNNING:
+            self.ask_again_at_s = now_s + self.limits.ask_again_s
+        return []
+
+    def _on_watched(self, event: Watched, now_s: float) -> list[Effect]:
+        still = self.stillness.look(event.stopped, now_s)
+        self._forgive(self.stillness.jump_s, now_s)
+        effects: list[Effect] = []
+        for name, seconds in still.items():
+            effects += self._replace(name, f"is stopped for {seconds:.0f} s", now_s)
+        scheduler = self.children.get(SCHEDULERD)
+        if scheduler is not None and scheduler.pid is not None and event.heard_s is not None:
+            quiet_s = now_s - max(event.heard_s, scheduler.started_s, self.forgiven_s)
+            if quiet_s > self.limits.hang_s and self.mode is Mode.RUNNING:
+                effects += self._replace(SCHEDULERD, f"says nothing for {quiet_s:.0f} s", now_s)
+        self.noted = event.ended is not None
+        if event.ended is not None and self.mode in (Mode.RUNNING, Mode.FAILING):
+            effects += self._on_run_ended(event.ended, now_s)
+        return effects
+
+    def _on_tick(self, event: Tick, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for child in self.children.values():
+            if child.start_at_s is not None and child.start_at_s <= now_s:
+                child.start_at_s, child.starting = None, True
+                effects.append(Start(name=child.name))
+        if self.ask_again_at_s is not None and self.ask_again_at_s <= now_s:
+            self.ask_again_at_s = None
+            left_s = None if self.give_up_s is None else max(1.0, self.give_up_s - now_s)
+            effects.append(AskSchedulerToStop(within_s=left_s))
+        if self.give_up_s is not None and self.give_up_s <= now_s:
+            self.give_up_s = None
+            return effects + self._out_of_time()
+        if self.deadline_s is not None and self.deadline_s <= now_s:
+            self.deadline_s = None
+            effects += self._on_deadline(now_s)
+        return effects
+
+    # ---- decisions ----
+
+    def _forgive(self, jump_s: float, now_s: float) -> None:
+        """After the node itself was stopped, everybody has the full time again."""
+        if not jump_s:
+            return
+        self.forgiven_s = now_s
+        if self.deadline_s is not None:
+            self.deadline_s += jump_s
+
+    def _replace(self, name: str, why: str, now_s: float) -> list[Effect]:
+        """Kill a child that stands still; when it is dead it is started anew, if it is needed."""
+        self.forgiven_s = now_s
+        return [Say(message=f"{name} {why}: killing it"), Kill(name=name)]
+
+    def _on_run_ended(self, end: RunEnd, now_s: float) -> list[Effect]:
+        """The scheduler is gone for good, and left word: nobody will tell the children."""
+        self.told_code = int(end.code)
+        effects = self._end(now_s)
+        self.deadline_s = now_s + self.limits.deaf_grace_s
+        return [Say(message=f"the run has ended: {end.reason}"), *effects]
+
+    def _on_deadline(self, now_s: float) -> list[Effect]:
+        left = ", ".join(self._running())
+        if self.mode is Mode.TERMINATING:
+            self.mode = Mode.KILLING
+            if not self.run_ended:
+                self.code = self.code or int(ExitCode.LOST_MEMBERS)
+            message = f"still running {self.limits.terminate_timeout_s:g} s after SIGTERM: {left}"
+            return [Say(message=message), *(Kill(name=name) for name in self._running())]
+        scheduler = self.children.get(SCHEDULERD)
+        scheduler_gone = scheduler is not None and scheduler.pid is None
+        cut_short = scheduler_gone and self.scheduler_code is None and not self.noted
+        if self.mode is Mode.ENDING and cut_short:
+            return self._come_back(now_s)
+        if self.mode is not Mode.ENDING:
+            self.code = self.code or int(ExitCode.LOST_MEMBERS)
+        # After a proper end, those left were not connected yet when the scheduler said Shutdown.
+        self.mode = Mode.TERMINATING
+        self._forget_starts()
+        self.deadline_s = now_s + self.limits.terminate_timeout_s
+        message = f"still running, terminating: {left}"
+        return [Say(message=message), *(Terminate(name=name) for name in self._running())]
+
+    def _out_of_time(self) -> list[Effect]:
+        """The stop took too long: whoever signalled it is about to kill everything."""
+        if self.mode in (Mode.RUNNING, Mode.FAILING):
+            self.code = self.code or int(ExitCode.INTERRUPTED)
+        return self._kill_all("the time for stopping is over")
+
+    def _kill_all(self, why: str) -> list[Effect]:
+        self.mode = Mode.KILLING
+        self.deadline_s = self.ask_again_at_s = self.give_up_s = None
+        self._forget_starts()
+        message = f"{why}: killing all processes; the memory of the run is kept for the next start"
+        return [Say(message=message), *(Kill(name=name) for name in self._running())]
+
+    def _come_back(self, now_s: float) -> list[Effect]:
+        """schedulerd died while it ended the run and members are left: start what is missing."""
+        self.mode, self.told_code, self.run_ended = Mode.RUNNING, 0, False
+        effects: list[Effect] = [
+            Say(message="schedulerd died while it ended the run: it is started once more"),
+            OpenLink(),
+        ]
+        for child in self.children.values():
+            if child.pid is None and self.mode is Mode.RUNNING:
+                effects += self._restart(child, 0, now_s, at_once=True)
+        return effects
+
+    def _restart(self, child: Child, code: int, now_s: float, *, at_once: bool) -> list[Effect]:
+        if child.restarts >= self.limits.max_restarts:
+            error = (
+                f"{child.name} died {child.restarts + 1} times (last: {describe_exit(code)});"
+                f" cluster.max_restarts is {self.limits.max_restarts}"
+            )
+            return self._fail(error, ExitCode.LOST_MEMBERS, now_s)
+        child.restarts += 1
+        if at_once:
+            child.starting = True
+            return [Start(name=child.name)]
+        delay_s = 0.0
+        if code == 0:
+            # A Shutdown may be on its way to us that the child has heard already.
+            delay_s = self.limits.clean_exit_grace_s
+        elif child.quick_deaths:
+            delay_s = min(
+                self.limits.first_backoff_s * 2 ** (child.quick_deaths - 1),
+                self.limits.last_backoff_s,
+            )
+        child.start_at_s = now_s + delay_s
+        message = f"{child.name} {describe_exit(code)}; restarting (number {child.restarts})"
+        return [Say(message=message)]
+
+    def _fail(self, error: str, code: int, now_s: float) -> list[Effect]:
+        self.mode, self.code = Mode.FAILING, int(code)
+        scheduler = self.children.get(SCHEDULERD)
+        nobody_to_tell = scheduler is not None and scheduler.pid is None
+        self.deadline_s = now_s + (0.0 if nobody_to_tell else self.limits.fail_timeout_s)
+        self._forget_starts()
+        return [Say(message=error), SendFailed(error=error, code=int(code))]
+
+    def _end(self, now_s: float) -> list[Effect]:
+        self.mode, self.run_ended = Mode.ENDING, True
+        self.deadline_s = now_s + self.limits.end_timeout_s
+        self._forget_starts()
+        return [CloseLink()]
+
+    def _forget_starts(self) -> None:
+        for child in self.children.values():
+            child.start_at_s = None
+
+    def _running(self) -> list[str]:
+        return [child.name for child in self.children.values() if child.pid is not None]
+
+    def _alive(self) -> bool:
+        return any(
+            child.pid is not None or child.starting or child.start_at_s is not None
+            for child in self.children.values()
+        )
+
+
+def describe_exit(code: int) -> str:
+    """``exited with code 1`` or ``was killed by signal 9``."""
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+
+_Handler = Callable[[NodeState, Any, float], list[Effect]]
+_HANDLERS: dict[type, _Handler] = {
+    Started: NodeState._on_started,
+    Exited: NodeState._on_exited,
+    FenceAsked: NodeState._on_fence,
+    DrainAsked: NodeState._on_drain,
+    BeginAsked: NodeState._on_begin,
+    ShutdownAsked: NodeState._on_shutdown,
+    RefusedByScheduler: NodeState._on_refused,
+    StopAsked: NodeState._on_stop,
+    StopUnheard: NodeState._on_stop_unheard,
+    Watched: NodeState._on_watched,
+    Tick: NodeState._on_tick,
+}

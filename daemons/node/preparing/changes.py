@@ -1,0 +1,160 @@
+"""What may change between the start of a run and its resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.step import STEP_TERMS
+
+FIXED = {
+    "run.seed": "the order of the data follows from it",
+    "model": "the saved state is the old model's",
+    "data": "the run's place in the data counts sequences of the old ones",
+    "train.freeze": "it says which parameters have an optimizer state",
+    "optimizer.name": "the saved moments are the old optimizer's",
+    "optimizer.grad_dtype": "it is part of the saved block table",
+    "optimizer.rollback": "it says what the memory of the run holds",
+    "emulation.scale": "it says how much of each block is saved",
+}
+"""Keys (and all keys below them) that saved state or data order depend on, and how."""
+
+FREE = ("data.eval_path",)
+"""Exceptions to :data:`FIXED`."""
+
+
+SPLITTING = ("train.eval_every", "data.eval_path")
+"""Free as long as they hold out as much of the training text as before: the data order depends on
+how many sequences there are.
+"""
+
+
+_NEXT = "from the next step on; the state keeps what it has"
+_CURVE = "the learning rate follows the new curve from the next step on"
+_PLACE = "the data go on where they were"
+NOTES = {
+    **dict.fromkeys(STEP_TERMS, _NEXT),
+    "optimizer.lr": _CURVE,
+    "optimizer.schedule": _CURVE,
+    "optimizer.warmup_steps": _CURVE,
+    "optimizer.min_lr": _CURVE,
+    "train.steps": _CURVE,
+    "train.clip_grad_norm": "from the next step on",
+    "train.global_batch": _PLACE,
+    "train.micro_batch": _PLACE,
+}
+"""What an allowed change means for the run, where the key alone does not say it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key whose value differs. ``allowed``: the run can go on with the new value. ``note``: what
+    that means, or why it cannot.
+    """
+
+    key: str
+    old: Any
+    new: Any
+    allowed: bool
+    note: str = ""
+
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.key}: {self.old!r} -> {self.new!r}{note}"
+
+
+def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
+    """All keys with different values, in the order of the configuration."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    same_split = _held_out(old) == _held_out(new)
+    # An emulated device brings its model: another one would be another model.
+    emulated = any(config.cluster.emulated is not None for config in (old, new))
+    found = []
+    for key in dict.fromkeys((*before, *after)):
+        if before.get(key) == after.get(key):
+            continue
+        objection = _objection(key)
+        if not same_split and key in SPLITTING:
+            objection = "it changes how many sequences are held out of the training text"
+        if key == "cluster.device" and emulated:
+            objection = "an emulated device brings its model"
+        allowed = not objection
+        note = NOTES.get(key, "") if allowed else objection
+        if key == "train.steps" and new.optimizer.schedule == "constant":
+            note = ""
+        change = Change(
+            key=key, old=before.get(key), new=after.get(key), allowed=allowed, note=note
+        )
+        found.append(change)
+    return tuple(found)
+
+
+def fixed_values(config: Config) -> dict[str, Any]:
+    """Key -> value of every key that a resume must not change."""
+    flat = _flat(config.model_dump(mode="json"))
+    return {key: value for key, value in flat.items() if _objection(key)}
+
+
+def edited_keys(fixed: Mapping[str, Any], config: Config) -> list[str]:
+    """Every fixed key whose value differs from what it was, with both values.
+
+    ``fixed``: earlier :func:`fixed_values`, maybe of another Penstock with other keys.
+    """
+    now = fixed_values(config)
+    return [
+        f"{key}: {value!r} -> {now[key]!r}"
+        for key, value in fixed.items()
+        if key in now and now[key] != value
+    ]
+
+
+def check_resume(changes: tuple[Change, ...], run_dir: Path, held: int | None) -> None:
+    """Refuse to go on with another model, other data, or another optimizer; and with other terms of
+    a step while the run's memory (``held``: the step it is at) may hold one of the old terms.
+
+    Raises:
+        ConfigError: naming every such key with its old and new value.
+    """
+    refused = [str(change) for change in changes if not change.allowed]
+    if refused:
+        raise ConfigError(
+            f"{run_dir} holds a run that was started with other values of keys that cannot change:"
+            f" {'; '.join(refused)}. Restore them, or start a new run in another run.dir"
+        )
+    unsettled = [change.key for change in changes if change.key in STEP_TERMS]
+    if unsettled and held is not None:
+        raise ConfigError(
+            f"{', '.join(unsettled)}: cannot change now. The run was killed, and its memory, at"
+            f" step {held}, holds a step that was decided with the old values and has to be taken"
+            " in with them. Go on with the old values first; when the run has saved, at its end or"
+            " after Ctrl-C, they may change"
+        )
+
+
+def _held_out(config: Config) -> bool:
+    """Whether the last sequences of the training text are kept for evaluation."""
+    return config.train.eval_every > 0 and config.data.eval_path is None
+
+
+def _objection(key: str) -> str:
+    """Why a key must keep its value; empty if it need not."""
+    if key in FREE:
+        return ""
+    reasons = (why for prefix, why in FIXED.items() if f"{key}.".startswith(f"{prefix}."))
+    return next(reasons, "")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings -> one level with dotted keys; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        path = f"{prefix}{key}"
+        if isinstance(inner, dict):
+            flat |= _flat(inner, f"{path}.")
+        else:
+            flat[path] = inner
+    return flat

@@ -1,0 +1,90 @@
+"""Preparing a run on emulated devices: its files and its memory, at full size and as stored.
+
+The block table follows from ``cluster.device``, so that no model has to be looked at. What the
+emulated nodes and GPUs would need is held against what they have; what is really stored, against
+this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import isinf
+from pathlib import Path
+
+from penstock.daemons.node.preparing.capacity import MachineMemory, Need, needs
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.memory.table import MemoryRow, Resource, device_rows, node_rows
+from penstock.protocol.config.schema import Config
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.files import write_atomically
+
+
+def write_model(emulation: Emulation, run_dir: Path) -> None:
+    """What daemons and the preparation of data read about the model: the stored table."""
+    write_atomically(run_dir / "table.json", emulation.stored.to_json())
+    (run_dir / "model").mkdir(exist_ok=True)
+    description = {"model_type": "emulated", "emulated": emulation.name, "eos_token_id": None}
+    write_atomically(run_dir / "model" / "config.json", json.dumps(description))
+
+
+def emulated_rows(config: Config, emulation: Emulation, plan: Plan) -> tuple[MemoryRow, ...]:
+    """What is stored here, then what the emulated nodes and devices would need."""
+    return (
+        *node_rows(config, emulation.stored, plan),
+        *(
+            replace(row, resource=Resource.EMULATED)
+            for row in node_rows(config, emulation.table, plan)
+        ),
+        *(
+            replace(row, resource=Resource.EMULATED) if row.resource is Resource.HOST else row
+            for row in device_rows(config, plan, emulation.costs)
+        ),
+    )
+
+
+def emulated_needs(
+    config: Config,
+    emulation: Emulation,
+    rows: Sequence[MemoryRow],
+    machine: MachineMemory,
+    nodes: Sequence[int],
+) -> tuple[Need, ...]:
+    """Stored memory against this machine, full memory against the emulated one.
+
+    ``memory.host_limit`` and ``memory.device_limit`` stand for what the emulated machines have.
+    """
+    stored = [row for row in rows if row.resource is Resource.SHM]
+    unlimited = config.model_copy(
+        update={"memory": config.memory.model_copy(update={"host_limit": None})}
+    )
+    real = needs(unlimited, stored, machine, nodes)
+    return (
+        *(need for need in real if need.place == "machine"),
+        *_emulated(config, emulation, rows),
+    )
+
+
+def _emulated(config: Config, emulation: Emulation, rows: Sequence[MemoryRow]) -> Iterator[Need]:
+    cluster, memory = emulation.cluster, config.memory
+    for resource, what, limit, there in (
+        (Resource.EMULATED, "host memory", memory.host_limit, cluster.host_memory_bytes),
+        (
+            Resource.DEVICE,
+            f"{emulation.name} memory",
+            memory.device_limit,
+            cluster.device_memory_bytes,
+        ),
+    ):
+        found = None if isinf(there) else int(there)
+        places = dict.fromkeys(row.place for row in rows if row.resource is resource)
+        for place in places:
+            yield Need(
+                place=place,
+                what=f"emulated {what}",
+                needed=sum(
+                    row.num_bytes for row in rows if row.place == place and row.resource is resource
+                ),
+                there=found if limit is None else limit,
+            )

@@ -1,0 +1,340 @@
+"""Makes a run directory ready to start: identity, configuration, block table, data, plan, capacity.
+
+Everything that can be refused is refused here, before a process of the run starts or memory is
+taken. torch is needed for the block table and the data only; that happens in a short-lived process
+(``penstock.models.data.prepare``).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.daemons.node.home import (
+    RunLock,
+    check_home,
+    held_version,
+    prepare_lock_path,
+    settle_home,
+)
+from penstock.daemons.node.preparing.capacity import MachineMemory, Need, check_capacity, needs
+from penstock.daemons.node.preparing.changes import (
+    Change,
+    check_resume,
+    edited_keys,
+    find_changes,
+    fixed_values,
+)
+from penstock.daemons.node.preparing.choice import keep_choice, make_choice
+from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows, write_model
+from penstock.daemons.node.preparing.tool import run_tool
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.cost.prices import config_prices, optimizer_of
+from penstock.planner.cost.sources import Prices
+from penstock.planner.memory.table import MemoryRow, memory_table
+from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.tuning.smallest import plan_within_limit
+from penstock.protocol.config.schema import AUTO, Config, load_config
+from penstock.protocol.config.values import BYTE, tokenizer_of
+from penstock.protocol.errors import StateError
+from penstock.protocol.plan.placement import check_cores
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.files import holds_text, write_atomically
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
+from penstock.shm.table import BlockTable
+
+PREVIOUS_PREPARATION_WAIT_S = 30.0
+"""A preparation whose parent was killed dies with it, some moments later."""
+
+Progress = Callable[[str], None]
+
+_NOT_EXACT = (
+    "warning: optimizer.rollback arithmetic is not exact: every step that is clipped, skipped or"
+    " broken off is taken back with rounding errors, so two runs need not end with the same bits"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a configuration leads to: its plan and its memory, needed and there."""
+
+    table: BlockTable
+    plan: Plan
+    rows: tuple[MemoryRow, ...]
+    needs: tuple[Need, ...]
+
+
+def prepare_run(
+    config: Config, run_dir: Path, progress: Progress = lambda message: None
+) -> RunDirectory:
+    """Prepare ``run_dir`` for ``config``: a new run, or one to go on with.
+
+    Raises:
+        ConfigError: impossible configuration, or a resume with keys changed that must not.
+        CapacityError: something is short; carries the table.
+        StateError: the directory's files are damaged.
+    """
+    check_cores(config)
+    run_dir = run_dir.absolute()
+    RunDirectory(run_dir).check_shape()
+    lock = RunLock.acquire(prepare_lock_path(run_dir), wait_s=PREVIOUS_PREPARATION_WAIT_S)
+    with lock:
+        return _prepare(config, run_dir, progress, lock)
+
+
+def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -> RunDirectory:
+    if (run_dir / "run.json").exists():
+        check_home(RunDirectory(run_dir))
+    previous = _previous(run_dir, progress)
+    config = _name_tokenizer(_absolute_paths(config), previous, run_dir, progress)
+    config = keep_choice(config, previous, progress)
+    changes = _changes(config, previous, run_dir, progress)
+    if config.optimizer.rollback == "arithmetic":
+        progress(_NOT_EXACT)
+    directory = RunDirectory.create(run_dir)
+    settle_home(directory)
+    # Without a configuration nobody knows what inputs that are there were made from.
+    if previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir):
+        directory.unseal()
+        write_atomically(run_dir / "resolved.yaml", config.to_yaml())
+        progress("preparing the model's block table and the data")
+        if config.cluster.emulated is not None:
+            write_model(Emulation.of(config), run_dir)
+        run_models_prepare(run_dir, progress=progress, keeps=(lock.descriptor,))
+        directory.seal(fixed_values(config))
+    # Read anew: a cached attribute may stem from before the inputs were made.
+    directory = RunDirectory(run_dir)
+    config = with_schedule(config, directory.table, directory.run_id, progress)
+    prospect = look_ahead(config, directory.table, directory.run_id)
+    check_capacity(prospect.needs)
+    # Only now: a configuration that was refused leaves the one of the run in place.
+    texts = {"resolved.yaml": config.to_yaml(), "plan.json": prospect.plan.to_json()}
+    for name, text in texts.items():
+        if not holds_text(run_dir / name, text):
+            directory.unseal()
+            write_atomically(run_dir / name, text)
+    directory.seal(fixed_values(config))
+    return directory
+
+
+def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospect:
+    """Plan and memory of a configuration on this machine (all nodes on it).
+
+    Raises:
+        ConfigError: no plan can be built, or workers cannot run it.
+        CapacityError: devices have less than any plan of it needs.
+    """
+    place = _Place.of(config, table, run_id)
+    plan = plan_within_limit(config, place.table, place.prices)
+    if is_to_choose(config):
+        plan = choose_settled_early(plan, place.prices, optimizer_of(config))
+    return place.prospect(config, plan)
+
+
+def with_schedule(
+    config: Config, table: BlockTable, run_id: str | None, progress: Progress = lambda message: None
+) -> Config:
+    """With the schedule that ``schedule: auto`` stands for on this machine; any other
+    configuration as it is.
+
+    Raises:
+        ConfigError, CapacityError: as :func:`penstock.planner.tuning.auto.choose`.
+    """
+    place = _Place.of(config, table, run_id)
+    return make_choice(config, place.table, place.check, progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What plans of a configuration are held against. ``table``: at full size; of emulated devices
+    the limits are those of the emulated machines. ``prices``: what the plan was made with, too.
+    """
+
+    table: BlockTable
+    prices: Prices
+    emulation: Emulation | None
+    machine: MachineMemory
+
+    @classmethod
+    def of(cls, config: Config, table: BlockTable, run_id: str | None) -> _Place:
+        machine = MachineMemory.probe(run_id)
+        emulation = None if config.cluster.emulated is None else Emulation.of(config)
+        table = table if emulation is None else emulation.table
+        prices = config_prices(config, table)
+        return cls(table=table, prices=prices, emulation=emulation, machine=machine)
+
+    def prospect(self, config: Config, plan: Plan) -> Prospect:
+        nodes = range(len(config.cluster.nodes))
+        if self.emulation is None:
+            rows = memory_table(config, self.table, plan, self.prices.costs)
+            table = needs(config, rows, self.machine, nodes)
+        else:
+            rows = emulated_rows(config, self.emulation, plan)
+            table = emulated_needs(config, self.emulation, rows, self.machine, nodes)
+        return Prospect(table=self.table, plan=plan, rows=rows, needs=table)
+
+    def check(self, config: Config, plan: Plan) -> None:
+        """Refuse what does not fit."""
+        check_capacity(self.prospect(config, plan).needs)
+
+
+def table_of(config: Config) -> BlockTable:
+    """The block table of a configuration that has no run directory; at full size.
+
+    Raises:
+        ConfigError: the model is impossible.
+    """
+    if config.cluster.emulated is not None:
+        return Emulation.of(_absolute_paths(config)).table
+    directory = Path(tempfile.mkdtemp(prefix="penstock-plan-"))
+    try:
+        RunDirectory.create(directory)
+        text = _absolute_paths(config).to_yaml()
+        write_atomically(directory / "resolved.yaml", text)
+        run_models_prepare(directory, "--table-only")
+        return RunDirectory(directory).table
+    finally:
+        shutil.rmtree(directory)
+
+
+def run_models_prepare(
+    run_dir: Path,
+    *arguments: str,
+    progress: Progress = lambda message: None,
+    keeps: tuple[int, ...] = (),
+) -> None:
+    """Make block table and data of a run directory in a process of its own, which says from time to
+    time how far it is, and holds the locks ``keeps`` as long as it lives.
+
+    Raises:
+        PenstockError: what that process says, see
+        :func:`penstock.daemons.node.preparing.tool.run_tool`.
+    """
+    log = run_dir / "logs" / "prepare.txt"
+    run_tool(
+        "penstock.models.data.prepare",
+        str(run_dir),
+        *arguments,
+        log=log,
+        progress=progress,
+        keeps=keeps,
+    )
+
+
+def has_started(run_dir: Path) -> bool:
+    """Whether the run may have trained: then its inputs are fixed."""
+    return (run_dir / "journal.sqlite").exists() or (run_dir / "state").exists()
+
+
+def _previous(run_dir: Path, progress: Progress) -> Config | None:
+    """The configuration the run had; ``None`` for a new one.
+
+    Raises:
+        StateError: it, or what was made from it, was changed since the last start.
+    """
+    path, started = run_dir / "resolved.yaml", has_started(run_dir)
+    if not path.exists():
+        if started:
+            raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
+        return None
+    previous = load_config(path)
+    fixed = sealed_values(run_dir)
+    if fixed is not None:
+        for name in MADE:
+            if (run_dir / name).exists():
+                read_sealed(run_dir, name)
+        edited = edited_keys(fixed, previous)
+        if edited and started:
+            raise StateError(
+                f"{path}: was edited: keys differ that cannot change: {'; '.join(edited)}. Restore"
+                " them, or start a new run in another run.dir"
+            )
+        return None if edited else previous
+    if started:
+        progress(
+            f"{run_dir} has no checksums of its inputs (of an older Penstock, or removed): what is"
+            " there is taken as it is"
+        )
+    return previous
+
+
+def _name_tokenizer(
+    config: Config, previous: Config | None, run_dir: Path, progress: Progress
+) -> Config:
+    """With the tokenizer that an unset ``data.tokenizer`` stands for. Data that were prepared keep
+    theirs, whatever the default is by now.
+    """
+    if config.data.tokenizer is not None:
+        return config
+    name = standard = tokenizer_of(config)
+    if previous is not None and _inputs_exist(run_dir) and previous.model.path == config.model.path:
+        name = previous.data.tokenizer
+        if name != standard and standard is not None:
+            progress(f"data.tokenizer is not set: {name}, as the run's data were prepared with")
+    elif config.model.path is not None and name is not None:
+        progress(f"data.tokenizer is not set: the model's own, {name}")
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
+
+
+def _changes(
+    config: Config, previous: Config | None, run_dir: Path, progress: Progress
+) -> Sequence[Change]:
+    """What differs from the configuration the run had; refuses what must not."""
+    if previous is None:
+        return ()
+    if config.schedule.scheme == AUTO:  # not known yet, and told when it is
+        config = config.model_copy(update={"schedule": previous.schedule})
+    changes = find_changes(previous, config)
+    if has_started(run_dir):
+        check_resume(changes, run_dir, held_version(RunDirectory(run_dir).run_id))
+    for change in changes:
+        progress(f"changed: {change}")
+    return changes
+
+
+def _inputs_changed(changes: Sequence[Change]) -> bool:
+    """Whether the block table or the token files follow from another configuration."""
+    return any(
+        change.key.startswith(("model.", "data.", "optimizer.grad_dtype", "optimizer.name"))
+        or change.key in ("run.seed", "train.freeze", "train.eval_every")
+        or change.key in ("cluster.device", "emulation.scale")
+        for change in changes
+    )
+
+
+def _inputs_exist(run_dir: Path) -> bool:
+    return all((run_dir / name).exists() for name in MADE)
+
+
+def _absolute_paths(config: Config) -> Config:
+    """Paths that mean the same in every process, wherever it was started."""
+    model, data = config.model, config.data
+    model_path = model.path and model.path.absolute()
+    changes = {
+        name: str(Path(value).absolute())
+        for name in ("path", "eval_path")
+        if (value := getattr(data, name)) is not None and not value.startswith("@")
+    }
+    if data.tokenizer not in (None, BYTE):
+        changes["tokenizer"] = str(Path(str(data.tokenizer)).absolute())
+    tokens = data.tokens and data.tokens.absolute()
+    files = {
+        name: path.absolute()
+        for name in ("file", "profile")
+        if (path := getattr(config.schedule, name)) is not None
+    }
+    device = config.cluster.device
+    if (config.cluster.emulated or "").endswith(".json"):
+        device = f"emulated:{Path(str(config.cluster.emulated)).absolute()}"
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"path": model_path}),
+            "data": data.model_copy(update={**changes, "tokens": tokens}),
+            "schedule": config.schedule.model_copy(update=files),
+            "cluster": config.cluster.model_copy(update={"device": device}),
+        }
+    )

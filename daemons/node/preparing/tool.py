@@ -1,0 +1,96 @@
+"""Runs the short-lived processes that need torch, and turns what they say into our errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.daemons.node.machine.state import describe_exit
+from penstock.protocol.errors import (
+    CapacityError,
+    ConfigError,
+    ExitCode,
+    LostMemberError,
+    PenstockError,
+)
+from penstock.protocol.run.files import make_directory, writing
+
+TIMEOUT_S = 3600.0
+"""Tokenizing a large corpus takes long; a process that hangs should still end some day."""
+
+
+def run_tool(
+    module: str,
+    *arguments: str,
+    log: Path,
+    progress: Callable[[str], None] = lambda line: None,
+    keeps: tuple[int, ...] = (),
+) -> None:
+    """Run ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout. It
+    dies with this process, and has the descriptors of locks in ``keeps`` open as long as it lives.
+
+    Raises:
+        ConfigError, CapacityError: its last ``penstock: …`` line on stderr, by its exit code.
+        LostMemberError: it did not end in time.
+        PenstockError: it failed otherwise; what it said is in ``log``.
+    """
+    command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
+    code, said = _run(command, progress, keeps)
+    if code is None:
+        raise LostMemberError(f"{module}: no end after {TIMEOUT_S:g} s")
+    if code == 0:
+        return
+    complaints = [line for line in said.splitlines() if line.startswith("penstock: ")]
+    if complaints:
+        kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
+        raise kind(complaints[-1].removeprefix("penstock: "))
+    last = said.splitlines()[-1] if said else "it said nothing"
+    make_directory(log.parent)
+    with writing(log, len(said)):
+        log.write_text(said + "\n", encoding="utf-8")
+    raise PenstockError(f"{module} {describe_exit(code)}: {last} (see {log})")
+
+
+def _run(
+    command: list[str], progress: Callable[[str], None], keeps: tuple[int, ...]
+) -> tuple[int | None, str]:
+    """Exit code, None if it had to be killed after :data:`TIMEOUT_S`, and what it said on stderr.
+
+    stderr goes to a file in memory, which no full disk cuts short: nobody reads it while the lines
+    of stdout are waited for.
+    """
+    late = threading.Event()
+
+    def end(process: subprocess.Popen[str]) -> None:
+        late.set()
+        process.kill()
+
+    with open(os.memfd_create("stderr"), "w+", encoding="utf-8", errors="replace") as errors:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            pass_fds=keeps,
+        ) as process:
+            assert process.stdout is not None
+            watchdog = threading.Timer(TIMEOUT_S, end, (process,))
+            watchdog.start()
+            try:
+                for line in process.stdout:
+                    progress(line.rstrip())
+                code = process.wait()
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                watchdog.cancel()
+                watchdog.join()
+        errors.seek(0)
+        return (None if late.is_set() else code), errors.read().strip()

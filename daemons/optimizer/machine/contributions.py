@@ -1,0 +1,110 @@
+"""Which gradients a node's blocks need, and which of those from other nodes are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from penstock.daemons.optimizer.machine.events import (
+    CancelPulls,
+    Effect,
+    OwnedBlock,
+    Pull,
+    Pulled,
+    UpdatePolicy,
+)
+
+
+class Blocks:
+    """The blocks of this node, in forward order.
+
+    ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are the pairs
+    (block, contribution) that this node computes and that others compute. ``settled_early`` are the
+    active blocks whose state is brought up to date before new gradients come, ``on_devices`` those
+    of them that workers preview. ``in_place``: all blocks step in place.
+
+    ``together``: no block's update begins before all gradients of the node are there, which is the
+    synchronous optimizer of Mobius and Megatron.
+    """
+
+    def __init__(self, blocks: Iterable[OwnedBlock], *, together: bool = False) -> None:
+        self._together = together
+        self.all = tuple(sorted(blocks, key=lambda b: b.index))
+        self.active = tuple(b.index for b in self.all if b.contributions)
+        self.empty = tuple(b.index for b in self.all if not b.contributions)
+        pairs = [(b, contribution) for b in self.all for contribution in range(b.contributions)]
+        self.local = tuple((b.index, k) for b, k in pairs if k not in b.remote)
+        self.remote = tuple((b.index, k) for b, k in pairs if k in b.remote)
+        # Last blocks first: their gradients are the first to come.
+        self.settled_early = self._with(UpdatePolicy.SETTLE_EARLY, UpdatePolicy.DEVICE)[::-1]
+        self.on_devices = self._with(UpdatePolicy.DEVICE)
+        self.in_place = any(b.policy is UpdatePolicy.IN_PLACE for b in self.all)
+        self.num_contributions = {b.index: b.contributions for b in self.all}
+
+    def startable(self, block: int, ready: Mapping[int, set[int]]) -> tuple[int, ...]:
+        """Blocks whose update can begin now that the last contribution of ``block`` is there."""
+        if len(ready[block]) < self.num_contributions[block]:
+            return ()
+        if not self._together:
+            return (block,)
+        complete = all(len(ready.get(b, ())) == self.num_contributions[b] for b in self.active)
+        # Last blocks first, as backwards make them.
+        return self.active[::-1] if complete else ()
+
+    def _with(self, *policies: UpdatePolicy) -> tuple[int, ...]:
+        return tuple(b.index for b in self.all if b.contributions and b.policy in policies)
+
+
+class Pulls:
+    """Orders pulls, and knows which attempt's gradients each private buffer holds.
+
+    It outlives epochs, as the buffers do: what was pulled need not be pulled again.
+    """
+
+    def __init__(self, blocks: Blocks, effects: list[Effect]) -> None:
+        self._remote = blocks.remote
+        self._effects = effects
+        self._held: dict[tuple[int, int, int], int] = {}  # (block, contribution, copy) -> attempt
+
+    def order(
+        self,
+        pairs: Iterable[tuple[int, int]],
+        *,
+        epoch: int,
+        since_epoch: int,
+        attempt: int,
+        version: int,
+    ) -> None:
+        """Pull these contributions; their buffers hold nothing until they are there.
+
+        Last blocks first, as backwards make them: pulls run one by one, and one that waits for a
+        gradient holds up the others.
+        """
+        for block, contribution in sorted(pairs, key=lambda pair: -pair[0]):
+            self._held.pop((block, contribution, version % 2), None)
+            self._effects.append(
+                Pull(
+                    epoch=epoch,
+                    since_epoch=since_epoch,
+                    attempt=attempt,
+                    version=version,
+                    block=block,
+                    contribution=contribution,
+                )
+            )
+
+    def arrived(self, event: Pulled) -> None:
+        """Keep in mind what the buffer holds now."""
+        self._held[(event.block, event.contribution, event.version % 2)] = event.attempt
+
+    def missing(self, block: int, *, version: int, attempt: int) -> list[tuple[int, int]]:
+        """The block's contributions to ``attempt``, towards ``version``, that are not at hand."""
+        return [
+            pair
+            for pair in self._remote
+            if pair[0] == block and self._held.get((*pair, version % 2)) != attempt
+        ]
+
+    def cancel(self) -> None:
+        """Give up what is still on its way."""
+        if self._remote:
+            self._effects.append(CancelPulls())

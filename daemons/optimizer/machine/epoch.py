@@ -1,0 +1,408 @@
+"""What optimizerd does within one epoch: recovery, then attempts, decisions and settles.
+
+A part of the pure machine in :mod:`penstock.daemons.optimizer.machine.state`, which decides whether
+an epoch may hear of an event. Here is what the event means: which blocks are queued, which pass
+runs next, what is reported when it has ended.
+
+Blocks that are settled early are queued for it when an attempt begins, ahead of the new gradients
+of all blocks. Those that a device updates get no other pass of an attempt, unless it holds: what
+the worker reports stands for their preview.
+
+One pass runs at a time, on all threads of the pool; work waits in order of arrival, and what is
+due for every block is queued in forward order. Which pass a piece of work needs is decided when
+its turn comes, from the block's state version.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from penstock.daemons.optimizer.machine.contributions import Blocks, Pulls
+from penstock.daemons.optimizer.machine.events import (
+    AmendAsked,
+    AttemptAsked,
+    BeginAsked,
+    CommitAsked,
+    DeviceUpdated,
+    Effect,
+    GradientsReady,
+    PassDone,
+    Pulled,
+    RunPass,
+    SendAmended,
+    SendBlockStatus,
+    SendSettled,
+    SettleAsked,
+    SkipAsked,
+)
+from penstock.daemons.optimizer.machine.recovery import ImpossibleError, begin_recovery
+from penstock.daemons.optimizer.machine.sweeps import Advance, Hold, Pass, Preview
+from penstock.daemons.optimizer.machine.words import Ledger
+from penstock.daemons.optimizer.machine.work import CHOOSERS, Attempt, Chooser, Kind, Running, Work
+from penstock.protocol.plan.step import OptimizerStep, PassStatus
+
+LiveEvent: TypeAlias = (
+    AttemptAsked
+    | GradientsReady
+    | DeviceUpdated
+    | AmendAsked
+    | CommitAsked
+    | SkipAsked
+    | SettleAsked
+)
+"""What an epoch may hear of once it has recovered."""
+
+Handlers: TypeAlias = Mapping[type[Any], Callable[[Any, Any], None]]
+Finishers: TypeAlias = Mapping[Kind, Callable[[Any, Work, Pass | None, PassDone | None], None]]
+
+
+class Epoch:
+    """One epoch, entered as ``begin`` says; its effects are appended to ``effects``.
+
+    Raises:
+        ImpossibleError: from any method that takes an event, naming what contradicts what.
+    """
+
+    def __init__(
+        self, begin: BeginAsked, blocks: Blocks, pulls: Pulls, effects: list[Effect]
+    ) -> None:
+        self.number = begin.epoch
+        self.ledger = Ledger(begin.facts, effects)
+        self._blocks = blocks
+        self._pulls = pulls
+        self._out = effects
+        self._attempt: Attempt | None = None
+        self._early: dict[int, list[GradientsReady | DeviceUpdated]] = {}
+        self._settling: set[int] = set()  # blocks that Settled waits for
+        self._queue: deque[Work] = deque()
+        self._running: Running | None = None
+        self._recovery = begin_recovery(begin, self.ledger, blocks, pulls)
+        if not self._recovery.awaited:
+            self._queue.extend(self._recovery.left)
+
+    # ---- looking from outside ----
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt under way, 0 if there is none."""
+        return 0 if self._attempt is None else self._attempt.number
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pass is running."""
+        return self._running is not None
+
+    @property
+    def recovered(self) -> bool:
+        """Whether all that the commit promises is there."""
+        return self._recovery.done
+
+    @property
+    def queue_length(self) -> int:
+        """Blocks that wait for their turn."""
+        return len(self._queue)
+
+    def awaited(self) -> tuple[GradientsReady, ...]:
+        """The contributions of this node that the attempt under way still waits for."""
+        attempt = self._attempt
+        if attempt is None:
+            return ()
+        return tuple(
+            GradientsReady(
+                epoch=self.number, attempt=attempt.number, block=block, contribution=contribution
+            )
+            for block, contribution in self._blocks.local
+            if contribution not in attempt.ready.get(block, ())
+        )
+
+    def validate(self) -> None:
+        """Check the invariants of memory and queue, once recovered.
+
+        Raises:
+            ValueError: naming what contradicts what.
+        """
+        committed = self.ledger.committed
+        self.ledger.validate(frozenset(self._blocks.active))
+        if len(set(self._queue)) != len(self._queue):
+            raise ValueError(f"work is queued twice: {list(self._queue)}")
+        due = {work.block for work in self._queue if work.kind is Kind.COMPLETE}
+        if self._running is not None and self._running.work.kind is Kind.COMPLETE:
+            due.add(self._running.work.block)
+        for block in self._blocks.active:
+            if not self.ledger.holds(block, committed) and block not in due:
+                raise ValueError(f"block {block}: no weights of the committed {committed}")
+            newest = self.ledger.newest_slot(block)
+            previewed = self._attempt is not None and block in self._attempt.previewed
+            if newest > committed and not previewed:
+                raise ValueError(f"block {block}: weights of {newest} from no attempt")
+
+    # ---- the entrances ----
+
+    def handle(self, event: LiveEvent) -> None:
+        """React to the scheduler or a worker; only after recovery."""
+        self._HANDLERS[type(event)](self, event)
+
+    def abandon(self) -> None:
+        """Forget all that is planned; the running pass goes on, and its words follow it."""
+        self._queue.clear()
+        self._settling.clear()
+        self._attempt = None
+
+    def pulled(self, event: Pulled) -> None:
+        """A contribution of another node has arrived."""
+        self._pulls.arrived(event)
+        pair, recovery = (event.block, event.contribution), self._recovery
+        if pair in recovery.awaited:
+            recovery.awaited.discard(pair)
+            if not recovery.awaited:
+                self._queue.extend(recovery.left)
+        elif self._attempt is not None and self._attempt.number == event.attempt:
+            self._mark_ready(self._attempt, *pair)
+
+    # ---- attempts ----
+
+    def _on_attempt(self, event: AttemptAsked) -> None:
+        if self._attempt is not None:
+            if event.attempt <= self._attempt.number:
+                return
+            raise ImpossibleError(
+                f"attempt {event.attempt} begins, but {self._attempt.number} is undecided"
+            )
+        if event.base_version != self.ledger.committed:
+            raise ImpossibleError(
+                f"attempt {event.attempt} is based on version {event.base_version}, but"
+                f" {self.ledger.committed} is committed"
+            )
+        update = OptimizerStep.speculative(
+            version=event.base_version + 1,
+            loss_scale=event.loss_scale,
+            learning_rate=event.learning_rate,
+        )
+        attempt = self._attempt = Attempt(number=event.attempt, update=update, hold=event.hold)
+        self._pulls.order(
+            self._blocks.remote,
+            epoch=self.number,
+            since_epoch=self.number,
+            attempt=attempt.number,
+            version=update.version,
+        )
+        if event.hold:  # the state may catch up while the workers compute
+            self._queue_settles(self._blocks.active)
+        else:
+            for block in self._blocks.on_devices:
+                self.ledger.vacate(block, update.version)
+            self._queue_settles(self._blocks.settled_early)
+        for early in self._early.pop(event.attempt, ()):
+            self.handle(early)
+        self._early = {n: events for n, events in self._early.items() if n > event.attempt}
+
+    def _of_attempt(self, event: GradientsReady | DeviceUpdated) -> Attempt | None:
+        """The attempt under way if a worker speaks of it; what is early is kept."""
+        if self._attempt is not None and event.attempt == self._attempt.number:
+            return self._attempt
+        if event.attempt > self.attempt:
+            # The worker heard of the attempt, or computed it, before our own message came.
+            self._early.setdefault(event.attempt, []).append(event)
+        return None
+
+    def _on_gradients(self, event: GradientsReady) -> None:
+        pair = (event.block, event.contribution)
+        if pair in self._blocks.local and (attempt := self._of_attempt(event)) is not None:
+            self._mark_ready(attempt, *pair)
+
+    def _on_device_updated(self, event: DeviceUpdated) -> None:
+        block, attempt = event.block, self._of_attempt(event)
+        if attempt is None or block not in self._on_devices(attempt) or block in attempt.reported:
+            return
+        if self.ledger.pending(block) is not None:
+            raise ImpossibleError(
+                f"a worker updated block {block} in attempt {attempt.number}, whose state is not at"
+                f" version {self.ledger.committed} yet"
+            )
+        self.ledger.set_slot(block, attempt.update.version)
+        attempt.previewed[block] = attempt.update
+        self._report(attempt, block, event.status, event.seconds)
+
+    def _on_devices(self, attempt: Attempt) -> tuple[int, ...]:
+        """The blocks whose preview is a worker's."""
+        return () if attempt.hold else self._blocks.on_devices
+
+    def _mark_ready(self, attempt: Attempt, block: int, contribution: int) -> None:
+        ready = attempt.ready.setdefault(block, set())
+        if contribution in ready:
+            return
+        ready.add(contribution)
+        startable = self._blocks.startable(block, attempt.ready)
+        elsewhere = self._on_devices(attempt)
+        self._plan(Kind.UPDATE, [b for b in startable if b not in elsewhere])
+
+    # ---- decisions ----
+
+    def _decided(self, attempt: int, record_version: int) -> Attempt:
+        """The attempt under way, when a decision about it is possible."""
+        current = self._attempt
+        if current is None or current.number != attempt:
+            raise ImpossibleError(f"attempt {attempt} is decided, but {self.attempt} is under way")
+        if record_version != current.update.version:
+            raise ImpossibleError(
+                f"attempt {attempt} leads to version {current.update.version}, the decision is"
+                f" about {record_version}"
+            )
+        missing = (set(self._blocks.active) - current.reported) | current.amending
+        if missing:
+            raise ImpossibleError(
+                f"attempt {attempt} is decided before the pass of blocks {sorted(missing)}"
+            )
+        return current
+
+    def _on_amend(self, event: AmendAsked) -> None:
+        attempt = self._decided(event.attempt, event.record.version)
+        attempt.amended = OptimizerStep.of(event.record)
+        attempt.amending = set(self._blocks.active)
+        self._plan(Kind.AMEND, self._blocks.active)
+        self._report_amended(attempt)
+
+    def _report_amended(self, attempt: Attempt) -> None:
+        if not attempt.amending:
+            self._out.append(SendAmended(epoch=self.number, attempt=attempt.number))
+
+    def _on_commit(self, event: CommitAsked) -> None:
+        record, ledger = event.record, self.ledger
+        if record.version == ledger.committed:
+            return
+        attempt = self._decided(record.attempt, record.version)
+        promised = OptimizerStep.of(record)
+        unlike = [b for b in self._blocks.active if attempt.previewed.get(b) != promised]
+        for block in unlike:
+            # Normally a hold, and nothing is there; weights of another step must not become
+            # readable by the flip.
+            ledger.forget(block, record.version)
+        ledger.commit(record)
+        ledger.follow_commit(self._blocks.empty)
+        self._attempt = None
+        self._plan(Kind.COMPLETE, unlike)
+
+    def _on_skip(self, event: SkipAsked) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.number != event.attempt:
+            return
+        self._queue = deque(
+            work for work in self._queue if work.kind not in (Kind.UPDATE, Kind.AMEND)
+        )
+        self._attempt = None
+        for block in self._blocks.active:
+            self.ledger.forget(block, attempt.update.version)
+        self._pulls.cancel()
+
+    # ---- settling ----
+
+    def _on_settle(self, event: SettleAsked) -> None:
+        if event.version != self.ledger.committed:
+            raise ImpossibleError(
+                f"state is to be settled at version {event.version}, but {self.ledger.committed} is"
+                " committed"
+            )
+        self._settling = self._queue_settles(self._blocks.active)
+        self._report_settled()
+
+    def _queue_settles(self, blocks: Iterable[int]) -> set[int]:
+        """Queue those of ``blocks`` whose state lags, once; returns them."""
+        lagging = [b for b in blocks if self.ledger.pending(b) is not None]
+        queued = {work.block for work in self._queue if work.kind is Kind.SETTLE}
+        self._plan(Kind.SETTLE, [b for b in lagging if b not in queued])
+        return set(lagging)
+
+    def _report_settled(self) -> None:
+        if not self._settling:
+            self._out.append(SendSettled(epoch=self.number, version=self.ledger.committed))
+
+    # ---- passes ----
+
+    def _plan(self, kind: Kind, blocks: Iterable[int]) -> None:
+        self._queue.extend(Work(kind=kind, block=block) for block in blocks)
+
+    def start_next(self) -> None:
+        """Start the pass whose turn it is, unless one is running."""
+        while self._running is None and self._queue:
+            work = self._queue.popleft()
+            pass_ = self._CHOOSERS[work.kind](work.block, self.ledger, self._attempt)
+            if pass_ is None:
+                self._finish(work, None, None)
+                continue
+            attempt = self._attempt if work.kind in (Kind.UPDATE, Kind.AMEND) else None
+            if attempt is not None:
+                attempt.previewed.pop(work.block, None)
+            number = None if attempt is None else attempt.number
+            self._running = Running(work=work, pass_=pass_, attempt=number)
+            self.ledger.open_pass(pass_)
+            self._out.append(RunPass(work=pass_))
+
+    def pass_done(self, event: PassDone) -> None:
+        """The running pass has ended; its words are written even if the epoch is abandoned."""
+        running, self._running = self._running, None
+        assert running is not None, "no pass was running"
+        # Weights of an attempt that was skipped or abandoned meanwhile stay invalid.
+        current = running.attempt is None or running.attempt == self.attempt
+        self.ledger.close_pass(running.pass_, keep_weights=current)
+        if current:
+            self._finish(running.work, running.pass_, event)
+
+    def _finish(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+        """``pass_`` and ``done`` are None if nothing was left to do."""
+        self._FINISHERS[work.kind](self, work, pass_, done)
+
+    def _finish_update(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+        assert self._attempt is not None and done is not None
+        if done.status is None:
+            self._queue.appendleft(work)  # settled first; its new gradients are looked at now
+            return
+        if isinstance(pass_, Preview | Advance):
+            self._attempt.previewed[work.block] = pass_.update
+        self._report(self._attempt, work.block, done.status, done.seconds)
+
+    def _report(self, attempt: Attempt, block: int, status: PassStatus, seconds: float) -> None:
+        attempt.reported.add(block)
+        self._out.append(
+            SendBlockStatus(
+                epoch=self.number,
+                attempt=attempt.number,
+                block=block,
+                status=status,
+                seconds=seconds,
+            )
+        )
+
+    def _finish_amend(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+        assert self._attempt is not None and isinstance(pass_, Preview | Hold)
+        self._attempt.previewed[work.block] = pass_.update
+        self._attempt.amending.discard(work.block)
+        self._report_amended(self._attempt)
+
+    def _finish_settle(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+        if work.block in self._settling:
+            self._settling.discard(work.block)
+            self._report_settled()
+
+    def _finish_recovery(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+        """Of what a commit during the epoch left to complete, nobody waits for the end."""
+        self._recovery.left.pop(work, None)
+
+    _HANDLERS: ClassVar[Handlers] = {
+        AttemptAsked: _on_attempt,
+        GradientsReady: _on_gradients,
+        DeviceUpdated: _on_device_updated,
+        AmendAsked: _on_amend,
+        CommitAsked: _on_commit,
+        SkipAsked: _on_skip,
+        SettleAsked: _on_settle,
+    }
+    _CHOOSERS: ClassVar[Mapping[Kind, Chooser]] = CHOOSERS
+    _FINISHERS: ClassVar[Finishers] = {
+        Kind.UPDATE: _finish_update,
+        Kind.AMEND: _finish_amend,
+        Kind.SETTLE: _finish_settle,
+        Kind.COMPLETE: _finish_recovery,
+        Kind.FINISH: _finish_recovery,
+    }

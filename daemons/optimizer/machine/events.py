@@ -1,0 +1,366 @@
+"""What reaches optimizerd's state machine (events) and what it orders (effects): plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from penstock.daemons.optimizer.machine.sweeps import Pass
+from penstock.protocol.errors import ExitCode
+from penstock.protocol.plan.step import PassStatus
+from penstock.shm.control import CommitRecord, PassIntent
+
+
+class UpdatePolicy(Enum):
+    """How a block gets from one version to the next."""
+
+    ADVANCE = auto()
+    """Settle and preview in one pass, when the next gradients are there."""
+    SETTLE_EARLY = auto()
+    """Preview when the gradients are there, settle during the next forward."""
+    DEVICE = auto()
+    """Settle during the next forward; a worker's UPDATE previews. A holding attempt's is ours."""
+    IN_PLACE = auto()
+    """Step in place when the gradients are there; arithmetic takes back what does not count. All
+    blocks of a run or none (:mod:`penstock.daemons.optimizer.machine.arithmetic`).
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedBlock:
+    """A block whose weights and state live on this node.
+
+    ``contributions`` is 0 for a block without trainable elements, which needs no pass. ``remote``
+    are the contributions that another node computes.
+    """
+
+    index: int
+    contributions: int
+    remote: frozenset[int] = frozenset()
+    policy: UpdatePolicy = UpdatePolicy.ADVANCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWords:
+    """A block's words of the control segment: state version, and the version in each slot."""
+
+    state_version: int
+    slots: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndoWords:
+    """What the undo area says, see ``native/undo.h``."""
+
+    armed: bool
+    tag: int
+    completed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """What is found in the control segment at a ``Begin``. ``record`` is that of ``committed``,
+    ``next_record`` that of the version after it.
+    """
+
+    incarnation: int
+    committed: int
+    record: CommitRecord | None
+    next_record: CommitRecord | None
+    interrupted: PassIntent | None
+    undo: UndoWords
+    blocks: Mapping[int, BlockWords]
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """Leave the old epoch; ``epoch`` is the next one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginAsked:
+    """Enter ``epoch`` with the commit that ``record`` describes."""
+
+    epoch: int
+    record: CommitRecord
+    facts: MemoryFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptAsked:
+    """Gradients of ``attempt`` will arrive, computed with the weights of ``base_version``."""
+
+    epoch: int
+    attempt: int
+    base_version: int
+    loss_scale: float
+    learning_rate: float
+    hold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsReady:
+    """A contribution computed on this node is complete; its ready word was checked."""
+
+    epoch: int
+    attempt: int
+    block: int
+    contribution: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUpdated:
+    """A worker has previewed a block, its last byte written; ``status`` is of all contributions."""
+
+    epoch: int
+    attempt: int
+    block: int
+    status: PassStatus
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """A contribution computed on another node has arrived in the buffer of copy ``version % 2``."""
+
+    epoch: int
+    attempt: int
+    version: int
+    block: int
+    contribution: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassDone:
+    """The pass that was running has written its last byte."""
+
+    status: PassStatus | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """A pass or a pull cannot be done at all."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AmendAsked:
+    """The norm was over the limit: preview every block again as ``record`` says."""
+
+    epoch: int
+    attempt: int
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitAsked:
+    """The scheduler has journaled ``record``."""
+
+    epoch: int
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipAsked:
+    """The attempt does not count."""
+
+    epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleAsked:
+    """Bring the state of every block to ``version``, which is the committed one."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    """Finish the running pass, then exit: a signal, or the scheduler's Shutdown."""
+
+
+Event = (
+    DrainAsked
+    | BeginAsked
+    | AttemptAsked
+    | GradientsReady
+    | DeviceUpdated
+    | Pulled
+    | PassDone
+    | Broken
+    | AmendAsked
+    | CommitAsked
+    | SkipAsked
+    | SettleAsked
+    | StopAsked
+)
+
+
+# ---- effects ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRecord:
+    """Keep the record in the control segment."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipCommitted:
+    """Set the committed version; its record was written before."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetEpoch:
+    """Write the epoch word."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetSlot:
+    """Say which version a weight slot holds; INVALID_VERSION before the first write into it."""
+
+    block: int
+    slot: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetState:
+    """Say how many steps a block's state contains."""
+
+    block: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginPass:
+    """Announce a pass that overwrites state."""
+
+    block: int
+    state_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndPass:
+    """The announced pass needs no repair any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPass:
+    """Start a pass; PassDone follows. Never two at once."""
+
+    work: Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Fetch another node's contribution; Pulled follows, unless CancelPulls comes first.
+
+    The contribution must have been published in epoch ``since_epoch`` or later. Gradients that are
+    committed may be older than the epoch that needs them again, and their number says enough:
+    attempts are unique in a run, and their copy stays untouched until they are settled.
+    """
+
+    epoch: int
+    since_epoch: int
+    attempt: int
+    version: int
+    block: int
+    contribution: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPulls:
+    """Forget the pulls ordered so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDrained:
+    """Tell the scheduler: nothing of an older epoch runs."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReady:
+    """Tell the scheduler: the memory is as its journal says."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendBlockStatus:
+    """Tell the scheduler about the gradients of a block."""
+
+    epoch: int
+    attempt: int
+    block: int
+    status: PassStatus
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAmended:
+    """Tell the scheduler: all blocks were previewed again."""
+
+    epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSettled:
+    """Tell the scheduler: state and committed version agree in all blocks."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFailed:
+    """Tell the scheduler that the run cannot go on, and why."""
+
+    error: str
+    exit_code: ExitCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """End the process."""
+
+    code: ExitCode
+
+
+Effect = (
+    WriteRecord
+    | FlipCommitted
+    | SetEpoch
+    | SetSlot
+    | SetState
+    | BeginPass
+    | EndPass
+    | RunPass
+    | Pull
+    | CancelPulls
+    | SendDrained
+    | SendReady
+    | SendBlockStatus
+    | SendAmended
+    | SendSettled
+    | SendFailed
+    | Exit
+)

@@ -1,0 +1,207 @@
+"""What a ``Begin`` finds in memory: can it be true, what did a cut pass leave, what is due.
+
+The questions are pure functions over
+:class:`~penstock.daemons.optimizer.machine.events.MemoryFacts`; :func:`begin_recovery` then
+corrects the words. The passes that are due are run by
+:mod:`penstock.daemons.optimizer.machine.epoch`; each step may be cut short by a SIGKILL and is
+found again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from penstock.daemons.optimizer.machine.contributions import Blocks, Pulls
+from penstock.daemons.optimizer.machine.events import (
+    BeginAsked,
+    EndPass,
+    MemoryFacts,
+    OwnedBlock,
+    UpdatePolicy,
+)
+from penstock.daemons.optimizer.machine.sweeps import pass_tag
+from penstock.daemons.optimizer.machine.words import Ledger
+from penstock.daemons.optimizer.machine.work import Kind, Work
+from penstock.protocol.plan.step import OptimizerStep
+from penstock.shm.control import CommitRecord, Decision
+
+
+class ImpossibleError(Exception):
+    """Memory, scheduler and state machine contradict each other: going on would lose bytes."""
+
+
+class Interrupted(Enum):
+    """What became of the pass that the intent names."""
+
+    NONE = auto()
+    NOT_STARTED = auto()
+    CUT_SHORT = auto()
+    COMPLETE = auto()
+
+
+def interrupted_pass(facts: MemoryFacts) -> Interrupted:
+    """Tell the cases apart that are drawn in :mod:`penstock.daemons.optimizer.machine.words`.
+
+    Raises:
+        ImpossibleError: the undo area is armed for a pass that was never announced.
+    """
+    intent, undo = facts.interrupted, facts.undo
+    tag = 0 if intent is None else pass_tag(intent.block, intent.state_version)
+    if undo.armed and undo.tag != tag:
+        raise ImpossibleError(
+            f"the undo area is armed for pass {undo.tag:#x}, but the pass under way was"
+            f" {tag:#x}: the control segment is damaged"
+        )
+    if intent is None:
+        return Interrupted.NONE
+    if undo.armed:
+        return Interrupted.CUT_SHORT
+    return Interrupted.COMPLETE if undo.completed == tag else Interrupted.NOT_STARTED
+
+
+def check_begin(begin: BeginAsked, blocks: Iterable[OwnedBlock]) -> None:
+    """Check that the scheduler's commit and the memory belong together.
+
+    Raises:
+        ImpossibleError: naming what contradicts what.
+    """
+    facts, record = begin.facts, begin.record
+    if record.incarnation != facts.incarnation:
+        raise ImpossibleError(
+            f"memory holds incarnation {facts.incarnation}, the scheduler's commit"
+            f" {record.version} is of incarnation {record.incarnation}"
+        )
+    if record.version not in (facts.committed, facts.committed + 1):
+        raise ImpossibleError(
+            f"memory is at version {facts.committed}, the scheduler at {record.version}:"
+            " at most one commit can be outstanding"
+        )
+    behind = record.version - 1
+    for block in blocks:
+        state = facts.blocks[block.index].state_version
+        if not block.contributions or state == record.version == facts.committed:
+            continue
+        if block.policy is UpdatePolicy.IN_PLACE and _stepped_ahead(begin, state):
+            continue
+        if state != behind:
+            raise ImpossibleError(
+                f"block {block.index}: state version {state}, the scheduler is at {record.version}"
+            )
+        if record.decision not in (Decision.COMMIT, Decision.AMEND):
+            raise ImpossibleError(
+                f"block {block.index}: state version {state} lacks version {record.version}, which"
+                f" is a {record.decision.name} and has no gradients"
+            )
+    _check_intent(begin)
+
+
+def _stepped_ahead(begin: BeginAsked, state: int) -> bool:
+    """Whether a block took a step in place, and which one is known."""
+    facts, record = begin.facts, begin.record
+    if state != facts.committed + 1:
+        return False
+    if state > record.version:
+        return facts.next_record is not None
+    # Journaled meanwhile. Writing that record may have been cut short, nothing else can.
+    step = OptimizerStep.of(record)
+    return facts.next_record is None or OptimizerStep.of(facts.next_record) == step
+
+
+def _check_intent(begin: BeginAsked) -> None:
+    facts, intent = begin.facts, begin.facts.interrupted
+    if interrupted_pass(facts) is Interrupted.NONE or intent is None:
+        return
+    words = facts.blocks.get(intent.block)
+    # A pass leads to the committed version, and no later commit is possible before it has ended;
+    # a step in place leads to the version after it, its inverse back.
+    stepping = facts.next_record is not None and facts.committed == begin.record.version
+    highest = begin.record.version + stepping
+    if (
+        words is None
+        or not begin.record.version <= intent.state_version <= highest
+        or not begin.record.version - 1 <= words.state_version <= highest
+        or abs(intent.state_version - words.state_version) > 1
+    ):
+        found = None if words is None else words.state_version
+        raise ImpossibleError(
+            f"a pass led block {intent.block} to state version {intent.state_version}, but it is at"
+            f" {found} and the scheduler at {begin.record.version}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """What is still missing before Ready.
+
+    ``awaited``: contributions (block, contribution) being pulled; nothing is written before they
+    are there. ``left``: the work to be done then, in order: the pass that was cut short, the blocks
+    that are ahead of the commit, and those without their committed weights.
+    """
+
+    awaited: set[tuple[int, int]]
+    left: dict[Work, None]
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.awaited and not self.left
+
+
+def begin_recovery(begin: BeginAsked, ledger: Ledger, blocks: Blocks, pulls: Pulls) -> Recovery:
+    """Apply the commit of a ``Begin`` that has been checked, and find out what it still lacks."""
+    record = begin.record
+    work = _resolve_intent(begin.facts, ledger)
+    # A pass that was cut short leads to the committed version, so then this changes nothing
+    # that finishing it needs; it only makes sure of the record.
+    ledger.commit(record)
+    for block in blocks.active:
+        ledger.forget(block, record.version + 1)
+    ledger.follow_commit(blocks.empty)
+    # Later settles need them at hand; a new optimizerd has lost what it had pulled.
+    lagging = [block for block in blocks.active if ledger.pending(block) is not None]
+    awaited = _pull_again(begin.epoch, record, lagging, pulls)
+    ahead = _ahead(begin, ledger, blocks.active)
+    if ahead and ledger.next_record is not None:
+        awaited += _pull_again(begin.epoch, ledger.next_record, ahead, pulls)
+    work += [Work(kind=Kind.REVERT, block=block) for block in ahead]
+    # To finish a hold writes weights, too: nothing is left to do for its block then.
+    incomplete = [block for block in blocks.active if not ledger.holds(block, record.version)]
+    work += [Work(kind=Kind.COMPLETE, block=block) for block in incomplete]
+    return Recovery(awaited=set(awaited), left=dict.fromkeys(work))
+
+
+def _pull_again(
+    epoch: int, record: CommitRecord, blocks: Iterable[int], pulls: Pulls
+) -> list[tuple[int, int]]:
+    """The contributions to a record's attempt that are not at hand, and are pulled now."""
+    version, attempt = record.version, record.attempt
+    awaited = [
+        pair for block in blocks for pair in pulls.missing(block, version=version, attempt=attempt)
+    ]
+    pulls.order(awaited, epoch=epoch, since_epoch=0, attempt=attempt, version=version)
+    return awaited
+
+
+def _ahead(begin: BeginAsked, ledger: Ledger, active: Iterable[int]) -> list[int]:
+    """Blocks whose step is to be taken back, that of a pass which was cut short among them."""
+    intent, facts = begin.facts.interrupted, begin.facts
+    stepping = None
+    if intent is not None and interrupted_pass(facts) is Interrupted.CUT_SHORT:
+        stepping = intent.block if intent.state_version > ledger.committed else None
+    return [b for b in active if b == stepping or ledger.ahead(b) is not None]
+
+
+def _resolve_intent(facts: MemoryFacts, ledger: Ledger) -> list[Work]:
+    """Clear the intent of a pass that needs no repair; else the work that repairs its block."""
+    intent, found = facts.interrupted, interrupted_pass(facts)
+    if intent is None:
+        return []
+    if found is Interrupted.CUT_SHORT:
+        back = intent.state_version < ledger.state_version(intent.block)
+        return [Work(kind=Kind.FINISH_REVERT if back else Kind.FINISH, block=intent.block)]
+    if found is Interrupted.COMPLETE:
+        ledger.set_state(intent.block, intent.state_version)
+    ledger.effects.append(EndPass())
+    return []

@@ -1,0 +1,253 @@
+"""optimizerd's copy of the control words it writes, and the orders that change them.
+
+From ``Begin`` on nobody else writes these words, so the copy is exact. Every change is recorded as
+an effect, in the order in which it must reach shared memory.
+
+Order of the words around a pass, and what a SIGKILL at each point leaves (recovery is in
+:mod:`penstock.daemons.optimizer.machine.recovery`)::
+
+    Advance of block b: state c-1 -> c, weights t = c+1 into slot t % 2
+
+    SetSlot(b, t % 2, INVALID)    killed before: nothing has happened
+    BeginPass(b, c)               killed before: the slot is invalid, nothing else has happened
+      undo area armed             killed before: intent, undo idle, its completed tag another:
+                                  the state was not touched, the intent is dropped
+      vectors written             killed here: undo armed: repaired, then settled to the end
+      undo area idle, completed   killed before: like the line above
+    SetState(b, c)                killed before: undo idle, completed tag is this pass: the state
+                                  is complete, only this word is missing
+    EndPass                       killed before: the same, the word is merely written again
+    SetSlot(b, t % 2, t)          killed before: the weights stay invalid and are made again
+    BlockStatus is sent           so no decision can rest on a pass whose words are not all there
+
+The undo area is armed only between BeginPass and EndPass, so an armed area always comes with an
+intent that names the same pass. A preview writes nothing but its slot, which is invalid meanwhile.
+A hold writes state c and its weights, whose slot is invalid meanwhile: by that, one cut short is
+told from the others, and finished by another hold. Killed before the slot's word, its weights are
+cast from the master.
+
+A split master keeps the upper halves of state version s in slot s % 2 (:mod:`penstock.shm.layout`),
+as the bytes of the weights of s. They are there when the state reaches s, and stay until it leaves
+s, whatever the word says; s is c or c - 1::
+
+    s reached by settle, advance   slot c % 2 holds c: else the commit has queued a hold, and no
+                                   settle gets in before it
+    s reached by hold, restore     it wrote them; only the word may be missing, and a cast is then
+                                   nothing but that word
+    s = c                          previews, amended ones too, write slot (c+1) % 2, another one
+    s = c - 1                      slot (c+1) % 2 = s % 2 is the state's, and nobody writes it but
+                                   an advance, which reads each vector before it overwrites it:
+                                   plain previews are chosen at s = c only. One cut short has the
+                                   old halves of the vectors that it had not settled, those in
+                                   flight in the undo area, and the others need theirs no more
+    forget, vacate, invalidate     change words, not bytes
+
+Blocks that step in place (:mod:`penstock.daemons.optimizer.machine.arithmetic`) go ahead of the
+commit: by a hold to state c + 1 when their gradients are there, by an inverse back to c when these
+do not count. What they step with is the record of c + 1, which is written while no block is ahead,
+so a block whose state version is c + 1 contains that very step::
+
+    WriteRecord(c + 1)            killed before or amid: no block is ahead
+    Hold of block b               state c -> c + 1, drawn above; between the two an intent of c + 1
+                                  at state c is a hold cut short
+    Invert of block b             state c + 1 -> c, the same way, its slot invalidated before: an
+                                  intent of c at state c + 1 is an inverse cut short
+    WriteRecord, FlipCommitted    the commit: the same step, so nothing is left to do. One cut
+                                  short leaves no record of c + 1 beside blocks ahead: then the
+                                  scheduler's commit is what they contain
+
+A block that a worker's UPDATE previews is settled, by a pass of its own, and its slot vacated when
+the attempt begins; the worker waits for both words. It writes none itself: a kill of either process
+finds the slot invalid until the worker has said that its last byte is written::
+
+    SetSlot(b, t % 2, INVALID)    at the attempt's start
+    Settle of b, if one is due    as above
+      the worker writes weights   killed here, either of both: the slot is invalid
+    SetSlot(b, t % 2, t)          when its message comes; BlockStatus follows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.daemons.optimizer.machine.events import (
+    BeginPass,
+    Effect,
+    EndPass,
+    FlipCommitted,
+    MemoryFacts,
+    SetSlot,
+    SetState,
+    WriteRecord,
+)
+from penstock.daemons.optimizer.machine.sweeps import (
+    Advance,
+    CastWeights,
+    FinishHold,
+    FinishInvert,
+    FinishSettle,
+    Hold,
+    Invert,
+    Pass,
+    Preview,
+    Settle,
+)
+from penstock.protocol.plan.step import OptimizerStep
+from penstock.shm.control import INVALID_VERSION, CommitRecord
+
+
+@dataclass(slots=True)
+class _Words:
+    state_version: int
+    slots: list[int]
+
+
+class Ledger:
+    """The words as they will be once :attr:`effects` have been carried out."""
+
+    def __init__(self, facts: MemoryFacts, effects: list[Effect]) -> None:
+        self.effects = effects
+        self.committed = facts.committed
+        self.record = facts.record
+        self.next_record = facts.next_record
+        self._blocks = {
+            block: _Words(words.state_version, list(words.slots))
+            for block, words in facts.blocks.items()
+        }
+
+    def state_version(self, block: int) -> int:
+        """How many steps the block's state contains: commits, or one more."""
+        return self._blocks[block].state_version
+
+    def pending(self, block: int) -> OptimizerStep | None:
+        """The committed step that the block's state still lacks."""
+        if self.state_version(block) >= self.committed:
+            return None
+        assert self.record is not None, "a pending step without a record passed the checks"
+        return OptimizerStep.of(self.record)
+
+    def ahead(self, block: int) -> OptimizerStep | None:
+        """The step that the block's state contains and that is not committed."""
+        if self.state_version(block) <= self.committed:
+            return None
+        return self.announced
+
+    @property
+    def announced(self) -> OptimizerStep:
+        """The step that blocks take in place, ahead of the commit."""
+        assert self.next_record is not None, "blocks step ahead only after an announcement"
+        return OptimizerStep.of(self.next_record)
+
+    def announce(self, record: CommitRecord) -> None:
+        """Keep the record of what blocks are going to step ahead with, while none is ahead."""
+        if record != self.next_record:
+            self.effects.append(WriteRecord(record=record))
+            self.next_record = record
+
+    def holds(self, block: int, version: int) -> bool:
+        """Whether the slot of ``version`` says that it holds it."""
+        return self._blocks[block].slots[version % 2] == version
+
+    def newest_slot(self, block: int) -> int:
+        """The highest version in the block's slots, 0 if both are invalid."""
+        return max((v for v in self._blocks[block].slots if v != INVALID_VERSION), default=0)
+
+    def commit(self, record: CommitRecord) -> None:
+        """Keep the record, then flip: a settle after the flip never needs the scheduler."""
+        if record != self.record:
+            self.effects.append(WriteRecord(record=record))
+            self.record = record
+        if record.version != self.committed:
+            self.effects.append(FlipCommitted(version=record.version))
+            self.committed = record.version
+            self.next_record = None
+
+    def set_state(self, block: int, version: int) -> None:
+        """Set a block's state version."""
+        if self.state_version(block) != version:
+            self._blocks[block].state_version = version
+            self.effects.append(SetState(block=block, version=version))
+
+    def set_slot(self, block: int, version: int) -> None:
+        """The slot of ``version`` holds it."""
+        if not self.holds(block, version):
+            self._write_slot(block, version % 2, version)
+
+    def forget(self, block: int, version: int) -> None:
+        """If the slot of ``version`` holds it, it does so no longer."""
+        if self.holds(block, version):
+            self._write_slot(block, version % 2, INVALID_VERSION)
+
+    def vacate(self, block: int, version: int) -> None:
+        """The slot of ``version`` holds nothing from now on: somebody is going to write it."""
+        if self._blocks[block].slots[version % 2] != INVALID_VERSION:
+            self._write_slot(block, version % 2, INVALID_VERSION)
+
+    def follow_commit(self, blocks: Iterable[int]) -> None:
+        """Bring along blocks without trainable elements, which are always complete."""
+        for block in blocks:
+            self.set_state(block, self.committed)
+            self.set_slot(block, self.committed)
+
+    def open_pass(self, work: Pass) -> None:
+        """Write the words that must stand before a pass starts."""
+        written = _weights_version(work)
+        if written is not None:
+            self._write_slot(work.block, written % 2, INVALID_VERSION)
+        if isinstance(work, Invert):
+            self.forget(work.block, work.update.version)
+        # What finishes a pass works under its intent.
+        if isinstance(work, Settle | Advance | Hold | Invert):
+            settled = _settled_version(work)
+            assert settled is not None
+            self.effects.append(BeginPass(block=work.block, state_version=settled))
+
+    def close_pass(self, work: Pass, *, keep_weights: bool) -> None:
+        """Write the words that say a pass is complete; its weights only if they are wanted."""
+        settled, written = _settled_version(work), _weights_version(work)
+        if settled is not None:
+            self.set_state(work.block, settled)
+            self.effects.append(EndPass())
+        if written is not None and keep_weights:
+            self.set_slot(work.block, written)
+
+    def validate(self, blocks: frozenset[int]) -> None:
+        """Check the conservation rules for the blocks that have state.
+
+        Raises:
+            ValueError: naming the block and its versions.
+        """
+        for block in sorted(blocks):
+            state, slots = self.state_version(block), self._blocks[block].slots
+            ahead = 0 if self.next_record is None else self.next_record.version
+            if state not in (self.committed, self.committed - 1, ahead):
+                raise ValueError(f"block {block}: state {state}, committed {self.committed}")
+            for slot, version in enumerate(slots):
+                if version == INVALID_VERSION:
+                    continue
+                if version % 2 != slot or version > self.committed + 1:
+                    raise ValueError(
+                        f"block {block}: slot {slot} holds {version}, committed {self.committed}"
+                    )
+
+    def _write_slot(self, block: int, slot: int, version: int) -> None:
+        self._blocks[block].slots[slot] = version
+        self.effects.append(SetSlot(block=block, slot=slot, version=version))
+
+
+def _settled_version(work: Pass) -> int | None:
+    """The version of the state that a pass leads to."""
+    if isinstance(work, Advance):
+        return work.pending.version
+    if isinstance(work, Invert | FinishInvert):
+        return work.update.version - 1
+    if isinstance(work, Settle | FinishSettle | Hold | FinishHold):
+        return work.update.version
+    return None
+
+
+def _weights_version(work: Pass) -> int | None:
+    if isinstance(work, Preview | Advance | Hold | FinishHold):
+        return work.update.version
+    return work.version if isinstance(work, CastWeights) else None

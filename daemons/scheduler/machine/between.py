@@ -1,0 +1,216 @@
+"""What happens between attempts: saving the committed state, evaluating it, and the end."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.daemons.scheduler.machine.events import (
+    AppendMetrics,
+    CompleteSave,
+    Effect,
+    Exit,
+    NoteEnd,
+    PrepareSave,
+    Say,
+    Send,
+)
+from penstock.daemons.scheduler.machine.ledger import Ledger
+from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.next_activity import Activity, send_all
+from penstock.daemons.scheduler.machine.rules import Phase, Rules
+from penstock.daemons.scheduler.metrics_file import evaluation_line
+from penstock.protocol.errors import ExitCode
+from penstock.protocol.generated import scheduler_pb2 as pb
+
+
+class Saving(Activity):
+    """Settle everything committed, have it written, and make the directory a saved state.
+
+    Done when the machine hears :class:`SaveFinished`, or at once with ``error`` when a memoryd
+    could not write.
+    """
+
+    title = "saving"
+
+    def __init__(self, rules: Rules, ledger: Ledger) -> None:
+        super().__init__(rules, ledger)
+        self.phase = Phase.SETTLING
+        self.error = ""
+        self.version = ledger.version
+        self.directory = f"{rules.state_dir}/.tmp-step-{self.version:08d}"
+        self._files: list[tuple[str, int, str]] = []
+
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """optimizerds that settle, then memoryds that write."""
+        return tuple(sorted(self.waiting))
+
+    def start(self, now_s: float) -> list[Effect]:
+        """State lags the weights by one commit until it is settled."""
+        self.waiting = set(self.rules.optimizerds)
+        settle = pb.Settle(epoch=self.ledger.epoch, version=self.version)
+        return send_all(self.rules.optimizerds, pb.SchedulerMessage(settle=settle))
+
+    def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
+        if self.phase is not Phase.SETTLING or body.version != self.version:
+            return []
+        if not self.answered(member):
+            return []
+        self.phase = Phase.SAVING
+        return [PrepareSave(directory=self.directory)]
+
+    def prepared(self, error: str) -> list[Effect]:
+        """The directory is there, or cannot be made."""
+        if error:
+            self.finished(error)
+            return []
+        self.waiting = set(self.rules.memoryds)
+        save = pb.Save(epoch=self.ledger.epoch, version=self.version, directory=self.directory)
+        return send_all(self.rules.memoryds, pb.SchedulerMessage(save=save))
+
+    def _on_saved(self, member: str, body: pb.Saved, now_s: float) -> list[Effect]:
+        if self.phase is not Phase.SAVING or body.version != self.version:
+            return []
+        if member not in self.waiting:
+            return []
+        if body.error:
+            self.error = self.error or f"{member}: {body.error}"
+        self._files += [(file.name, file.bytes, file.sha256) for file in body.files]
+        if not self.answered(member):
+            return []
+        if self.error:
+            self.done = True
+            return []
+        assert self.ledger.position is not None
+        return [
+            CompleteSave(
+                version=self.version,
+                directory=self.directory,
+                files=tuple(sorted(self._files)),
+                position=self.ledger.position,
+                attempt=self.ledger.next_attempt - 1,
+            )
+        ]
+
+    def finished(self, error: str) -> None:
+        """The effects are through."""
+        self.error = self.error or error
+        self.done = True
+
+    answers = {"settled": _on_settled, "saved": _on_saved}  # noqa: RUF012
+
+
+class Evaluation(Activity):
+    """A forward-only pass over held-out data at the committed version.
+
+    ``seconds``: how long it took, once it is done.
+    """
+
+    title = "the evaluation"
+
+    def __init__(self, rules: Rules, ledger: Ledger) -> None:
+        super().__init__(rules, ledger)
+        self.phase = Phase.EVALUATING
+        self._number = ledger.take_evaluation()
+        self._reports: dict[str, pb.EvaluationDone] = {}
+        self.seconds = 0.0
+
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Workers without a result."""
+        return tuple(worker for worker in self.rules.workers if worker in self.waiting)
+
+    def start(self, now_s: float) -> list[Effect]:
+        """Only workers take part."""
+        self.waiting = set(self.rules.workers)
+        evaluate = pb.Evaluate(
+            epoch=self.ledger.epoch,
+            evaluation=self._number,
+            base_version=self.ledger.version,
+            batches=self.rules.config.train.eval_batches,
+        )
+        return send_all(self.rules.workers, pb.SchedulerMessage(evaluate=evaluate))
+
+    def _on_done(self, member: str, body: pb.EvaluationDone, now_s: float) -> list[Effect]:
+        if body.evaluation != self._number or member not in self.waiting:
+            return []
+        self._reports[member] = body
+        if not self.answered(member):
+            return []
+        self.done = True
+        self.seconds = now_s - self.started_s
+        line = evaluation_line(
+            version=self.ledger.version,
+            attempt=self.ledger.next_attempt - 1,
+            reports=[self._reports[worker] for worker in self.rules.workers],
+            epoch=self.ledger.epoch,
+            seconds=self.seconds,
+            emulated=self.rules.emulated,
+        )
+        return [self.ledger.evaluate(self._number, line), AppendMetrics(metrics_json=line)]
+
+    answers = {"evaluation_done": _on_done}  # noqa: RUF012
+
+
+class Ending(Activity):
+    """Leave word that the run is over, tell everyone to shut down, wait until they have gone (not
+    for long), exit. Nodes that were lost are waited for, too: they may come back, and hear it.
+
+    ``error`` is empty for an end that was wanted. Members that join meanwhile are told too.
+    ``leave_by_s``: when to go at the latest, None for the usual patience.
+    """
+
+    title = "the end"
+
+    def __init__(
+        self,
+        rules: Rules,
+        ledger: Ledger,
+        members: Membership,
+        *,
+        keep_memory: bool,
+        reason: str,
+        code: ExitCode,
+        error: str = "",
+        leave_by_s: float | None = None,
+    ) -> None:
+        super().__init__(rules, ledger)
+        self.phase = Phase.FAILED if error else Phase.DONE
+        self.reason = reason
+        self.error = error
+        self._code = code
+        self._members = members
+        self._message = pb.SchedulerMessage(
+            shutdown=pb.Shutdown(keep_memory=keep_memory, reason=reason, exit_code=int(code))
+        )
+        self._note = NoteEnd(
+            reason=error or reason, code=code, keep_memory=keep_memory, failed=bool(error)
+        )
+        self._leave_by_s = math.inf if leave_by_s is None else leave_by_s
+        self._exit_s = 0.0
+        self._hurried = False
+
+    def start(self, now_s: float) -> list[Effect]:
+        """Nodes hear it together with their children, so that none is started again."""
+        self._exit_s = min(now_s + self.rules.deadlines.shutdown_s, self._leave_by_s)
+        said = Say(text=f"shutting down: {self.reason}", warning=bool(self.error))
+        self.waiting = set(self._members.lost_nodes)
+        # The note first: a scheduler that comes after this one must not go on with the run.
+        return [said, self._note, *send_all(self._members.present, self._message)]
+
+    def joined(self, member: str) -> list[Effect]:
+        """Somebody comes too late."""
+        self.waiting.discard(member)
+        return [Send(member=member, message=self._message)]
+
+    def hurry(self) -> None:
+        """Do not wait for anyone."""
+        self._hurried = True
+
+    def look(self, now_s: float) -> list[Effect]:
+        """Exit when all have gone or the time is up."""
+        patient = not self._hurried and now_s < self._exit_s
+        if self.done or ((self._members.present or self.waiting) and patient):
+            return []
+        self.done = True
+        return [Exit(code=self._code, error=self.error)]

@@ -1,0 +1,274 @@
+"""What goes into the scheduler's machine and what comes out of it: values, no behaviour.
+
+Effects are carried out in the order of the list. Journal effects are durable before the next
+effect happens: that is what makes a commit safe to announce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.daemons.scheduler.machine.position import Position
+from penstock.protocol.errors import ExitCode
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.control import CommitRecord
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A new stream said Hello. Streams are numbered by the service, never twice."""
+
+    stream: int
+    hello: pb.Hello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A later message of a stream."""
+
+    stream: int
+    message: pb.MemberMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamClosed:
+    """A stream ended, whoever ended it."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; comes at least every tenth of a second."""
+
+
+class Request(Enum):
+    """Control calls."""
+
+    STATUS = "status"
+    PAUSE = "pause"
+    RESUME = "resume"
+    SNAPSHOT = "snapshot"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A control client called; it is answered by :class:`Reply` or :class:`ReplyError`.
+
+    ``within_s``: how long a stop may take, None for as long as it takes.
+    """
+
+    ticket: int
+    request: Request
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSignalled:
+    """SIGTERM or SIGINT; ``again``: somebody insists. ``within_s``: how long the stop may take,
+    None for as long as it takes.
+    """
+
+    again: bool = False
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePrepared:
+    """A :class:`PrepareSave` is through; without an error the directory is there."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFinished:
+    """A :class:`CompleteSave` is through; without an error the state is on disk for good."""
+
+    version: int
+    directory: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """The scheduler itself cannot go on: an effect failed, and those after it did not happen."""
+
+    code: ExitCode
+    error: str
+
+
+Event = (
+    Joined
+    | Received
+    | StreamClosed
+    | Tick
+    | Asked
+    | StopSignalled
+    | SavePrepared
+    | SaveFinished
+    | Broken
+)
+
+# ---- effects ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """From now on ``member`` is reached on ``stream``."""
+
+    stream: int
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Tell a stream that its process must exit, and end it."""
+
+    stream: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """End a stream whose process is not believed any more."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Queue a message for a member."""
+
+    member: str
+    message: pb.SchedulerMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Send a heartbeat on every stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEpoch:
+    """Durable before any message of the epoch: its number is never used again.
+
+    ``next_attempt``: no attempt of an earlier epoch has this number or a higher one. ``pids``: the
+    processes that may know the epoch.
+    """
+
+    epoch: int
+    next_attempt: int
+    pids: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalDecision:
+    """Durable before the decision is announced. ``record.version`` is the version after it.
+
+    ``metrics_json`` is the attempt's line for ``metrics.jsonl``, empty for a RESTORE.
+    """
+
+    epoch: int
+    record: CommitRecord
+    position: Position
+    metrics_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEvaluation:
+    """The evaluation of a version is done; ``metrics_json`` as above."""
+
+    version: int
+    evaluation: int
+    metrics_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendMetrics:
+    """Append a line that the journal has to ``metrics.jsonl``."""
+
+    metrics_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareSave:
+    """Make the temporary directory, without stale files; then :class:`SavePrepared`."""
+
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteSave:
+    """Write the manifest, rename the directory, prune older states; then :class:`SaveFinished`."""
+
+    version: int
+    directory: str
+    files: tuple[tuple[str, int, str], ...]
+    position: Position
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Answer a control call."""
+
+    ticket: int
+    reply: pb.StatusReply | pb.ControlReply | pb.SnapshotReply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyError:
+    """Answer a control call with an error."""
+
+    ticket: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """Something changed that an operator wants to read in the log."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteEnd:
+    """Leave word of how the run ends, for members that come when the scheduler is gone."""
+
+    reason: str
+    code: ExitCode
+    keep_memory: bool
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """The scheduler ends. ``error`` is empty when there is nothing to complain about."""
+
+    code: ExitCode
+    error: str = ""
+
+
+Effect = (
+    Accept
+    | Refuse
+    | Disconnect
+    | Send
+    | Beat
+    | JournalEpoch
+    | JournalDecision
+    | JournalEvaluation
+    | AppendMetrics
+    | PrepareSave
+    | CompleteSave
+    | Reply
+    | ReplyError
+    | Say
+    | NoteEnd
+    | Exit
+)

@@ -1,0 +1,184 @@
+"""The journal's mirror in memory: every change returns the effect that makes it durable.
+
+Nothing else of the machine changes these numbers, so memory and journal cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.daemons.scheduler.machine.events import (
+    JournalDecision,
+    JournalEpoch,
+    JournalEvaluation,
+)
+from penstock.daemons.scheduler.machine.holding import AttemptCosts
+from penstock.daemons.scheduler.machine.position import Position
+from penstock.daemons.scheduler.machine.rules import Rules
+from penstock.shm.control import CommitRecord, Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalFacts:
+    """What a journal says when a scheduler starts; the defaults are those of an empty one.
+
+    ``record``: of the committed version. ``position``: after the last decision. ``pids``: processes
+    of the last epoch. ``evaluated``: newest version that was evaluated.
+    """
+
+    epoch: int = 0
+    next_attempt: int = 1
+    record: CommitRecord | None = None
+    position: Position | None = None
+    pids: tuple[tuple[str, int], ...] = ()
+    evaluation: int = 0
+    evaluated: int = 0
+    last_metrics_json: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """A complete saved state on disk."""
+
+    version: int
+    directory: str
+    position: Position
+
+
+class Ledger:
+    """Epoch, attempt, committed record and position, newest saved state."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        facts: JournalFacts,
+        saved: SavedState | None,
+        draw_incarnation: Callable[[], int],
+    ) -> None:
+        self._rules = rules
+        self._draw_incarnation = draw_incarnation
+        self.epoch = facts.epoch
+        self.next_attempt = facts.next_attempt
+        self.record = facts.record
+        self.position = facts.position
+        self.evaluation = facts.evaluation
+        self.evaluated = facts.evaluated
+        self.last_metrics_json = facts.last_metrics_json
+        self.saved = saved
+        self.costs = AttemptCosts()
+        """What the hold policy goes by; not journaled."""
+
+    @property
+    def version(self) -> int:
+        """The committed version; 0 while there is none."""
+        return 0 if self.record is None else self.record.version
+
+    @property
+    def saved_version(self) -> int:
+        """Version of the newest saved state; 0, the initial weights, if there is none."""
+        return 0 if self.saved is None else self.saved.version
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether there are commits that only the memory has."""
+        return self.record is not None and self.record.version != self.saved_version
+
+    def begin_epoch(
+        self, claimed: Iterable[int], pids: tuple[tuple[str, int], ...]
+    ) -> JournalEpoch:
+        """Take an epoch number above all that were journaled or that a member has seen."""
+        self.epoch = max(self.epoch, *claimed) + 1
+        return JournalEpoch(epoch=self.epoch, next_attempt=self.next_attempt, pids=pids)
+
+    def take_attempt(self) -> int:
+        """The number of the next attempt.
+
+        Not journaled one by one: a scheduler that starts counts on from the last decided attempt,
+        plus one for the attempt that may have been under way, and from its epoch's first.
+        """
+        number = self.next_attempt
+        self.next_attempt += 1
+        return number
+
+    def decide(self, record: CommitRecord, metrics_json: str) -> JournalDecision:
+        """An attempt has ended. For a SKIP, ``record.version`` is the version that stays."""
+        assert self.position is not None
+        self.position = self.position.after(
+            record.decision,
+            self._rules.config.train.global_batch,
+            self._rules.loss_scaling,
+            self.costs.limits,
+        )
+        if record.decision is not Decision.SKIP:
+            self.record = record
+        self.last_metrics_json = metrics_json
+        return JournalDecision(
+            epoch=self.epoch, record=record, position=self.position, metrics_json=metrics_json
+        )
+
+    def restoration(self) -> CommitRecord:
+        """The record of a restore from the newest saved state, or from the initial weights.
+
+        Its incarnation is new: memory of an older one is never believed again.
+        """
+        return CommitRecord(
+            version=self.saved_version,
+            attempt=self.next_attempt - 1,
+            decision=Decision.RESTORE,
+            coefficient=1.0,
+            inverse_loss_scale=1.0,
+            learning_rate=0.0,
+            bias_step=self.saved_version,
+            incarnation=self._draw_incarnation(),
+        )
+
+    def restored(self, record: CommitRecord) -> JournalDecision:
+        """All memory holds what ``record`` says: the run goes back to that version."""
+        if self.saved is not None:
+            self.position = self.saved.position
+        else:
+            self.position = Position(
+                version=0, data_position=0, loss_scale=self._rules.loss_scaling.start
+            )
+        self.record = record
+        self.evaluated = min(self.evaluated, record.version)
+        return JournalDecision(
+            epoch=self.epoch, record=record, position=self.position, metrics_json=""
+        )
+
+    def take_evaluation(self) -> int:
+        """The number of the next evaluation."""
+        self.evaluation += 1
+        return self.evaluation
+
+    @property
+    def next_evaluation(self) -> int:
+        """The number that the next evaluation will have."""
+        return self.evaluation + 1
+
+    def evaluate(self, evaluation: int, metrics_json: str) -> JournalEvaluation:
+        """The committed version has been evaluated."""
+        self.evaluated = self.version
+        self.last_metrics_json = metrics_json
+        return JournalEvaluation(
+            version=self.version, evaluation=evaluation, metrics_json=metrics_json
+        )
+
+    def validate(self) -> None:
+        """Check the conservation rules.
+
+        Raises:
+            ValueError: naming what does not fit.
+        """
+        if (self.record is None) != (self.position is None):
+            raise ValueError(f"record {self.record} with position {self.position}")
+        if self.record is None or self.position is None:
+            return
+        self.position.validate()
+        if self.position.version != self.record.version:
+            raise ValueError(f"position {self.position} does not follow {self.record}")
+        if self.record.decision is Decision.SKIP:
+            raise ValueError("a skipped attempt has no record of a version")
+        if self.record.attempt >= self.next_attempt:
+            raise ValueError(f"attempt {self.record.attempt} is decided, next {self.next_attempt}")

@@ -1,0 +1,397 @@
+"""Who is there: streams, heartbeats, and processes that must be dead before anything goes on.
+
+Only death fences memory. A member whose stream ended or whose heartbeats stopped may still live,
+and even be writing; it counts as dead when its node has killed and reaped it and says so. From the
+moment that is ordered, the process is refused, should it come back.
+
+A node itself is never fenced: nobody could. Its children die with it, and a new node starts only
+when they are dead; so the run waits for the node to come back.
+
+Who hangs: members that send heartbeats and do not get on.
+
+A process that dies or stops is noticed by its stream and its heartbeats. One whose heartbeats go on
+while its work is stuck (in a driver, a lock, a file system) is noticed here: an attempt, an
+evaluation, a save or a restore in which nobody gets on for long enough is broken off. *Getting on*
+is any answer, and any change of the progress that heartbeats carry, of any member; so slow work is
+never taken for a hang, however long it takes in all. Not noticed is a loader of initial weights
+that hangs: its memoryd only knows that the process is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Say, Send
+from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.run.logs import COMPLAINT_INTERVAL_S
+
+MAX_SHOWN = 60
+"""Characters of a name that a stranger gave."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One expected member. ``pid`` 0: no process is known that could be alive.
+
+    ``fence_at_s``: without a stream until then, its process is taken for lost.
+    """
+
+    spec: MemberSpec
+    stream: int | None = None
+    pid: int = 0
+    heard_s: float = 0.0
+    fence_at_s: float | None = None
+    restarts: int = 0
+    hello: pb.Hello | None = None
+
+
+class Membership:
+    """All members of the run. Methods return effects; whether an epoch breaks is the caller's."""
+
+    def __init__(self, rules: Rules, journaled_pids: tuple[tuple[str, int], ...] = ()) -> None:
+        self._run_id = rules.run_id
+        self._timeout_s = rules.config.cluster.heartbeat_timeout_s
+        self.members = {spec.name: Member(spec=spec) for spec in rules.members}
+        self._nodes = {s.node: s.name for s in rules.members if s.role is Role.NODE}
+        self._names: dict[int, str] = {}
+        self._journaled = dict(journaled_pids)
+        self._dying: dict[tuple[str, int], None] = {}  # in the order they were ordered
+        self._refused: set[tuple[str, int]] = set()
+        self._patient_until_s = float("-inf")
+        self._complained_s, self._uncomplained = float("-inf"), 0
+
+    # ---- looking ----
+
+    @property
+    def complete(self) -> bool:
+        """Whether every member has a stream and nobody is being fenced."""
+        return not self._dying and all(m.stream is not None for m in self.members.values())
+
+    @property
+    def fencing(self) -> tuple[str, ...]:
+        """Members whose old process is not known to be dead yet."""
+        return tuple(dict.fromkeys(name for name, _ in self._dying))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Members without a stream."""
+        return tuple(name for name, m in self.members.items() if m.stream is None)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Members with a stream."""
+        return tuple(name for name, m in self.members.items() if m.stream is not None)
+
+    @property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """Nodes that were here and have no stream now."""
+        return tuple(
+            name
+            for name, m in self.members.items()
+            if m.spec.role is Role.NODE and m.hello is not None and m.stream is None
+        )
+
+    def name_of(self, stream: int) -> str | None:
+        """The member at the other end of a stream; None when the stream is not believed."""
+        return self._names.get(stream)
+
+    def role_of(self, name: str) -> Role:
+        """What a member does."""
+        return self.members[name].spec.role
+
+    def epochs_seen(self) -> tuple[int, ...]:
+        """The epochs members said they took part in."""
+        return tuple(m.hello.epoch for m in self.members.values() if m.hello is not None)
+
+    def pids(self) -> tuple[tuple[str, int], ...]:
+        """The process of every member."""
+        return tuple((name, m.pid) for name, m in self.members.items())
+
+    def endpoints(self) -> list[pb.Endpoint]:
+        """Where members' data sockets are."""
+        return [
+            pb.Endpoint(member=name, address=m.hello.data_endpoint)
+            for name, m in self.members.items()
+            if m.hello is not None and m.hello.data_endpoint
+        ]
+
+    def status(self, now_s: float, ready: bool) -> list[pb.MemberStatus]:
+        """For :class:`StatusReply`; ``ready``: whether joined members take part in an epoch."""
+        dying = self.fencing
+        return [
+            pb.MemberStatus(
+                member=name,
+                state=self._state(m, dying, ready),
+                pid=m.pid,
+                silent_seconds=max(0.0, now_s - m.heard_s) if m.stream is not None else 0.0,
+                restarts=m.restarts,
+                metrics_port=m.hello.metrics_port if m.hello is not None else 0,
+            )
+            for name, m in self.members.items()
+        ]
+
+    # ---- changes ----
+
+    def join(self, stream: int, hello: pb.Hello, now_s: float) -> tuple[str | None, list[Effect]]:
+        """A stream said Hello; the member's name if it was accepted.
+
+        While a member's process is believed to live, nobody else is the member: who says so is sent
+        away, to come again. A process that was replaced comes when the stream of the one before has
+        ended, or its node has reported it dead.
+        """
+        reason = self._objection(hello)
+        if reason:
+            refusal = Refuse(stream=stream, reason=reason)
+            return None, [refusal, *self._complain(hello, reason, now_s)]
+        member = self.members[hello.member]
+        if member.stream is not None and not _same_process(member, hello):
+            reason = f"process {member.pid} has that name, and lives as far as is known"
+            return None, [Disconnect(stream=stream), *self._complain(hello, reason, now_s)]
+        effects: list[Effect] = []
+        if member.stream is not None:
+            effects += self._drop_stream(member)
+        if member.pid not in (0, hello.pid) and member.spec.role is not Role.NODE:
+            effects += self._fence(member)
+        self._names[stream] = hello.member
+        member.stream, member.pid, member.hello = stream, hello.pid, hello
+        member.heard_s, member.fence_at_s = now_s, None
+        effects.append(Accept(stream=stream, member=hello.member))
+        if member.spec.role is Role.NODE:
+            effects += self._node_joined(member, now_s)
+        else:
+            self._journaled.pop(hello.member, None)
+        return hello.member, effects
+
+    def heard(self, name: str, now_s: float) -> None:
+        """Any message is a sign of life."""
+        self.members[name].heard_s = now_s
+
+    def closed(self, stream: int, now_s: float) -> tuple[str | None, list[Effect]]:
+        """A stream ended; the member that is lost by it, if any."""
+        name = self._names.pop(stream, None)
+        if name is None:
+            return None, []
+        member = self.members[name]
+        member.stream = None
+        effects: list[Effect] = [Say(text=f"{name} (pid {member.pid}): stream ended", warning=True)]
+        if member.spec.role is Role.NODE:
+            return name, effects
+        if now_s < self._patient_until_s:
+            member.fence_at_s = self._patient_until_s
+            return name, effects
+        return name, effects + self._fence(member)
+
+    def leave(self, stream: int) -> None:
+        """A stream ended as it was to: its process was told to shut down."""
+        name = self._names.pop(stream, None)
+        if name is not None:
+            self.members[name].stream = None
+
+    def lose(self, name: str, reason: str) -> list[Effect]:
+        """Stop believing a member: end its stream and have its process killed."""
+        member = self.members[name]
+        said = f"{name} (pid {member.pid}) is lost: {reason}"
+        effects: list[Effect] = [Say(text=said, warning=True), *self._drop_stream(member)]
+        return effects if member.spec.role is Role.NODE else effects + self._fence(member)
+
+    def overdue(self, now_s: float) -> dict[str, str]:
+        """Members to :meth:`lose` now, and why."""
+        found = {}
+        for name, m in self.members.items():
+            if m.stream is not None and now_s - m.heard_s > self._timeout_s:
+                found[name] = f"no heartbeat for {now_s - m.heard_s:.1f} s"
+            elif m.stream is None and m.fence_at_s is not None and m.fence_at_s <= now_s:
+                found[name] = "it did not come back"
+        return found
+
+    def fenced(self, node_member: str, name: str, pid: int) -> list[Effect]:
+        """A node says that a process is dead and reaped."""
+        if (name, pid) not in self._dying:
+            return []
+        if self._nodes[self.members[name].spec.node] != node_member:
+            return []
+        del self._dying[name, pid]
+        self.members[name].restarts += 1
+        return [Say(text=f"{name} (pid {pid}) is dead")]
+
+    def forgive(self, now_s: float) -> None:
+        """The scheduler itself was stopped: silence and ended streams prove nothing for a while."""
+        self._patient_until_s = now_s + self._timeout_s
+        for member in self.members.values():
+            member.heard_s = now_s
+            if member.fence_at_s is not None:
+                member.fence_at_s = self._patient_until_s
+
+    def validate(self) -> None:
+        """Check the invariants.
+
+        Raises:
+            ValueError: naming the member.
+        """
+        streams = {m.stream: name for name, m in self.members.items() if m.stream is not None}
+        if streams != self._names:
+            raise ValueError(f"streams {streams} are known as {self._names}")
+        for name, m in self.members.items():
+            if (name, m.pid) in self._refused:
+                raise ValueError(f"{name}: process {m.pid} was ordered dead and is believed")
+            if m.stream is not None and m.fence_at_s is not None:
+                raise ValueError(f"{name}: has a stream and is about to be fenced")
+        if not set(self._dying) <= self._refused:
+            raise ValueError(f"dying {set(self._dying)} but not refused")
+
+    # ---- inside ----
+
+    def _complain(self, hello: pb.Hello, reason: str, now_s: float) -> list[Effect]:
+        """Say who was turned away, at most once a second: it may be somebody who does not stop."""
+        if now_s - self._complained_s < COMPLAINT_INTERVAL_S:
+            self._uncomplained += 1
+            return []
+        others = f" ({self._uncomplained} more since the last time)" if self._uncomplained else ""
+        self._complained_s, self._uncomplained = now_s, 0
+        said = f"refused {hello.member[:MAX_SHOWN]} (pid {hello.pid}): {reason}{others}"
+        return [Say(text=said, warning=True)]
+
+    def _objection(self, hello: pb.Hello) -> str:
+        if hello.member not in self.members:
+            name = hello.member[:MAX_SHOWN]
+            return f"this run has no member {name!r}: it has {', '.join(self.members)}"
+        if hello.run_id != self._run_id:
+            return f"this is run {self._run_id}, not {hello.run_id[:MAX_SHOWN]!r}"
+        if not hello.pid:
+            return "its Hello says no process id"
+        if (hello.member, hello.pid) in self._refused:
+            return f"process {hello.pid} was lost and has been replaced"
+        return ""
+
+    def _node_joined(self, node: Member, now_s: float) -> list[Effect]:
+        """Repeat orders it may have missed; find out whether it still has the journaled processes.
+
+        The same node process has the same children, or has reaped them. They get the time of a
+        heartbeat to come back to a scheduler that was restarted.
+        """
+        if self._journaled.pop(node.spec.name, None) == node.pid:
+            for member in self.members.values():
+                pid = self._journaled.get(member.spec.name, 0)
+                if member.spec.node == node.spec.node and pid and not member.pid:
+                    member.pid, member.fence_at_s = pid, now_s + self._timeout_s
+        for member in self.members.values():
+            if member.spec.node == node.spec.node:
+                self._journaled.pop(member.spec.name, None)
+        return [
+            _fence_order(node.spec.name, name, pid)
+            for name, pid in self._dying
+            if self.members[name].spec.node == node.spec.node
+        ]
+
+    def _fence(self, member: Member) -> list[Effect]:
+        """Order the death of the member's process; without its node the order waits."""
+        member.fence_at_s = None
+        if not member.pid:
+            return []
+        key = (member.spec.name, member.pid)
+        member.pid = 0
+        self._dying[key] = None
+        self._refused.add(key)
+        node = self.members[self._nodes[member.spec.node]]
+        return [] if node.stream is None else [_fence_order(node.spec.name, *key)]
+
+    def _drop_stream(self, member: Member) -> list[Effect]:
+        if member.stream is None:
+            return []
+        stream, member.stream = member.stream, None
+        del self._names[stream]
+        return [Disconnect(stream=stream)]
+
+    def _state(self, member: Member, dying: tuple[str, ...], ready: bool) -> str:
+        if member.spec.name in dying:
+            return "fencing"
+        if member.stream is None:
+            return "missing"
+        return "ready" if ready else "joining"
+
+
+def _same_process(member: Member, hello: pb.Hello) -> bool:
+    """Whether a Hello is of the process that is the member already."""
+    known = member.hello
+    return known is not None and (known.pid, known.nonce) == (hello.pid, hello.nonce)
+
+
+def _fence_order(node: str, member: str, pid: int) -> Send:
+    fence = pb.Fence(member=member, pid=pid)
+    return Send(member=node, message=pb.SchedulerMessage(fence=fence))
+
+
+MAX_IN_A_ROW = 3
+"""So many attempts (or evaluations) without an end in between end the run."""
+
+TIMES_LONGEST = 4.0
+"""No attempt is given less than this, times what the longest so far took."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """The last heartbeat of a member, and since when its progress is what it says."""
+
+    beat: pb.Heartbeat
+    since_s: float
+
+
+class Hangs:
+    """When somebody got on last, and what members say they are at. ``in_a_row``: hangs since an
+    attempt or evaluation came to its end.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.in_a_row = 0
+        self._timeout_s = timeout_s
+        self._longest_s = self._started_s = self._moved_s = 0.0
+        self._reports: dict[str, _Report] = {}
+
+    @property
+    def allowed_s(self) -> float:
+        """How long nobody may get on."""
+        return max(self._timeout_s, TIMES_LONGEST * self._longest_s)
+
+    def started(self, now_s: float) -> None:
+        """An activity starts."""
+        self._started_s = self._moved_s = now_s
+
+    def moved(self, now_s: float) -> None:
+        """A member answered, or time passed that does not count."""
+        self._moved_s = now_s
+
+    def heard(self, member: str, beat: pb.Heartbeat, now_s: float) -> None:
+        """A member's heartbeat."""
+        known = self._reports.get(member)
+        if known is not None and known.beat.progress == beat.progress:
+            self._reports[member] = _Report(beat, known.since_s)
+            return
+        self._reports[member] = _Report(beat, now_s)
+        self.moved(now_s)
+
+    def finished(self, seconds: float) -> None:
+        """An attempt or evaluation came to its end."""
+        self.in_a_row = 0
+        self._longest_s = max(self._longest_s, seconds)
+
+    def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
+        """Of the members that owe an answer, those to give up now, and why.
+
+        Members that wait for others are not to blame, unless all do: then nobody knows.
+        """
+        if now_s - self._moved_s <= self.allowed_s:
+            return {}
+        suspects = [name for name in unfinished if not self._waits(name)]
+        return {name: self._complaint(name, now_s) for name in suspects or unfinished}
+
+    def _waits(self, name: str) -> bool:
+        report = self._reports.get(name)
+        return report is not None and report.beat.waiting
+
+    def _complaint(self, name: str, now_s: float) -> str:
+        report = self._reports.get(name)
+        since_s = self._started_s if report is None else max(report.since_s, self._started_s)
+        activity = "" if report is None else report.beat.activity
+        return f"no progress for {now_s - since_s:.1f} s: {activity or 'nothing is under way'}"

@@ -1,0 +1,161 @@
+"""Where a run stands after a decision: what the next attempt and a resumed run go on from.
+
+A position is stored with every journal row and, as the ``scheduler`` object, in every saved state.
+
+The learning rate as a pure function of the version: the scheduler's, and reference loops'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.daemons.scheduler.machine.holding import AMENDED, HOLD_WINDOW, HoldLimits
+from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.errors import StateError
+from penstock.shm.control import Decision
+
+GROWTH_FACTOR = 2.0
+BACKOFF_FACTOR = 0.5
+
+LIMIT = 2**53
+"""Counts stay below: no run gets there, and what does is damage."""
+
+_LETTERS = {Decision.COMMIT: "c", Decision.AMEND: AMENDED, Decision.SKIP: "s"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaling:
+    """How the loss scale moves; ``dynamic`` only when weights are fp16, otherwise it stays 1.
+
+    It doubles after ``growth_interval`` commits in a row, and halves with every skip as long as it
+    is above ``minimum``. Factors are powers of two: scaling and its inverse round nothing.
+    """
+
+    dynamic: bool
+    initial: float
+    growth_interval: int
+    minimum: float = 1.0
+
+    @property
+    def start(self) -> float:
+        """The scale of the first attempt."""
+        return self.initial if self.dynamic else 1.0
+
+    def lowest(self, scale: float) -> bool:
+        """Whether no skip lowers ``scale`` any more."""
+        return not self.dynamic or scale <= self.minimum
+
+    def lowered(self, scale: float) -> float:
+        """The scale after a skip."""
+        return scale if self.lowest(scale) else max(self.minimum, scale * BACKOFF_FACTOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """After some decision: ``data_position`` samples are consumed, ``version`` commits are made.
+
+    ``clean_commits``: commits since the loss scale last changed. ``skips_in_a_row``: consecutive
+    skips. ``recent``: the last decisions, newest last, a letter each (c, a, s). ``hold``: whether
+    the next attempt waits for the norm, as the hold policy has it (:mod:`.holding`).
+    """
+
+    version: int
+    data_position: int
+    loss_scale: float
+    clean_commits: int = 0
+    skips_in_a_row: int = 0
+    recent: str = ""
+    hold: bool = False
+
+    def after(
+        self,
+        decision: Decision,
+        samples: int,
+        scaling: LossScaling,
+        limits: HoldLimits = HoldLimits(),  # noqa: B008  # frozen
+    ) -> Position:
+        """The position after an attempt that consumed ``samples`` and ended with ``decision``."""
+        recent = (self.recent + _LETTERS[decision])[-HOLD_WINDOW:]
+        data_position = self.data_position + samples
+        if decision is Decision.SKIP:
+            return dataclasses.replace(
+                self,
+                data_position=data_position,
+                loss_scale=scaling.lowered(self.loss_scale),
+                clean_commits=0,
+                skips_in_a_row=self.skips_in_a_row + 1,
+                recent=recent,
+                hold=limits.hold(self.hold, recent),
+            )
+        grow = scaling.dynamic and self.clean_commits + 1 >= scaling.growth_interval
+        return Position(
+            version=self.version + 1,
+            data_position=data_position,
+            loss_scale=self.loss_scale * GROWTH_FACTOR if grow else self.loss_scale,
+            clean_commits=0 if grow else self.clean_commits + 1,
+            skips_in_a_row=0,
+            recent=recent,
+            hold=limits.hold(self.hold, recent),
+        )
+
+    def to_fields(self) -> dict[str, Any]:
+        """A JSON object; :meth:`from_fields` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: Any, source: str) -> Position:
+        """Read a position; unknown keys are left alone.
+
+        Raises:
+            StateError: a field is missing or of another type; names ``source``.
+        """
+        try:
+            position = cls(
+                version=int(fields["version"]),
+                data_position=int(fields["data_position"]),
+                loss_scale=float(fields["loss_scale"]),
+                clean_commits=int(fields["clean_commits"]),
+                skips_in_a_row=int(fields["skips_in_a_row"]),
+                recent=str(fields["recent"]),
+                hold=bool(fields.get("hold", False)),  # older positions have none
+            )
+            position.validate()
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise StateError(f"{source}: no scheduler position: {error!r}") from error
+        return position
+
+    def validate(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        for name in ("version", "data_position", "clean_commits", "skips_in_a_row"):
+            if not 0 <= getattr(self, name) < LIMIT:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if not (self.loss_scale > 0.0 and math.isfinite(self.loss_scale)):
+            raise ValueError(f"loss_scale is {self.loss_scale}")
+        if len(self.recent) > HOLD_WINDOW or set(self.recent) - set(_LETTERS.values()):
+            raise ValueError(f"recent is {self.recent!r}")
+
+
+def learning_rate(optimizer: OptimizerConfig, steps: int, version: int) -> float:
+    """The learning rate of the update that leads to ``version`` (the first update leads to 1).
+
+    Linear warmup to ``lr`` at version ``warmup_steps``, then constant, or a cosine or straight line
+    down to ``min_lr`` at version ``steps``; later versions stay there.
+    """
+    if version <= optimizer.warmup_steps:
+        return optimizer.lr * version / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    decay_steps = max(1, steps - optimizer.warmup_steps)
+    progress = min(1.0, (version - optimizer.warmup_steps) / decay_steps)
+    if optimizer.schedule == "linear":
+        left = 1.0 - progress
+    else:
+        left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left

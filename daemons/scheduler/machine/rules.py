@@ -1,0 +1,177 @@
+"""What does not change while a scheduler lives: members, blocks, plan, configuration, deadlines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from penstock.daemons.scheduler.machine.position import LossScaling, Position
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.run.names import (
+    devices_of_node,
+    memoryd_name,
+    node_member_name,
+    optimizerd_name,
+    ownership,
+    worker_name,
+)
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.table import BlockTable, DType
+
+
+class Role(Enum):
+    """What a member does."""
+
+    NODE = "node"
+    MEMORYD = "memoryd"
+    OPTIMIZERD = "optimizerd"
+    WORKER = "worker"
+
+
+class Phase(Enum):
+    """What a run is doing, as ``penstock status`` shows it."""
+
+    GATHERING = "gathering"
+    FENCING = "fencing"
+    DRAINING = "draining"
+    RESTORING = "restoring"
+    BEGINNING = "beginning"
+    RUNNING = "running"
+    DECIDING = "deciding"
+    AMENDING = "amending"
+    SETTLING = "settling"
+    SAVING = "saving"
+    EVALUATING = "evaluating"
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberSpec:
+    """A member that every epoch needs. ``node``: the name of the node it runs on."""
+
+    name: str
+    role: Role
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long the scheduler waits before it acts on its own.
+
+    Attempts, evaluations, restoring, settling and saving have none: how long they take depends on
+    the model. In them somebody has to get on (:mod:`.hangs`).
+    """
+
+    drain_s: float = 120.0
+    begin_s: float = 600.0
+    stop_s: float = 60.0
+    shutdown_s: float = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
+    optimizerd of every block; ``state_bytes``: of a saved state, over all nodes.
+    """
+
+    run_id: str
+    config: Config
+    members: tuple[MemberSpec, ...]
+    blocks: tuple[int, ...]
+    owners: tuple[str, ...]
+    plan_json: str
+    plan_scheme: str
+    state_dir: str
+    state_bytes: int = 0
+    deadlines: Deadlines = Deadlines()
+
+    @classmethod
+    def of_run(cls, run: RunDirectory) -> Rules:
+        """Read a prepared run directory.
+
+        Raises:
+            ConfigError: nothing in the model can be trained.
+        """
+        blocks = tuple(b.index for b in run.table.blocks if b.trainable_elements)
+        if not blocks:
+            raise ConfigError(
+                f"train.freeze = {list(run.config.train.freeze)} leaves no trainable parameter"
+            )
+        nodes = run.config.cluster.nodes
+        owner = ownership(run.config, run.table, run.plan).owner
+        return cls(
+            run_id=run.run_id,
+            config=run.config,
+            members=member_specs(run.config),
+            blocks=blocks,
+            owners=tuple(optimizerd_name(nodes[node].name) for node in owner),
+            plan_json=run.plan.to_json(),
+            plan_scheme=run.plan.scheme,
+            state_dir=str(run.state_dir.absolute()),
+            state_bytes=saved_bytes(run.table),
+        )
+
+    @cached_property
+    def loss_scaling(self) -> LossScaling:
+        """How the loss scale moves."""
+        return LossScaling(
+            dynamic=self.config.model.dtype is DType.FP16,
+            initial=self.config.optimizer.initial_loss_scale,
+            growth_interval=self.config.optimizer.loss_scale_growth_interval,
+            minimum=self.config.optimizer.loss_scale_min,
+        )
+
+    def holds(self, position: Position) -> bool:
+        """Whether the attempt that starts at ``position`` waits for the norm."""
+        speculate = self.config.optimizer.speculate
+        return position.hold if speculate == "auto" else speculate == "never"
+
+    @property
+    def emulated(self) -> bool:
+        """Whether devices are emulated."""
+        return self.config.cluster.emulated is not None
+
+    @cached_property
+    def workers(self) -> tuple[str, ...]:
+        """Member names of the workers."""
+        return self._named(Role.WORKER)
+
+    @cached_property
+    def memoryds(self) -> tuple[str, ...]:
+        """Member names of the memoryds."""
+        return self._named(Role.MEMORYD)
+
+    @cached_property
+    def optimizerds(self) -> tuple[str, ...]:
+        """Member names of the optimizerds."""
+        return self._named(Role.OPTIMIZERD)
+
+    def _named(self, role: Role) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members if member.role is role)
+
+
+def saved_bytes(table: BlockTable) -> int:
+    """Bytes of a saved state: fp32 masters, the optimizer's arrays, frozen weights."""
+    arrays = 1 + len(table.state_arrays)
+    trainable = sum(block.trainable_elements for block in table.blocks)
+    frozen = sum(block.frozen_elements for block in table.blocks)
+    return trainable * arrays * DType.FP32.itemsize + frozen * table.weight_dtype.itemsize
+
+
+def member_specs(config: Config) -> tuple[MemberSpec, ...]:
+    """All members that an epoch needs, in the order of :func:`protocol.names.expected_members`."""
+    specs: list[MemberSpec] = []
+    for index, node in enumerate(config.cluster.nodes):
+        names = [
+            (node_member_name(node.name), Role.NODE),
+            (memoryd_name(node.name), Role.MEMORYD),
+            (optimizerd_name(node.name), Role.OPTIMIZERD),
+        ]
+        names += [(worker_name(device), Role.WORKER) for device in devices_of_node(config, index)]
+        specs += [MemberSpec(name=name, role=role, node=node.name) for name, role in names]
+    return tuple(specs)

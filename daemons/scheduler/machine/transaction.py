@@ -1,0 +1,248 @@
+"""One attempt as a transaction: collect what members report, decide, journal, announce.
+
+The rules and why they are so: the design's section "The step is a transaction".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect, Say
+from penstock.daemons.scheduler.machine.ledger import Ledger
+from penstock.daemons.scheduler.machine.next_activity import Activity, record_message, send_all
+from penstock.daemons.scheduler.machine.position import learning_rate
+from penstock.daemons.scheduler.machine.rules import Phase, Rules
+from penstock.daemons.scheduler.metrics_file import AttemptTimes, attempt_line
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.control import CommitRecord, Decision
+
+CLIP_EPSILON = 1e-6
+"""torch.nn.utils.clip_grad_norm_ multiplies by min(1, limit / (norm + 1e-6))."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the gradients of an attempt lead to. ``grad_norm`` is of unscaled gradients."""
+
+    decision: Decision
+    coefficient: float
+    grad_norm: float
+
+
+def judge(
+    statuses: Sequence[pb.BlockStatus], loss_scale: float, clip_grad_norm: float | None
+) -> Verdict:
+    """Decide about an attempt from the statuses of all trainable blocks, in block order.
+
+    The sum is taken in that order, in float64, so that the norm does not depend on who was first.
+    """
+    total = 0.0
+    for status in statuses:
+        total += status.sum_squares
+    grad_norm = math.sqrt(total) / loss_scale if total >= 0.0 else math.nan
+    if not all(status.finite for status in statuses) or not math.isfinite(grad_norm):
+        return Verdict(decision=Decision.SKIP, coefficient=0.0, grad_norm=grad_norm)
+    if clip_grad_norm is not None:
+        coefficient = clip_grad_norm / (grad_norm + CLIP_EPSILON)
+        if coefficient < 1.0:
+            return Verdict(decision=Decision.AMEND, coefficient=coefficient, grad_norm=grad_norm)
+    return Verdict(decision=Decision.COMMIT, coefficient=1.0, grad_norm=grad_norm)
+
+
+class Transaction(Activity):
+    """One attempt, from RunAttempt to Commit or Skip.
+
+    ``seconds``: how long it took, once it is done. ``failure``: why no other may follow.
+    """
+
+    title = "the attempt"
+
+    def __init__(self, rules: Rules, ledger: Ledger) -> None:
+        super().__init__(rules, ledger)
+        assert ledger.position is not None
+        self.phase = Phase.RUNNING
+        self.attempt = ledger.take_attempt()
+        self.seconds = 0.0
+        self.failure = ""
+        self._position = ledger.position
+        self._hold = rules.holds(ledger.position)
+        self._learning_rate = learning_rate(
+            rules.config.optimizer, rules.config.train.steps, ledger.version + 1
+        )
+        self._statuses: dict[int, pb.BlockStatus] = {}
+        self._reports: dict[str, pb.AttemptDone] = {}
+        self._computed_s = 0.0
+        self._decided: tuple[Verdict, CommitRecord] | None = None
+
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Workers that have not reported, and optimizerds of blocks without a status."""
+        if self._decided is not None:
+            return tuple(name for name in self.rules.optimizerds if name in self.waiting)
+        owners = {self.rules.owners[b] for b in self.rules.blocks if b not in self._statuses}
+        return tuple(
+            name
+            for name in (*self.rules.workers, *self.rules.optimizerds)
+            if name in self.waiting or name in owners
+        )
+
+    def start(self, now_s: float) -> list[Effect]:
+        """optimizerds first: they are to know of the attempt before its first gradients."""
+        self.waiting = set(self.rules.workers)
+        run = pb.RunAttempt(
+            epoch=self.ledger.epoch,
+            attempt=self.attempt,
+            base_version=self.ledger.version,
+            data_position=self._position.data_position,
+            loss_scale=self._position.loss_scale,
+            learning_rate=self._learning_rate,
+            hold=self._hold,
+        )
+        return self._tell_all(pb.SchedulerMessage(run_attempt=run))
+
+    def _on_block_status(self, member: str, body: pb.BlockStatus, now_s: float) -> list[Effect]:
+        if body.attempt != self.attempt or self._decided is not None:
+            return []
+        if body.block not in self.rules.blocks:
+            text = f"{member} reports block {body.block}, which has nothing to train"
+            return [Say(text=text, warning=True)]
+        self._statuses[body.block] = body
+        return self._decide_if_complete(now_s)
+
+    def _on_attempt_done(self, member: str, body: pb.AttemptDone, now_s: float) -> list[Effect]:
+        if body.attempt != self.attempt or member not in self.waiting:
+            return []
+        self._reports[member] = body
+        self._computed_s = max(self._computed_s, now_s - body.tail_seconds)
+        if self.answered(member):
+            self.phase = Phase.DECIDING
+        return self._decide_if_complete(now_s)
+
+    def _on_amended(self, member: str, body: pb.Amended, now_s: float) -> list[Effect]:
+        if body.attempt != self.attempt or self.phase is not Phase.AMENDING:
+            return []
+        if not self.answered(member) or self._decided is None:
+            return []
+        return self._commit(*self._decided, now_s)
+
+    def _decide_if_complete(self, now_s: float) -> list[Effect]:
+        if self.waiting or len(self._statuses) < len(self.rules.blocks):
+            return []
+        statuses = [self._statuses[block] for block in self.rules.blocks]
+        clip = self.rules.config.train.clip_grad_norm
+        verdict = judge(statuses, self._position.loss_scale, clip)
+        record = self._record(verdict)
+        self._decided = verdict, record
+        if verdict.decision is Decision.SKIP:
+            return self._skip(verdict, record, now_s)
+        if verdict.decision is Decision.AMEND and not self._hold:
+            return self._amend(record)
+        return self._commit(verdict, record, now_s)
+
+    def _record(self, verdict: Verdict) -> CommitRecord:
+        assert self.ledger.record is not None
+        skipped = verdict.decision is Decision.SKIP
+        version = self.ledger.version if skipped else self.ledger.version + 1
+        return CommitRecord(
+            version=version,
+            attempt=self.attempt,
+            decision=verdict.decision,
+            coefficient=verdict.coefficient,
+            inverse_loss_scale=1.0 / self._position.loss_scale,
+            learning_rate=self._learning_rate,
+            bias_step=version,
+            incarnation=self.ledger.record.incarnation,
+        )
+
+    def _amend(self, record: CommitRecord) -> list[Effect]:
+        """Nothing is decided for good yet: if this breaks, the attempt is repeated."""
+        self.phase = Phase.AMENDING
+        self.waiting = set(self.rules.optimizerds)
+        amend = pb.Amend(
+            epoch=self.ledger.epoch, attempt=self.attempt, record=record_message(record)
+        )
+        return send_all(self.rules.optimizerds, pb.SchedulerMessage(amend=amend))
+
+    def _commit(self, verdict: Verdict, record: CommitRecord, now_s: float) -> list[Effect]:
+        line = self._finish(verdict, record, now_s)
+        commit = pb.Commit(epoch=self.ledger.epoch, record=record_message(record))
+        # Journal first: once somebody has heard of a commit, no crash may undo it.
+        return [
+            self.ledger.decide(record, line),
+            *self._tell_all(pb.SchedulerMessage(commit=commit)),
+            AppendMetrics(metrics_json=line),
+        ]
+
+    def _skip(self, verdict: Verdict, record: CommitRecord, now_s: float) -> list[Effect]:
+        line = self._finish(verdict, record, now_s)
+        journaled = self.ledger.decide(record, line)
+        skips, limit = journaled.position.skips_in_a_row, self.rules.config.train.max_skips
+        # As long as the loss scale comes down, it may be all that is wrong.
+        if skips > limit and self.rules.loss_scaling.lowest(self._position.loss_scale):
+            self.failure = self._why_hopeless(skips, limit)
+        skip = pb.Skip(epoch=self.ledger.epoch, attempt=self.attempt)
+        effects: list[Effect] = [
+            journaled,
+            *self._tell_all(pb.SchedulerMessage(skip=skip)),
+            AppendMetrics(metrics_json=line),
+        ]
+        if self.rules.config.optimizer.rollback == "arithmetic":
+            effects += self._take_back()
+        return effects
+
+    def _take_back(self) -> list[Effect]:
+        """Steps in place are inverted with the gradients that the next attempt overwrites."""
+        self.done, self.phase = False, Phase.SETTLING
+        self.waiting = set(self.rules.optimizerds)
+        settle = pb.Settle(epoch=self.ledger.epoch, version=self.ledger.version)
+        return send_all(self.rules.optimizerds, pb.SchedulerMessage(settle=settle))
+
+    def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
+        if self.phase is Phase.SETTLING and body.version == self.ledger.version:
+            self.done = self.answered(member)
+        return []
+
+    def _why_hopeless(self, skips: int, limit: int) -> str:
+        scale = ""
+        if self.rules.loss_scaling.dynamic:
+            scale = (
+                f" with the loss scale at optimizer.loss_scale_min ="
+                f" {self.rules.loss_scaling.minimum:g}"
+            )
+        return (
+            f"{skips} attempts in a row had infinite or undefined gradients, more than"
+            f" train.max_skips = {limit}; the last{scale} was attempt {self.attempt} after step"
+            f" {self.ledger.version}: lower optimizer.lr, or look at the data from sample"
+            f" {self._position.data_position} on"
+        )
+
+    def _finish(self, verdict: Verdict, record: CommitRecord, now_s: float) -> str:
+        self.done = True
+        self.seconds = now_s - self.started_s
+        self.ledger.costs.add(verdict.decision, self.seconds, held=self._hold)
+        return attempt_line(
+            record=record,
+            reports=[self._reports[worker] for worker in self.rules.workers],
+            grad_norm=verdict.grad_norm,
+            learning_rate=self._learning_rate,
+            loss_scale=self._position.loss_scale,
+            epoch=self.ledger.epoch,
+            times=AttemptTimes(
+                started_s=self.started_s,
+                computed_s=self._computed_s,
+                decided_s=now_s,
+            ),
+            emulated=self.rules.emulated,
+        )
+
+    def _tell_all(self, message: pb.SchedulerMessage) -> list[Effect]:
+        return send_all((*self.rules.optimizerds, *self.rules.workers), message)
+
+    answers = {  # noqa: RUF012  # the base class says ClassVar
+        "block_status": _on_block_status,
+        "attempt_done": _on_attempt_done,
+        "amended": _on_amended,
+        "settled": _on_settled,
+    }

@@ -1,0 +1,83 @@
+"""What an export carries besides weights and configuration: the tokenizer whole, and how the model
+is meant to generate. No torch.
+
+It is copied into the run directory when the data are made, so that it goes with the run's tokens,
+whatever becomes of the folder that it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.models.data.tokenizer_folder import tokenizer_files
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import tokenizer_of
+from penstock.protocol.errors import StateError
+
+_FOLDER = "tokenizer"
+_GENERATION = "generation_config.json"
+
+
+def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:
+    """Write ``RUN_DIR/tokenizer``.
+
+    ``tokenizer`` is that of the run's text; a token file is taken to be of the model's own.
+
+    Raises:
+        ConfigError: a file of the tokenizer cannot be read.
+    """
+    own = config.model.path
+    files: dict[str, bytes] = {}
+    if tokenizer is not None:
+        files = tokenizer.files()
+    elif own is not None:
+        files = tokenizer_files(own)
+    # It names tokens by their ids, which mean others in another tokenizer.
+    if own is not None and tokenizer_of(config) in (None, str(own)):
+        generation = own / _GENERATION
+        if generation.is_file():
+            files[_GENERATION] = generation.read_bytes()
+    temporary, folder = run_dir / f".{_FOLDER}.tmp", run_dir / _FOLDER
+    for old in (temporary, folder):
+        if old.exists():
+            shutil.rmtree(old)
+    temporary.mkdir()
+    write_files(temporary, files)
+    temporary.rename(folder)
+
+
+def read_carried(config: Config, run_dir: Path) -> dict[str, bytes]:
+    """Path below the exported directory -> content.
+
+    Raises:
+        StateError: a file cannot be read.
+        ConfigError: the run has no copy, and its tokenizer is not where it was.
+    """
+    folder = run_dir / _FOLDER
+    if not folder.is_dir():
+        # Runs that were prepared before there were copies.
+        tokenizer = open_tokenizer(config)
+        return {} if tokenizer is None else tokenizer.files()
+    try:
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+    except OSError as error:
+        raise StateError(f"{error.filename}: cannot read it: {error.strerror}") from error
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write files below a directory; their contents are on disk when this returns."""
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,215 @@
+"""Writing a model as a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads.
+
+``python -m penstock.models.checkpoints.export RUN_DIR STATE_DIR OUT`` does it for a saved state of
+a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PretrainedConfig
+
+from penstock.models.checkpoints.carried import read_carried, write_files
+from penstock.models.checkpoints.conversion import as_published
+from penstock.models.surgery.hf import load_run_config
+from penstock.models.surgery.skeleton import build_skeleton
+from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.run.files import free_bytes, no_room
+from penstock.protocol.run.process import tool_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.table import BlockTable, DType
+
+SHARD_BYTES = 2 * 2**30
+"""A shard ends with the block that reaches this size; it is what the export holds in memory."""
+
+ReadBlock = Callable[[int], Mapping[str, NDArray[Any]]]
+"""Block -> its own tensors by name: fp32, fp16, or bf16 as uint16 bits."""
+
+_TORCH_TYPES = {
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+}
+
+
+def export_hf(
+    hf_config: PretrainedConfig,
+    table: BlockTable,
+    read_block: ReadBlock,
+    out: Path,
+    *,
+    dtype: DType,
+    carried: Mapping[str, bytes],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write ``config.json``, safetensors shards and the tokenizer; ``out`` appears whole or not at
+    all.
+
+    Tensors have the names and shapes that published files have; tied ones are written once.
+    ``carried`` maps paths below ``out`` to contents.
+
+    Raises:
+        ConfigError: ``out`` exists and is not an empty directory.
+        StateError: a block lacks a tensor, or one has another shape than the table says.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; give another directory")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        model = build_skeleton(hf_config).model
+        _write_config(hf_config, model, dtype, temporary)
+        _write_shards(_Source(model, table, read_block, dtype), temporary, shard_bytes)
+        write_files(temporary, carried)
+        _flush(temporary)
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is written: the tensors of a table's blocks, in the type that they are to have."""
+
+    model: Any
+    table: BlockTable
+    read_block: ReadBlock
+    dtype: DType
+
+    def tensors(self, block: int) -> dict[str, torch.Tensor]:
+        """The tensors of one block as published files have them."""
+        arrays, tensors = self.read_block(block), {}
+        for spec in self.table.blocks[block].tensors:
+            array = arrays.get(spec.name)
+            if array is None or array.shape != spec.shape:
+                found = "nothing" if array is None else f"shape {array.shape}"
+                raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {found}")
+            value = torch.from_numpy(np.array(array))
+            value = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
+            tensors[spec.name] = value.to(_TORCH_TYPES[self.dtype])
+        return as_published(self.model, tensors)
+
+
+def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directory: Path) -> None:
+    config = copy.deepcopy(hf_config)
+    config.architectures = [type(model).__name__]
+    config.dtype = _TORCH_TYPES[dtype]
+    config.save_pretrained(directory)
+
+
+def _write_shards(source: _Source, directory: Path, shard_bytes: int) -> None:
+    table = source.table
+    shards = list(_shards(table, source.dtype, shard_bytes))
+    file_of: dict[str, str] = {}
+    for number, blocks in enumerate(shards, start=1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for block in blocks:
+            tensors |= source.tensors(block)
+        assert not tensors.keys() & file_of.keys(), "blocks keep their tensors apart"
+        try:
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            if free_bytes(directory) < needed:
+                raise no_room(directory / name, needed) from error
+            raise ConfigError(f"{directory / name}: cannot write it: {error}") from error
+        file_of |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": table.num_parameters * source.dtype.itemsize},
+            "weight_map": file_of,
+        }
+        path = directory / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _shards(table: BlockTable, dtype: DType, shard_bytes: int) -> Iterator[list[int]]:
+    """Consecutive blocks whose tensors share a file."""
+    blocks: list[int] = []
+    size = 0
+    for block in table.blocks:
+        if not block.tensors:
+            continue
+        blocks.append(block.index)
+        size += sum(t.num_elements for t in block.tensors) * dtype.itemsize
+        if size >= shard_bytes:
+            yield blocks
+            blocks, size = [], 0
+    if blocks:
+        yield blocks
+
+
+def _flush(directory: Path) -> None:
+    """The contents must be on disk before the rename makes them look complete."""
+    for path in (*directory.rglob("*"), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
+    """Read blocks of a saved state: master weights, and frozen ones in the weight dtype."""
+
+    def read_block(block: int) -> dict[str, NDArray[Any]]:
+        path = state_dir / f"block-{block:04d}.safetensors"
+        arrays = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                for spec in table.blocks[block].tensors:
+                    key = spec.name if spec.trainable else f"frozen.{spec.name}"
+                    arrays[spec.name] = file.get_tensor(key).to(torch.float32).numpy()
+        except (OSError, SafetensorError) as error:
+            raise StateError(f"{path}: {error}") from error
+        return arrays
+
+    return read_block
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="penstock.models.checkpoints.export", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("state_dir", type=Path, help="RUN_DIR/state/step-…, checked by the caller")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", type=DType, choices=list(DType), help="default: model.dtype")
+    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
+    options = parser.parse_args(arguments)
+
+    def work() -> None:
+        files = RunDirectory(options.run_dir)
+        export_hf(
+            load_run_config(options.run_dir),
+            files.table,
+            saved_blocks(options.state_dir, files.table),
+            options.out,
+            dtype=options.dtype or files.config.model.dtype,
+            carried=read_carried(files.config, options.run_dir),
+        )
+
+    return tool_main(work, options.out, options.parent_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

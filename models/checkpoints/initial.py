@@ -1,0 +1,109 @@
+"""Initial weights block by block: drawn as the model's authors do it, or read from a directory.
+
+Every block has random numbers of its own, a function of (seed, block): any subset of blocks, in any
+process, gets the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from penstock.models.binding import pack, unpack
+from penstock.models.checkpoints.checkpoint import Checkpoint
+from penstock.models.checkpoints.conversion import Weights
+from penstock.models.surgery.skeleton import Part, Skeleton, build_skeleton
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
+from penstock.shm.table import BlockSpec, BlockTable
+
+__all__ = ["initial_blocks", "pack", "unpack"]
+
+
+def initial_blocks(
+    config: Config, hf_config: PretrainedConfig, table: BlockTable, blocks: Sequence[int]
+) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """For each wanted block its tensors (trainable and frozen, not borrowed) in fp32, one block at
+    a time.
+
+    Raises:
+        ConfigError: the model does not say how to initialize a tensor, or the directory has no
+        weights. StateError: a tensor of the directory is missing, damaged or of another shape.
+    """
+    skeleton = build_skeleton(hf_config)
+    if config.model.path is None:
+        for block in blocks:
+            yield block, _drawn(skeleton, table.blocks[block], config.run.seed)
+        return
+    weights = Weights(skeleton, Checkpoint(config.model.path))
+    weights.check(table)
+    for block in blocks:
+        yield block, weights.read(table.blocks[block])
+
+
+def check_weights(config: Config, hf_config: PretrainedConfig, table: BlockTable) -> None:
+    """Hold the headers of the files in ``model.path``, if any, against the model.
+
+    Raises:
+        ConfigError: there are no files. StateError: as :func:`initial_blocks`.
+    """
+    if config.model.path is not None:
+        Weights(build_skeleton(hf_config), Checkpoint(config.model.path)).check(table)
+
+
+def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.Tensor]:
+    part = skeleton.parts[block.index]
+    wanted = {spec.name for spec in block.tensors}
+    tensors: dict[str, torch.Tensor] = {}
+    placeholders = []
+    for name, (module, attribute) in part.tensors.items():
+        if name in wanted:
+            old = module._parameters[attribute]
+            assert old is not None
+            placeholders.append((module, attribute, old))
+            tensors[name] = torch.full(old.shape, float("nan"))
+            module._parameters[attribute] = nn.Parameter(tensors[name], requires_grad=False)
+    digest = hashlib.blake2b(f"weights/{seed}/{block.index}".encode(), digest_size=8).digest()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            for root, owner in _roots(skeleton, part):
+                _initialize(root, owner)
+    finally:
+        for module, attribute, old in placeholders:
+            module._parameters[attribute] = old
+    for name, value in tensors.items():
+        if value.isnan().any():
+            raise ConfigError(
+                f"model: type {skeleton.model.config.model_type!r} does not say how to initialize"
+                f" {name}; give its weights with model.path"
+            )
+    return tensors
+
+
+def _roots(skeleton: Skeleton, part: Part) -> list[tuple[nn.Module, Any]]:
+    """The modules of a block, outermost ones only, with the model that initializes them."""
+    model, decoder = skeleton.model, skeleton.decoder
+    owner = decoder if hasattr(decoder, "_init_weights") else model
+    if part.layer_index is not None:
+        return [(skeleton.layers[part.layer_index], owner)]
+    children = dict(decoder.named_children())
+    if part is skeleton.parts[0]:
+        return [(children[name], owner) for name in skeleton.before]
+    top = skeleton.decoder_path.partition(".")[0]
+    return [
+        *((children[name], owner) for name in skeleton.after),
+        *((child, model) for name, child in model.named_children() if name != top),
+    ]
+
+
+def _initialize(module: nn.Module, owner: Any) -> None:
+    """Children first, as transformers does: a parent may scale what its children drew (GPT-2)."""
+    for child in module.children():
+        _initialize(child, owner)
+    owner._init_weights(module)

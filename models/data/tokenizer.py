@@ -1,0 +1,171 @@
+"""Text to token ids: the byte tokenizer, a ``tokenizer.json`` alone, or the tokenizer of a folder
+(:mod:`penstock.models.data.tokenizer_folder`). No torch.
+
+All end every document with an end-of-sequence token and can write themselves in the form that
+``transformers.AutoTokenizer`` reads, so that exported models carry their tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.models.data.tokenizer_folder import FolderTokenizer
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import BYTE, tokenizer_of
+from penstock.protocol.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+
+_KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[EOS]", "<end>")
+
+
+class Tokenizer(Protocol):
+    """What turning documents into tokens needs."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a document."""
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        """The ids of one UTF-8 document, without the end token."""
+
+    def files(self) -> dict[str, bytes]:
+        """Path below a directory that ``AutoTokenizer.from_pretrained`` reads -> content."""
+
+
+class ByteTokenizer:
+    """Ids 0-255 are bytes, 256 ends a document."""
+
+    vocab_size = 257
+    eos = 256
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        """One id per byte; any bytes will do."""
+        return np.frombuffer(document, dtype=np.uint8).astype(np.uint32)
+
+    def files(self) -> dict[str, bytes]:
+        """A byte-level vocabulary of single bytes without merges: the same ids for any valid
+        UTF-8.
+        """
+        vocabulary = {character: byte for byte, character in _byte_characters().items()}
+        tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        return _files(tokenizer.to_str(), END_OF_TEXT)
+
+
+class JsonTokenizer:
+    """A file like ``tokenizer.json`` of any name; ``tokenizer_config.json`` beside it may name the
+    end token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read it.
+
+        Raises:
+            ConfigError: no such file, no tokenizer, or no end token in it.
+        """
+        try:
+            self._text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"data.tokenizer = {str(path)!r}: cannot read it: {error.strerror}; give byte or"
+                " the path of a tokenizer.json"
+            ) from error
+        try:
+            self._tokenizer = HubTokenizer.from_str(self._text)
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                f"data.tokenizer = {str(path)!r}: not a tokenizer.json: {error}"
+            ) from error
+        # A file may ask for documents to be cut or padded; training wants them whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._end = self._find_end(path)
+        end = self._tokenizer.token_to_id(self._end)
+        assert end is not None
+        self.eos: int = end
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        """Bytes that are no UTF-8 are replaced."""
+        text = document.decode("utf-8", errors="replace")
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.uint32)
+
+    def files(self) -> dict[str, bytes]:
+        """The file itself and the name of its end token."""
+        return _files(self._text, self._end)
+
+    def _find_end(self, path: Path) -> str:
+        config = path.with_name("tokenizer_config.json")
+        if config.exists():
+            named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            named = named.get("content") if isinstance(named, dict) else named
+            if named is not None and self._tokenizer.token_to_id(named) is not None:
+                return str(named)
+        for token in _KNOWN_ENDS:
+            if self._tokenizer.token_to_id(token) is not None:
+                return token
+        raise ConfigError(
+            f"data.tokenizer = {str(path)!r}: has none of the end tokens {', '.join(_KNOWN_ENDS)};"
+            f" name yours as eos_token in {config}"
+        )
+
+
+def open_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer that makes the tokens of a run; ``None`` where a token file has them.
+
+    Raises:
+        ConfigError: there is none where the configuration says, or it cannot be used.
+    """
+    name = tokenizer_of(config)
+    if name is None:
+        return None
+    if name == BYTE:
+        return ByteTokenizer()
+    path = Path(name)
+    if path.name == "tokenizer.json" and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        return JsonTokenizer(path)
+    key = "model.path" if path == config.model.path else "data.tokenizer"
+    return FolderTokenizer(path, key=key, known_ends=_KNOWN_ENDS)
+
+
+def _files(tokenizer_json: str, end: str) -> dict[str, bytes]:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": tokenizer_json.encode(),
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
+    }
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that byte-level tokenizers write for each byte.
+
+    Printable Latin-1 stands for itself; the others follow from U+0100 in the order of their bytes.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}

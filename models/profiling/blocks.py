@@ -1,0 +1,366 @@
+"""What the blocks of a model take on this machine: each kind run alone, with random weights.
+
+Every quantity is the median of repeated runs (:class:`Stopwatch`) for a few micro-batch sizes at
+the configured sequence length, and a line through them. Layers run one and two at a time: what does
+not double is the overhead of an instruction (Mario, section 5.2: y = a n + b in the number of
+blocks n). BACKWARD_INPUT is autograd asked for the gradients of the inputs only, BACKWARD_WEIGHT
+the rest of a whole backward. What the machine itself can do is measured in
+:mod:`penstock.models.profiling.machine`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from penstock.models.data.batch import MicroBatch
+from penstock.models.profiling.memory import Forward, MemoryMeasure, measure_drops, measure_memory
+from penstock.models.profiling.operators import OperatorProbe
+from penstock.models.runtime import HIDDEN, Borrowed, BoundBlock, ModelRuntime, StageOutput
+from penstock.models.saved_activations import BoundWeights, KeepPolicy
+from penstock.models.storing import Storing
+from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile
+from penstock.shm.table import BlockTable
+
+_T = TypeVar("_T")
+
+Progress = Callable[[str], None]
+
+_WEIGHT_SCALE = 0.02
+_LEAST_REPEATS = 3
+_MOST_REPEATS = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """Medians of seconds: after one run to warm up at least three, until ``budget_s`` is spent."""
+
+    device: torch.device
+    budget_s: float
+
+    def median(self, run: Callable[[], object]) -> float:
+        """Seconds of one ``run``, complete on the device."""
+        return self.median_after(lambda: None, lambda _: run())
+
+    def median_after(self, prepare: Callable[[], _T], run: Callable[[_T], object]) -> float:
+        """Seconds of ``run`` on what ``prepare`` made, which is not counted."""
+        run(prepare())
+        seconds: list[float] = []
+        started = time.perf_counter()
+        while len(seconds) < _LEAST_REPEATS or (
+            len(seconds) < _MOST_REPEATS and time.perf_counter() - started < self.budget_s
+        ):
+            prepared = prepare()
+            self._synchronize()
+            start = time.perf_counter()
+            run(prepared)
+            self._synchronize()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMeasure:
+    """Consecutive blocks of one kind on one micro-batch: seconds, and bytes."""
+
+    num_blocks: int
+    tokens: int
+    forward_s: float
+    recompute_s: float
+    backward_input_s: float
+    backward_s: float
+    memory: MemoryMeasure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorMeasure:
+    """One operator of a block: seconds of its forward, bytes that its dropping saves."""
+
+    name: str
+    seconds: float
+    kept_bytes: float
+
+
+_SECONDS = ("forward_s", "recompute_s", "backward_input_s", "backward_s")
+
+
+class BlockBench:
+    """Runs ranges of blocks of one model; arrays of a block are made when it is first used."""
+
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        sequence_length: int,
+        budget_s: float,
+    ) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._dtype = compute_dtype
+        self._sequence_length = sequence_length
+        self._watch = Stopwatch(device=device, budget_s=budget_s)
+        self._random = torch.Generator().manual_seed(0)
+        self._bound: dict[int, BoundBlock] = {}
+        self._arrays: dict[tuple[int, str], torch.Tensor] = {}
+
+    def measure(self, blocks: range, micro_batch: int) -> StageMeasure:
+        """Everything about a stage of these blocks."""
+        batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
+        bound = [self._bind(index) for index in blocks]
+
+        def forward(*, autograd: bool = True) -> StageOutput:
+            return self._forward(bound, inputs, batch, autograd=autograd)
+
+        output = forward()
+        seeds = {name: torch.ones_like(value) for name, value in output.tensors.items()}
+        return StageMeasure(
+            num_blocks=len(blocks),
+            tokens=micro_batch * self._sequence_length,
+            forward_s=self._watch.median(lambda: forward(autograd=False)),
+            recompute_s=self._watch.median(forward),
+            backward_input_s=self._backward_input_s(forward, seeds),
+            backward_s=self._watch.median_after(
+                forward, lambda made: self._runtime.backward(made, seeds)
+            ),
+            memory=measure_memory(
+                self._storing_forward(bound, inputs, batch),
+                self._runtime.backward,
+                self._runtime.called_with(batch) if blocks.start else (),
+            ),
+        )
+
+    def operators(self, block: int, micro_batch: int) -> tuple[OperatorMeasure, ...]:
+        """The operators of one block, see :mod:`penstock.models.profiling.operators`."""
+        blocks = range(block, block + 1)
+        batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
+        bound = [self._bind(block)]
+        probe = OperatorProbe(self._watch.device)
+        for _ in range(1 + _LEAST_REPEATS):
+            with probe.watching():
+                self._forward(bound, inputs, batch, autograd=True)
+        saved = measure_drops(self._storing_forward(bound, inputs, batch), probe.seconds)
+        return tuple(
+            OperatorMeasure(name=name, seconds=seconds, kept_bytes=saved[name])
+            for name, seconds in probe.seconds.items()
+        )
+
+    def _forward(
+        self,
+        bound: Sequence[BoundBlock],
+        inputs: Mapping[str, torch.Tensor],
+        batch: MicroBatch,
+        *,
+        autograd: bool,
+        storing: Storing | None = None,
+    ) -> StageOutput:
+        return self._runtime.forward(
+            bound,
+            inputs,
+            batch,
+            data_position=0,
+            micro_batch_index=0,
+            training=True,
+            loss_weight=1.0,
+            autograd=autograd,
+            storing=storing,
+        )
+
+    def _backward_input_s(
+        self, forward: Callable[[], StageOutput], seeds: Mapping[str, torch.Tensor]
+    ) -> float:
+        if not forward().inputs:
+            return 0.0  # the embedding: nobody asks for the gradient of token ids
+
+        def run(output: StageOutput) -> None:
+            roots = [output.loss] if output.loss is not None else list(output.tensors.values())
+            gradients = None if output.loss is not None else [seeds[n] for n in output.tensors]
+            torch.autograd.grad(roots, list(output.inputs.values()), gradients)
+
+        return self._watch.median_after(forward, run)
+
+    def _storing_forward(
+        self, bound: Sequence[BoundBlock], inputs: Mapping[str, torch.Tensor], batch: MicroBatch
+    ) -> Forward:
+        weights = BoundWeights()
+        weights.bind(bound)
+
+        def forward(
+            *, autograd: bool = True, split: bool = False, policy: KeepPolicy | None = None
+        ) -> StageOutput:
+            storing = Storing(weights=weights, policy=policy, split=split)
+            plain = policy is None and not split
+            return self._forward(
+                bound, inputs, batch, autograd=autograd, storing=None if plain else storing
+            )
+
+        return forward
+
+    def _batch(self, micro_batch: int) -> MicroBatch:
+        shape = (micro_batch, self._sequence_length)
+        random = np.random.default_rng(0)
+        vocab_size = self._runtime.table.vocab_size
+        return MicroBatch(
+            input_ids=random.integers(0, vocab_size, shape),
+            labels=random.integers(0, vocab_size, shape),
+        )
+
+    def _inputs(self, blocks: range, micro_batch: int) -> dict[str, torch.Tensor]:
+        """What the block before hands on: made by running the embedding."""
+        if blocks.start == 0:
+            return {}
+        embedded = self._forward([self._bind(0)], {}, self._batch(micro_batch), autograd=False)
+        return {HIDDEN: embedded.tensors[HIDDEN]}
+
+    def _bind(self, index: int) -> BoundBlock:
+        if index not in self._bound:
+            block = self._runtime.table.blocks[index]
+            borrowed: dict[str, Borrowed] = {}
+            for lent in block.borrows:
+                name = "weights" if lent.contribution else "frozen"
+                array = self._array(lent.owner, name)
+                assert array is not None
+                grads = self._array(lent.owner, "grads") if lent.contribution else None
+                borrowed[lent.local_name] = (array, grads)
+            self._bound[index] = self._runtime.bind(
+                index,
+                weights=self._array(index, "weights"),
+                frozen=self._array(index, "frozen"),
+                grads=self._array(index, "grads"),
+                borrowed=borrowed,
+            )
+        return self._bound[index]
+
+    def _array(self, index: int, name: str) -> torch.Tensor | None:
+        """Random weights, or fp32 zeros for gradients; None where the block has none."""
+        block = self._runtime.table.blocks[index]
+        size = block.frozen_elements if name == "frozen" else block.trainable_elements
+        if not size:
+            return None
+        if (index, name) not in self._arrays:
+            if name == "grads":
+                made = torch.zeros(size, dtype=torch.float32, device=self._device)
+            else:
+                values = torch.randn(size, generator=self._random) * _WEIGHT_SCALE
+                made = values.to(device=self._device, dtype=self._dtype)
+            self._arrays[index, name] = made
+        return self._arrays[index, name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksMeasured:
+    """All kinds of blocks, and the overhead of an instruction."""
+
+    kinds: dict[str, KindProfile]
+    instruction_s: float
+
+
+def measure_kinds(
+    bench: BlockBench, table: BlockTable, micro_batches: Sequence[int], progress: Progress
+) -> BlocksMeasured:
+    """Measure every kind of block for micro-batches of so many sequences."""
+    measures: dict[str, list[StageMeasure]] = {}
+    operators: dict[str, list[tuple[int, tuple[OperatorMeasure, ...]]]] = {}
+    for kind, stages in _representatives(table).items():
+        for micro_batch in micro_batches:
+            for blocks in stages:
+                progress(
+                    f"blocks of kind {kind}, {len(blocks)} at a time, micro-batch {micro_batch}"
+                )
+                measures.setdefault(kind, []).append(bench.measure(blocks, micro_batch))
+            found = bench.operators(stages[0].start, micro_batch)
+            operators.setdefault(kind, []).append((measures[kind][-1].tokens, found))
+    instruction_s = _overhead([m for found in measures.values() for m in found])
+    kinds = {
+        kind: _kind(found, instruction_s, _operators(operators[kind]))
+        for kind, found in measures.items()
+    }
+    return BlocksMeasured(kinds=kinds, instruction_s=instruction_s)
+
+
+def _representatives(table: BlockTable) -> dict[str, tuple[range, ...]]:
+    """Of each kind its first block, and the first two that follow each other."""
+    blocks = table.blocks
+    found: dict[str, tuple[range, ...]] = {}
+    for block in blocks:
+        found.setdefault(block.kind, (range(block.index, block.index + 1),))
+    for first, second in pairwise(blocks):
+        if first.kind == second.kind and len(found[first.kind]) == 1:
+            found[first.kind] += (range(first.index, second.index + 1),)
+    return found
+
+
+def _overhead(measures: Sequence[StageMeasure]) -> float:
+    """Seconds that do not double with the number of blocks: the median over all pairs, or 0."""
+    single = {m.tokens: m for m in measures if m.num_blocks == 1}
+    rests = [
+        2 * getattr(single[pair.tokens], name) - getattr(pair, name)
+        for pair in measures
+        if pair.num_blocks == 2
+        for name in _SECONDS
+    ]
+    return max(0.0, statistics.median(rests)) if rests else 0.0
+
+
+def _kind(
+    measures: Sequence[StageMeasure], instruction_s: float, operators: tuple[OperatorProfile, ...]
+) -> KindProfile:
+    def seconds(name: str) -> LinearFit:
+        return LinearFit.through(
+            [(m.tokens, _per_block(getattr(m, name), m, instruction_s)) for m in measures]
+        )
+
+    def weight_s(measure: StageMeasure) -> float:
+        """What the whole backward takes longer; no overhead of its own."""
+        return max(0.0, measure.backward_s - measure.backward_input_s)
+
+    single = [m for m in measures if m.num_blocks == 1]
+    return KindProfile(
+        forward_s=seconds("forward_s"),
+        recompute_s=seconds("recompute_s"),
+        backward_input_s=seconds("backward_input_s"),
+        backward_weight_s=LinearFit.through(
+            [(m.tokens, weight_s(m) / m.num_blocks) for m in measures]
+        ),
+        operators=operators,
+        **{
+            field.name: LinearFit.through(
+                [(m.tokens, getattr(m.memory, field.name)) for m in single]
+            )
+            for field in fields(MemoryMeasure)
+        },
+    )
+
+
+def _per_block(seconds: float, measure: StageMeasure, instruction_s: float) -> float:
+    return max(0.0, seconds - instruction_s) / measure.num_blocks
+
+
+def _operators(
+    measures: Sequence[tuple[int, tuple[OperatorMeasure, ...]]],
+) -> tuple[OperatorProfile, ...]:
+    """Lines through the operators of several micro-batch sizes."""
+    names = dict.fromkeys(m.name for _, found in measures for m in found)
+    profiles = []
+    for name in names:
+        points = [(tokens, m) for tokens, found in measures for m in found if m.name == name]
+        profiles.append(
+            OperatorProfile(
+                name=name,
+                forward_s=LinearFit.through([(tokens, m.seconds) for tokens, m in points]),
+                activation_bytes=LinearFit.through([(t, m.kept_bytes) for t, m in points]),
+            )
+        )
+    return tuple(profiles)

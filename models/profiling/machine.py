@@ -1,0 +1,213 @@
+"""What this machine can do beside computing: copies to and from the device, messages between
+workers, optimizer passes.
+
+Messages go through ZeroMQ's ipc transport between two sockets, as workers exchange them; passes run
+on shared memory with the native kernels, on as many cores as the optimizer will have.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+from numpy.typing import DTypeLike, NDArray
+
+from penstock import _native
+from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.protocol.config.schema import Config, OptimizerName
+from penstock.protocol.plan.placement import place
+from penstock.protocol.plan.step import WEIGHTS_DTYPES, OptimizerStep
+from penstock.protocol.plan.updating import PIECE_ELEMENTS
+from penstock.shm.memory import NUMPY_TYPES
+from penstock.shm.table import DType
+
+_COPY_BYTES = 64 << 20
+_MESSAGE_BYTES = 4 << 20
+_OPTIMIZER_ELEMENTS = 1 << 22
+_ROUNDS = 7
+_TIMEOUT_MS = 10_000
+
+_NUMPY_OF: dict[DType, type[np.generic]] = {
+    DType.FP32: np.float32,
+    DType.BF16: np.uint16,
+    DType.FP16: np.uint16,
+}
+_TORCH_OF = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """Bytes/s of weights to the device and of gradients back; ``inf`` where nothing moves."""
+
+    fetch: float
+    offload: float
+
+
+def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _COPY_BYTES) -> Copies:
+    """Copies as the worker's device makes them, in bytes of the storage types.
+
+    On a GPU from and to pinned memory. On a CPU 16-bit weights are widened and 16-bit gradients
+    rounded; fp32 stays where it is.
+    """
+    weights, grads = config.model.dtype, config.optimizer.grad_dtype
+    if device.type == "cuda":
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return Copies(fetch=_copy_rate(there, host), offload=_copy_rate(host, there))
+    wide = torch.zeros(num_bytes // 2, dtype=torch.float32)
+    stored = wide.to(_TORCH_OF[weights])
+    rounded = wide.to(_TORCH_OF[grads])
+    return Copies(
+        fetch=inf if weights is DType.FP32 else num_bytes / _median(lambda: wide.copy_(stored)),
+        offload=inf if grads is DType.FP32 else num_bytes / _median(lambda: rounded.copy_(wide)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """Between two workers of a node: bytes/s of a large message, seconds of a small one."""
+
+    bandwidth: float
+    latency_s: float
+
+
+def measure_messages(*, num_bytes: int = _MESSAGE_BYTES) -> Messages:
+    """There and back over ipc, halved."""
+    context = zmq.Context()
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-profile-") as directory:
+            there, back = _pair(context, directory)
+            small, large = bytes(8), bytes(num_bytes)
+
+            def exchange(payload: bytes) -> None:
+                for sender, receiver in ((there, back), (back, there)):
+                    sender.send(payload, copy=False)
+                    receiver.recv(copy=False)
+
+            latency_s = _median(lambda: exchange(small)) / 2
+            seconds = _median(lambda: exchange(large)) / 2
+    finally:
+        context.destroy(linger=0)
+    return Messages(bandwidth=num_bytes / max(seconds - latency_s, 1e-9), latency_s=latency_s)
+
+
+def _pair(context: zmq.Context[Any], directory: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    sockets = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for socket in sockets:
+        socket.set(zmq.RCVTIMEO, _TIMEOUT_MS)
+        socket.set(zmq.SNDTIMEO, _TIMEOUT_MS)
+    sockets[0].bind(f"ipc://{directory}/messages")
+    sockets[1].connect(f"ipc://{directory}/messages")
+    return sockets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRates:
+    """Parameters/s of the passes of ``native/passes.h``."""
+
+    advance: float
+    preview: float
+    settle: float
+    in_place: float
+
+
+def measure_optimizer(config: Config, *, num_elements: int = _OPTIMIZER_ELEMENTS) -> OptimizerRates:
+    """All four passes over one block, with the configured types, on the configured cores."""
+    with _native.Pool(place(config, 0).optimizer) as pool:
+        seconds = {name: _median(run) for name, run in _passes(pool, config, num_elements).items()}
+    return OptimizerRates(**{name: num_elements / took_s for name, took_s in seconds.items()})
+
+
+def measure_update(config: Config, device: torch.device, host: OptimizerRates) -> float:
+    """Parameters/s of an UPDATE on one device, without its copies.
+
+    On a GPU the arithmetic of a piece, of AdamW, which Adam's differs little from (others are not
+    executed there). On a CPU an UPDATE is a preview, on a worker's share of the cores.
+    """
+    if device.type == "cpu":
+        return host.preview / config.cluster.workers
+    step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
+    adamw = config.optimizer.model_copy(update={"name": OptimizerName.ADAMW})
+    scalars = StepScalars.of(step, adamw)
+    names = ("master", "exp_avg", "exp_avg_sq", "gradients", "scratch")
+    arrays = {name: torch.zeros(PIECE_ELEMENTS, device=device) for name in names}
+    piece = Piece(**arrays, ranges=[(0, PIECE_ELEMENTS, 0.1)])
+    squares = torch.empty(PIECE_ELEMENTS, dtype=torch.float64, device=device)
+
+    def update() -> None:
+        sum_squares(piece.gradients, squares)
+        apply(piece, scalars)
+        torch.cuda.synchronize(device)
+
+    return PIECE_ELEMENTS / _median(update)
+
+
+def _passes(
+    pool: _native.Pool, config: Config, num_elements: int
+) -> dict[str, Callable[[], object]]:
+    grads_dtype = NUMPY_TYPES[config.optimizer.grad_dtype]
+    state: dict[str, Any] = {
+        "master": _shared(num_elements, np.float32),
+        "arrays": [_shared(num_elements, np.float32) for _ in config.optimizer.name.state_arrays],
+        "ranges": [(0, num_elements, 0.1)],
+    }
+    out: dict[str, Any] = {
+        "weights": _shared(num_elements, _NUMPY_OF[config.model.dtype]),
+        "weights_dtype": WEIGHTS_DTYPES[config.model.dtype],
+    }
+    step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
+    hyper = step.hyper(config.optimizer)
+    pending: list[Any] = [_shared(num_elements, grads_dtype)]
+    grads: list[Any] = [_shared(num_elements, grads_dtype)]
+    undo = _shared(_native.undo_bytes(pool.num_threads), np.uint8)
+    return {
+        "advance": lambda: _native.advance(
+            pool,
+            pending_grads=pending,
+            pending_hyper=hyper,
+            grads=grads,
+            hyper=hyper,
+            undo=undo,
+            **out,
+            **state,
+        ),
+        "preview": lambda: _native.preview(pool, grads=grads, hyper=hyper, **out, **state),
+        "settle": lambda: _native.settle(pool, grads=grads, hyper=hyper, undo=undo, **state),
+        "in_place": lambda: _native.step_in_place(pool, grads=grads, hyper=hyper, **out, **state),
+    }
+
+
+def _shared(num_elements: int, dtype: DTypeLike) -> NDArray[Any]:
+    """A zeroed array in shared memory, its pages touched."""
+    size = num_elements * np.dtype(dtype).itemsize
+    array: NDArray[Any] = np.frombuffer(mmap.mmap(-1, size), dtype=dtype)
+    array.fill(0)
+    return array
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return source.nbytes / _median(copy)
+
+
+def _median(run: Callable[[], object]) -> float:
+    """Median seconds of a few runs, after one to warm up."""
+    run()
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

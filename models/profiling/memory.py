@@ -1,0 +1,144 @@
+"""What blocks keep, and what they need while they run, in bytes of live storages.
+
+Counted as a worker's memory is (:mod:`penstock.models.profiling.storages`): each storage once,
+without weights, without gradient sums, and without what outlives a micro-batch (its tokens, masks,
+rotary tables). What kernels need within themselves is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.models.profiling.storages import StorageLedger, StorageMode
+from penstock.models.runtime import StageOutput
+from penstock.models.saved_activations import KeepPolicy, let_go
+from penstock.models.split_backward.split import run_together
+
+Gradients = Mapping[str, torch.Tensor]
+Backward = Callable[[StageOutput, Gradients], Gradients]
+
+
+class Forward(Protocol):
+    """A forward of the blocks on one micro-batch, the same each time."""
+
+    def __call__(
+        self, *, autograd: bool = True, split: bool = False, policy: KeepPolicy | None = None
+    ) -> StageOutput:
+        """Run it; ``split``: for a backward in two halves; ``policy``: what a store keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMeasure:
+    """Bytes; fields as in :class:`~penstock.protocol.plan.profile.KindProfile`."""
+
+    output_bytes: float
+    constant_bytes: float
+    activation_bytes: float
+    deferred_bytes: float
+    forward_workspace_bytes: float
+    graph_workspace_bytes: float
+    backward_workspace_bytes: float
+    backward_input_workspace_bytes: float
+    backward_weight_workspace_bytes: float
+
+
+def measure_memory(
+    forward: Forward, backward: Backward, constants: Iterable[torch.Tensor]
+) -> MemoryMeasure:
+    """Run forwards and backwards of both kinds. The first forward of all must be over: it fills
+    caches, which are the ``constants``.
+    """
+    _, without_graph, output_bytes = _forward(forward, autograd=False)
+    activation_bytes, graph, _ = _forward(forward, autograd=True)
+    return MemoryMeasure(
+        output_bytes=output_bytes,
+        constant_bytes=_storage_bytes(constants),
+        activation_bytes=activation_bytes,
+        forward_workspace_bytes=without_graph,
+        graph_workspace_bytes=graph,
+        backward_workspace_bytes=_backward(forward, backward),
+        **_split(forward, backward),
+    )
+
+
+def measure_drops(forward: Forward, operators: Iterable[str]) -> dict[str, float]:
+    """Bytes that each operator's dropping saves."""
+
+    def kept_bytes(drop: frozenset[str]) -> float:
+        output = forward(policy=KeepPolicy(drop=drop))
+        assert output.stored is not None and output.stored.kept is not None
+        return float(output.stored.kept.bytes)
+
+    everything = kept_bytes(frozenset())
+    return {name: everything - kept_bytes(frozenset({name})) for name in operators}
+
+
+def _forward(forward: Forward, *, autograd: bool) -> tuple[float, float, float]:
+    """Bytes that a forward keeps, its input among them, those that it needs meanwhile beyond
+    these and its output, and those of its output.
+    """
+    ledger = StorageLedger()
+    with StorageMode(ledger, ""):
+        output = forward(autograd=autograd)
+        output_bytes = _bytes(output.tensors)
+        workspace_bytes = ledger.peak_bytes - ledger.live_bytes
+        for tensor in output.tensors.values():
+            let_go(tensor)
+    kept_bytes = ledger.live_bytes
+    return float(kept_bytes + _bytes(output.inputs)), float(workspace_bytes), float(output_bytes)
+
+
+def _backward(forward: Forward, backward: Backward) -> float:
+    """Bytes that a backward needs beyond the graph and the gradients that come and go."""
+    ledger = StorageLedger()
+    with StorageMode(ledger, ""):
+        output, seeds = _prepared(forward, split=False)
+        before_bytes = ledger.restart()
+        gradients = backward(output, seeds)
+    return _workspace(ledger.peak_bytes - before_bytes, gradients)
+
+
+def _split(forward: Forward, backward: Backward) -> dict[str, float]:
+    """The same of both halves, and what stays in between."""
+    ledger = StorageLedger()
+    with StorageMode(ledger, ""):
+        output, seeds = _prepared(forward, split=True)
+        before_bytes = ledger.restart()
+        gradients = backward(output, seeds)
+        input_workspace = _workspace(ledger.peak_bytes - before_bytes, gradients)
+        assert output.stored is not None and output.stored.deferred is not None
+        deferred = output.stored.deferred
+        deferred_bytes = float(deferred.bytes)
+        del output, seeds, gradients
+        before_bytes = ledger.restart()
+        run_together([deferred])
+    return {
+        "deferred_bytes": deferred_bytes,
+        "backward_input_workspace_bytes": input_workspace,
+        "backward_weight_workspace_bytes": float(ledger.peak_bytes - before_bytes),
+    }
+
+
+def _prepared(forward: Forward, *, split: bool) -> tuple[StageOutput, Gradients]:
+    output = forward(split=split)
+    seeds = {name: torch.ones_like(tensor) for name, tensor in output.tensors.items()}
+    for tensor in output.tensors.values():
+        let_go(tensor)
+    return output, seeds
+
+
+def _workspace(peak_bytes: int, gradients: Gradients) -> float:
+    return max(0.0, float(peak_bytes - _bytes(gradients)))
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> float:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return float(sum(storages.values()))
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

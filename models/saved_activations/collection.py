@@ -1,0 +1,100 @@
+"""All that one forward saved: storages once, weights and constants told apart."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from penstock.models.saved_activations.slots import Opaque, Slot, SlotView, storage_of
+from penstock.models.saved_activations.weights import BoundWeights
+
+
+class View(Protocol):
+    """A tensor that is somewhere: over a slot, among the weights, or simply held."""
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, made again or waited for where needed.
+
+        Raises:
+            KeptError: it cannot be had.
+        """
+
+    def check(self) -> None:
+        """Raise if it cannot be had."""
+
+
+class Collection:
+    """Slots by storage. Refers to them weakly: they live as long as somebody needs them."""
+
+    def __init__(
+        self, weights: BoundWeights, constants: Iterable[torch.Tensor], *, rebind: bool
+    ) -> None:
+        self.block: int | None = None
+        self._weights = weights
+        self._rebind = rebind
+        self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
+        self._slots: list[weakref.ref[Slot]] = []
+        self._held: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        self._num_slots = 0
+
+    def view(self, tensor: torch.Tensor) -> View:
+        """Hold the tensor's memory, if it is not a weight's that will be looked up again."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return Opaque(tensor)
+        weight = self._weights.find(tensor, self.block)
+        if weight is not None and self._rebind:
+            return weight
+        slot = self._held.get(storage._cdata)
+        if slot is None:
+            movable = weight is None and storage.data_ptr() not in self._constants
+            slot = self.new_slot(storage, _maker(tensor), movable=movable)
+            self._held[storage._cdata] = slot
+        return view_of(slot, tensor)
+
+    def held(self, storage: torch.UntypedStorage) -> Slot | None:
+        """The slot that holds this storage."""
+        return self._held.get(storage._cdata)
+
+    def forget_place(self, storage: torch.UntypedStorage) -> None:
+        """The storage is no longer the slot's."""
+        self._held.pop(storage._cdata, None)
+
+    def new_slot(self, storage: torch.UntypedStorage, label: str, *, movable: bool = True) -> Slot:
+        """A slot over this storage that nothing refers to yet."""
+        where = "" if self.block is None else f" of block {self.block}"
+        slot = Slot(
+            storage,
+            order=self._num_slots,
+            label=f"saved tensor {self._num_slots}{where}, {label}",
+            movable=movable,
+        )
+        self._num_slots += 1
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+    def slots(self) -> list[Slot]:
+        """Those still needed, in the order in which they were first saved or made."""
+        found = [slot for reference in self._slots if (slot := reference()) is not None]
+        self._slots = [weakref.ref(slot) for slot in found]
+        return found
+
+
+def view_of(slot: Slot, tensor: torch.Tensor) -> SlotView:
+    """The view of a slot that ``tensor`` is of the slot's storage."""
+    return SlotView(
+        slot=slot,
+        dtype=tensor.dtype,
+        size=tensor.size(),
+        stride=tensor.stride(),
+        offset=int(tensor.storage_offset()),
+    )
+
+
+def _maker(tensor: torch.Tensor) -> str:
+    made_by = tensor.grad_fn
+    what = "input" if made_by is None else f"output of {made_by.name()}"
+    return f"{what} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

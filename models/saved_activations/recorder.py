@@ -1,0 +1,204 @@
+"""Recording the kernels of dropped operators while a forward runs.
+
+A dispatch mode below autograd sees every kernel with the tensors that it reads. What existed before
+the block began (its input, masks, the batch) and what kept operators make is held for as long as a
+recorded kernel needs it.
+
+Kernels that change a tensor: a chain of changes by dropped operators is recorded and repeated in
+the same order (dropout on a CPU: ``empty_like``, ``bernoulli_``, ``div_``); what a kept operator
+changed is kept; and before anything is changed that a recorded kernel has read and nobody can make
+again, it is copied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.models.saved_activations.collection import Collection, View, view_of
+from penstock.models.saved_activations.operators import OperatorTracker
+from penstock.models.saved_activations.slots import Blank, Slot, storage_of
+from penstock.models.saved_activations.tape import Call, Node, Tape, tensors_in
+
+_BY_SHAPE = {
+    **dict.fromkeys(
+        ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"), (0,)
+    ),
+    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), (0,)),
+    "native_dropout": (1,),
+}
+"""Outputs of kernels that depend on the shapes of their inputs alone: a dropout's mask is made
+again without the product before it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """A kernel's name, which arguments it changes, and whether it draws random numbers."""
+
+    name: str
+    written: tuple[int, ...]
+    written_by_name: tuple[str, ...]
+    random: bool
+
+    @classmethod
+    def of(cls, func: torch._ops.OpOverload[..., Any]) -> _Traits:
+        arguments = func._schema.arguments
+        written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        return cls(
+            name=func._schema.name.split("::")[-1],
+            written=tuple(i for i, a in enumerate(arguments) if written[i] and not a.kwarg_only),
+            written_by_name=tuple(a.name for i, a in enumerate(arguments) if written[i]),
+            random=torch.Tag.nondeterministic_seeded in func.tags,
+        )
+
+    def changed(self, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
+        """Storages that this call changes."""
+        tensors = [args[i] for i in self.written if i < len(args)]
+        tensors += [kwargs[name] for name in self.written_by_name if name in kwargs]
+        return [s for tensor in tensors_in(tensors) if (s := storage_of(tensor)) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """A kernel that has run: what it read, what it returned, and which of that is new memory."""
+
+    call: Call
+    name: str
+    label: str
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    new: list[bool]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the kernels of dropped operators on the current tape."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, drop: frozenset[str], saved: Collection, tracker: OperatorTracker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape()
+        self._drop = drop
+        self._saved = saved
+        self._tracker = tracker
+        self._traits: dict[Any, _Traits] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # of unknown effect, such as flex attention: kept
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = _Traits.of(func)
+        operator = self._tracker.operator_of(traits.name)
+        changed = traits.changed(args, kwargs)
+        for storage in changed:
+            self._protect(storage)
+        if operator in self._drop and all(self.tape.made(s) is not None for s in changed):
+            return self._record(func, args, kwargs, changed, traits, f"{operator} ({traits.name})")
+        result = func(*args, **kwargs)
+        for storage in changed:
+            self.tape.leave(storage)
+        return result
+
+    def view(self, tensor: torch.Tensor) -> View:
+        """Where the tensor will be found; it is held if nobody can make it again."""
+        storage = storage_of(tensor)
+        slot = None if storage is None else self.tape.made(storage)
+        return self._saved.view(tensor) if slot is None else view_of(slot, tensor)
+
+    def _protect(self, storage: torch.UntypedStorage) -> None:
+        """Somebody is about to change this storage: whoever needs its bytes gets a copy."""
+        slot = self._saved.held(storage)
+        if slot is not None:
+            slot.fill(storage.clone())  # type: ignore[no-untyped-call]
+            self._saved.forget_place(storage)
+
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        changed: list[torch.UntypedStorage],
+        traits: _Traits,
+        label: str,
+    ) -> Any:
+        inputs = list(tensors_in((args, kwargs)))
+        device = inputs[0].device if inputs else torch.device("cpu")
+        call = Call.of(func, args, kwargs, device=device, random=traits.random)
+        # Before the kernel runs where it changes what it reads.
+        reads = [self.view(tensor) for tensor in inputs] if changed else []
+        result = func(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        known = {s._cdata for t in inputs if (s := storage_of(t)) is not None}
+        new = [(s := storage_of(t)) is not None and s._cdata not in known for t in outputs]
+        if changed:
+            node = self._add(Node(tape=self.tape, call=call, reads=reads))
+            self._note_changes(node, changed, label)
+            node.makes = [None] * len(outputs)
+        elif any(new):  # otherwise a view
+            self._note_outputs(
+                _Seen(
+                    call=call,
+                    name=traits.name,
+                    label=label,
+                    inputs=inputs,
+                    outputs=outputs,
+                    new=new,
+                )
+            )
+        return result
+
+    def _note_changes(self, node: Node, changed: list[torch.UntypedStorage], label: str) -> None:
+        for storage in changed:
+            before = self.tape.made(storage)
+            assert before is not None
+            after = self._saved.new_slot(storage, label)
+            after.drop(node)
+            node.changes.append((before, weakref.ref(after)))
+            self.tape.enter(storage, after)
+
+    def _note_outputs(self, seen: _Seen) -> None:
+        """What depends on shapes alone is made by a node of its own, which reads nothing."""
+        by_shape = _BY_SHAPE.get(seen.name, ())
+        apart = [is_new and i in by_shape for i, is_new in enumerate(seen.new)]
+        others = [is_new and not apart[i] for i, is_new in enumerate(seen.new)]
+        if any(apart):
+            reads = [self._blank(tensor) for tensor in seen.inputs]
+            self._note_made(Node(tape=self.tape, call=seen.call, reads=reads), seen, apart)
+        if any(others):
+            reads = [self.view(tensor) for tensor in seen.inputs]
+            self._note_made(Node(tape=self.tape, call=seen.call, reads=reads), seen, others)
+
+    def _note_made(self, node: Node, seen: _Seen, made: list[bool]) -> None:
+        self._add(node)
+        for tensor, is_made in zip(seen.outputs, made, strict=True):
+            slot = self._made_slot(node, tensor, seen.label) if is_made else None
+            node.makes.append(None if slot is None else weakref.ref(slot))
+
+    def _made_slot(self, node: Node, tensor: torch.Tensor, label: str) -> Slot | None:
+        storage = tensor.untyped_storage()
+        if self.tape.made(storage) is not None:
+            return None  # an output before shares it
+        slot = self._saved.new_slot(storage, label)
+        slot.drop(node)
+        self.tape.enter(storage, slot)
+        return slot
+
+    def _add(self, node: Node) -> Node:
+        self.tape.add(node)
+        return node
+
+    def _blank(self, tensor: torch.Tensor) -> View:
+        return self.view(tensor) if storage_of(tensor) is None else Blank.like(tensor)

@@ -1,0 +1,225 @@
+"""Recorded kernels of one block, and running exactly these again.
+
+Of a kernel the tape remembers which slots and weights it reads, its other arguments, and the state
+of the random generator if it draws numbers. Nothing else runs again: no Python code of the model,
+no operator that was kept. :mod:`.recorder` records.
+
+Torch's own selective checkpoints are not used: they run the block's Python code again, at the first
+use only, cache the output of every kept kernel whether the backward reads it or not, and hold the
+weights' memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.models.saved_activations.collection import View
+from penstock.models.saved_activations.slots import Slot
+
+_PRUNE_EVERY = 64
+
+
+class _Hole:
+    """The place of a tensor among recorded arguments."""
+
+
+_HOLE = _Hole()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A kernel with its arguments but for the tensors.
+
+    ``random_state``: of the generator of ``random_device`` before it ran; None if it draws nothing.
+    """
+
+    kernel: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    random_device: torch.device
+    random_state: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        device: torch.device,
+        random: bool,
+    ) -> Call:
+        """The call that is about to be made; tensors among the arguments are not held."""
+        return cls(
+            kernel=kernel,
+            args=_mapped(args, _without_tensor),
+            kwargs=_mapped(kwargs, _without_tensor),
+            random_device=device,
+            random_state=_generator(device).get_state() if random else None,
+        )
+
+    def repeat(self, tensors: Iterator[torch.Tensor]) -> Any:
+        """Call it with these tensors, in the order of :func:`tensors_in`, and the same numbers."""
+
+        def with_tensor(item: Any) -> Any:
+            return next(tensors) if item is _HOLE else item
+
+        args, kwargs = _mapped(self.args, with_tensor), _mapped(self.kwargs, with_tensor)
+        if self.random_state is None:
+            return self.kernel(*args, **kwargs)
+        with _state(_generator(self.random_device), self.random_state):
+            return self.kernel(*args, **kwargs)
+
+
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
+class Node:
+    """A recorded kernel. It lives as long as a slot that it makes is needed.
+
+    ``makes``: the slot of each tensor that it returns (None: nobody's, or not new). ``changes``:
+    slots whose storage it changed, and the slots that stand for the result.
+    """
+
+    tape: Tape
+    call: Call
+    reads: Sequence[View]
+    makes: list[weakref.ref[Slot] | None] = field(default_factory=list)
+    changes: list[tuple[Slot, weakref.ref[Slot]]] = field(default_factory=list)
+
+    def make(self) -> None:
+        """Run everything again that the block still needs."""
+        self.tape.run_again()
+
+    def run(self) -> None:
+        """Run the kernel and fill its slots."""
+        result = self.call.repeat(iter([view.tensor() for view in self.reads]))
+        for before, after in self.changes:
+            storage = before.bytes_now()
+            before.take()
+            _fill(after, storage)
+        for slot, made in zip(self.makes, tensors_in(result), strict=True):
+            if slot is not None:
+                _fill(slot, made.untyped_storage())
+
+
+class Tape:
+    """The recorded kernels of one block in one forward."""
+
+    def __init__(self) -> None:
+        self._nodes: deque[weakref.ref[Node]] = deque()
+        self._made: dict[int, tuple[StorageWeakRef, Slot]] = {}
+        self._since_prune = 0
+
+    def made(self, storage: torch.UntypedStorage) -> Slot | None:
+        """The slot of a storage that a recorded kernel made."""
+        found = self._made.get(storage._cdata)
+        return None if found is None else found[1]
+
+    def add(self, node: Node) -> None:
+        """The next kernel in order."""
+        self._nodes.append(weakref.ref(node))
+
+    def enter(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+        """A recorded kernel made this storage; from now on it is this slot's."""
+        # The weak reference also keeps the address from being used for another storage.
+        self._made[storage._cdata] = (StorageWeakRef(storage), slot)  # type: ignore[no-untyped-call]
+        self._since_prune += 1
+        if self._since_prune >= _PRUNE_EVERY:
+            self._since_prune = 0
+            self._made = {
+                place: (storage_ref, slot)
+                for place, (storage_ref, slot) in self._made.items()
+                if not storage_ref.expired()  # type: ignore[no-untyped-call]
+            }
+
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """No recorded kernel makes what this storage has now."""
+        self._made.pop(storage._cdata, None)
+
+    def close(self) -> None:
+        """The block is over: what nothing refers to is forgotten."""
+        self._made.clear()
+        self._nodes = deque(node for node in self._nodes if node() is not None)
+
+    def run_again(self) -> int:
+        """Make everything dropped that is still needed; returns the number of kernels run.
+
+        In the recorded order, so that changes in place happen as in the forward. A slot between
+        two kernels is freed after the second one.
+
+        Raises:
+            KeptError: something that a kernel reads is swapped out, or a weight is not bound;
+                nothing has run then.
+        """
+        nodes = deque(node for reference in self._nodes if (node := reference()) is not None)
+        for node in nodes:
+            for view in node.reads:
+                view.check()
+        self._nodes.clear()
+        count = len(nodes)
+        with torch.no_grad():
+            while nodes:
+                nodes.popleft().run()
+        return count
+
+    def forget(self) -> None:
+        """Nothing will be made again."""
+        self._nodes.clear()
+        self._made.clear()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested lists, tuples and dictionaries, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting with every item changed."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    return change(value)
+
+
+def _without_tensor(item: Any) -> Any:
+    return _HOLE if isinstance(item, torch.Tensor) else item
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The generator that kernels on this device draw from unless told otherwise."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+@contextmanager
+def _state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
+    """The generator starts from ``state``; afterwards it is where it was."""
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def _fill(slot: weakref.ref[Slot], storage: torch.UntypedStorage) -> None:
+    found = slot()
+    if found is not None:
+        found.fill(storage)

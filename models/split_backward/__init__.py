@@ -1,0 +1,1 @@
+"""penstock.models.split_backward."""

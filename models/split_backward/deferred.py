@@ -1,0 +1,243 @@
+"""The store of one stage and micro-batch between BACKWARD_INPUT and BACKWARD_WEIGHT.
+
+An entry is one use of parameters in the forward, with what its weight gradients need: the gradient
+of its output and the input it saved (:mod:`penstock.models.split_backward.deferred_entries`).
+Entries are made by :mod:`penstock.models.split_backward.split`, which watches the forward.
+
+Gradients are bit-equal to those of an unsplit backward: the kernels are the same, and a parameter's
+contributions are added up in autograd's order (the latest use first) before they reach ``.grad``.
+Only a parameter with three or more uses of which some are split and some not may be summed up in
+another order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.models.split_backward.deferred_entries import (
+    Entry,
+    GraphEntry,
+    Kept,
+    ParameterRecord,
+    ProductEntry,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsplit:
+    """A use of parameters whose gradients BACKWARD_INPUT computes, and why."""
+
+    function: str
+    reason: str
+
+
+class DeferredWeights:
+    """Deferred weight gradients of one stage for one micro-batch: one forward, one backward."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._records: list[ParameterRecord] = []
+        self._unsplit: Counter[Unsplit] = Counter()
+        self.shared: list[Kept] = []
+        """What graphs that several entries may share have saved."""
+        self.anchor = torch.zeros((), requires_grad=True)
+        """Stands for what needs no gradient, where autograd wants something that does."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the store keeps alive, weights and gradient sums apart; each storage once."""
+        held = {
+            storage.data_ptr(): storage.nbytes()
+            for tensor in self.held()
+            for storage in (tensor.untyped_storage(),)
+        }
+        return sum(held.values())
+
+    @property
+    def unsplit(self) -> dict[Unsplit, int]:
+        """What was left to BACKWARD_INPUT, and how often."""
+        return dict(self._unsplit)
+
+    def run(self) -> None:
+        """Add the weight gradients to ``.grad``; what an entry kept is freed right after its use.
+
+        Raises:
+            RuntimeError: BACKWARD_INPUT has not run.
+        """
+        entries, records = self._take()
+        units = _units(entries)
+        del entries
+        sums = _Sums(record for unit in units for record in unit.records)
+        for record in records:
+            sums.expect(record, len(record.waiting))
+        while units:
+            for record, gradient in units.pop().gradients():
+                sums.add(record, gradient)
+        # BACKWARD_INPUT summed up the unsplit uses of a parameter that is also split.
+        for record in records:
+            while record.waiting:
+                sums.add(record, record.waiting.pop())
+        self.shared.clear()
+
+    def discard(self) -> None:
+        """Forget everything: the micro-batch is given up."""
+        self._entries.clear()
+        self._records.clear()
+        self.shared.clear()
+
+    def seal(self) -> None:
+        """BACKWARD_INPUT is over: drop the entries that it did not reach, with the weights they
+        refer to. Gradients go where ``.grad`` points now.
+        """
+        self._entries = [entry for entry in self._entries if entry.reached]
+        for record in self._records:
+            record.settle()
+
+    def append(self, entry: Entry) -> None:
+        """Take the next entry, in the order of the forward."""
+        self._entries.append(entry)
+        for record in entry.records:
+            record.uses += 1
+
+    def record_of(self, parameter: torch.Tensor) -> ParameterRecord:
+        """A new record of a parameter."""
+        record = ParameterRecord(parameter)
+        self._records.append(record)
+        return record
+
+    def note_unsplit(self, unsplit: Unsplit) -> None:
+        """Remember that a use of parameters is left to BACKWARD_INPUT."""
+        self._unsplit[unsplit] += 1
+
+    def take_products(self) -> dict[tuple[int, int], ProductEntry]:
+        """Take out the products whose parameters have no other use, by their gradients' place."""
+        uses = Counter(record for entry in self._entries for record in entry.records)
+        taken = {
+            entry.place: entry
+            for entry in self._entries
+            if isinstance(entry, ProductEntry)
+            and entry.reached
+            and all(uses[r] == 1 and not r.waiting for r in entry.records)
+        }
+        chosen = {id(entry) for entry in taken.values()}
+        self._entries = [entry for entry in self._entries if id(entry) not in chosen]
+        return taken
+
+    def _take(self) -> tuple[list[Entry], list[ParameterRecord]]:
+        if self._entries and not any(entry.reached for entry in self._entries):
+            raise RuntimeError("BACKWARD_WEIGHT before BACKWARD_INPUT: no gradients are stored")
+        entries, records = self._entries, self._records
+        self._entries, self._records = [], []
+        return [entry for entry in entries if entry.reached], records
+
+    def held(self) -> Iterator[torch.Tensor]:
+        for entry in self._entries:
+            yield from entry.held()
+        for kept in self.shared:
+            yield from kept.held()
+        for record in self._records:
+            yield from record.waiting
+
+
+def run_together(stores: Sequence[DeferredWeights], *, concatenate: bool = False) -> None:
+    """BACKWARD_WEIGHT of several micro-batches of one stage, in the given order.
+
+    ``concatenate``: one matrix product per Linear over all micro-batches' rows (2BP, section 3)
+    instead of one each: fewer kernels, a copy of inputs and gradients, other rounding. Without it,
+    and for everything but Linear, bits are those of one run after the other.
+    """
+    if concatenate and len(stores) > 1:
+        found: defaultdict[tuple[int, int], list[ProductEntry]] = defaultdict(list)
+        for store in stores:
+            for place, entry in store.take_products().items():
+                found[place].append(entry)
+        while found:
+            _, entries = found.popitem()
+            for record, gradient in ProductEntry.joined(entries).gradients():
+                record.accumulate(gradient)
+    for store in stores:
+        store.run()
+
+
+class _GraphUnit:
+    """Graph entries that must run in one backward, because they share nodes."""
+
+    def __init__(self, entries: list[GraphEntry]) -> None:
+        self._entries = entries
+        self.records = tuple(dict.fromkeys(r for entry in entries for r in entry.records))
+
+    def gradients(self) -> Iterator[tuple[ParameterRecord, torch.Tensor | None]]:
+        """Gradients of all parameters; None where none arrived."""
+        roots, seeds = [], []
+        for entry in self._entries:
+            starts, gradients = entry.roots()
+            roots += starts
+            seeds += gradients
+        self._entries.clear()
+        edges = [record.edge for record in self.records if record.edge is not None]
+        found = torch.autograd.grad(roots, edges, seeds, allow_unused=True)
+        yield from zip(self.records, found, strict=True)
+
+
+_Unit = _GraphUnit | ProductEntry
+
+
+def _units(entries: Sequence[Entry]) -> list[_Unit]:
+    """Entries in the order of the forward, those with shared nodes together at the latest's place.
+
+    Only tensors derived from parameters are shared, so two such entries with a parameter in common
+    may share some.
+    """
+    groups: list[tuple[set[ParameterRecord], list[GraphEntry]]] = []
+    places: dict[int, int] = {}
+    for position, entry in enumerate(entries):
+        if not isinstance(entry, GraphEntry) or not entry.derived:
+            continue
+        records, members = set(entry.records), [entry]
+        for group in [g for g in groups if not records.isdisjoint(g[0])]:
+            groups.remove(group)
+            records |= group[0]
+            members = group[1] + members
+        groups.append((records, members))
+        places[id(entry)] = position
+    at = {places[id(members[-1])]: _GraphUnit(members) for _, members in groups}
+    units: list[_Unit] = []
+    for position, entry in enumerate(entries):
+        if position in at:
+            units.append(at[position])
+        elif isinstance(entry, ProductEntry):
+            units.append(entry)
+        elif not entry.derived:
+            units.append(_GraphUnit([entry]))
+    return units
+
+
+class _Sums:
+    """Adds up a parameter's contributions and hands on the sum with the last one."""
+
+    def __init__(self, expected: Iterable[ParameterRecord]) -> None:
+        self._missing = Counter(expected)
+        self._sums: dict[ParameterRecord, torch.Tensor] = {}
+
+    def expect(self, record: ParameterRecord, contributions: int) -> None:
+        """More will come."""
+        if contributions:
+            self._missing[record] += contributions
+
+    def add(self, record: ParameterRecord, gradient: torch.Tensor | None) -> None:
+        """One contribution; None if the use turned out to have none."""
+        before = self._sums.pop(record, None)
+        if before is not None:
+            # Not in place: a gradient may be the very tensor that another entry keeps.
+            gradient = before if gradient is None else before + gradient
+        self._missing[record] -= 1
+        if gradient is None:
+            return
+        if self._missing[record]:
+            self._sums[record] = gradient
+        else:
+            record.accumulate(gradient)

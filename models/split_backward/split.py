@@ -1,0 +1,405 @@
+"""Split backward of any module: BACKWARD_INPUT now, BACKWARD_WEIGHT later (2BP, arXiv 2405.18047).
+
+    store = DeferredWeights()
+    with split_backward(store, blocks.parameters()):
+        output = blocks(hidden)
+    backward_input(store, [output], [gradient])  # hidden.grad
+    store.run()  # .grad of the parameters
+
+:func:`split_backward` watches the torch functions that the forward calls. Tensors computed from
+parameters alone (``weight.t()``, ``-exp(A_log.float())``) are on the *parameter side*; where one
+meets an activation, the parameter's path leaves the input path:
+
+- ``F.linear`` and ``addmm`` run with detached parameters; a hook takes the gradient of the output.
+- Other products (convolutions, embeddings, ``matmul``) run on detached activations and so get a
+  small graph of their own. A node in the main graph asks it for the gradients of the activations
+  and leaves it with the gradient of its output.
+- Norms and elementwise functions stay in the main graph unless asked for (``reductions``), so
+  BACKWARD_INPUT makes the gradients of their small parameters.
+
+What is left is an ordinary graph without the large parameters: it frees what it saved as the
+backward passes, so afterwards the store keeps only what weight gradients need. Nothing runs twice.
+
+Functions that are not known to be linear in their parameters, or change a tensor in place, stay
+unsplit: BACKWARD_INPUT makes their weight gradients, and ``store.unsplit`` says why. So does
+everything inside ``torch.utils.checkpoint``, which would compute all of it again for
+BACKWARD_WEIGHT; recomputation that runs the forward again under :func:`split_backward` is split.
+``autograd.Function.apply`` and reentrant checkpoints cannot be seen, and stay unsplit unsaid.
+
+The store is in :mod:`penstock.models.split_backward.deferred`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from penstock.models.split_backward.deferred import DeferredWeights, Unsplit, run_together
+from penstock.models.split_backward.deferred_entries import (
+    GraphEntry,
+    Kept,
+    Lent,
+    ParameterRecord,
+    ProductEntry,
+    SavedTensorHooks,
+)
+from penstock.models.split_backward.torch_calls import (
+    ONLY_LIKE,
+    TREATMENTS,
+    Call,
+    MatrixProduct,
+    Treatment,
+    computed_name,
+    matrix_product,
+    replaced,
+    storage_of,
+    tensors_in,
+)
+
+__all__ = ["DeferredWeights", "Unsplit", "backward_input", "run_together", "split_backward"]
+
+
+@contextmanager
+def split_backward(
+    store: DeferredWeights,
+    parameters: Iterable[torch.Tensor],
+    *,
+    reductions: bool = False,
+) -> Iterator[None]:
+    """Make the backward of the forward inside a split one; ``store`` takes the weight gradients.
+
+    ``parameters``: the weights of the forward's modules, trainable or frozen. What is not among
+    them is an activation. Their gradients go where ``.grad`` points by BACKWARD_INPUT.
+    ``reductions``: defer the gradients of norms and elementwise functions too. A store takes one
+    forward.
+    """
+    mode = _SplitMode(store, parameters, reductions=reductions)
+    try:
+        with mode:
+            yield
+    finally:
+        mode.close()
+
+
+def backward_input(
+    store: DeferredWeights,
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """BACKWARD_INPUT: ``.grad`` of the stage's inputs, and ``store`` ready to run.
+
+    The caller should let go of the outputs: their graph is of no use any more.
+    """
+    torch.autograd.backward(outputs, gradients)
+    store.seal()
+
+
+class _Source(torch.autograd.Function):
+    """A parameter as graphs of the store see it: the node refers to no weights.
+
+    Runs only where the parameter's gradient comes from a function that nobody saw.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, record: ParameterRecord, box: list[torch.Tensor]) -> Any:
+        ctx.record = weakref.ref(record)
+        return box[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        record = ctx.record()
+        if record is not None:
+            record.receive(gradients[0])
+        return None, None, None
+
+
+class _Hollow(torch.autograd.Function):
+    """An activation as a graph of the store sees it: the node does not refer to its values, which
+    are kept only if some operation saves them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, box: list[torch.Tensor]) -> Any:
+        return box[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("gradients are taken at its edge")
+
+
+class _Link(torch.autograd.Function):
+    """The place of an entry's graph in the main graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, entry: GraphEntry, outputs: list[torch.Tensor], *inputs: torch.Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.entry = entry
+        ctx.num_inputs = len(inputs)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = ctx.entry.receive(gradients)
+        return None, None, *(found or [None] * ctx.num_inputs)
+
+
+class _Own(NamedTuple):
+    """A tensor on the parameter side and the parameters it is made of."""
+
+    tensor: torch.Tensor
+    records: tuple[ParameterRecord, ...]
+    derived: bool
+
+
+class _SplitMode(TorchFunctionMode):
+    """Tensors are known by id, so those of interest are held until the forward is over."""
+
+    def __init__(
+        self,
+        store: DeferredWeights,
+        parameters: Iterable[torch.Tensor],
+        *,
+        reductions: bool,
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._reductions = reductions
+        self._parameters = {id(tensor): tensor for tensor in parameters}
+        self._memory = {storage_of(tensor) for tensor in self._parameters.values()}
+        self._own: dict[int, _Own] = {}
+        self._sources: dict[int, torch.Tensor] = {}
+        self._detached: dict[int, torch.Tensor] = {}
+        self._catchers: dict[int, torch.Tensor] = {}
+
+    def close(self) -> None:
+        """Let go of all tensors of the forward."""
+        self._parameters, self._own = {}, {}
+        self._sources, self._detached, self._catchers = {}, {}, {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = computed_name(func)
+        if name is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        tensors = tensors_in(args)
+        if kwargs:
+            tensors += tensors_in(kwargs)
+        own = [t for t in tensors if t.requires_grad and self._on_parameter_side(t)]
+        if not own:
+            return func(*args, **kwargs)
+        return self._treat(Call(func, name, args, kwargs), tensors, own)
+
+    def _on_parameter_side(self, tensor: torch.Tensor) -> bool:
+        key = id(tensor)
+        if key in self._own:
+            return True
+        if key not in self._parameters:
+            return False
+        self._own[key] = _Own(tensor, (self._store.record_of(tensor),), False)
+        return True
+
+    def _treat(self, call: Call, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> Any:
+        if call.name in ONLY_LIKE:
+            if id(call.args[0]) not in self._own:
+                return call.run({})
+            tensors = own
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+            return self._leave_unsplit(call, own, "inside torch.utils.checkpoint")
+        others = [t for t in tensors if id(t) not in self._own]
+        alone = all(id(t) in self._parameters for t in others)
+        if call.in_place:
+            return call.run({}) if alone else self._leave_unsplit(call, own, "in place")
+        if alone:
+            return self._derive(call, own, hooks)
+        treatment = TREATMENTS.get(call.name)
+        if treatment is None:
+            return self._leave_unsplit(call, own, "not known to be linear in its parameters")
+        if treatment is Treatment.REDUCTION and not self._reductions:
+            return call.run(self._catchers_of(own))
+        product = matrix_product(call)
+        if product is not None and self._can_detach(product):
+            return self._multiply(call, product, own, hooks)
+        return self._cut(call, own, others, hooks)
+
+    def _records(self, own: Iterable[torch.Tensor]) -> tuple[ParameterRecord, ...]:
+        return tuple(dict.fromkeys(r for t in own for r in self._own[id(t)].records))
+
+    def _sources_of(self, own: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Replacements for parameters, to which the store's graphs may refer."""
+        return {id(t): self._source(self._own[id(t)]) for t in own if not self._own[id(t)].derived}
+
+    def _source(self, parameter: _Own) -> torch.Tensor:
+        key = id(parameter.tensor)
+        source = self._sources.get(key)
+        if source is None:
+            record = parameter.records[0]
+            made: torch.Tensor = _apply(_Source, self._store.anchor, record, [parameter.tensor])
+            record.edge = _node_edge(made)
+            # A function that changes nothing (``weight.float()``) may return the source itself.
+            self._own[id(made)] = parameter
+            self._sources[key] = source = made
+        return source
+
+    def _derive(
+        self, call: Call, own: Sequence[torch.Tensor], hooks: SavedTensorHooks | None
+    ) -> Any:
+        """Nothing but parameters: the result stays on the parameter side."""
+        memory, shared = self._memory, self._store.shared
+
+        def pack(tensor: torch.Tensor) -> Kept:
+            if storage_of(tensor) in memory:
+                # Their buffers may hold another stage when BACKWARD_WEIGHT runs. A mode that
+                # replays operations must not see one more.
+                with torch._C._DisableTorchDispatch():
+                    tensor = tensor.clone()
+            shared.append(Kept(tensor, hooks))
+            return shared[-1]
+
+        with _packing(pack):
+            result = call.run(self._sources_of(own))
+        records = self._records(own)
+        for tensor in tensors_in(result):
+            if tensor.requires_grad and id(tensor) not in self._own:
+                self._own[id(tensor)] = _Own(tensor, records, True)
+        return result
+
+    def _leave_unsplit(self, call: Call, own: Sequence[torch.Tensor], reason: str) -> Any:
+        self._store.note_unsplit(Unsplit(function=call.name, reason=reason))
+        if not call.in_place or id(call.args[0]) not in self._own:
+            return call.run(self._catchers_of(own))
+        # What shares its memory is no longer made of parameters alone, and nobody knows what does.
+        for key in [key for key, known in self._own.items() if known.derived]:
+            del self._own[key]
+            self._catchers.pop(key, None)
+        return call.run({})
+
+    def _catchers_of(self, own: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Replacements that are leaves of the main graph, where BACKWARD_INPUT leaves gradients."""
+        return {id(t): self._catcher(self._own[id(t)]) for t in own}
+
+    def _catcher(self, own: _Own) -> torch.Tensor:
+        found = self._catchers.get(id(own.tensor))
+        if found is None:
+            receive = self._defer_from(own) if own.derived else own.records[0].receive
+            if not own.derived:
+                own.records[0].caught = True
+
+            def take(leaf: torch.Tensor) -> None:
+                gradient, leaf.grad = leaf.grad, None
+                assert gradient is not None
+                receive(gradient)
+
+            found = own.tensor.detach().requires_grad_()
+            found.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            self._catchers[id(own.tensor)] = found
+        return found
+
+    def _defer_from(self, own: _Own) -> Callable[[torch.Tensor], None]:
+        """From a derived tensor on, the gradients of its parameters are deferred."""
+        entry = GraphEntry(own.records, derived=True)
+        entry.attach([_edge(own.tensor)])
+        self._store.append(entry)
+
+        def receive(gradient: torch.Tensor) -> None:
+            entry.receive([gradient])
+
+        return receive
+
+    def _can_detach(self, product: MatrixProduct) -> bool:
+        rows, parameters = product.rows, (product.weight, product.bias)
+        if not rows.requires_grad or id(rows) in self._own or not product.plain:
+            return False
+        trained = [self._own.get(id(t)) for t in parameters if t is not None and t.requires_grad]
+        return all(own is not None and not own.derived for own in trained)
+
+    def _multiply(
+        self,
+        call: Call,
+        product: MatrixProduct,
+        own: Iterable[torch.Tensor],
+        hooks: SavedTensorHooks | None,
+    ) -> Any:
+        weight, bias = self._own.get(id(product.weight)), self._own.get(id(product.bias))
+        rows = None if weight is None else Kept(product.rows, hooks)
+        entry = ProductEntry(
+            rows,
+            weight and weight.records[0],
+            bias and bias.records[0],
+            transposed=product.transposed,
+        )
+        for tensor in own:
+            if id(tensor) not in self._detached:
+                self._detached[id(tensor)] = tensor.detach()
+        output: torch.Tensor = call.run(self._detached)
+        # The output may be a view, whose place in the graph moves when it is changed in place.
+        base = output._base if output._is_view() else output
+        assert base is not None
+        base.register_hook(entry.receive)  # type: ignore[no-untyped-call]
+        self._store.append(entry)
+        return output
+
+    def _cut(
+        self,
+        call: Call,
+        own: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        hooks: SavedTensorHooks | None,
+    ) -> Any:
+        """Run it on detached activations, and link its graph into the main one."""
+        entry = GraphEntry(self._records(own), derived=any(self._own[id(t)].derived for t in own))
+        activations = {id(t): t for t in others if t.requires_grad}
+        alone = {k: _apply(_Hollow, self._store.anchor, [t]) for k, t in activations.items()}
+        entry.inputs = [_node_edge(t) for t in alone.values()]
+        frozen = [t for t in others if id(t) in self._parameters]
+        weights = {storage_of(t) for t in (*own, *frozen)}
+
+        kept, lent = entry.kept, entry.lent  # the graph keeps ``pack``, so not the entry itself
+
+        def pack(tensor: torch.Tensor) -> Kept | Lent:
+            if storage_of(tensor) in weights:
+                lent.append(Lent(tensor, hooks))
+                return lent[-1]
+            kept.append(Kept(tensor, hooks))
+            return kept[-1]
+
+        with _packing(pack):
+            result = call.run(self._sources_of(own) | alone)
+        outputs = {id(t): t for t in tensors_in(result) if t.requires_grad}
+        if not outputs:
+            return result
+        entry.attach(map(_edge, outputs.values()))
+        self._store.append(entry)
+        beneath = activations.values() or (self._store.anchor,)
+        linked = _apply(_Link, entry, list(outputs.values()), *beneath)
+        return replaced(result, dict(zip(outputs, linked, strict=True)))
+
+
+def _node_edge(tensor: torch.Tensor) -> GradientEdge:
+    """For nodes that another graph keeps alive; makes no operation, unlike torch's own function."""
+    assert tensor.grad_fn is not None
+    return GradientEdge(tensor.grad_fn, tensor.output_nr)
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge:
+    if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+        return get_gradient_edge(tensor)  # its Python object does not keep the node alive
+    return _node_edge(tensor)
+
+
+def _apply(function: type[torch.autograd.Function], *values: Any) -> Any:
+    return function.apply(*values)  # type: ignore[no-untyped-call]
+
+
+def _packing(pack: Callable[[torch.Tensor], Kept | Lent]) -> saved_tensors_hooks:
+    return saved_tensors_hooks(pack, lambda kept: kept.get())

@@ -1,0 +1,225 @@
+"""Running the parts of a skeleton: what the decoder does before, between and after its layers.
+
+Every piece is the model's own forward code around stubs, so that scaled embeddings, learned
+positions, sliding windows, rotary variants and soft-capped logits are what the model's authors
+wrote.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.models.surgery.probe import WeightlessStub, layer_stubs, shell, shell_at
+from penstock.models.surgery.skeleton import Skeleton
+from penstock.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCall:
+    """What the decoder passes to one layer besides the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden_by_name: bool
+
+    def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Call the layer; returns the hidden states after it."""
+        if self.hidden_by_name:
+            result = layer(hidden_states=hidden, **self.kwargs)
+        else:
+            result = layer(hidden, *self.args, **self.kwargs)
+        after: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
+        return after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTensors:
+    """The parts of a micro-batch that a decoder's forward takes, on the device."""
+
+    shape: tuple[int, int]
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether everything about it follows from its shape."""
+        return self.attention_mask is None and self.position_ids is None
+
+
+class Pieces:
+    """The pieces of one model on one device. Parameters must be in place while a piece runs."""
+
+    def __init__(
+        self, skeleton: Skeleton, *, device: torch.device, compute_dtype: torch.dtype
+    ) -> None:
+        self._skeleton = skeleton
+        self._device, self._dtype = device, compute_dtype
+        self._decoder, self._layer_list = skeleton.decoder, list(skeleton.layers)
+        # Running the decoder around a lone module would only build masks that nobody uses.
+        self._embeds_alone = _child(self._decoder, skeleton.embeds_alone)
+        self._finishes_alone = _child(self._decoder, skeleton.finishes_alone)
+        self._hidden_size = int(skeleton.model.config.hidden_size)
+        self._accepts_positions = (
+            "position_ids" in inspect.signature(self._decoder.forward).parameters
+        )
+
+    def layer_calls(self, batch: BatchTensors) -> tuple[LayerCall, ...]:
+        """What the decoder would pass to each layer for this batch: masks, positions, rotary
+        embeddings.
+        """
+        calls: list[LayerCall] = []
+
+        def note(_: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+            by_name = not args
+            hidden: torch.Tensor = kwargs["hidden_states"] if by_name else args[0]
+            others = {k: v for k, v in kwargs.items() if not (by_name and k == "hidden_states")}
+            calls.append(LayerCall(args=args[1:], kwargs=others, hidden_by_name=by_name))
+            return hidden
+
+        filler = self._filler(batch.shape)
+        stub = WeightlessStub(filler)
+        weightless = dict.fromkeys((*self._skeleton.before, *self._skeleton.after), stub)
+        decoder = shell(self._decoder, {**weightless, **self._layers(note)})
+        with torch.no_grad():
+            decoder(inputs_embeds=filler, **self._batch_arguments(batch))
+        return tuple(calls)
+
+    def embed(
+        self, input_ids: torch.Tensor, batch: BatchTensors, *, training: bool
+    ) -> torch.Tensor:
+        """Hidden states before the first layer, (micro_batch, sequence, hidden), from
+        (micro_batch, sequence).
+        """
+
+        if self._embeds_alone is not None:
+            hidden: torch.Tensor = self._embeds_alone(input_ids)
+            return hidden
+
+        def stop(_: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+            raise _FirstLayerReached(args[0] if args else kwargs["hidden_states"])
+
+        weightless = dict.fromkeys(self._skeleton.after, WeightlessStub(self._filler(batch.shape)))
+        overrides = {**weightless, **self._layers(stop)}
+        decoder = shell(self._decoder, overrides, training=training)
+        try:
+            decoder(input_ids=input_ids, **self._batch_arguments(batch))
+        except _FirstLayerReached as reached:
+            return reached.hidden
+        raise AssertionError("the decoder has layers but called none")
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What follows the last layer inside the decoder (the final norm); the shape stays."""
+        if self._finishes_alone is not None:
+            result: torch.Tensor = self._finishes_alone(hidden)
+            return result
+        last = len(self._layer_list) - 1
+
+        def substitute(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+            if index == last:
+                return hidden
+            passed: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+            return passed
+
+        filler = self._filler((hidden.shape[0], hidden.shape[1]))
+        weightless = dict.fromkeys(self._skeleton.before, WeightlessStub(filler))
+        decoder = shell(self._decoder, {**weightless, **self._layers(substitute)})
+        finished: torch.Tensor = decoder(inputs_embeds=filler, use_cache=False)[0]
+        return finished
+
+    def logits(self, finished: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, vocabulary) of final hidden states (rows, hidden), as the model's head
+        computes them.
+        """
+
+        def decoder(*_: Any, **__: Any) -> Any:
+            return _decoder_output()(last_hidden_state=finished[None])
+
+        model = shell_at(self._skeleton.model, self._skeleton.decoder_path, decoder)
+        logits: torch.Tensor = model(inputs_embeds=finished[None], use_cache=False).logits
+        return logits[0]
+
+    def _layers(self, sink: Any) -> dict[str, Any]:
+        as_tuple = self._skeleton.layers_return_tuples
+        return {self._skeleton.layers_name: layer_stubs(self._layer_list, sink, as_tuple=as_tuple)}
+
+    def _filler(self, shape: tuple[int, int]) -> torch.Tensor:
+        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        return zero.expand(*shape, self._hidden_size)
+
+    def _batch_arguments(self, batch: BatchTensors) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"use_cache": False}
+        if batch.attention_mask is not None:
+            arguments["attention_mask"] = batch.attention_mask
+        if batch.position_ids is not None:
+            if not self._accepts_positions:
+                raise ConfigError(
+                    "data.document_masks: true: the decoder of model type"
+                    f" {self._skeleton.model.config.model_type!r} takes no position ids, so"
+                    " documents cannot be kept apart; set data.document_masks: false"
+                )
+            arguments["position_ids"] = batch.position_ids
+        return arguments
+
+
+def _child(decoder: nn.Module, name: str | None) -> nn.Module | None:
+    return None if name is None else decoder.get_submodule(name)
+
+
+class _FirstLayerReached(Exception):
+    """Carries the hidden states out of the decoder's forward; nothing after them is needed."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@cache
+def _decoder_output() -> type[Any]:
+    """What a decoder returns, with every optional field that some model's head passes on (router
+    logits, cross attentions): None.
+    """
+    # Imported here: emulated workers import this module and need no transformers.
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class DecoderOutput(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return DecoderOutput
+
+
+def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> bool:
+    """Refuse models whose decoder ignores restarting position ids when it makes masks.
+
+    ``document_ids`` is (micro_batch, sequence). Returns whether there was anything to see: on a GPU
+    looking makes the host wait, and once is enough.
+
+    Raises:
+        ConfigError: a layer would attend from one document to another.
+    """
+    borders = torch.nonzero(torch.diff(document_ids, dim=1))
+    if len(borders) == 0:
+        return False
+    row, query = int(borders[0][0]), int(borders[0][1]) + 1
+    for call in calls:
+        values = (*call.args, *call.kwargs.values())
+        masks = [v for v in values if isinstance(v, torch.Tensor) and v.ndim == 4]
+        if not masks or any(_attends(mask, row, query, query - 1) for mask in masks):
+            raise ConfigError(
+                "data.document_masks: true: this model type builds no masks that keep documents"
+                " apart; set data.document_masks: false"
+            )
+    return True
+
+
+def _attends(mask: torch.Tensor, row: int, query: int, key: int) -> bool:
+    value = mask[row if mask.shape[0] > 1 else 0, 0, query, key]
+    return bool(value) if mask.dtype is torch.bool else float(value) > -1.0

@@ -1,0 +1,231 @@
+"""Hugging Face configurations: from ``model.hf`` or ``model.path`` to a complete, checked one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import tokenizer_of
+from penstock.protocol.errors import ConfigError, PenstockError, StateError, reason
+from penstock.protocol.run.seal import check_sealed
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
+"""Accepted by transformers although no configuration lists them any more."""
+
+_SUPPORTED = "decoder-only types are supported, such as llama, gpt2, qwen2 and mistral"
+
+_WITHOUT_EFFECT = {"max_window_layers", "n_ctx", "prefix", "task_specific_params"}
+"""Published configurations have them; transformers reads them for some types, or no longer."""
+
+_WITHOUT_EFFECT_IF_OFF = {"activation_dropout", "use_sliding_window"}
+"""The same, but whoever switches them on means something."""
+
+_CONFIG_READ = re.compile(
+    r"""\bconfig\.(\w+)|getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']"""
+    r"""|\bkwargs\.(?:pop|get|setdefault)\(\s*["'](\w+)["']"""
+)
+
+_ADDED_LOSSES = {
+    "output_router_logits": "a loss over the routers of all layers",
+    "z_loss_coefficient": "a loss over the size of the logits",
+}
+"""Keys that make a type add to its loss while it trains, and what they add."""
+
+
+def resolve_hf_config(
+    config: Config, *, tokenizer_vocab_size: int | None, eos: int | None
+) -> PretrainedConfig:
+    """The model's configuration with vocabulary size and special tokens filled in.
+
+    ``tokenizer_vocab_size`` is None when token ids come from a file; then the model must say.
+
+    Raises:
+        ConfigError: unknown type or key, impossible value, vocabulary or positions too small.
+    """
+    if config.model.path is not None:
+        hf_config = read_hf_config(config.model.path)
+        vocab_key = f"vocab_size of {config.model.path / 'config.json'}"
+        _check_kind(hf_config, f"model_type of {config.model.path / 'config.json'}")
+        remedy = "the tokenizer that the model was trained with (data.tokenizer)"
+    else:
+        assert config.model.hf is not None
+        hf_config = _from_mapping(dict(config.model.hf), tokenizer_vocab_size, eos)
+        vocab_key, remedy = "model.hf.vocab_size", "at least that"
+    vocab_size = int(hf_config.vocab_size)
+    if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
+        raise ConfigError(
+            f"{vocab_key} = {vocab_size}: tokenizer {tokenizer_of(config)!r} has ids up to"
+            f" {tokenizer_vocab_size - 1}; give {remedy}"
+        )
+    _check_positions(hf_config, config.data.sequence_length)
+    _check_loss(hf_config)
+    return hf_config
+
+
+def read_hf_config(directory: Path) -> PretrainedConfig:
+    """``config.json`` of a local model directory.
+
+    Raises:
+        ConfigError: missing, or no configuration that transformers knows.
+    """
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {str(directory)!r}: has no config.json; give a local directory in the"
+            " Hugging Face layout"
+        )
+    path = directory / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {reason(error)}") from error
+    # transformers would ask on the terminal whether to run code that the folder brings along.
+    if model_type is not None and model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model_type of {path} = {model_type!r}: transformers knows no such type; {_SUPPORTED}"
+        )
+    try:
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # each type has checks of its own
+        raise ConfigError(f"{path}: {reason(_innermost(error))}") from error
+    return hf_config
+
+
+def load_run_config(run_dir: Path) -> PretrainedConfig:
+    """``RUN_DIR/model/config.json``, as ``penstock.models.data.prepare`` wrote it.
+
+    Raises:
+        StateError: it is missing, damaged, or not what it was when the run was started.
+    """
+    name = "model/config.json"
+    try:
+        check_sealed(run_dir, name, (run_dir / name).read_bytes())
+    except OSError as error:
+        raise StateError(f"{run_dir / name}: cannot read it: {error}; start again") from error
+    try:
+        return read_hf_config(run_dir / "model")
+    except ConfigError as error:
+        raise StateError(
+            f"{error} (written by penstock.models.data.prepare; start again)"
+        ) from error
+
+
+def _from_mapping(
+    fields: dict[str, Any], tokenizer_vocab_size: int | None, eos: int | None
+) -> PretrainedConfig:
+    model_type = str(fields.pop("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=3)
+        raise ConfigError(
+            f"model.hf.model_type = {model_type!r}: transformers knows no such type; try"
+            f" {', '.join(close or ['llama', 'gpt2', 'qwen2', 'mistral'])}"
+        )
+    try:
+        config_class = CONFIG_MAPPING[model_type]
+        _check_kind(config_class(), "model.hf.model_type")
+    except PenstockError:
+        raise
+    except Exception as error:  # each type has checks of its own
+        raise ConfigError(
+            f"model.hf.model_type = {model_type!r}: transformers has no configuration of this type"
+            f" without others to go with it: {reason(_innermost(error))}"
+        ) from error
+    _refuse_unknown(fields, config_class)
+    if "vocab_size" not in fields:
+        if tokenizer_vocab_size is None:
+            raise ConfigError(
+                "model.hf.vocab_size: is missing; with data.tokens nothing else says how many"
+                " tokens there are"
+            )
+        fields["vocab_size"] = tokenizer_vocab_size
+    # A type's default special tokens belong to the tokenizer of its first model: as ordinary tokens
+    # of another tokenizer they would be treated as padding.
+    defaults = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    try:
+        return config_class(**{**defaults, **fields})
+    except Exception as error:  # each type has checks of its own
+        needed = [key for key in defaults if key not in fields and f"'{key}'" in str(error)]
+        hint = f"; give model.hf.{needed[0]}, a token that the text does not have" if needed else ""
+        raise ConfigError(
+            f"model.hf: not a {model_type} configuration: {reason(_innermost(error))}{hint}"
+        ) from error
+
+
+def _innermost(error: Exception) -> Exception:
+    """What transformers' checks wrap in the names of its validators and exceptions."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
+        return _innermost(error.__cause__)
+    return error
+
+
+def _check_kind(hf_config: PretrainedConfig, where: str) -> None:
+    """Refuse what is no causal language model, or has one among other parts."""
+    model_type = hf_config.model_type
+    named = f"{where} = {model_type!r}"
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{named}: transformers has no causal language model of it; {_SUPPORTED}")
+    inner = hf_config.get_text_config(decoder=True)
+    if inner.model_type != model_type or not isinstance(
+        getattr(hf_config, "vocab_size", None), int
+    ):
+        alone = inner.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        remedy = f"give {inner.model_type!r} by itself" if alone else _SUPPORTED
+        raise ConfigError(f"{named}: its language model is one part of several; {remedy}")
+
+
+def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
+    """transformers keeps unknown keys without a word, and trains another model than was meant."""
+    known = set(inspect.signature(config_class.__init__).parameters) | set(config_class().to_dict())
+    known |= {*config_class.attribute_map, *_SPECIAL_TOKENS, *_OLDER_NAMES}
+    known -= {"self", "kwargs", "args"}
+    known |= _WITHOUT_EFFECT | {key for key in _WITHOUT_EFFECT_IF_OFF if not fields.get(key)}
+    for key in fields:
+        if key not in known and key not in _read_by_type(config_class):
+            close = difflib.get_close_matches(key, sorted(known), n=3) or sorted(known)
+            raise ConfigError(f"model.hf.{key}: unknown key; known keys are {', '.join(close)}")
+
+
+def _read_by_type(config_class: type[PretrainedConfig]) -> set[str]:
+    """Keys that the modules of a type ask a configuration for, or its configuration takes from what
+    it is given, declared by the class or not: those of published configurations too (``head_dim``
+    of qwen3_moe, ``rotary_pct`` of gpt_neox).
+    """
+    folder = Path(inspect.getfile(config_class)).parent
+    files = (*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py"))
+    sources = (path.read_text(encoding="utf-8") for path in files)
+    found = (match for text in sources for match in _CONFIG_READ.findall(text))
+    return {name for match in found for name in match if name}
+
+
+def _check_loss(hf_config: PretrainedConfig) -> None:
+    """Only the loss of the tokens is trained on: what a type adds to it must be off."""
+    for key, added in _ADDED_LOSSES.items():
+        value = getattr(hf_config, key, None)
+        if value:
+            raise ConfigError(
+                f"model: {key} = {json.dumps(value)} of {hf_config.model_type!r} adds {added} to"
+                " that of the tokens, and blocks that run one after the other train on the latter"
+                f" alone; set it to {json.dumps(type(value)())}"
+            )
+
+
+def _check_positions(hf_config: PretrainedConfig, sequence_length: int) -> None:
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < sequence_length:
+        raise ConfigError(
+            f"data.sequence_length = {sequence_length}: the model has {positions} positions"
+            " (max_position_embeddings); give at most that"
+        )

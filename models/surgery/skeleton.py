@@ -1,0 +1,328 @@
+"""A Hugging Face causal language model without parameters, and which of its parts belongs to which
+block.
+
+The model is built on the meta device, so that its parameters take no memory; its non-persistent
+buffers (rotary frequencies, embedding scales) are then rebuilt for real. Which of the decoder's
+modules work before the layers and which after them is *observed*: the decoder's own forward runs
+once with every module that has parameters replaced by a stub. Nothing here knows an architecture by
+name.
+
+How the parts are run is in :mod:`penstock.models.surgery.decoder_parts`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from penstock.models.surgery.probe import observe_order
+from penstock.protocol.errors import ConfigError, PenstockError, reason
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+EMBEDDING_KIND = "embedding"
+HEAD_KIND = "head"
+
+LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number")
+"""Attributes by which Hugging Face layers know their number; alone they make no other kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One block's share of the model: its kind and its parameters.
+
+    ``tensors`` maps state-dict names to ``(module, attribute)``, the place of the parameter.
+    """
+
+    name: str
+    kind: str
+    layer_index: int | None
+    tensors: dict[str, tuple[nn.Module, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """The model on the meta device and its parts in block order: embedding, layers, head.
+
+    ``decoder_path`` names the module whose forward loops over the layers; ``layers_name`` its list
+    of layers. ``before`` and ``after`` are the names of the decoder's children that own parameters
+    and run before the first and after the last layer; one that does all there is to do is named by
+    ``embeds_alone`` or ``finishes_alone``. ``layers_return_tuples``: what the decoder expects of a
+    layer.
+    """
+
+    model: Any
+    decoder_path: str
+    layers_name: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    embeds_alone: str | None
+    finishes_alone: str | None
+    layers_return_tuples: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module whose forward loops over the layers."""
+        decoder: nn.Module = self.model.get_submodule(self.decoder_path)
+        return decoder
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers."""
+        layers = self.decoder.get_submodule(self.layers_name)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def tied_names(self) -> dict[str, list[str]]:
+        """For every distinct parameter: its first name in block order -> all its names in block
+        order.
+        """
+        first: dict[int, str] = {}
+        names: dict[str, list[str]] = {}
+        for part in self.parts:
+            for name, (module, attribute) in part.tensors.items():
+                owner = first.setdefault(id(module._parameters[attribute]), name)
+                names.setdefault(owner, []).append(name)
+        return names
+
+
+def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
+    """Build the model of a configuration on the meta device and find its parts.
+
+    Raises:
+        ConfigError: the model cannot be built, or is no decoder that runs layer after layer.
+    """
+    model = _build_on_meta(hf_config)
+    try:
+        _check_kind(model)
+        return _taken_apart(model)
+    except PenstockError:
+        raise
+    except Exception as error:  # each architecture has ways of its own
+        raise ConfigError(
+            f"model: type {model.config.model_type!r} cannot be taken apart into layers"
+            f" ({reason(error)}); this architecture is not supported"
+        ) from error
+
+
+def _taken_apart(model: Any) -> Skeleton:
+    rebuild_buffers(model)
+    decoder_path, layers_name = _find_layers(model)
+    decoder = model.get_submodule(decoder_path)
+    try:
+        order = observe_order(decoder, layers_name, int(model.config.hidden_size))
+    except ConfigError as error:
+        # Some decoders have the key, too, and leave it false.
+        if getattr(model.config, "is_decoder", None) is False:
+            raise ConfigError(
+                f"model: type {model.config.model_type!r} is an encoder, which sees the words that"
+                " it would have to predict; decoder-only models are supported"
+            ) from error
+        raise
+    parts = _divide(model, decoder_path, layers_name, order.before)
+    return Skeleton(
+        model=model,
+        decoder_path=decoder_path,
+        layers_name=layers_name,
+        before=order.before,
+        after=order.after,
+        embeds_alone=order.embeds_alone,
+        finishes_alone=order.finishes_alone,
+        layers_return_tuples=order.layers_return_tuples,
+        parts=parts,
+    )
+
+
+def _build_on_meta(hf_config: PretrainedConfig) -> Any:
+    # Imported here: it takes seconds, and emulated workers import this module and build nothing.
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(hf_config)
+    config.use_cache = False
+    # Soft-capped attention scores exist in the eager implementation only.
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    attention = {"attn_implementation": "eager"} if softcap is not None else {}
+    try:
+        with torch.device("meta"):
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(config, dtype=torch.float32, **attention)
+    except Exception as error:  # each architecture has ways of its own
+        raise ConfigError(
+            f"model: transformers cannot build a model of type {config.model_type!r} from these"
+            f" values: {reason(error)}"
+        ) from error
+    return model.train()
+
+
+def _check_kind(model: Any) -> None:
+    """Refuse models that are no decoders of attention layers, or that act at random in a way that
+    others could not repeat.
+    """
+    config = model.config
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        value = getattr(config, key, None)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"model: type {config.model_type!r} has no {key}; so far, models are supported that"
+                " are attention layers one after the other"
+            )
+    persistent = sorted(set(dict(model.named_buffers())) & set(model.state_dict(keep_vars=True)))
+    if persistent:
+        raise ConfigError(
+            f"model: type {config.model_type!r} has persistent buffers"
+            f" ({', '.join(persistent[:3])}); models whose state is all parameters are supported"
+        )
+    if getattr(config, "layerdrop", 0.0):
+        raise ConfigError(
+            f"model.hf.layerdrop = {config.layerdrop}: skipping layers at random is not supported;"
+            " set it to 0"
+        )
+
+
+def rebuild_buffers(model: Any) -> None:
+    """Give every buffer on the meta device its true value, by the model's own initialization.
+
+    Raises:
+        ConfigError: the model does not say how to fill a buffer.
+    """
+    for path, module, owner in _with_owner(model, "", model):
+        empty = [key for key, value in module._buffers.items() if value is not None]
+        empty = [key for key in empty if module._buffers[key].is_meta]  # type: ignore[union-attr]
+        if not empty:
+            continue
+        for key in empty:
+            old = module._buffers[key]
+            assert old is not None
+            module._buffers[key] = _marked_unset(old)
+        with torch.no_grad():
+            owner._init_weights(module)
+        for key in empty:
+            if _is_unset(module._buffers[key]):
+                raise ConfigError(
+                    f"model: type {model.config.model_type!r} does not say how to rebuild its"
+                    f" buffer {path}.{key}; this architecture is not supported"
+                )
+
+
+def _marked_unset(like: torch.Tensor) -> torch.Tensor:
+    """A real tensor full of a value that no true buffer has: NaN, or the smallest integer."""
+    value: Any = float("nan")
+    if not like.dtype.is_floating_point and not like.dtype.is_complex:
+        value = False if like.dtype is torch.bool else torch.iinfo(like.dtype).min
+    return torch.full(like.shape, value, dtype=like.dtype, device="cpu")
+
+
+def _is_unset(buffer: torch.Tensor | None) -> bool:
+    assert buffer is not None
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return bool(buffer.isnan().any())
+    return buffer.numel() > 0 and torch.equal(buffer, _marked_unset(buffer))
+
+
+def _with_owner(module: nn.Module, path: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Modules with the innermost enclosing model, whose ``_init_weights`` is responsible for
+    them.
+    """
+    owner = module if hasattr(module, "_init_weights") else owner
+    yield path, module, owner
+    for name, child in module.named_children():
+        yield from _with_owner(child, f"{path}.{name}" if path else name, owner)
+
+
+def _find_layers(model: Any) -> tuple[str, str]:
+    num_layers = int(model.config.num_hidden_layers)
+    found = [
+        (path, len(list(module.parameters())))
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers > 0
+    ]
+    if not found:
+        raise ConfigError(
+            f"model: type {model.config.model_type!r} with num_hidden_layers = {num_layers} has no"
+            " list of that many layers; decoder-only models with at least one layer are supported"
+        )
+    path = max(found, key=lambda entry: entry[1])[0]
+    decoder_path, _, layers_name = path.rpartition(".")
+    return decoder_path, layers_name
+
+
+def _divide(
+    model: Any, decoder_path: str, layers_name: str, before: tuple[str, ...]
+) -> tuple[Part, ...]:
+    embedding: dict[str, tuple[nn.Module, str]] = {}
+    head: dict[str, tuple[nn.Module, str]] = {}
+    layers: list[dict[str, tuple[nn.Module, str]]] = [
+        {} for _ in range(int(model.config.num_hidden_layers))
+    ]
+    for module_path, module in model.named_modules(remove_duplicate=False):
+        inside = _relative(module_path, decoder_path)
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{module_path}.{attribute}" if module_path else attribute
+            if inside == "":
+                raise ConfigError(
+                    f"model: parameter {name} belongs to the decoder itself, not to a module of it;"
+                    " this architecture is not supported"
+                )
+            child, _, rest = (inside or "").partition(".")
+            if inside is not None and child == layers_name:
+                layers[int(rest.partition(".")[0])][name] = (module, attribute)
+            elif inside is not None and child in before:
+                embedding[name] = (module, attribute)
+            else:
+                head[name] = (module, attribute)
+    kinds = _layer_kinds(model.get_submodule(f"{decoder_path}.{layers_name}"))
+    return (
+        Part(name="embedding", kind=EMBEDDING_KIND, layer_index=None, tensors=embedding),
+        *(
+            Part(name=f"layer.{i}", kind=kinds[i], layer_index=i, tensors=tensors)
+            for i, tensors in enumerate(layers)
+        ),
+        Part(name="head", kind=HEAD_KIND, layer_index=None, tensors=head),
+    )
+
+
+def _relative(path: str, ancestor: str) -> str | None:
+    if path == ancestor:
+        return ""
+    return path.removeprefix(ancestor + ".") if path.startswith(ancestor + ".") else None
+
+
+def _layer_kinds(layers: nn.ModuleList) -> list[str]:
+    """One name for all layers that differ in nothing but their number: the class, ``#1`` for a
+    second kind.
+    """
+    names: dict[tuple[Any, ...], str] = {}
+    kinds = []
+    for layer in layers:
+        traits = tuple(_traits(path, module) for path, module in layer.named_modules())
+        if traits not in names:
+            same = sum(1 for other in names.values() if other.startswith(type(layer).__name__))
+            names[traits] = type(layer).__name__ + (f"#{same}" if same else "")
+        kinds.append(names[traits])
+    return kinds
+
+
+def _traits(path: str, module: nn.Module) -> tuple[Any, ...]:
+    plain = {
+        key: value
+        if isinstance(value, (int, float, str, tuple, list, type(None)))
+        else type(value).__qualname__
+        for key, value in vars(module).items()
+        if not key.startswith("_") and key not in (*LAYER_NUMBERS, "training")
+    }
+    shapes = {k: tuple(p.shape) for k, p in module._parameters.items() if p is not None}
+    buffers = {k: b.tolist() for k, b in module._buffers.items() if b is not None}
+    return (
+        path,
+        type(module).__qualname__,
+        *(repr(sorted(group.items())) for group in (plain, shapes, buffers)),
+    )

@@ -1,0 +1,210 @@
+"""From a configuration to the block table: which tensors each block has and what it costs.
+
+The costs are estimates for planning before anything was measured; ``penstock profile`` measures.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from penstock.models.loss import CHUNK_BYTES
+from penstock.models.surgery.skeleton import (
+    EMBEDDING_KIND,
+    HEAD_KIND,
+    Part,
+    Skeleton,
+    build_skeleton,
+)
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
+from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
+
+
+def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
+    """Describe the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
+
+    Trainable tensors of a block lie in state-dict order, those with weight decay (two or more axes)
+    first. A tied tensor belongs to the first block that uses it; later ones borrow it.
+
+    Raises:
+        ConfigError: an architecture that cannot be cut into blocks, or a ``train.freeze`` that
+        matches
+            nothing or everything.
+    """
+    skeleton = build_skeleton(hf_config)
+    tied = skeleton.tied_names()
+    frozen = _frozen_names(config.train.freeze, tied)
+    ties = _Ties.find(skeleton, tied, frozen)
+    costs = _Costs(
+        hf_config=skeleton.model.config,
+        sequence_length=config.data.sequence_length,
+        itemsize=config.model.dtype.itemsize,
+    )
+    blocks = tuple(
+        _block(index, part, ties, frozen, costs) for index, part in enumerate(skeleton.parts)
+    )
+    table = BlockTable(
+        blocks=blocks,
+        weight_dtype=config.model.dtype,
+        grad_dtype=config.optimizer.grad_dtype,
+        state_arrays=config.optimizer.name.state_arrays,
+        vocab_size=int(hf_config.vocab_size),
+        num_parameters=sum(t.num_elements for b in blocks for t in b.tensors),
+    )
+    table.validate()
+    return table
+
+
+def _frozen_names(patterns: Sequence[str], tied: dict[str, list[str]]) -> frozenset[str]:
+    """Owner names of the parameters that a pattern matches under any of their names."""
+    names = [name for group in tied.values() for name in group]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(
+                f"train.freeze: {pattern!r} matches no parameter; names look like"
+                f" {', '.join(_examples(names))}"
+            )
+    frozen = frozenset(
+        owner
+        for owner, group in tied.items()
+        if any(re.search(pattern, name) for pattern in patterns for name in group)
+    )
+    if len(frozen) == len(tied):
+        raise ConfigError(
+            f"train.freeze: {list(patterns)} freezes every parameter; nothing is left to train"
+        )
+    return frozen
+
+
+def _examples(names: Sequence[str]) -> Iterable[str]:
+    step = max(1, len(names) // 4)
+    return names[::step][:5]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ties:
+    """``borrows[block]`` and the number of uses (contributions) of each block's parameters."""
+
+    borrows: dict[int, tuple[BorrowedTensor, ...]]
+    contributions: dict[int, int]
+
+    @classmethod
+    def find(cls, skeleton: Skeleton, tied: dict[str, list[str]], frozen: frozenset[str]) -> _Ties:
+        block_of = {name: i for i, part in enumerate(skeleton.parts) for name in part.tensors}
+        borrowers: dict[int, list[int]] = {}
+        borrows: dict[int, list[BorrowedTensor]] = {}
+        for owner_name, aliases in tied.items():
+            owner = block_of[owner_name]
+            for alias in aliases[1:]:
+                block = block_of[alias]
+                if block == owner:
+                    raise ConfigError(
+                        f"model: {alias} and {owner_name} share memory inside one block; this"
+                        " architecture is not supported"
+                    )
+                # One contribution per borrowing block: its range holds the owner's whole block.
+                users = borrowers.setdefault(owner, [])
+                if owner_name not in frozen and block not in users:
+                    users.append(block)
+                contribution = 0 if owner_name in frozen else 1 + users.index(block)
+                borrows.setdefault(block, []).append(
+                    BorrowedTensor(
+                        name=owner_name, local_name=alias, owner=owner, contribution=contribution
+                    )
+                )
+        return cls(
+            borrows={block: tuple(entries) for block, entries in borrows.items()},
+            contributions={block: 1 + len(users) for block, users in borrowers.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Costs:
+    """Estimates per token. Matrices cost two operations an element; causal attention half a
+    square.
+    """
+
+    hf_config: PretrainedConfig
+    sequence_length: int
+    itemsize: int
+
+    @property
+    def _hidden(self) -> int:
+        return int(self.hf_config.hidden_size)
+
+    def forward_flops(self, part: Part, shapes: Sequence[tuple[int, ...]]) -> float:
+        if part.kind == EMBEDDING_KIND:
+            return float(self._hidden)
+        matrices = 2.0 * sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
+        if part.kind == HEAD_KIND:
+            return matrices + 5.0 * int(self.hf_config.vocab_size)
+        heads = int(self.hf_config.num_attention_heads)
+        head_size = int(getattr(self.hf_config, "head_dim", None) or self._hidden // heads)
+        return matrices + 2.0 * self.sequence_length * heads * head_size
+
+    def activation_bytes(self, part: Part, shapes: Sequence[tuple[int, ...]]) -> float:
+        if part.kind == EMBEDDING_KIND:
+            return 8.0
+        if part.kind == HEAD_KIND:
+            tokens_in_chunk = max(1, CHUNK_BYTES // (4 * int(self.hf_config.vocab_size)))
+            logits = 8.0 * int(self.hf_config.vocab_size)
+            kept = logits if tokens_in_chunk >= self.sequence_length else 0.0
+            return 3.0 * self.itemsize * self._hidden + kept
+        # Each matrix keeps its input; its output is kept by what follows (attention, activation,
+        # residual).
+        ends = sum(sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
+        return float(self.itemsize * (ends + 2 * self._hidden))
+
+    def output_bytes(self, part: Part) -> float:
+        return 0.0 if part.kind == HEAD_KIND else float(self.itemsize * self._hidden)
+
+
+def _block(index: int, part: Part, ties: _Ties, frozen: frozenset[str], costs: _Costs) -> BlockSpec:
+    borrows = ties.borrows.get(index, ())
+    borrowed = {b.local_name for b in borrows}
+    shapes = {
+        name: tuple(getattr(module, attribute).shape)
+        for name, (module, attribute) in part.tensors.items()
+    }
+    own = {name: shape for name, shape in shapes.items() if name not in borrowed}
+    trainable, trainable_elements = _place(
+        sorted((n for n in own if n not in frozen), key=lambda n: len(own[n]) < 2), own, True
+    )
+    kept, frozen_elements = _place([n for n in own if n in frozen], own, False)
+    return BlockSpec(
+        index=index,
+        name=part.name,
+        kind=part.kind,
+        layer_index=part.layer_index,
+        tensors=(*trainable, *kept),
+        borrows=borrows,
+        trainable_elements=trainable_elements,
+        frozen_elements=frozen_elements,
+        contributions=ties.contributions.get(index, 1),
+        forward_flops=costs.forward_flops(part, list(shapes.values())),
+        activation_bytes=costs.activation_bytes(part, list(shapes.values())),
+        output_bytes=costs.output_bytes(part),
+    )
+
+
+def _place(
+    names: Sequence[str], shapes: dict[str, tuple[int, ...]], trainable: bool
+) -> tuple[list[TensorSpec], int]:
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name in names:
+        spec = TensorSpec(
+            name=name,
+            shape=shapes[name],
+            trainable=trainable,
+            decay=trainable and len(shapes[name]) >= 2,
+            offset=offset,
+        )
+        specs.append(spec)
+        offset += padded(spec.num_elements)
+    return specs, offset

@@ -1,0 +1,289 @@
+"""Named GPUs and named language models: the numbers that data sheets and papers print.
+
+Data only; :mod:`penstock.planner.cost.analytic` makes costs of it. Nothing here is fitted to a
+measured run of a pipeline.
+
+Sources of the GPUs: NVIDIA's data sheets of V100, A100, A800, H100 and H200 (dense tensor rates of
+16-bit products that accumulate in fp32, memory bandwidth, NVLink) and the GA102 and AD102
+architecture white papers (RTX 3090 and 4090: the rate with fp32 accumulation, which is half of the
+rate usually advertised).
+
+``efficiency`` is the share of the peak that large matrix products reach, in steady state and
+without what :mod:`~penstock.planner.cost.analytic` counts apart (element-wise kernels, bubbles,
+transfers). It is chosen per generation from published model FLOP utilisation (MFU), which it must
+exceed: A100 0.51-0.56 for 175B-1T including pipeline bubbles and tensor-parallel communication
+(Korthikanti et al. 2022, table 5), hence 0.65; H100 0.38-0.43 for 405B (Llama Team 2024, table 4)
+and about 0.5 where one node suffices, hence 0.6 (large products meet the power limit); V100: the
+TFLOP/s that SPipe's artifact prints are 0.41 of the peak without recomputation, 0.55 with it, hence
+0.6; GeForce cards with halved accumulation rate are easy to keep busy, hence 0.75.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+PCIE_BANDWIDTH: Mapping[int, float] = MappingProxyType({3: 12.5e9, 4: 25.0e9, 5: 55.0e9})
+"""Bytes/s each way that copies from and to pinned host memory reach over 16 lanes, by generation.
+
+Generations 4 and 5: Deep Optimizer States, sections 4.1 and 5.1. Generation 3: half of 4.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU. Rates per second; ``nvlink_bandwidth`` each way, 0 where there is none.
+
+    ``peak_flops``: dense products of 16-bit numbers accumulated in fp32. ``efficiency``: see the
+    module's text.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bytes: float
+    memory_bandwidth: float
+    pcie_generation: int
+    efficiency: float
+    nvlink_bandwidth: float = 0.0
+
+    @property
+    def pcie_bandwidth(self) -> float:
+        """Bytes/s each way between device and pinned host memory."""
+        return PCIE_BANDWIDTH[self.pcie_generation]
+
+
+_V100 = {"memory_bandwidth": 900e9, "pcie_generation": 3, "efficiency": 0.6}
+_A100 = {"peak_flops": 312e12, "pcie_generation": 4, "efficiency": 0.65}
+_HOPPER = {
+    "peak_flops": 989e12,
+    "pcie_generation": 5,
+    "efficiency": 0.6,
+    "nvlink_bandwidth": 450e9,
+}
+_GEFORCE = {"memory_bytes": 24e9, "pcie_generation": 4, "efficiency": 0.75}
+
+
+def _gpu(name: str, *shared: Mapping[str, float], **own: float) -> Gpu:
+    values = {key: value for mapping in (*shared, own) for key, value in mapping.items()}
+    generation = int(values.pop("pcie_generation"))
+    return Gpu(name=name, pcie_generation=generation, **values)
+
+
+_GPUS = (
+    _gpu("V100-16", _V100, peak_flops=125e12, memory_bytes=16e9, nvlink_bandwidth=150e9),
+    _gpu("V100-32", _V100, peak_flops=125e12, memory_bytes=32e9, nvlink_bandwidth=150e9),
+    _gpu("V100-PCIE-32", _V100, peak_flops=112e12, memory_bytes=32e9),
+    _gpu("A100-40", _A100, memory_bytes=40e9, memory_bandwidth=1555e9, nvlink_bandwidth=300e9),
+    _gpu("A100-80", _A100, memory_bytes=80e9, memory_bandwidth=2039e9, nvlink_bandwidth=300e9),
+    _gpu("A800-PCIE-80", _A100, memory_bytes=80e9, memory_bandwidth=1935e9),
+    _gpu("RTX3090", _GEFORCE, peak_flops=71e12, memory_bandwidth=936e9),
+    _gpu("RTX4090", _GEFORCE, peak_flops=165e12, memory_bandwidth=1008e9),
+    _gpu("H100", _HOPPER, memory_bytes=80e9, memory_bandwidth=3350e9),
+    _gpu("H200", _HOPPER, memory_bytes=141e9, memory_bandwidth=4800e9),
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
+"""Every GPU by name. V100-16/32 and A100 are SXM modules with NVLink, the others as named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """The shape of a transformer. Two families:
+
+    ``gated``: LLaMA's (RMSNorm, rotary embedding, gate and up projection with SiLU, no biases, no
+    dropout). Otherwise GPT's (LayerNorm, learned positions, GELU, biases, dropout after both halves
+    of a layer). ``key_value_size``: width of keys, and of values (the hidden size, or less with
+    grouped queries). ``tied``: the head uses the embedding's matrix. ``max_positions``: learned
+    position embeddings, 0 for rotary ones.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    key_value_size: int
+    vocab_size: int
+    gated: bool
+    causal: bool = True
+    tied: bool = False
+    max_positions: int = 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the attention half of a layer with its norm (and biases)."""
+        h, kv = self.hidden_size, self.key_value_size
+        projections = h * (h + 2 * kv) + h * h
+        return projections + (h if self.gated else 2 * h + (h + 2 * kv) + h)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of the MLP half of a layer with its norm (and biases)."""
+        h, f = self.hidden_size, self.intermediate_size
+        return 3 * h * f + h if self.gated else 2 * h * f + 2 * h + f + h
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of token and position embeddings."""
+        return (self.vocab_size + self.max_positions) * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; a tied matrix counts once."""
+        layers = self.num_layers * (self.attention_parameters + self.mlp_parameters)
+        norm = self.hidden_size if self.gated else 2 * self.hidden_size
+        head = 0 if self.tied else self.vocab_size * self.hidden_size
+        return self.embedding_parameters + layers + norm + head
+
+
+_LLAMA2_VOCAB, _LLAMA3_VOCAB, _GPT_VOCAB, _BERT_VOCAB = 32000, 128256, 50257, 30522
+
+
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    *,
+    key_value_heads: int | None = None,
+    vocab: int = _LLAMA2_VOCAB,
+    tied: bool = False,
+) -> LanguageModel:
+    groups = heads if key_value_heads is None else key_value_heads
+    return LanguageModel(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        key_value_size=hidden // heads * groups,
+        vocab_size=vocab,
+        gated=True,
+        tied=tied,
+    )
+
+
+def _llama3(
+    name: str, layers: int, hidden: int, intermediate: int, heads: int, *, tied: bool = False
+) -> LanguageModel:
+    return _llama(
+        name,
+        layers,
+        hidden,
+        intermediate,
+        heads,
+        key_value_heads=8,
+        vocab=_LLAMA3_VOCAB,
+        tied=tied,
+    )
+
+
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, *, positions: int = 2048
+) -> LanguageModel:
+    return LanguageModel(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_heads=heads,
+        key_value_size=hidden,
+        vocab_size=_GPT_VOCAB,
+        gated=False,
+        tied=True,
+        max_positions=positions,
+    )
+
+
+_PUBLISHED = (
+    _llama("llama2-7b", 32, 4096, 11008, 32),
+    _llama("llama2-13b", 40, 5120, 13824, 40),
+    _llama("llama2-70b", 80, 8192, 28672, 64, key_value_heads=8),
+    _llama3("llama3-1b", 16, 2048, 8192, 32, tied=True),
+    _llama3("llama3-3b", 28, 3072, 8192, 24, tied=True),
+    _llama3("llama3-8b", 32, 4096, 14336, 32),
+    _llama3("llama3-70b", 80, 8192, 28672, 64),
+    _llama3("llama3-405b", 126, 16384, 53248, 128),
+    _gpt("gpt3-125m", 12, 768, 12),
+    _gpt("gpt3-350m", 24, 1024, 16),
+    _gpt("gpt3-760m", 24, 1536, 16),
+    _gpt("gpt3-1.3b", 24, 2048, 16),
+    _gpt("gpt3-2.7b", 32, 2560, 32),
+    _gpt("gpt3-6.7b", 32, 4096, 32),
+    _gpt("gpt3-13b", 40, 5120, 40),
+    _gpt("gpt3-175b", 96, 12288, 96),
+)
+"""LLaMA-2 and 3 (Touvron et al. 2023, Llama Team 2024) and GPT-3 (Brown et al. 2020, table 2.1, 13B
+with Megatron's hidden size of 5120 instead of 5140).
+"""
+
+_OBSCURA = (
+    _llama("llama2-18b", 56, 5120, 13824, 40),
+    _llama("llama2-23b", 72, 5120, 13824, 40),
+    _llama("llama2-28b", 88, 5120, 13824, 40),
+    _gpt("gpt3-18b", 56, 5120, 40, positions=4096),
+    _gpt("gpt3-23b", 72, 5120, 40, positions=4096),
+    _gpt("gpt3-28b", 88, 5120, 40, positions=4096),
+)
+"""Obscura, section 9.2: the 13B models with layers added. The numbers of layers are not printed;
+these are the multiples of eight (stages) that give the sizes: 18.1, 23.2, 28.2 and 17.9, 23.0,
+28.0 billion parameters.
+"""
+
+_MARIO = (
+    _gpt("mario-gpt3-1.6b", 128, 1024, 16),
+    _gpt("mario-gpt3-13b", 128, 3000, 40),
+    _llama("mario-llama2-3b", 64, 2048, 5632, 16),
+    _llama("mario-llama2-13b", 64, 4096, 11008, 32),
+)
+"""Mario, table 4 (sequence length 1024). The width of LLaMA's MLP is not printed; it follows
+LLaMA's rule, 8/3 of the hidden size rounded up to a multiple of 256.
+"""
+
+_SPIPE = tuple(
+    _llama(f"spipe-{size}b", layers, hidden, intermediate, hidden // 128, vocab=_GPT_VOCAB)
+    for size, layers, hidden, intermediate in (
+        (10, 48, 4096, 10880),
+        (19, 48, 5632, 14976),
+        (30, 96, 5120, 13632),
+        (40, 96, 5888, 15680),
+        (52, 96, 6656, 17728),
+        (69, 96, 7680, 20480),
+        (88, 192, 6144, 16384),
+        (110, 192, 6912, 18432),
+    )
+)
+"""SPipe, table 2. Keys and values have the full width and the vocabulary is GPT-2's: with the
+column "# KV heads" taken as grouped queries, or with LLaMA's vocabulary, the models would be
+smaller than their names (8.4 instead of 10 billion), and the TFLOP/s that the artifact prints
+beside iteration times are those of full attention and 50,257 tokens.
+"""
+
+_OTHERS = (
+    _gpt("megatron-8.3b", 72, 3072, 24),
+    _gpt("gpt-10b", 50, 4096, 32),
+    _gpt("gpt-neox-20b", 48, 6144, 64),
+    LanguageModel(
+        name="bert-large",
+        num_layers=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_heads=16,
+        key_value_size=1024,
+        vocab_size=_BERT_VOCAB,
+        gated=False,
+        causal=False,
+        tied=True,
+        max_positions=512,
+    ),
+)
+"""Deep Optimizer States, table 2 (its 7B and 13B are LLaMA-2's), and BERT of 2BP, section 3 (whose
+Transformer-7b is ``llama2-7b`` at sequence length 1024).
+"""
+
+MODELS: Mapping[str, LanguageModel] = MappingProxyType(
+    {model.name: model for model in (*_PUBLISHED, *_OBSCURA, *_MARIO, *_SPIPE, *_OTHERS)}
+)
+"""Every model by name."""

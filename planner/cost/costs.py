@@ -1,0 +1,205 @@
+"""Costs: what the blocks of a model take, per micro-batch and per attempt.
+
+Compute is in seconds of one device, everything that moves or stays is in bytes; how fast bytes move
+is :class:`penstock.planner.cost.cluster.Cluster`'s matter. Where costs come from:
+:mod:`penstock.planner.cost.profile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """One operator of a block, for one micro-batch.
+
+    ``activation_bytes``: what its dropping saves until the backward. ``forward_s``: what making it
+    again costs.
+    """
+
+    name: str
+    forward_s: float
+    activation_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspaces:
+    """Bytes that each kind of computation needs for one micro-batch while it runs, beyond what a
+    device then holds anyway: input, output, and all that the stage keeps. ``forward``: without a
+    graph; ``graph``: FORWARD that keeps one, RECOMPUTE; the others: BACKWARD and its halves.
+
+    Of a stage less than of its greediest block, if that runs while others keep nothing yet, or
+    nothing any more.
+    """
+
+    forward: float = 0.0
+    graph: float = 0.0
+    backward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    @property
+    def greatest(self) -> float:
+        """Of all kinds."""
+        return max(
+            self.forward,
+            self.graph,
+            self.backward,
+            self.backward_input,
+            self.backward_weight,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """One block, or (by ``+``) one stage.
+
+    Seconds per micro-batch: ``forward_s``; ``recompute_s``, its forward again, with autograd;
+    ``backward_input_s`` and ``backward_weight_s``, p1 and p2 of the 2BP paper.
+
+    Bytes per micro-batch: ``output_bytes``, of its output, and so of the next block's checkpoint or
+    gradient (of a stage: of its last block); ``activation_bytes``, what a forward keeps for the
+    backward; ``deferred_bytes``, what stays between BACKWARD_INPUT and BACKWARD_WEIGHT;
+    ``workspace_bytes``, what compute needs while it runs (of a stage: of its greediest block);
+    ``workspaces``, the same by kind of computation, where that is known.
+
+    Once for all micro-batches and blocks of a device: ``constant_bytes`` (masks, rotary tables).
+
+    Per attempt: trainable ``parameters``; ``weight_bytes``, of a weight buffer;
+    ``device_gradient_bytes``, accumulated on the device; ``gradient_bytes``, as offloaded;
+    ``static_bytes``, what else a device keeps all the time for a block it owns (optimizer state of
+    systems that do not keep it on the host).
+
+    ``operators`` make up ``forward_s`` and ``activation_bytes``; empty where they are not known.
+    """
+
+    forward_s: float = 0.0
+    recompute_s: float = 0.0
+    backward_input_s: float = 0.0
+    backward_weight_s: float = 0.0
+    output_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    deferred_bytes: float = 0.0
+    workspace_bytes: float = 0.0
+    constant_bytes: float = 0.0
+    parameters: float = 0.0
+    weight_bytes: float = 0.0
+    device_gradient_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    static_bytes: float = 0.0
+    operators: tuple[OperatorCost, ...] = ()
+    workspaces: Workspaces | None = None
+
+    @property
+    def by_kind(self) -> Workspaces:
+        """Workspaces; all alike where only one number is known."""
+        if self.workspaces is not None:
+            return self.workspaces
+        same = self.workspace_bytes
+        return Workspaces(
+            forward=same, graph=same, backward=same, backward_input=same, backward_weight=same
+        )
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of an unsplit backward."""
+        return self.backward_input_s + self.backward_weight_s
+
+    def drop_seconds(self, drop: Iterable[str]) -> float:
+        """Seconds to make the outputs of some operators again."""
+        names = frozenset(drop)
+        return sum(op.forward_s for op in self.operators if op.name in names)
+
+    def drop_bytes(self, drop: Iterable[str]) -> float:
+        """Bytes that dropping the outputs of some operators saves, per micro-batch."""
+        names = frozenset(drop)
+        return sum(op.activation_bytes for op in self.operators if op.name in names)
+
+    def kept_on_device(self) -> BlockCost:
+        """With weights, gradients and what the optimizer works on all in device memory, for good:
+        nothing of the block moves, and its optimizer step is left out.
+        """
+        return replace(
+            self,
+            static_bytes=self.static_bytes + self.weight_bytes + self.device_gradient_bytes,
+            parameters=0.0,
+            weight_bytes=0.0,
+            device_gradient_bytes=0.0,
+            gradient_bytes=0.0,
+        )
+
+    def with_activations(self, factor: float) -> BlockCost:
+        """With activations so many times as large."""
+        return replace(
+            self,
+            activation_bytes=self.activation_bytes * factor,
+            operators=tuple(
+                replace(operator, activation_bytes=operator.activation_bytes * factor)
+                for operator in self.operators
+            ),
+        )
+
+    def __add__(self, other: BlockCost) -> BlockCost:
+        """This block followed by another."""
+        values = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        return BlockCost(
+            **values,
+            output_bytes=other.output_bytes,
+            workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
+            constant_bytes=max(self.constant_bytes, other.constant_bytes),
+            operators=self.operators + other.operators,
+            workspaces=_one_after_the_other(self, other),
+        )
+
+
+def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | None:
+    """While the first computes, the second keeps nothing: not yet in forwards, no longer in
+    backwards.
+    """
+    if second.workspaces is None:
+        return None
+    early, late = first.workspaces or Workspaces(), second.workspaces
+    kept, left = second.activation_bytes, second.deferred_bytes
+    return Workspaces(
+        forward=max(early.forward, late.forward),
+        graph=max(early.graph - kept, late.graph),
+        backward=max(early.backward - kept, late.backward),
+        backward_input=max(early.backward_input - (kept - left), late.backward_input),
+        backward_weight=max(early.backward_weight - left, late.backward_weight),
+    )
+
+
+_SUMMED = tuple(
+    field.name
+    for field in fields(BlockCost)
+    if field.name
+    not in ("output_bytes", "workspace_bytes", "constant_bytes", "operators", "workspaces")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """All blocks, and the fixed overhead of each compute instruction in seconds.
+
+    ``separate_memory``: devices do not compute in the host's, so that OFFLOAD_GRADIENTS copies,
+    beside what follows it, and UPDATE needs buffers; otherwise the sums are gone when the former
+    has run, and the latter works where the state is.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    instruction_s: float = 0.0
+    separate_memory: bool = True
+
+    def of(self, blocks: range) -> BlockCost:
+        """A stage of consecutive blocks."""
+        key = (blocks.start, blocks.stop)
+        if key not in self._stages:
+            self._stages[key] = sum((self.blocks[i] for i in blocks), start=BlockCost())
+        return self._stages[key]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], BlockCost]:
+        return {}

@@ -1,0 +1,237 @@
+"""Costs of a configured model on the machine at hand: measured, or guessed while nobody measured.
+
+A block table and either a :class:`~penstock.protocol.plan.profile.Profile` or a :class:`Guess` give
+:class:`~penstock.planner.cost.costs.Costs` and a :class:`~penstock.planner.cost.cluster.Cluster`.
+Costs of named GPUs and models without a configuration: :mod:`penstock.planner.cost.analytic`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost, Workspaces
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.profile import KindProfile, Machine, Profile
+from penstock.shm.table import BlockSpec, BlockTable
+
+_GRADIENT_ITEMSIZE = 4
+"""Gradients accumulate in fp32 on the device, whatever they are published in."""
+
+_COMPUTE_ITEMSIZE_OF_CPUS = 4
+_SCALARS_BYTES = 4096
+"""Losses and other single numbers, which are kept until the end of an attempt."""
+
+_GPU_MACHINE = Machine(
+    instruction_s=2.0e-5,
+    fetch_bandwidth=2.0e10,
+    offload_bandwidth=2.0e10,
+    peer_bandwidth=1.0e10,
+    latency_s=2.0e-5,
+    advance_rate=1.5e9,
+    preview_rate=1.8e9,
+    settle_rate=1.9e9,
+    in_place_rate=1.7e9,
+    device_update_rate=5.0e9,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """Rates of a machine nobody measured, and the block table's own estimates.
+
+    ``device_flops`` per second in FORWARD; ``backward_ratio``: BACKWARD relative to FORWARD, half
+    of it p1.
+    """
+
+    machine: Machine = _GPU_MACHINE
+    device_flops: float = 6.0e13
+    backward_ratio: float = 2.0
+
+
+GPU_GUESS = Guess()
+"""A mid-range GPU on PCIe 4.0 x16 and a 32-core host."""
+
+CPU_GUESS = Guess(
+    device_flops=3.0e10,
+    machine=Machine(
+        instruction_s=2.0e-4,
+        fetch_bandwidth=8.0e9,
+        offload_bandwidth=8.0e9,
+        peer_bandwidth=2.0e9,
+        latency_s=2.0e-4,
+        advance_rate=4.0e8,
+        preview_rate=5.0e8,
+        settle_rate=5.0e8,
+        in_place_rate=4.5e8,
+        device_update_rate=5.0e8,
+    ),
+)
+"""One CPU core per worker."""
+
+
+def guess_of(device: str) -> Guess:
+    """What to assume of ``cluster.device`` until a profile says better."""
+    return CPU_GUESS if device == "cpu" else GPU_GUESS
+
+
+def block_costs(table: BlockTable, source: Profile | Guess, *, tokens: int) -> Costs:
+    """Costs of a table's blocks for micro-batches of ``tokens`` tokens.
+
+    Raises:
+        ConfigError: a kind of block is not in the profile.
+    """
+    if isinstance(source, Profile):
+        _check_kinds(table, source)
+        blocks = tuple(_measured(b, table, source.kinds[b.kind], tokens) for b in table.blocks)
+    else:
+        blocks = tuple(_guessed(block, table, source, tokens) for block in table.blocks)
+    return Costs(blocks=blocks, instruction_s=source.machine.instruction_s)
+
+
+def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
+    """Nodes like the machine. The optimizer's rates include what DRAM allows."""
+    machine = source.machine
+    return Cluster(
+        devices_per_node=devices_per_node,
+        fetch_bandwidth=machine.fetch_bandwidth,
+        offload_bandwidth=machine.offload_bandwidth,
+        peer_bandwidth=machine.peer_bandwidth,
+        nic_bandwidth=machine.peer_bandwidth,
+        latency_s=machine.latency_s,
+        optimizer_rate=machine.advance_rate,
+        preview_speed=machine.preview_rate / machine.advance_rate,
+        settle_speed=machine.settle_rate / machine.advance_rate,
+        device_optimizer_rate=machine.device_update_rate,
+        device_memory_bytes=machine.device_memory_bytes,
+        host_memory_bytes=machine.host_memory_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCosts(Costs):
+    """A table's costs; a stage that borrows a tensor of another block holds the array that it is
+    in, whole, and sums its gradients in an array of that size.
+
+    ``widening``: how much larger weights are on the device than where they are stored.
+    """
+
+    table: BlockTable
+    widening: float = 1.0
+
+    def of(self, blocks: range) -> BlockCost:
+        """A stage of consecutive blocks."""
+        key = (blocks.start, blocks.stop)
+        if key not in self._with_borrowed:
+            self._with_borrowed[key] = self._borrowing(super().of(blocks), blocks)
+        return self._with_borrowed[key]
+
+    @cached_property
+    def _with_borrowed(self) -> dict[tuple[int, int], BlockCost]:
+        return {}
+
+    def _borrowing(self, cost: BlockCost, blocks: range) -> BlockCost:
+        table = self.table
+        lent = [found for index in blocks for found in table.blocks[index].borrows]
+        arrays = {(b.owner, bool(b.contribution)) for b in lent if b.owner not in blocks}
+        weights = sum(
+            table.blocks[owner].trainable_elements
+            if trainable
+            else table.blocks[owner].frozen_elements
+            for owner, trainable in arrays
+        )
+        sums = sum(table.blocks[b.owner].trainable_elements for b in lent if b.contribution)
+        weight_bytes = cost.weight_bytes + weights * table.weight_dtype.itemsize
+        return replace(
+            cost,
+            weight_bytes=weight_bytes * self.widening,
+            device_gradient_bytes=cost.device_gradient_bytes + sums * _GRADIENT_ITEMSIZE,
+            gradient_bytes=cost.gradient_bytes + sums * table.grad_dtype.itemsize,
+        )
+
+
+def table_costs(
+    table: BlockTable, source: Profile | Guess, *, tokens: int, on_cpu: bool
+) -> TableCosts:
+    """Costs of a table's blocks on devices that compute in a weight's own type, or ``on_cpu``: in
+    fp32, whatever weights are stored in, and in the host's memory. The one model of what devices
+    hold: passes, checks, searches and tables all reckon with it.
+
+    Raises:
+        ConfigError: a kind of block is not in the profile.
+    """
+    plain = block_costs(table, source, tokens=tokens)
+    return TableCosts(
+        blocks=plain.blocks,
+        instruction_s=plain.instruction_s,
+        separate_memory=not on_cpu,
+        table=table,
+        widening=_COMPUTE_ITEMSIZE_OF_CPUS / table.weight_dtype.itemsize if on_cpu else 1.0,
+    )
+
+
+def _check_kinds(table: BlockTable, profile: Profile) -> None:
+    for block in table.blocks:
+        if block.kind not in profile.kinds:
+            raise ConfigError(
+                f"profile: block {block.name!r} is of kind {block.kind!r}, measured were"
+                f" {', '.join(profile.kinds)}; run penstock profile with this configuration"
+            )
+
+
+def _guessed(block: BlockSpec, table: BlockTable, guess: Guess, tokens: int) -> BlockCost:
+    forward_s = block.forward_flops * tokens / guess.device_flops
+    half_backward_s = forward_s * guess.backward_ratio / 2
+    return replace(
+        _state(block, table),
+        forward_s=forward_s,
+        recompute_s=forward_s,
+        backward_input_s=half_backward_s,
+        backward_weight_s=half_backward_s,
+        output_bytes=block.output_bytes * tokens,
+        activation_bytes=block.activation_bytes * tokens,
+        deferred_bytes=block.activation_bytes * tokens,
+    )
+
+
+def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: int) -> BlockCost:
+    workspaces = Workspaces(
+        forward=kind.forward_workspace_bytes.at(tokens),
+        graph=kind.graph_workspace_bytes.at(tokens),
+        backward=kind.backward_workspace_bytes.at(tokens),
+        backward_input=kind.backward_input_workspace_bytes.at(tokens),
+        backward_weight=kind.backward_weight_workspace_bytes.at(tokens),
+    )
+    return replace(
+        _state(block, table),
+        forward_s=kind.forward_s.at(tokens),
+        recompute_s=kind.recompute_s.at(tokens),
+        backward_input_s=kind.backward_input_s.at(tokens),
+        backward_weight_s=kind.backward_weight_s.at(tokens),
+        output_bytes=kind.output_bytes.at(tokens),
+        activation_bytes=kind.activation_bytes.at(tokens),
+        deferred_bytes=kind.deferred_bytes.at(tokens),
+        constant_bytes=kind.constant_bytes.at(tokens) + _SCALARS_BYTES,
+        workspace_bytes=workspaces.greatest,
+        workspaces=workspaces,
+        operators=tuple(
+            OperatorCost(
+                name=operator.name,
+                forward_s=operator.forward_s.at(tokens),
+                activation_bytes=operator.activation_bytes.at(tokens),
+            )
+            for operator in kind.operators
+        ),
+    )
+
+
+def _state(block: BlockSpec, table: BlockTable) -> BlockCost:
+    """What follows from the table alone."""
+    weight, gradient = table.weight_dtype.itemsize, table.grad_dtype.itemsize
+    return BlockCost(
+        parameters=block.trainable_elements,
+        weight_bytes=(block.trainable_elements + block.frozen_elements) * weight,
+        device_gradient_bytes=block.trainable_elements * _GRADIENT_ITEMSIZE,
+        gradient_bytes=block.trainable_elements * gradient,
+    )

@@ -1,0 +1,202 @@
+"""How many optimizer subgroups belong on the GPU: performance models of the update phase.
+
+Sources: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer Models
+Using Interleaved Offloading", Middleware 2024, section 4.2, equation 1; and its counterpart for our
+own step of preview and settle, derived at :func:`preview_ratio`.
+
+A *subgroup* is what is updated at once: there a slice of the parameters, here a block. A *stride*
+of k puts every k-th subgroup on the GPU (algorithm 1: those with ``(i + 1) % k == 0``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from penstock.planner.cost.cluster import Cluster, OptimizerModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRates:
+    """What one GPU, and its share of the host, update and move; all in parameters per second.
+
+    ``transfer``: B, fp32 numbers over PCIe, each way at the same time; ``device``: U_g, updates on
+    the GPU; ``host``: U_c, updates on the CPU; ``downscale``: D_c, fp32 to 16 bits on the CPU.
+    """
+
+    transfer: float
+    device: float
+    host: float
+    downscale: float
+
+
+def cpu_subgroups_per_gpu(rates: UpdateRates) -> float:
+    """Equation 1's k: subgroups that the CPU updates while one visits the GPU, as a real number.
+
+    While one subgroup of S parameters is swapped (3 S fp32 numbers each way: weights and moments)
+    and updated on the GPU, the CPU updates and converts k subgroups, and their 16-bit weights (k S
+    / 2 numbers) go to the GPU, in the direction that is therefore the slower one::
+
+        k (S / U_c + S / D_c) = 3 S / B + k S / (2 B) + S / U_g
+
+    The size of subgroups cancels.
+
+    Raises:
+        ValueError: the CPU's weights alone fill the link, so no k balances the two sides.
+    """
+    per_cpu_s = 1.0 / rates.host + 1.0 / rates.downscale - 0.5 / rates.transfer
+    if per_cpu_s <= 0.0:
+        raise ValueError(
+            f"the CPU updates {rates.host:g} parameters/s, more than the link takes 16-bit weights"
+            f" ({2 * rates.transfer:g}/s): the link is the limit, equation 1 has no solution"
+        )
+    return (3.0 / rates.transfer + 1.0 / rates.device) / per_cpu_s
+
+
+def update_stride(rates: UpdateRates) -> int:
+    """Every how many-th subgroup goes to the GPU: equation 1's k rounded down, at least 2.
+
+    The equation counts k subgroups on the CPU *beside* one on the GPU, which would be a stride of k
+    + 1. The paper's text, its algorithm 1 and its experiments take k itself as the stride ("k = 2,
+    i.e., every alternate subgroup"), and so do we: on its V100 test-bed 2.29, so 2. Below 2 the CPU
+    would be left without work.
+    """
+    return max(2, int(cpu_subgroups_per_gpu(rates)))
+
+
+def update_throughput(rates: UpdateRates, stride: int | None) -> float:
+    """Parameters/s of CPU and GPU together, with every ``stride``-th subgroup on the GPU.
+
+    Of each ``stride`` subgroups the slower side decides: the CPU's updates and conversions, or the
+    link towards the GPU (prefetched state of one, 16-bit weights of the others) and the GPU.
+    ``None``: all on the CPU, and 16-bit weights copied while it waits, as ZeRO-3 offload does
+    (section 4.1).
+
+    Raises:
+        ValueError: a stride below 1.
+    """
+    on_cpu_s = 1.0 / rates.host + 1.0 / rates.downscale
+    if stride is None:
+        return 1.0 / (on_cpu_s + 0.5 / rates.transfer)
+    if stride < 1:
+        raise ValueError(f"a stride of {stride}: expected 1 or more")
+    others = stride - 1
+    visit_s = 3.0 / rates.transfer + others * 0.5 / rates.transfer + 1.0 / rates.device
+    return stride / max(others * on_cpu_s, visit_s)
+
+
+def resident_throughput(rates: UpdateRates, resident: float, stride: int | None) -> float:
+    """Parameters/s with a share ``resident`` of the subgroups always on the GPU.
+
+    With ``stride=None`` residents are updated first, and the CPU waits (TwinFlow, section 4.1 and
+    figure 5); with a stride they come last, under the transfers of the subgroups before ("static
+    residents last").
+
+    Raises:
+        ValueError: a share outside 0 to 1.
+    """
+    if not 0.0 <= resident <= 1.0:
+        raise ValueError(f"resident = {resident}: expected a share from 0 to 1")
+    moving_s = (1.0 - resident) / update_throughput(rates, stride)
+    resident_s = resident / rates.device
+    return 1.0 / (moving_s + resident_s if stride is None else max(moving_s, resident_s))
+
+
+def preview_ratio(cluster: Cluster, optimizer: OptimizerModel) -> float:
+    """Our counterpart of equation 1: parameters previewed by the CPU for each by all GPUs.
+
+    A preview reads master weight and moments (``update_fetch_bytes``, 12) and writes the 16-bit
+    weight only (``update_offload_bytes``, 2); state is settled later, on the CPU, for all blocks
+    alike. So unlike equation 1:
+
+    - Nothing but the new weight comes back, and the CPU's new weights do not cross to the GPU at
+      this time: they are fetched with the stage that needs them. Fetch and offload overlap::
+
+        1 / R_g = max(12 / B_fetch, 2 / B_offload) + 1 / U_g   (one GPU, bytes/s and parameters/s)
+
+    - Conversion is part of the CPU's pass: there is no D_c.
+    - n GPUs and the cores share the host's memory. A preview on the CPU moves ``tail_bytes`` (16),
+      one on a GPU 14 there. The GPUs can use at most all of it, the CPU what they leave::
+
+        R = min(n R_g, M / 14)          U = min(U_c, (M - 14 R) / 16)
+
+    Both end together if parameters are split as U : R. This returns U / R: 0 where the GPUs fill
+    the memory bandwidth alone, ``inf`` where the CPU takes no time, or GPUs cannot update.
+    """
+    on_cpu, on_devices = host_rate(cluster, optimizer), _devices_rate(cluster)
+    return on_cpu / on_devices if on_cpu < inf and on_devices else inf
+
+
+def preview_throughput(cluster: Cluster, optimizer: OptimizerModel, stride: int | None) -> float:
+    """Parameters/s that a node previews with every ``stride``-th block on GPUs (``None``: none).
+
+    Limits are the GPUs' copies and kernels, the cores, and the host's memory, which all share::
+
+        min(k n R_g,  k / (k - 1) U_c,  M k / (14 + 16 (k - 1)))
+
+    Raises:
+        ValueError: a stride below 1.
+    """
+    memory, host_bytes = cluster.dram_bandwidth, optimizer.tail_bytes
+    if stride is None:
+        return min(_cores_rate(cluster, optimizer), memory / host_bytes if host_bytes else inf)
+    if stride < 1:
+        raise ValueError(f"a stride of {stride}: expected 1 or more")
+    others = stride - 1
+    visit_s = _visit_s(cluster)
+    on_gpus = stride * cluster.devices_per_node / visit_s if visit_s else inf
+    on_cpu = stride / others * _cores_rate(cluster, optimizer) if others else inf
+    moved = (_update_bytes(cluster) + others * host_bytes) / stride
+    return min(on_gpus, on_cpu, memory / moved if moved else inf)
+
+
+def preview_stride(cluster: Cluster, optimizer: OptimizerModel) -> int | None:
+    """Every how many-th block goes to a GPU: the stride with the highest throughput.
+
+    It is next to U / R + 1 of :func:`preview_ratio`; among equals the larger one, since the GPUs
+    have other work. ``None`` where no GPU helps.
+    """
+    ratio = preview_ratio(cluster, optimizer)
+    if ratio == inf:
+        return None
+    candidates: tuple[int | None, ...] = (None, *range(int(ratio) + 3, 0, -1))
+    return max(candidates, key=lambda k: preview_throughput(cluster, optimizer, k))
+
+
+def device_rate(cluster: Cluster) -> float:
+    """R / n of :func:`preview_ratio`: parameters/s of previews on each GPU of a node."""
+    return _devices_rate(cluster) / cluster.devices_per_node
+
+
+def host_rate(cluster: Cluster, optimizer: OptimizerModel, *, alone: bool = False) -> float:
+    """U of :func:`preview_ratio`: parameters/s of a node's CPU beside its GPUs, or ``alone``."""
+    if cluster.dram_bandwidth == inf or not optimizer.tail_bytes:
+        return _cores_rate(cluster, optimizer)
+    used = 0.0 if alone else _update_bytes(cluster) * _devices_rate(cluster)
+    left = max(0.0, cluster.dram_bandwidth - used)
+    return min(_cores_rate(cluster, optimizer), left / optimizer.tail_bytes)
+
+
+def _cores_rate(cluster: Cluster, optimizer: OptimizerModel) -> float:
+    """If DRAM is no limit: of previews, or of passes that settle as well."""
+    speed = cluster.preview_speed if optimizer.settle_bytes else 1.0
+    return cluster.optimizer_rate * speed
+
+
+def _devices_rate(cluster: Cluster) -> float:
+    visit_s, moved = _visit_s(cluster), _update_bytes(cluster)
+    free = cluster.devices_per_node / visit_s if visit_s else inf
+    return min(free, cluster.dram_bandwidth / moved if moved else inf)
+
+
+def _visit_s(cluster: Cluster) -> float:
+    """Seconds per parameter on one GPU: copies both ways at once, then the kernel."""
+    copies_s = max(
+        cluster.update_fetch_bytes / cluster.fetch_bandwidth,
+        cluster.update_offload_bytes / cluster.offload_bandwidth,
+    )
+    return copies_s + 1.0 / cluster.device_optimizer_rate
+
+
+def _update_bytes(cluster: Cluster) -> float:
+    return cluster.update_fetch_bytes + cluster.update_offload_bytes

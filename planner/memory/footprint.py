@@ -1,0 +1,173 @@
+"""Bytes on each device, from the order of its program alone.
+
+Counted are weight buffers; gradients, accumulated in fp32; kept activations (less what was dropped,
+plus what was made again, less what is swapped out, plus what peers swapped to here); what a
+BACKWARD_INPUT leaves for its BACKWARD_WEIGHT; checkpoints; tensors that arrive or wait to be sent
+(receives from their posting on, or from when they may be in an inbox that is in the device's
+memory: :mod:`penstock.planner.memory.arrivals`; sends until they are issued); workspace while
+compute runs; and what devices keep all the time. Shared memory and the table of a configuration:
+:mod:`penstock.planner.memory.table`; memory over *time* is the simulator's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from penstock.planner.cost.costs import Costs
+from penstock.planner.layout import OrderedInstruction, StageLayout
+from penstock.planner.memory.arrivals import early_arrivals
+from penstock.planner.memory.books import Ledger, Sizes, Swapped
+from penstock.planner.orders.timing import order_times, unit_costs
+from penstock.protocol.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePeak:
+    """What a device holds at the instruction where it holds most."""
+
+    weight_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    workspace_bytes: float = 0.0
+    static_bytes: float = 0.0
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it."""
+        return (
+            self.weight_bytes
+            + self.gradient_bytes
+            + self.activation_bytes
+            + self.workspace_bytes
+            + self.static_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a device holds while each instruction of its program runs, in program order.
+
+    ``host_bytes``: what it has swapped to host memory.
+    """
+
+    weight_bytes: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+    workspace_bytes: tuple[float, ...]
+    host_bytes: tuple[float, ...]
+    static_bytes: float
+
+    @property
+    def total_bytes(self) -> tuple[float, ...]:
+        """All that is on the device."""
+        uses = (
+            self.weight_bytes,
+            self.gradient_bytes,
+            self.activation_bytes,
+            self.workspace_bytes,
+        )
+        return tuple(sum(now) + self.static_bytes for now in zip(*uses, strict=True))
+
+    @property
+    def peak_position(self) -> int:
+        """The first instruction at which the device holds most (0 in an empty program)."""
+        totals = self.total_bytes
+        return max(range(len(totals)), key=totals.__getitem__, default=0)
+
+    @property
+    def peak(self) -> DevicePeak:
+        """What it holds then."""
+        if not self.weight_bytes:
+            return DevicePeak(static_bytes=self.static_bytes)
+        at = self.peak_position
+        return DevicePeak(
+            weight_bytes=self.weight_bytes[at],
+            gradient_bytes=self.gradient_bytes[at],
+            activation_bytes=self.activation_bytes[at],
+            workspace_bytes=self.workspace_bytes[at],
+            static_bytes=self.static_bytes,
+        )
+
+
+def device_peaks(plan: Plan, costs: Costs) -> tuple[DevicePeak, ...]:
+    """Peak of every device of a valid plan."""
+    return tuple(footprint.peak for footprint in footprints(plan, costs))
+
+
+def swapped_peaks(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """Bytes of host memory that each device's swaps need at most."""
+    return tuple(max(footprint.host_bytes, default=0.0) for footprint in footprints(plan, costs))
+
+
+def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
+    """Every device's bytes along its program. The plan must be valid.
+
+    When a peer holds what another device swapped to it follows from compute times (a block costs 1
+    forward, 2 backward).
+    """
+    layout = StageLayout.of(plan)
+    sizes = Sizes(plan, layout, costs)
+    ledgers = [Ledger(sizes, program) for program in plan.programs]
+    guests = _guests(plan, layout, [ledger.swaps for ledger in ledgers])
+    if not costs.separate_memory:  # inboxes are in the devices' memory
+        for device, tensor, earliest, posted in early_arrivals(plan.programs):
+            num_bytes = sizes.of_tensor(tensor)
+            guests[device] += [(earliest, num_bytes), (posted, -num_bytes)]
+    return tuple(
+        Footprint(
+            weight_bytes=tuple(ledger.weights),
+            gradient_bytes=tuple(ledger.gradients),
+            activation_bytes=_with_guests(ledger.activations, guests[device]),
+            workspace_bytes=tuple(ledger.workspace),
+            host_bytes=tuple(ledger.host),
+            static_bytes=sizes.static_bytes(device) + ledger.resident_bytes,
+        )
+        for device, ledger in enumerate(ledgers)
+    )
+
+
+_Change = tuple[int, float]
+"""Bytes that come (or, negative, go) before an instruction."""
+
+
+def _with_guests(own: Sequence[float], guests: Sequence[_Change]) -> tuple[float, ...]:
+    if not guests:
+        return tuple(own)
+    changes = [0.0] * (len(own) + 1)
+    for position, num_bytes in guests:
+        changes[position] += num_bytes
+    return tuple(a + b for a, b in zip(own, accumulate(changes[:-1]), strict=True))
+
+
+def _guests(
+    plan: Plan, layout: StageLayout, swaps: Sequence[Sequence[Swapped]]
+) -> list[list[_Change]]:
+    """What peers hold for others."""
+    guests: list[list[_Change]] = [[] for _ in plan.programs]
+    if not any(swap.peer is not None for several in swaps for swap in several):
+        return guests
+    places = [
+        [at for at, i in enumerate(program) if isinstance(i, OrderedInstruction)]
+        for program in plan.programs
+    ]
+    orders = [
+        tuple(i for i in program if isinstance(i, OrderedInstruction)) for program in plan.programs
+    ]
+    times = order_times(layout, orders, unit_costs(layout))
+    for device, several in enumerate(swaps):
+        for swap in several:
+            if swap.peer is None:
+                continue
+            out_s = times.ends[device][bisect_left(places[device], swap.out_at)]
+            in_s = times.starts[device][bisect_left(places[device], swap.in_at)]
+            there = [*places[swap.peer], len(plan.programs[swap.peer])]
+            begin = there[bisect_right(times.ends[swap.peer], out_s)]
+            end = there[bisect_left(times.starts[swap.peer], in_s)]
+            guests[swap.peer] += [
+                (begin, swap.num_bytes),
+                (max(begin, end), -swap.num_bytes),
+            ]
+    return guests

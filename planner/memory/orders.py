@@ -1,0 +1,141 @@
+"""What a device holds while it runs an order: the bytes that passes decide by.
+
+Weights, accumulated gradients and static bytes of all its stages (two stages where weights are
+streamed), and of each micro-batch what forwards, recomputations and split backwards leave behind.
+Transfers, posted receives and the memory of plans are :mod:`penstock.planner.memory.footprint`'s
+matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.layout import Order, OrderedInstruction, Residency, StageLayout
+from penstock.planner.lowering.weights import NUM_WEIGHT_BUFFERS
+from penstock.protocol.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Keep,
+    Recompute,
+    SwapIn,
+    SwapOut,
+)
+
+_Work = tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class OrderMemory:
+    """Bytes of one device, instruction by instruction.
+
+    ``fixed_bytes``: what does not depend on the order. ``work_bytes``: what is held for a (stage,
+    micro-batch); ``swapped_bytes``: what of it is elsewhere; ``selective``: whose forward dropped
+    operators.
+    """
+
+    layout: StageLayout
+    costs: Costs
+    fixed_bytes: float
+    checkpoint_bytes: tuple[float, ...]
+    work_bytes: dict[_Work, float] = field(default_factory=dict)
+    swapped_bytes: dict[_Work, float] = field(default_factory=dict)
+    selective: set[_Work] = field(default_factory=set)
+    held_bytes: float = 0.0
+
+    @classmethod
+    def of(
+        cls, layout: StageLayout, residency: Residency, costs: Costs, device: int
+    ) -> OrderMemory:
+        """An empty device."""
+        stages = {layout.backward[b].blocks: b for b in layout.backward_stages_on(device)}
+        stages |= {layout.forward[f].blocks: f for f in layout.forward_stages_on(device)}
+        sizes = sorted(map(_fixed_bytes, map(costs.of, stages)), reverse=True)
+        if residency is Residency.STREAMED:
+            sizes = sizes[:NUM_WEIGHT_BUFFERS]
+        checkpoints = tuple(
+            0.0 if stage.start == 0 else costs.blocks[stage.start - 1].output_bytes
+            for stage in layout.backward
+        )
+        return cls(layout=layout, costs=costs, fixed_bytes=sum(sizes), checkpoint_bytes=checkpoints)
+
+    @property
+    def total_bytes(self) -> float:
+        """Held between instructions."""
+        return self.fixed_bytes + self.held_bytes
+
+    def needed_bytes(self, instruction: OrderedInstruction) -> float:
+        """Held while an instruction runs next: what was there, what it makes, its workspace."""
+        more = sum(max(change, 0.0) for _, change in self._changes(instruction))
+        return self.total_bytes + more + self._cost(instruction).workspace_bytes
+
+    def apply(self, instruction: OrderedInstruction) -> None:
+        """Run it."""
+        for work, change in self._changes(instruction):
+            self.work_bytes[work] = self.work_bytes.get(work, 0.0) + change
+            self.held_bytes += change
+            if isinstance(instruction, SwapOut):
+                self.swapped_bytes[work] = -change
+        if isinstance(instruction, Forward) and instruction.keep is Keep.SELECTIVE:
+            self.selective.add((instruction.stage, instruction.micro_batch))
+
+    def peak_of(self, order: Iterable[OrderedInstruction]) -> float:
+        """Run an order; the most that was held meanwhile."""
+        peak = self.total_bytes
+        for instruction in order:
+            peak = max(peak, self.needed_bytes(instruction))
+            self.apply(instruction)
+        return peak
+
+    def _cost(self, instruction: OrderedInstruction) -> BlockCost:
+        match instruction:
+            case Forward(stage=s):
+                return self.costs.of(self.layout.forward[s].blocks)
+            case Recompute(stage=b) | Backward(stage=b) | BackwardInput(stage=b):
+                return self.costs.of(self.layout.backward[b].blocks)
+            case BackwardWeight(stage=b):
+                return self.costs.of(self.layout.backward[b].blocks)
+        return BlockCost()
+
+    def _changes(self, instruction: OrderedInstruction) -> list[tuple[_Work, float]]:
+        cost = self._cost(instruction)
+        match instruction:
+            case Forward(stage=s, micro_batch=m, keep=Keep.INPUT):
+                return [((b, m), self.checkpoint_bytes[b]) for b in self.layout.checkpoints_of(s)]
+            case Forward(stage=s, micro_batch=m, drop=drop):
+                return [((s, m), cost.activation_bytes - cost.drop_bytes(drop))]
+            case Recompute(stage=b, micro_batch=m):
+                # After keep=selective a part is there; after keep=input the checkpoint stays.
+                part = self._held(b, m) if (b, m) in self.selective else 0.0
+                return [((b, m), cost.activation_bytes - part)]
+            case Backward(stage=b, micro_batch=m):
+                return [((b, m), -self._held(b, m))]
+            case BackwardInput(stage=b, micro_batch=m):
+                return [((b, m), cost.deferred_bytes - self._held(b, m))]
+            case BackwardWeight(stage=b, micro_batches=batches):
+                return [((b, m), -self._held(b, m)) for m in batches]
+            case SwapOut(stage=s, micro_batch=m, fraction=fraction):
+                return [((s, m), -fraction * self._held(s, m))]
+            case SwapIn(stage=s, micro_batch=m):
+                return [((s, m), self.swapped_bytes.get((s, m), 0.0))]
+        return []
+
+    def _held(self, stage: int, micro_batch: int) -> float:
+        return self.work_bytes.get((stage, micro_batch), 0.0)
+
+
+def _fixed_bytes(stage: BlockCost) -> float:
+    return stage.weight_bytes + stage.device_gradient_bytes + stage.static_bytes
+
+
+def peak_bytes(
+    layout: StageLayout, residency: Residency, costs: Costs, orders: Sequence[Order]
+) -> tuple[float, ...]:
+    """The most that each device holds."""
+    return tuple(
+        OrderMemory.of(layout, residency, costs, device).peak_of(order)
+        for device, order in enumerate(orders)
+    )

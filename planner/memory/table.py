@@ -1,0 +1,142 @@
+"""What a plan needs: shared memory of each node by array, memory of each device by use.
+
+Only needs are computed here; what is there, and whether it suffices, is the client's business.
+Devices' memory by instruction: :mod:`penstock.planner.memory.footprint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil
+
+from penstock.planner.cost.costs import Costs
+from penstock.planner.cost.prices import config_prices
+from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints
+from penstock.protocol.config.schema import Config
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.names import ownership, storage
+from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
+from penstock.shm.table import BlockTable
+
+
+class Resource(StrEnum):
+    """What kind of memory a row counts."""
+
+    SHM = "shm"
+    """/dev/shm of a node (part of its RAM; locked when devices are GPUs)."""
+    HOST = "host"
+    """Private RAM of a CPU worker; of any worker, what it swaps out; of an optimizer, what it
+    pulls.
+    """
+    DEVICE = "device"
+    """Memory of a GPU."""
+    EMULATED = "emulated"
+    """Host memory that the nodes of an emulated cluster would need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """``num_bytes`` of ``resource`` needed at ``place`` (``node a``, ``device 0``) for ``use``."""
+
+    place: str
+    resource: Resource
+    use: str
+    num_bytes: int
+
+
+def memory_table(
+    config: Config, table: BlockTable, plan: Plan, costs: Costs | None = None
+) -> tuple[MemoryRow, ...]:
+    """Rows of all nodes, then of all devices; with the configuration's costs unless given."""
+    costs = costs or config_prices(config, table).costs
+    return (*node_rows(config, table, plan), *device_rows(config, plan, costs))
+
+
+def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
+    """Shared memory of all nodes, and what their optimizers pull from other nodes."""
+    owners = ownership(config, table, plan)
+    rows: list[MemoryRow] = []
+    for node, node_config in enumerate(config.cluster.nodes):
+        place = f"node {node_config.name}"
+        layout = NodeLayout.compute(table, owners, node, storage(config, plan))
+        rows += _node_rows(place, layout, plan)
+        pulled = _pulled_bytes(table, owners, node)
+        if pulled:
+            rows.append(
+                MemoryRow(
+                    place=place,
+                    resource=Resource.HOST,
+                    use="gradients of other nodes",
+                    num_bytes=pulled,
+                )
+            )
+    return tuple(rows)
+
+
+def _pulled_bytes(table: BlockTable, owners: Ownership, node: int) -> int:
+    """Private copies of what other nodes contribute to the gradients of a node's blocks."""
+    return sum(
+        GRADIENT_COPIES * table.blocks[b].trainable_elements * table.grad_dtype.itemsize
+        for b, owner in enumerate(owners.owner)
+        if owner == node
+        for place in owners.computed_on[b]
+        if place != node
+    )
+
+
+def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ...]:
+    """Memory of all devices, and of hosts for what they swap out."""
+    all_footprints = footprints(plan, costs)
+    rows = list(_swap_rows(config, all_footprints))
+    resource = Resource.HOST if config.cluster.device == "cpu" else Resource.DEVICE
+    for device, footprint in enumerate(all_footprints):
+        rows += _device_rows(f"device {device}", resource, footprint.peak)
+    return tuple(rows)
+
+
+def _swap_rows(config: Config, all_footprints: Sequence[Footprint]) -> Iterable[MemoryRow]:
+    """Host memory for swapped activations: what the devices of a node need at most, together."""
+    workers = config.cluster.workers
+    for node, node_config in enumerate(config.cluster.nodes):
+        swapped = sum(
+            max(footprint.host_bytes, default=0.0)
+            for footprint in all_footprints[node * workers : (node + 1) * workers]
+        )
+        if swapped:
+            yield MemoryRow(
+                place=f"node {node_config.name}",
+                resource=Resource.HOST,
+                use="swapped activations",
+                num_bytes=ceil(swapped),
+            )
+
+
+def _device_rows(place: str, resource: Resource, peak: DevicePeak) -> Iterable[MemoryRow]:
+    uses = {
+        "weight buffers": peak.weight_bytes,
+        "gradients": peak.gradient_bytes,
+        "activations": peak.activation_bytes,
+    }
+    if peak.workspace_bytes:
+        uses["workspace"] = peak.workspace_bytes
+    if peak.static_bytes:
+        uses["what is always there"] = peak.static_bytes
+    for use, num_bytes in uses.items():
+        yield MemoryRow(place=place, resource=resource, use=use, num_bytes=ceil(num_bytes))
+
+
+def _node_rows(place: str, layout: NodeLayout, plan: Plan) -> Iterable[MemoryRow]:
+    """By array; gradients also by when their blocks are settled, where plans tell blocks apart."""
+    early = {*plan.settled_early, *plan.updates} if plan.settled_early else None
+    uses: dict[str, int] = {}
+    for (block, name, _, _), array in layout.arrays.items():
+        if name == "grads" and early is not None:
+            name = "grads, early" if block in early else "grads, advance"
+        uses[name] = uses.get(name, 0) + array.num_bytes
+    padding = sum(layout.sizes.values()) - sum(uses.values())
+    if padding:
+        uses["page padding"] = padding
+    for use, num_bytes in uses.items():
+        yield MemoryRow(place=place, resource=Resource.SHM, use=use, num_bytes=num_bytes)

@@ -1,0 +1,341 @@
+"""Costs from the trace of a run, so that a schedule's own prediction can be judged.
+
+Everything is in seconds, so rates are 1: a block's ``parameters`` are seconds of its optimizer
+pass, its ``output_bytes``, ``weight_bytes`` and ``gradient_bytes`` seconds of a transfer or copy,
+and memory figures of a simulation with these costs mean nothing. What is measured per stage is
+shared out evenly among the blocks that the stage computes.
+
+Times of instructions and transfers are means over an attempt (the first micro-batch of a stage also
+binds weights and clears gradients, so a median would be too little), then medians over attempts. To
+those of compute instructions come
+
+- the **overhead** of an instruction: what the interpreter does between compute instructions (sends,
+  loads of weights where the device has no copy engine, its own work), per compute instruction;
+- the **latency** of a transfer: from the end of a send (and the arrival of what went before it)
+  until a waiting consumer has its input;
+- the **hops** of the optimizer: from the last byte of gradients to the start of the pass, and from
+  one pass to the next.
+
+As in the simulator they do not depend on what else the machine does at that moment, so where
+workers and optimizer share cores, the fit is an average.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import TypeVar
+
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.layout import StageLayout
+from penstock.planner.traces.measured import MeasuredAttempt, offloaded_s
+from penstock.planner.traces.traced import Work
+from penstock.protocol.plan.instructions import (
+    BackwardWeight,
+    Forward,
+    Keep,
+    OffloadGradients,
+    Opcode,
+)
+from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.plan.reduction import Reduction
+
+StageKey = tuple[Opcode, int]
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What a trace says about costs.
+
+    ``stages``: seconds of each compute opcode and stage (of a BACKWARD_WEIGHT per micro-batch),
+    ``overhead_s``, ``latency_s``, ``gradients_s`` (published to pass) and ``pass_hop_s`` as in the
+    module; ``passes``: seconds by block; ``settle_speed``: of blocks that are settled first,
+    relative to these.
+    """
+
+    plan: Plan
+    devices_per_node: int
+    stages: Mapping[StageKey, float]
+    overhead_s: float
+    latency_s: float
+    gradients_s: float
+    pass_hop_s: float
+    passes: Mapping[int, float]
+    settle_speed: float
+    offloads: Mapping[int, float]
+    fetches: Mapping[tuple[str, int], float]
+
+    @classmethod
+    def of(cls, attempts: Sequence[MeasuredAttempt], devices_per_node: int) -> Fit:
+        """From attempts of one plan, at least one."""
+        ready, hops = _pass_hops(attempts)
+        return cls(
+            plan=attempts[0].plan,
+            devices_per_node=devices_per_node,
+            stages=_medians(map(_stage_means, attempts)),
+            overhead_s=median(map(_overhead_s, attempts)),
+            latency_s=median(map(_latency_s, attempts)),
+            gradients_s=_median(ready),
+            pass_hop_s=_median(hops),
+            passes=_medians(map(_pass_seconds, attempts)),
+            settle_speed=_settle_speed(attempts),
+            offloads=_medians(map(_offload_seconds, attempts)),
+            fetches=_medians(map(_fetch_seconds, attempts)),
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """Rates of 1."""
+        return Cluster(
+            devices_per_node=self.devices_per_node,
+            fetch_bandwidth=1.0,
+            offload_bandwidth=1.0,
+            peer_bandwidth=1.0,
+            nic_bandwidth=1.0,
+            optimizer_rate=1.0,
+            settle_speed=self.settle_speed,
+            device_optimizer_rate=1.0,
+            update_fetch_bytes=0.0,  # in what the UPDATE took
+            update_offload_bytes=0.0,
+        )
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of blocks whose sums are those of the stages."""
+        plan, layout = self.plan, StageLayout.of(self.plan)
+        forward = _shared(self._of(Opcode.FORWARD), _computed_ranges(layout, plan))
+        ranges = [stage.blocks for stage in plan.backward_stages]
+        recompute = _shared(self._of(Opcode.RECOMPUTE), ranges)
+        whole = _shared(self._of(Opcode.BACKWARD), ranges)
+        inputs = _shared(self._of(Opcode.BACKWARD_INPUT), ranges)
+        weights = _shared(self._of(Opcode.BACKWARD_WEIGHT), ranges)
+        offloads = {s: seconds + self.gradients_s for s, seconds in self.offloads.items()}
+        gradients = _shared(offloads, ranges)
+        fetched = self._fetched_by_block()
+        blocks = [
+            BlockCost(
+                forward_s=forward.get(block, 0.0),
+                recompute_s=recompute.get(block, 0.0),
+                backward_input_s=inputs.get(block, whole.get(block, 0.0)),
+                backward_weight_s=weights.get(block, 0.0),
+                output_bytes=self.latency_s,
+                parameters=self._pass_s(block),
+                gradient_bytes=gradients.get(block, 0.0),
+                weight_bytes=fetched.get(block, 0.0),
+            )
+            for block in range(plan.num_blocks)
+        ]
+        return Costs(blocks=_with_drops(blocks, plan), instruction_s=self.overhead_s)
+
+    def _pass_s(self, block: int) -> float:
+        return self.passes[block] + self.pass_hop_s if block in self.passes else 0.0
+
+    def _of(self, opcode: Opcode) -> dict[int, float]:
+        return {stage: seconds for (code, stage), seconds in self.stages.items() if code is opcode}
+
+    def _fetched_by_block(self) -> dict[int, float]:
+        """Means of what the forward and the backward buffers say."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for (phase, stage), seconds in self.fetches.items():
+            stages = self.plan.forward_stages if phase == "forward" else self.plan.backward_stages
+            for block in stages[stage].blocks:
+                found[block].append(seconds / len(stages[stage].blocks))
+        return {block: fmean(values) for block, values in found.items()}
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _medians(attempts: Iterable[Mapping[_Key, float]]) -> dict[_Key, float]:
+    """Of each key over all attempts that have it."""
+    found: dict[_Key, list[float]] = defaultdict(list)
+    for values in attempts:
+        for key, value in values.items():
+            found[key].append(value)
+    return {key: median(values) for key, values in found.items()}
+
+
+def _stage_means(attempt: MeasuredAttempt) -> dict[StageKey, float]:
+    found: dict[StageKey, list[float]] = defaultdict(list)
+    for work in _computed(attempt):
+        instruction = work.instruction
+        key = instruction.opcode, instruction.stage  # type: ignore[attr-defined]  # all but UPDATE have it
+        batches = len(instruction.micro_batches) if isinstance(instruction, BackwardWeight) else 1
+        found[key].append(work.seconds / batches)
+    return {key: fmean(values) for key, values in found.items()}
+
+
+def _computed(attempt: MeasuredAttempt) -> Iterator[Work]:
+    for trace in attempt.trace.devices.values():
+        yield from (work for work in trace.computed if hasattr(work.instruction, "stage"))
+
+
+def _overhead_s(attempt: MeasuredAttempt) -> float:
+    """The interpreters' time from the first to the last compute instruction of their device that
+    is neither computing nor waiting, per compute instruction.
+    """
+    total_s, count = 0.0, 0
+    for trace in attempt.trace.devices.values():
+        works = trace.computed
+        if not works:
+            continue
+        window_s = works[-1].event.end_s - works[0].ready_s
+        waited_s = sum(work.event.waited_s for work in works[1:])
+        loaded_s = sum(
+            load.event.end_s - load.event.start_s
+            for load in trace.loads
+            if load.event.start_s >= works[0].ready_s
+        )
+        total_s += window_s - waited_s - sum(work.seconds for work in works) + loaded_s
+        count += len(works)
+    return total_s / max(1, count)
+
+
+def _latency_s(attempt: MeasuredAttempt) -> float:
+    """Way of a message that the receiver expects already (when others are noticed does not matter),
+    and what a consumer that waits for it takes to go on: means.
+    """
+    way = [
+        max(0.0, moved.arrived_s - max(moved.sent_s, moved.start_s))
+        for moved in attempt.trace.moved
+        if moved.posted_s <= moved.sent_s
+    ]
+    waking: list[float] = []
+    for trace in attempt.trace.devices.values():
+        waking += _wakings(trace.computed, sorted(trace.arrivals.values()))
+    return _mean(way) + _mean(waking)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def _wakings(works: Iterable[Work], moments: Sequence[float]) -> Iterator[float]:
+    for work in works:
+        inside = [m for m in moments if work.event.start_s < m <= work.ready_s]
+        if inside:
+            yield work.ready_s - inside[-1]
+
+
+def _pass_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
+    """By block, what ran after its gradients were there: a settle before that is not the tail's. Of
+    a block that a device updates, that.
+    """
+    found: dict[int, float] = defaultdict(float)
+    for passes in attempt.passes.values():
+        for event in passes:
+            block = int(event.text.split()[1])
+            published_s = attempt.published_s(block)
+            if published_s is not None and event.start_s >= published_s - 1e-3:
+                found[block] += event.end_s - event.start_s
+    for trace in attempt.trace.devices.values():
+        for work in trace.updates:
+            found[work.instruction.block] = work.seconds  # type: ignore[attr-defined]  # an UPDATE
+    return dict(found)
+
+
+def _settle_speed(attempts: Iterable[MeasuredAttempt]) -> float:
+    """How many times as fast blocks were settled as what ran behind their gradients."""
+    settling_s = passing_s = 0.0
+    for attempt in attempts:
+        after = _pass_seconds(attempt)
+        for passes in attempt.passes.values():
+            for event in passes:
+                name, block = event.text.split()
+                if name == "settle" and int(block) in after:
+                    settling_s += event.end_s - event.start_s
+                    passing_s += after[int(block)]
+    return passing_s / settling_s if settling_s > 0.0 and passing_s > 0.0 else 1.0
+
+
+def _pass_hops(attempts: Iterable[MeasuredAttempt]) -> tuple[list[float], list[float]]:
+    """From publication to pass where the optimizer was idle; from pass to pass where it was not."""
+    ready: list[float] = []
+    hops: list[float] = []
+    for attempt in attempts:
+        for passes in attempt.passes.values():
+            for before, event in pairwise(passes):
+                published_s = attempt.published_s(int(event.text.split()[1]))
+                if published_s is None or event.start_s < published_s:
+                    continue
+                if published_s > before.end_s:
+                    ready.append(event.start_s - published_s)
+                else:
+                    hops.append(event.start_s - before.end_s)
+    return ready, hops
+
+
+def _offload_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
+    reduction = Reduction.of(attempt.plan)
+    return {
+        work.instruction.stage: offloaded_s(work, trace, attempt.plan) - work.ready_s
+        for trace in attempt.trace.devices.values()
+        for work in trace.issued
+        if isinstance(work.instruction, OffloadGradients)
+        and reduction.publishes(work.instruction.stage)
+    }
+
+
+def _fetch_seconds(attempt: MeasuredAttempt) -> dict[tuple[str, int], float]:
+    return {
+        (work.instruction.phase.value, work.instruction.stage): work.seconds  # type: ignore[attr-defined]  # a fetch
+        for trace in attempt.trace.devices.values()
+        for work in trace.fetches
+    }
+
+
+def _computed_ranges(layout: StageLayout, plan: Plan) -> list[range]:
+    """Blocks that forwards compute: the last of a route stops at its last checkpoint when it keeps
+    nothing else (as ``simulate`` with ``stops_early``).
+    """
+    inputs = {
+        instruction.stage
+        for program in plan.programs
+        for instruction in program
+        if isinstance(instruction, Forward) and instruction.keep is Keep.INPUT
+    }
+    ranges = []
+    for index, stage in enumerate(layout.forward):
+        needed = stage.blocks
+        if index in inputs and layout.is_last_forward(index):
+            starts = (layout.backward[b].start for b in layout.checkpoints_of(index))
+            needed = range(stage.start, max(starts, default=stage.start))
+        ranges.append(needed)
+    return ranges
+
+
+def _shared(seconds: Mapping[int, float], ranges: Sequence[range]) -> dict[int, float]:
+    """Even shares by block; means where several routes have the block."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for stage, value in seconds.items():
+        for block in ranges[stage]:
+            found[block].append(value / len(ranges[stage]))
+    return {block: fmean(values) for block, values in found.items()}
+
+
+def _with_drops(blocks: Sequence[BlockCost], plan: Plan) -> tuple[BlockCost, ...]:
+    """A RECOMPUTE after ``keep=selective`` makes what was dropped: all its time is theirs."""
+    dropped: dict[int, str] = {}
+    stages: tuple[StageRange, ...] = plan.forward_stages
+    for program in plan.programs:
+        for instruction in program:
+            if isinstance(instruction, Forward) and instruction.drop:
+                for block in stages[instruction.stage].blocks:
+                    dropped[block] = instruction.drop[0]
+    return tuple(
+        replace(
+            cost,
+            operators=(
+                OperatorCost(name=dropped[block], forward_s=cost.recompute_s, activation_bytes=0.0),
+            ),
+        )
+        if block in dropped
+        else cost
+        for block, cost in enumerate(blocks)
+    )

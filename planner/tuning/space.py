@@ -1,0 +1,174 @@
+"""What the tuner can look at: candidates, and the grid that they are points of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from penstock.planner.build import ScheduleRequest
+from penstock.planner.layout import Residency
+from penstock.planner.passes import PASSES
+from penstock.planner.schemes import SCHEMES, RecomputeMode
+from penstock.planner.tuning.trial import Recipe
+
+PASS_SETS: tuple[tuple[str, ...], ...] = (
+    ("2bp",),
+    ("mario",),
+    ("mario", "2bp"),
+    ("keep-what-fits",),
+    ("keep-what-fits", "2bp"),
+    ("obscura",),
+    ("match-stages", "device-update", "skip-dead-forward"),
+)
+"""Passes that are tried on good candidates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Candidate:
+    """One point of the grid. ``replicas`` pipelines of ``num_devices`` devices each.
+
+    ``micro_batch``: sequences. ``forward_stages``, ``backward_stages``: of one route. ``drop``: the
+    operators of selective recomputation.
+    """
+
+    scheme: str
+    num_devices: int
+    replicas: int
+    micro_batch: int
+    num_microbatches: int
+    forward_stages: int
+    backward_stages: int
+    recompute: RecomputeMode
+    drop: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """About how many instructions a replica runs."""
+        return self.num_microbatches * (self.forward_stages + self.backward_stages)
+
+    @property
+    def recipe(self) -> Recipe:
+        """One replica's schedule."""
+        return Recipe(
+            request=ScheduleRequest(
+                scheme=self.scheme,
+                num_devices=self.num_devices,
+                num_microbatches=self.num_microbatches,
+                forward_stages=self.forward_stages,
+                backward_stages=self.backward_stages,
+                recompute=self.recompute,
+                drop=self.drop,
+            ),
+            passes=self.passes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What to search. ``num_devices`` of all replicas together, ``global_batch`` in sequences.
+
+    Empty ``schemes`` or ``micro_batches``: all that make sense. ``recomputations``: mode and
+    operators. ``max_replicas``: 1 for one pipeline over all devices. ``replicas``,
+    ``forward_stages``, ``backward_stages``, ``passes``: only candidates with these. ``pass_sets``
+    are tried on candidates without passes.
+    """
+
+    num_devices: int
+    global_batch: int
+    num_blocks: int
+    schemes: tuple[str, ...] = tuple(SCHEMES)
+    micro_batches: tuple[int, ...] = ()
+    recomputations: tuple[tuple[RecomputeMode, tuple[str, ...]], ...] = (("none", ()), ("full", ()))
+    stages_per_device: tuple[int, ...] = (1, 2, 4)
+    backward_per_forward: tuple[int, ...] = (1, 2, 3)
+    pass_sets: tuple[tuple[str, ...], ...] = PASS_SETS
+    max_replicas: int | None = None
+    replicas: int | None = None
+    forward_stages: int | None = None
+    backward_stages: int | None = None
+    passes: tuple[str, ...] = ()
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every combination that its scheme accepts; short programs first, so that a good candidate
+        is known before the expensive ones are looked at.
+        """
+        return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c)))
+
+    def _combinations(self) -> Iterator[Candidate]:
+        for scheme, replicas in product(self.schemes, _divisors(self.num_devices)):
+            num_devices = self.num_devices // replicas
+            if replicas > (self.max_replicas or replicas) or self.global_batch % replicas:
+                continue
+            if replicas != (self.replicas or replicas):
+                continue
+            share = self.global_batch // replicas
+            sizes = self.micro_batches or _powers_of_two(share)
+            for micro_batch in (size for size in sizes if share % size == 0):
+                yield from self._of_scheme(
+                    scheme, num_devices, replicas, micro_batch, share // micro_batch
+                )
+
+    def _of_scheme(
+        self, name: str, num_devices: int, replicas: int, micro_batch: int, count: int
+    ) -> Iterator[Candidate]:
+        scheme = SCHEMES[name]
+        if scheme.check_devices(num_devices) is not None:
+            return
+        if scheme.whole_model_per_device and replicas > 1:
+            return  # it is data parallel by itself
+        if num_devices == 1 and self._plainer(name):
+            return
+        for forward, backward in self._stages(name, num_devices):
+            if scheme.check_microbatches(count, num_devices, forward) is not None:
+                continue
+            for mode, drop in self.recomputations:
+                if mode in scheme.recompute_modes:
+                    yield Candidate(
+                        scheme=name,
+                        num_devices=num_devices,
+                        replicas=replicas,
+                        micro_batch=micro_batch,
+                        num_microbatches=count,
+                        forward_stages=forward,
+                        backward_stages=backward,
+                        recompute=mode,
+                        drop=drop,
+                        passes=self.passes,
+                    )
+
+    def _plainer(self, name: str) -> bool:
+        """Another scheme does the same on one device, where weights stay and nobody waits."""
+        resident = SCHEMES[name].residency is Residency.RESIDENT
+        return resident and name != "1f1b" and "1f1b" in self.schemes
+
+    def _stages(self, name: str, num_devices: int) -> Iterable[tuple[int, int]]:
+        """Numbers of stages that the scheme accepts: its own choice, and those of the space."""
+        scheme = SCHEMES[name]
+        wanted = self.forward_stages, self.backward_stages
+        found = {scheme.default_stages(num_devices, self.num_blocks, self.forward_stages)}
+        per_route = 1 if scheme.whole_model_per_device else num_devices
+        for chunks, finer in product(self.stages_per_device, self.backward_per_forward):
+            forward = self.forward_stages or chunks * per_route
+            found.add((forward, self.backward_stages or finer * forward))
+        return sorted(
+            stages
+            for stages in found
+            if max(stages) <= self.num_blocks
+            and all(want in (None, number) for want, number in zip(wanted, stages, strict=True))
+            and scheme.check_stages(*stages, num_devices) is None
+        )
+
+
+def known_pass_sets() -> tuple[tuple[str, ...], ...]:
+    """Those of :data:`PASS_SETS` whose passes exist."""
+    return tuple(names for names in PASS_SETS if all(name in PASSES for name in names))
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _powers_of_two(at_most: int) -> Sequence[int]:
+    return [1 << k for k in range(at_most.bit_length()) if 1 << k <= at_most]

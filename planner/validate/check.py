@@ -1,0 +1,154 @@
+"""Does a plan make sense? Rejects what would hang, compute garbage or do work twice.
+
+The rules are those of :class:`penstock.planner.validate.Machine`; on top: the plan fits its block
+table, its peak device memory a limit, and its updates the nodes of a cluster. An error shows the
+whole grid with the bad step marked.
+
+Programs side by side as text: one column per device, one row per instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import ceil
+
+from penstock.planner.cost.costs import Costs
+from penstock.planner.layout import StageLayout
+from penstock.planner.memory.footprint import footprints
+from penstock.planner.validate import Machine, RuleError, Rules
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.instructions import Program, Update, format_instruction
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.reduction import Reduction
+from penstock.shm.table import BlockTable
+
+
+def program_grid(programs: Sequence[Program], *, mark: tuple[int, int] | None = None) -> str:
+    """All instructions of all devices; ``mark`` (device, position) stands between ``>>`` and
+    ``<<``.
+    """
+    columns: list[list[str]] = []
+    for device, program in enumerate(programs):
+        cells = [format_instruction(instruction) for instruction in program]
+        if mark is not None and mark[0] == device and mark[1] < len(cells):
+            cells[mark[1]] = f">>{cells[mark[1]]}<<"
+        columns.append([f"device {device}", *cells])
+    widths = [max(map(len, column)) for column in columns]
+    rows = []
+    for position, row in enumerate(zip_longest(*columns, fillvalue="")):
+        number = "" if position == 0 else str(position - 1)
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        rows.append("  ".join([number.rjust(4), *cells]).rstrip())
+    return "\n".join(rows) + "\n"
+
+
+class PlanError(ConfigError):
+    """A plan breaks a rule. ``device`` and ``position`` say where, ``reason`` why, ``source`` where
+    the plan comes from, if somebody set it.
+
+    Its text shows the whole grid, which is drawn only when somebody looks.
+    """
+
+    def __init__(self, programs: Sequence[Program], message: str, error: RuleError) -> None:
+        super().__init__(message)
+        self.source = ""
+        self.reason = error.reason
+        self.device = error.device
+        self.position = error.position
+        self._programs = programs
+
+    @classmethod
+    def at_step(cls, programs: Sequence[Program], name: str, error: RuleError) -> PlanError:
+        """An instruction of programs called ``name`` breaks a rule."""
+        program = programs[error.device]
+        step = f" ({program[error.position]})" if error.position < len(program) else ""
+        message = f"{name}: device {error.device}, instruction {error.position}{step}"
+        return cls(programs, f"{message}: {error.reason}", error)
+
+    def __str__(self) -> str:
+        grid = program_grid(self._programs, mark=(self.device, self.position))
+        return f"{self.source}{': ' if self.source else ''}{super().__str__()}\n{grid}"
+
+
+def validate(
+    plan: Plan,
+    table: BlockTable | None = None,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    devices_per_node: int | None = None,
+) -> None:
+    """Check a plan.
+
+    With ``table`` the plan must cover its blocks; with ``costs`` and ``memory_limit`` (bytes) no
+    device may need more; with ``devices_per_node`` updates must run on the node that owns the
+    block.
+
+    Raises:
+        PlanError: a program breaks a rule, or memory is short (at the step that needs most).
+        ConfigError: stages, devices, blocks and routes do not fit together.
+    """
+    plan.validate_shape()
+    if table is not None and plan.num_blocks != len(table.blocks):
+        raise ConfigError(
+            f"plan covers {plan.num_blocks} blocks, the model has {len(table.blocks)}; it was made"
+            " for another model"
+        )
+    layout = StageLayout.of(plan)
+    _check_routes(layout)
+    reduction = Reduction.of(plan)
+    for evaluation in (False, True):
+        programs = plan.evaluation if evaluation else plan.programs
+        try:
+            Machine(layout, programs, Rules.of(plan, evaluation=evaluation)).run()
+        except RuleError as error:
+            raise PlanError.at_step(
+                programs, "evaluation" if evaluation else "plan", error
+            ) from error
+    if devices_per_node is not None:
+        _check_updates(plan, reduction, devices_per_node)
+    if costs is not None and memory_limit is not None:
+        _check_memory(plan, costs, memory_limit)
+
+
+def _check_routes(layout: StageLayout) -> None:
+    for route, micro_batches in enumerate(layout.microbatches_of_route):
+        if not micro_batches:
+            raise ConfigError(
+                f"plan: no micro-batch takes route {route}; {layout.num_microbatches} micro-batches"
+                f" for {layout.num_routes} routes, each needs one or more"
+            )
+
+
+def _check_updates(plan: Plan, reduction: Reduction, devices_per_node: int) -> None:
+    for device, program in enumerate(plan.programs):
+        for position, instruction in enumerate(program):
+            if isinstance(instruction, Update):
+                node = reduction.owner_device(instruction.block) // devices_per_node
+                if device // devices_per_node != node:
+                    reason = f"block {instruction.block} is owned by node {node}, not by this one"
+                    error = RuleError(device, position, reason)
+                    raise PlanError.at_step(plan.programs, "plan", error)
+
+
+def _check_memory(plan: Plan, costs: Costs, memory_limit: float) -> None:
+    for device, footprint in enumerate(footprints(plan, costs)):
+        peak, position = footprint.peak, footprint.peak_position
+        if peak.total_bytes <= memory_limit:
+            continue
+        parts = {
+            "weights": peak.weight_bytes,
+            "gradients": peak.gradient_bytes,
+            "activations": peak.activation_bytes,
+            "workspace": peak.workspace_bytes,
+            "what is always there": peak.static_bytes,
+        }
+        listed = ", ".join(f"{ceil(value)} {name}" for name, value in parts.items() if value)
+        reason = f"device {device} needs {ceil(peak.total_bytes)} bytes ({listed})"
+        message = (
+            f"memory.device_limit = {memory_limit:.0f}: {reason} at instruction {position}"
+            f" ({plan.programs[device][position]}); use more stages, smaller micro-batches or"
+            " schedule.recompute: full"
+        )
+        raise PlanError(plan.programs, message, RuleError(device, position, reason))

@@ -1,0 +1,182 @@
+"""What the devices of the abstract machine hold and share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from penstock.planner.layout import StageLayout
+from penstock.planner.validate.events import Event, Events
+from penstock.protocol.plan.instructions import (
+    Forward,
+    Instruction,
+    Phase,
+    Program,
+    ReduceGradients,
+)
+from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.plan.reduction import Reduction
+
+
+class RuleError(Exception):
+    """An instruction breaks a rule: where, and why."""
+
+    def __init__(self, device: int, position: int, reason: str) -> None:
+        super().__init__(reason)
+        self.device = device
+        self.position = position
+        self.reason = reason
+
+
+class Broken(Exception):
+    """Raised by rules, which do not know the place; :class:`.machine.Machine` adds it."""
+
+
+Buffer = tuple[int, Phase]
+"""The weights of a forward or of a backward stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Which rules hold; as in :class:`~penstock.protocol.plan.plan.Plan`. ``evaluation``: the
+    programs only run forwards.
+    """
+
+    evaluation: bool
+    weight_buffers: int = 2
+    rebinds_weights: bool = False
+    shards_weights: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, *, evaluation: bool) -> Rules:
+        """Those of a plan."""
+        return cls(
+            evaluation=evaluation,
+            weight_buffers=plan.weight_buffers,
+            rebinds_weights=plan.rebinds_weights,
+            shards_weights=plan.shards_weights,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Graph:
+    """What a FORWARD or RECOMPUTE kept for a backward, and the buffer of the weights it used.
+
+    ``incomplete``: outputs of dropped operators are missing. ``swapped``: the fields of the
+    SWAP_OUT that took a part of it away.
+    """
+
+    buffer: Buffer
+    forwarded: bool
+    incomplete: bool = False
+    swapped: tuple[float, int | None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Device:
+    """What a device holds.
+
+    ``buffers``: fetched weights and whether they were used; ``gathers``: the collective that brings
+    them, if any; ``held``: tensors made here; ``posted``: receives not consumed yet, and where;
+    ``deferred``: BACKWARD_INPUTs without their BACKWARD_WEIGHT; ``received``, ``sent``: by peer, in
+    order; ``collectives``: how many it has entered.
+    """
+
+    index: int
+    position: int = 0
+    buffers: dict[Buffer, bool] = field(default_factory=dict)
+    gathers: dict[Buffer, int] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    deferred: set[tuple[int, int]] = field(default_factory=set)
+    held: set[Event] = field(default_factory=set)
+    posted: dict[Event, int] = field(default_factory=dict)
+    received: dict[int, dict[Event, int]] = field(default_factory=lambda: defaultdict(dict))
+    sent: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    collectives: int = 0
+
+
+class Side:
+    """Forward or backward stages, and what was done on them."""
+
+    def __init__(
+        self, stages: tuple[StageRange, ...], routes: tuple[int, ...], phase: Phase, count: int
+    ) -> None:
+        self.stages = stages
+        self.routes = routes
+        self.phase = phase
+        self.devices = [stage.device for stage in stages]
+        self.done = bytearray(len(stages) * count)
+        self.recomputed = bytearray(len(stages) * count)
+        self.weighted = bytearray(len(stages) * count)
+
+
+class World:
+    """All devices, and what they share.
+
+    ``runs``: whether a FORWARD is in any program; ``remaining``: micro-batches whose weight
+    gradients a backward stage still lacks; ``reduces``: whether any device reduces gradients, and
+    ``reduction`` whither; ``scatters``: the collective of a stage's reduction, if it is one.
+    """
+
+    def __init__(self, layout: StageLayout, programs: tuple[Program, ...], rules: Rules) -> None:
+        count = layout.num_microbatches
+        self.layout = layout
+        self.programs = programs
+        self.rules = rules
+        self.events = Events(layout)
+        self.devices = [Device(index=index) for index in range(len(programs))]
+        self.route_of = [layout.route_of(m) for m in range(count)]
+        self.forward = Side(layout.forward, layout.forward_routes, Phase.FORWARD, count)
+        self.backward = Side(layout.backward, layout.backward_routes, Phase.BACKWARD, count)
+        self.runs = bytearray(len(layout.forward) * count)
+        self.reduces = False
+        self.reduction = Reduction.in_programs(
+            layout, programs, shards_weights=rules.shards_weights
+        )
+        for program in programs:
+            for instruction in program:
+                self._note(instruction)
+        self.remaining = [
+            len(layout.microbatches_of_route[route]) for route in layout.backward_routes
+        ]
+        self.backward_stages_of = stages_by_block(layout)
+        self.reduced: set[int] = set()
+        self.scatters: dict[int, int] = {}
+        self.offloaded: set[int] = set()
+        self.updated: set[int] = set()
+        self.collectives: list[tuple[str, StageRange, int]] = []
+        self.happened: set[Event] = set()
+        self.waiting: dict[Event, list[int]] = {}
+        self.ready = list(range(len(programs)))[::-1]
+
+    def _note(self, instruction: Instruction) -> None:
+        if type(instruction) is Forward:
+            stage, micro_batch = instruction.stage, instruction.micro_batch
+            if stage < len(self.forward.stages) and micro_batch < len(self.route_of):
+                self.runs[stage * len(self.route_of) + micro_batch] = 1
+        elif type(instruction) is ReduceGradients:
+            self.reduces = True
+
+    def is_run(self, stage: int, micro_batch: int) -> bool:
+        """Whether the FORWARD of a stage is in any program."""
+        return bool(self.runs[stage * len(self.route_of) + micro_batch])
+
+    def checkpoint_source(self, stage: int, micro_batch: int) -> int:
+        """The forward stage that leaves the checkpoint of a backward stage, if it runs."""
+        source = self.layout.checkpoint_source(stage)
+        skipped = not self.is_run(source, micro_batch)
+        return self.layout.checkpoint_source(stage, skipped=skipped) if skipped else source
+
+    def happen(self, event: Event) -> None:
+        """Wake the devices that wait for an event."""
+        self.happened.add(event)
+        self.ready += self.waiting.pop(event, ())
+
+
+def stages_by_block(layout: StageLayout) -> list[list[int]]:
+    """Backward stages of every block, one of each route."""
+    found: list[list[int]] = [[] for _ in range(layout.num_blocks)]
+    for index, stage in enumerate(layout.backward):
+        for block in stage.blocks:
+            found[block].append(index)
+    return found

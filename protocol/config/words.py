@@ -1,0 +1,339 @@
+"""The configuration in words: how values may be spelled, what each key accepts, what is wrong.
+
+pydantic says what it checked ("String should match pattern"); people want to know which key has
+which value, and what would do. All of that follows from the annotations of the sections: types,
+limits, choices, and a field's ``description`` where these say too little.
+
+Keys given on the command line: ``section.key=value`` over a configuration's mapping.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from penstock.protocol.errors import ConfigError, reason
+
+_ALIASES = dict(float32="fp32", float="fp32", bfloat16="bf16", float16="fp16", half="fp16")
+"""What torch and others call storage types."""
+
+_SHOWN_LETTERS = 80
+"""Of a value; what is longer is cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a place in the configuration accepts: an annotation with its limits.
+
+    ``description``: words that say it better than type and limits do.
+    """
+
+    annotation: Any
+    limits: tuple[Any, ...] = ()
+    description: str | None = None
+
+    @classmethod
+    def of(cls, annotation: Any) -> Form:
+        """Of an annotation or of a section's field, with what ``Annotated`` says taken off."""
+        if isinstance(annotation, FieldInfo):
+            inner = cls.of(annotation.annotation)
+            metadata, description = annotation.metadata, annotation.description
+        elif get_origin(annotation) is Annotated:
+            first, *metadata = get_args(annotation)
+            inner, description = cls.of(first), None
+            for field in [item for item in metadata if isinstance(item, FieldInfo)]:
+                metadata, description = [*metadata, *field.metadata], field.description
+        else:
+            return cls(annotation=annotation)
+        return cls(
+            annotation=inner.annotation,
+            limits=(*inner.limits, *metadata),
+            description=description or inner.description,
+        )
+
+    @property
+    def members(self) -> tuple[Form, ...]:
+        """Of a union its members, else itself alone."""
+        if get_origin(self.annotation) not in (Union, UnionType):
+            return (self,)
+        members = (Form.of(member) for member in get_args(self.annotation))
+        return tuple(
+            Form(
+                annotation=member.annotation,
+                limits=(*member.limits, *self.limits),
+                description=member.description,
+            )
+            for member in members
+        )
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words among which one is chosen; none where others are accepted, too."""
+        return tuple(choice for member in self.members for choice in _choices(member.annotation))
+
+    @property
+    def accepts_booleans(self) -> bool:
+        """Whether true and false are values of it."""
+        return any(
+            member.annotation in (bool, Any) or Any in get_args(member.annotation)
+            for member in self.members
+        )
+
+    def inner(self, part: str | int) -> Form | None:
+        """What is accepted under a key or at a position; None: it has no parts of that name."""
+        for member in self.members:
+            annotation, arguments = member.annotation, get_args(member.annotation)
+            if _is_section(annotation) and part in annotation.model_fields:
+                return Form.of(annotation.model_fields[part])
+            if get_origin(annotation) is tuple and isinstance(part, int):
+                return Form.of(arguments[0] if ... in arguments else arguments[part])
+            if get_origin(annotation) is dict and part != "[key]":
+                return Form.of(arguments[1])
+        return None
+
+    def __str__(self) -> str:
+        """Such as ``a whole number, 1 or more`` or ``true, false or auto``."""
+        if self.description is not None:
+            return self.description
+        words = [word for member in self.members for word in _words(member)]
+        return _joined(words, "or")
+
+
+def spelled(form: Form, value: Any) -> Any:
+    """A value with a choice spelled as the configuration has it: ``1F1B`` and ``bfloat16`` are
+    ``1f1b`` and ``bf16``. Any other value as it is.
+    """
+    choices = form.choices
+    if not isinstance(value, str) or value in choices:
+        return value
+    plain = value.strip().lower().replace("_", "-").removeprefix("torch.")
+    matches = (word for word in (plain, _ALIASES.get(plain)) if word in choices)
+    return next(matches, value)
+
+
+def check_booleans(form: Form, value: Any) -> None:
+    """Refuse true and false, also inside a list or mapping, where numbers are meant: pydantic would
+    read them as 1 and 0.
+
+    Raises:
+        PydanticCustomError: for the validator that called; :func:`explain` finds the words.
+    """
+    if _is_section(form.annotation) or form.accepts_booleans:
+        return
+    parts = value.values() if isinstance(value, dict) else value
+    parts = parts if isinstance(value, (dict, list, tuple)) else (value,)
+    if any(isinstance(part, bool) for part in parts):
+        raise PydanticCustomError("boolean_for_number", "a boolean")
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
+    """Everything that is wrong with a configuration, each thing once: key, value, what would do."""
+    return "; ".join(dict.fromkeys(_complaint(details, root) for details in error.errors()))
+
+
+def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:
+    location = details["loc"]
+    if details["type"] == "extra_forbidden":
+        return _unknown_key(location, root)
+    found, form = _find(location, root)
+    if details["type"] == "value_error":
+        words = details["msg"].removeprefix("Value error, ")
+        # What a section objects to names its keys itself.
+        return words if _is_section(form.annotation) else f"{_value(found, details)}: {words}"
+    missing = details["type"] == "missing"
+    if missing and not isinstance(location[-1], int):
+        return f"{_key(found)}: is missing; accepted is {form}"
+    if missing:
+        found, form = _find(location[:-1], root)
+    return f"{_value(found, details)}: accepted is {form}{_advice(form, details['input'])}"
+
+
+def _find(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str | int], Form]:
+    """The key that a location of pydantic leads to; the rest of it says which member of a union, or
+    which validator, objected.
+    """
+    found: list[str | int] = []
+    form = Form.of(root)
+    for part in location:
+        inner = form.inner(part)
+        if inner is None:
+            break
+        form = inner
+        found.append(part)
+    return found, form
+
+
+def _key(location: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in location) or "configuration"
+
+
+def _value(location: Sequence[str | int], details: ErrorDetails) -> str:
+    shown = repr(details["input"])
+    if len(shown) > _SHOWN_LETTERS:
+        shown = f"{shown[:_SHOWN_LETTERS]}…"
+    return f"{_key(location)} = {shown}"
+
+
+def _advice(form: Form, value: Any) -> str:
+    """What was probably meant."""
+    if isinstance(value, str):
+        close = difflib.get_close_matches(value.lower(), form.choices, n=1)
+        return f"; did you mean {close[0]}?" if close else ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and form.annotation is str:
+        return f", in quotes: '\"{value}\"'"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ", and finite"
+    return ""
+
+
+def _unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
+    found, form = _find(location[:-1], root)
+    known = list(form.annotation.model_fields)
+    name = str(location[-1])
+    close = _similar(name, [*found], known, root)
+    hint = f"did you mean {close}? Known keys" if close else "known keys"
+    return f"{_key(location)}: unknown key; {hint} are {', '.join(known)}"
+
+
+def _similar(
+    name: str, section: list[str | int], known: Sequence[str], root: type[BaseModel]
+) -> str | None:
+    """A key that may have been meant: of the section, else of another one, else None."""
+    everywhere = keys_of(root)
+    for key, last in everywhere.items():
+        if last == name:
+            return key
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    if close:
+        return _key([*section, close[0]])
+    close = difflib.get_close_matches(name.lower(), everywhere.values(), n=1, cutoff=0.75)
+    return next((key for key, last in everywhere.items() if last in close), None)
+
+
+def keys_of(root: type[BaseModel]) -> dict[str, str]:
+    """Every key of every section, with its last word."""
+    return {
+        f"{section}.{name}": name
+        for section, field in root.model_fields.items()
+        for name in getattr(field.annotation, "model_fields", ())
+    }
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return tuple(str(member.value) for member in annotation)
+    return ()
+
+
+_PLAIN_WORDS: dict[Any, tuple[str, ...]] = {
+    bool: ("true", "false"),
+    type(None): ("null",),
+    str: ("a text",),
+    Path: ("a path",),
+}
+
+
+def _words(form: Form) -> tuple[str, ...]:
+    """One member of a union in words, its choices one by one."""
+    annotation, arguments = form.annotation, get_args(form.annotation)
+    if form.description is not None:
+        return (form.description,)
+    if annotation in _PLAIN_WORDS:
+        return _PLAIN_WORDS[annotation]
+    if annotation in (int, float):
+        number = "a whole number" if annotation is int else "a number"
+        return (f"{number}{_limits(form.limits)}",)
+    if _is_section(annotation):
+        return (f"a section with {', '.join(annotation.model_fields)}",)
+    if get_origin(annotation) is tuple:
+        some = "a list of any length" if ... in arguments else f"a list of {len(arguments)}"
+        return (f"{some}, each {Form.of(arguments[0])}",)
+    if get_origin(annotation) is dict:
+        return ("a mapping of keys and values",)
+    return _choices(annotation)
+
+
+_BOUNDS = (
+    (Ge, "ge", "{} or more"),
+    (Gt, "gt", "above {}"),
+    (Le, "le", "at most {}"),
+    (Lt, "lt", "below {}"),
+)
+
+
+def _limits(limits: Sequence[Any]) -> str:
+    """Such as ``, 0 or more and below 1``."""
+    said = [
+        words.format(_bound(getattr(limit, name)))
+        for limit in limits
+        for kind, name, words in _BOUNDS
+        if isinstance(limit, kind)
+    ]
+    return f", {' and '.join(said)}" if said else ""
+
+
+def _bound(limit: float) -> str:
+    """A limit as people write it: without a needless fraction, large powers of two as such."""
+    if limit >= 2**32:
+        return f"2^{math.log2(limit):g}"
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+
+def _joined(words: Sequence[str], last: str) -> str:
+    """Such as ``a, b or c``; with a comma more where words have one themselves."""
+    unique = list(dict.fromkeys(words))
+    if len(unique) < 2:
+        return "".join(unique)
+    comma = "," if any("," in word for word in unique) else ""
+    return f"{', '.join(unique[:-1])}{comma} {last} {unique[-1]}"
+
+
+def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
+    """A copy of a nested mapping with ``section.key=value`` overrides applied in order.
+
+    Raises:
+        ConfigError: an override is not of this form.
+    """
+    changed = copy.deepcopy(data)
+    for override in overrides:
+        _apply_override(changed, override)
+    return changed
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path):
+        raise ConfigError(f"--set {override!r}: write section.key=value, such as train.steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {key}: {text!r} is not valid YAML: {reason(error)}") from error
+    target = data
+    for part in path[:-1]:
+        inner = target[part] = {} if target.get(part) is None else target[part]
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                f"--set {key}: {part} is {inner!r}, which has no keys; give {part} as a mapping"
+            )
+        target = inner
+    target[path[-1]] = value

@@ -1,0 +1,190 @@
+"""Where stages are: both cuts of a model, their devices, and the routes of micro-batches.
+
+Whoever orders, checks or runs instructions asks here which stage comes first or last in its route,
+and who leaves which checkpoint. What schemes and passes order is in :mod:`penstock.planner.layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.protocol.plan.instructions import Forward, Instruction
+from penstock.protocol.plan.plan import Plan, StageRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayout:
+    """Both cuts of the model with their devices, and the route of each micro-batch.
+
+    See :class:`penstock.protocol.plan.plan.Plan` for stages and routes. Stages are numbered over
+    all routes; the stage before or after one in its route is its neighbour in the list.
+    """
+
+    num_devices: int
+    num_microbatches: int
+    forward: tuple[StageRange, ...]
+    backward: tuple[StageRange, ...]
+    routes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan) -> StageLayout:
+        """The stages of a plan, without its programs."""
+        return cls(
+            num_devices=plan.num_devices,
+            num_microbatches=plan.num_microbatches,
+            forward=plan.forward_stages,
+            backward=plan.backward_stages,
+            routes=plan.routes,
+        )
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return self.forward[-1].stop
+
+    @cached_property
+    def num_routes(self) -> int:
+        """Routes that micro-batches can take."""
+        return sum(stage.start == 0 for stage in self.forward)
+
+    def route_of(self, micro_batch: int) -> int:
+        """The route of a micro-batch."""
+        return self.routes[micro_batch] if self.routes else 0
+
+    @cached_property
+    def microbatches_of_route(self) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches of every route, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.num_routes)]
+        for micro_batch in range(self.num_microbatches):
+            found[self.route_of(micro_batch)].append(micro_batch)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def forward_routes(self) -> tuple[int, ...]:
+        """Route of every forward stage."""
+        return _routes(self.forward)
+
+    @cached_property
+    def backward_routes(self) -> tuple[int, ...]:
+        """Route of every backward stage."""
+        return _routes(self.backward)
+
+    def is_first_forward(self, stage: int) -> bool:
+        """Takes the batch."""
+        return self.forward[stage].start == 0
+
+    def is_last_forward(self, stage: int) -> bool:
+        """Computes the loss."""
+        return self.forward[stage].stop == self.num_blocks
+
+    def is_first_backward(self, stage: int) -> bool:
+        """Produces no input gradient; its checkpoint is the batch."""
+        return self.backward[stage].start == 0
+
+    def is_last_backward(self, stage: int) -> bool:
+        """Starts from the loss."""
+        return self.backward[stage].stop == self.num_blocks
+
+    def is_coupled(self, stage: int) -> bool:
+        """Forward and backward stage ``stage`` are the same blocks on the same device."""
+        return (
+            stage < len(self.forward)
+            and stage < len(self.backward)
+            and self.forward[stage] == self.backward[stage]
+        )
+
+    def checkpoint_source(self, backward_stage: int, *, skipped: bool = False) -> int:
+        """Forward stage whose forwards leave the input checkpoint of a backward stage.
+
+        That is the stage that contains the backward stage's first block. ``skipped``: its FORWARD
+        is among the :func:`skipped_forwards`; then it is the stage before, if the two boundaries
+        coincide (otherwise that FORWARD is missed, and the answer stays the same).
+        """
+        source = self._checkpoint_sources[backward_stage]
+        begins = self.forward[source].start == self.backward[backward_stage].start
+        return source - 1 if skipped and begins and not self.is_first_forward(source) else source
+
+    def checkpoint_after(self, forward_stage: int) -> int | None:
+        """Backward stage (of the same route) whose input is a forward stage's output, if any."""
+        return self._checkpoints_after[forward_stage]
+
+    def checkpoints_of(self, forward_stage: int) -> tuple[int, ...]:
+        """Backward stages whose input a forward stage passes through (its route's first, too)."""
+        return self._checkpoints[forward_stage]
+
+    @cached_property
+    def _checkpoint_sources(self) -> tuple[int, ...]:
+        place = {
+            (route, block): stage
+            for stage, route in enumerate(self.forward_routes)
+            for block in self.forward[stage].blocks
+        }
+        return tuple(
+            place[route, self.backward[stage].start]
+            for stage, route in enumerate(self.backward_routes)
+        )
+
+    @cached_property
+    def _checkpoints(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.forward]
+        for stage, source in enumerate(self._checkpoint_sources):
+            found[source].append(stage)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def _checkpoints_after(self) -> tuple[int | None, ...]:
+        starts = {
+            (route, stage.start): index
+            for index, (route, stage) in enumerate(
+                zip(self.backward_routes, self.backward, strict=True)
+            )
+        }
+        return tuple(
+            starts.get((route, stage.stop))
+            for route, stage in zip(self.forward_routes, self.forward, strict=True)
+        )
+
+    def forward_stages_on(self, device: int) -> tuple[int, ...]:
+        """Forward stages of a device, in the order of the model."""
+        return tuple(i for i, stage in enumerate(self.forward) if stage.device == device)
+
+    def backward_stages_on(self, device: int) -> tuple[int, ...]:
+        """Backward stages of a device, last first: the order in which backward passes can run."""
+        found = (i for i, stage in enumerate(self.backward) if stage.device == device)
+        return tuple(sorted(found, reverse=True))
+
+
+def skipped_forwards(
+    layout: StageLayout, programs: Iterable[Iterable[Instruction]]
+) -> frozenset[tuple[int, int]]:
+    """FORWARDs (stage, micro-batch) that programs, or orders, leave out.
+
+    Only what somebody needs has to run. A FORWARD whose output is needed as nothing but the
+    checkpoint of the backward stage that recomputes it need not: such a backward stage starts at
+    the same block and takes the output of the forward stage *before* as its checkpoint.
+    """
+    present = {
+        (instruction.stage, instruction.micro_batch)
+        for program in programs
+        for instruction in program
+        if type(instruction) is Forward
+    }
+    if len(present) == sum(
+        len(layout.microbatches_of_route[route]) for route in layout.forward_routes
+    ):
+        return frozenset()
+    return frozenset(
+        (stage, micro_batch)
+        for stage, route in enumerate(layout.forward_routes)
+        for micro_batch in layout.microbatches_of_route[route]
+        if (stage, micro_batch) not in present
+    )
+
+
+def _routes(stages: tuple[StageRange, ...]) -> tuple[int, ...]:
+    routes: list[int] = []
+    for stage in stages:
+        routes.append((routes[-1] if routes else -1) + (stage.start == 0))
+    return tuple(routes)

@@ -1,0 +1,137 @@
+"""Where gradients of several routes are summed: the rule of REDUCE_GRADIENTS.
+
+Backward stages of the same blocks, one of each route, are a *group*. Where a plan reduces
+gradients, one member is the group's **root**: the others send it their sums and publish nothing,
+it adds them to its own in the order of routes, and its OFFLOAD_GRADIENTS publishes one contribution
+for each use of a block. The root is the member of route 0; with ``shards_weights`` roots take
+turns, stage by stage: a reduce-scatter (ZeRO) whose smallest piece is a stage. The node of the root
+owns the blocks.
+
+Where a plan does not reduce, every stage is its own root: each route publishes contributions of its
+own, which the optimizer's passes sum, and the node of route 0 owns the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.instructions import Program, ReduceGradients
+from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.plan.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """Who sums the gradients of each backward stage.
+
+    ``reduces``: sums travel between devices; ``roots``: by backward stage, the stage whose device
+    publishes its gradients.
+    """
+
+    layout: StageLayout
+    reduces: bool
+    roots: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Reduction:
+        """That of a plan.
+
+        Raises:
+            ConfigError: it reduces, and routes are cut differently or meet on a device.
+        """
+        return cls.in_programs(
+            StageLayout.of(plan), plan.programs, shards_weights=plan.shards_weights
+        )
+
+    @classmethod
+    def in_programs(
+        cls, layout: StageLayout, programs: Iterable[Program], *, shards_weights: bool
+    ) -> Reduction:
+        """The same from parts of a plan; errors as in :meth:`of`."""
+        reduces = any(type(i) is ReduceGradients for program in programs for i in program)
+        if not reduces or layout.num_routes == 1:
+            return cls(layout=layout, reduces=False, roots=tuple(range(len(layout.backward))))
+        groups = _groups(layout)
+        roots = list(range(len(layout.backward)))
+        for place, group in enumerate(groups):
+            root = group[place % len(group)] if shards_weights else group[0]
+            for stage in group:
+                roots[stage] = root
+        return cls(layout=layout, reduces=True, roots=tuple(roots))
+
+    def publishes(self, stage: int) -> bool:
+        """Whether a backward stage's OFFLOAD_GRADIENTS brings gradients to the host."""
+        return self.roots[stage] == stage
+
+    def root_device(self, stage: int) -> int:
+        """The device that publishes the gradients of a backward stage."""
+        return self.layout.backward[self.roots[stage]].device
+
+    def senders(self, stage: int) -> tuple[int, ...]:
+        """Backward stages that send their sums to this one, in the order of routes."""
+        return self._senders[stage]
+
+    def published_route(self, stage: int) -> int:
+        """The route under which contributions of a backward stage count; one for all if summed."""
+        return 0 if self.reduces else self.layout.backward_routes[stage]
+
+    def owner_device(self, block: int) -> int:
+        """The device whose node owns a block."""
+        return self._owners[block]
+
+    @cached_property
+    def published_devices(self) -> tuple[tuple[int, ...], ...]:
+        """By route that contributions count under, the device that publishes each block."""
+        routes: list[list[int]] = [[] for _ in range(self.layout.num_routes)]
+        for stage, blocks in enumerate(self.layout.backward):
+            route = self.layout.backward_routes[stage]
+            routes[route] += [self.root_device(stage)] * len(blocks.blocks)
+        return tuple(map(tuple, routes[:1] if self.reduces else routes))
+
+    @property
+    def _owners(self) -> tuple[int, ...]:
+        return self.published_devices[0]
+
+    @cached_property
+    def _senders(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.roots]
+        for stage, root in enumerate(self.roots):
+            if stage != root:
+                found[root].append(stage)
+        return tuple(map(tuple, found))
+
+
+def spans_nodes(layout: StageLayout, devices_per_node: int) -> bool:
+    """Whether some blocks have their backwards on several nodes, all routes cut alike."""
+    try:
+        groups = _groups(layout)
+    except ConfigError:
+        return False
+    return any(
+        len({layout.backward[stage].device // devices_per_node for stage in group}) > 1
+        for group in groups
+    )
+
+
+def _groups(layout: StageLayout) -> list[tuple[int, ...]]:
+    """Backward stages of the same blocks, in the order of routes; groups in the order of blocks."""
+    found: dict[range, list[int]] = defaultdict(list)
+    for index, stage in enumerate(layout.backward):
+        found[stage.blocks].append(index)
+    for blocks, group in found.items():
+        if len(group) != layout.num_routes:
+            raise ConfigError(
+                "plan: REDUCE_GRADIENTS needs backward stages of all"
+                f" {layout.num_routes} routes to be cut alike; blocks [{blocks.start},"
+                f" {blocks.stop}) are a stage of {len(group)}"
+            )
+        if len({layout.backward[stage].device for stage in group}) != len(group):
+            raise ConfigError(
+                f"plan: REDUCE_GRADIENTS sums over devices; backward stages {list(group)} of"
+                " different routes share one"
+            )
+    return [tuple(group) for _, group in sorted(found.items(), key=lambda item: item[0].start)]

@@ -1,0 +1,197 @@
+"""One optimizer step, and the preview of a block: what optimizerd and workers with UPDATE share.
+
+How passes read and write memory is in ``native/passes.h``.
+
+What decides the bits of an optimizer step beside its commit record, its gradients and the state.
+
+Records hold what differs from step to step. The keys here are the same for all steps of a process,
+so memory that may hold a committed step still to be settled is adopted only with the same values
+(:class:`penstock.shm.memory.MemorySpec`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock import _native
+from penstock.protocol.config.schema import Config, OptimizerConfig, OptimizerName
+from penstock.shm.control import CommitRecord
+from penstock.shm.layout import WEIGHT_SLOTS
+from penstock.shm.memory import Array, NodeMemory
+from penstock.shm.table import DType
+
+WEIGHTS_DTYPES = {
+    DType.FP32: _native.WeightsDtype.FLOAT32,
+    DType.BF16: _native.WeightsDtype.BFLOAT16,
+    DType.FP16: _native.WeightsDtype.FLOAT16,
+}
+"""What native passes write weights as."""
+
+
+_OPTIMIZERS = {
+    OptimizerName.ADAMW: _native.Optimizer.ADAMW,
+    OptimizerName.ADAM: _native.Optimizer.ADAM,
+    OptimizerName.SGD: _native.Optimizer.SGD,
+    OptimizerName.LION: _native.Optimizer.LION,
+    OptimizerName.ADAGRAD: _native.Optimizer.ADAGRAD,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """One optimizer step: everything but the gradients and the model state that decides its bits.
+
+    The step leads to ``version``: its gradients are in copy ``version % 2``, its weights belong
+    into slot ``version % 2``. ``coefficient`` multiplies the summed gradients (clipping times
+    inverse loss scale), ``bias_step`` counts from 1.
+    """
+
+    version: int
+    coefficient: float
+    learning_rate: float
+    bias_step: int
+
+    @classmethod
+    def of(cls, record: CommitRecord) -> OptimizerStep:
+        """The step that a commit record promises."""
+        return cls(
+            version=record.version,
+            coefficient=record.coefficient * record.inverse_loss_scale,
+            learning_rate=record.learning_rate,
+            bias_step=record.bias_step,
+        )
+
+    @classmethod
+    def speculative(cls, *, version: int, loss_scale: float, learning_rate: float) -> OptimizerStep:
+        """The step as it will be committed if the gradients need no clipping.
+
+        Written so that it is equal, bit for bit, to :meth:`of` the record of such a commit.
+        """
+        return cls(
+            version=version,
+            coefficient=1.0 * (1.0 / loss_scale),
+            learning_rate=learning_rate,
+            bias_step=version,
+        )
+
+    def hyper(self, config: OptimizerConfig) -> _native.Hyper:
+        """The step's scalars, with those that all steps of a run have in common."""
+        beta1, beta2 = config.betas
+        if config.name is OptimizerName.SGD:
+            beta1 = config.momentum
+        return _native.Hyper(
+            lr=self.learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            eps=config.eps,
+            step=self.bias_step,
+            coefficient=self.coefficient,
+            optimizer=_OPTIMIZERS[config.name],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassStatus:
+    """What a pass over new gradients learned: ``sum_squares`` of their sum, before any factor."""
+
+    finite: bool
+    sum_squares: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockArrays:
+    """Views of what the passes over one block read and write, flat: ``master`` (its lower halves
+    if ``split``), the optimizer's ``arrays``, ``weights`` by slot (16-bit types as their bits),
+    ``grads`` by copy, contributions in order. ``ranges`` are (start, end, weight decay).
+    """
+
+    master: Array
+    split: bool
+    arrays: list[Array]
+    weights: tuple[Array, ...]
+    weights_dtype: _native.WeightsDtype
+    grads: tuple[list[Array], ...]
+    ranges: list[tuple[int, int, float]]
+
+    @classmethod
+    def of(
+        cls,
+        memory: NodeMemory,
+        block: int,
+        weight_decay: float,
+        grads: Callable[[int, int, int], Array] | None = None,
+    ) -> BlockArrays:
+        """Those of a block of ``memory``. ``grads``: where (block, copy, contribution) is, if not
+        all contributions are in this memory.
+        """
+        spec, split = memory.spec.table.blocks[block], memory.split_master
+        grads = grads or memory.grads
+        contributions = range(memory.spec.layout.contributions[block])
+        return cls(
+            master=memory.halves(block, 0).low if split else memory.state(block, "master"),
+            split=split,
+            arrays=[memory.state(block, name) for name in memory.spec.table.state_arrays],
+            weights=tuple(_bits(memory.weights(block, slot)) for slot in range(WEIGHT_SLOTS)),
+            weights_dtype=WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
+            grads=tuple(
+                [grads(block, copy, k) for k in contributions]
+                for copy in range(memory.spec.layout.gradient_copies[block])
+            ),
+            ranges=[(r.start, r.end, weight_decay if r.decay else 0.0) for r in spec.decay_ranges],
+        )
+
+    def state(self, version: int) -> dict[str, Any]:
+        """Arguments that every native pass over the block's state, which is at ``version``, has."""
+        high = self.weights[version % WEIGHT_SLOTS]
+        return {
+            "master": (high, self.master) if self.split else self.master,
+            "arrays": self.arrays,
+        }
+
+    def gradients(self, version: int) -> list[Array]:
+        """The contributions that lead to ``version``."""
+        return self.grads[version % len(self.grads)]
+
+    def preview(
+        self, pool: _native.Pool, step: OptimizerStep, config: OptimizerConfig
+    ) -> PassStatus:
+        """Write the weights that ``step`` leads to; master and state, which are at the version
+        before it, stay.
+
+        Raises:
+            ValueError, RuntimeError: arrays or hyper-parameters are not what the pass needs.
+                Nothing was written.
+        """
+        status = _native.preview(
+            pool,
+            **self.state(step.version - 1),
+            grads=self.gradients(step.version),
+            weights=self.weights[step.version % WEIGHT_SLOTS],
+            weights_dtype=self.weights_dtype,
+            hyper=step.hyper(config),
+            ranges=self.ranges,
+        )
+        return PassStatus(finite=status.finite, sum_squares=status.sum_squares)
+
+
+def _bits(array: Array) -> Array:
+    return array if array.dtype == np.float32 else array.view(np.uint16)
+
+
+STEP_TERMS = (
+    "optimizer.betas",
+    "optimizer.momentum",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+)
+
+
+def step_terms(config: Config) -> str:
+    """The values of :data:`STEP_TERMS` as text; equal texts lead to equal bits."""
+    values = config.optimizer.model_dump(mode="json")
+    return json.dumps({key: values[key.partition(".")[2]] for key in STEP_TERMS})

@@ -1,0 +1,172 @@
+"""What processes say for people: log files and streams that never end a run.
+
+On a full disk a line of a log is dropped, counted (``penstock_log_dropped_total``), and mentioned
+in the log as soon as it can be written again. Standard output and error are often files on the same
+disk: what cannot be written there is dropped, too.
+
+Log lines about what strangers do: they may go on for long, the log should not.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from penstock.protocol.errors import StateError
+from penstock.protocol.run.files import append_whole, cannot_write, is_no_room, make_directory
+
+_LINE_BYTES = 4096
+"""Room that a first line takes: a block of the disk."""
+
+
+class LogFile(logging.Handler):
+    """Appends records to a file, which is opened with the first of them; see the module."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.dropped = 0
+        """Records that were not written, in all."""
+        self._path = path
+        self._descriptor: int | None = None
+        self._unmentioned = 0
+        self._reason = ""
+        try:
+            self._open()
+        except OSError as error:
+            if not is_no_room(error):
+                raise cannot_write(path, error, _LINE_BYTES) from error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line; before it, how many could not be."""
+        lines = self.format(record) + "\n"
+        if self._unmentioned:
+            lines = self.format(self._mention()) + "\n" + lines
+        try:
+            append_whole(self._open(), lines.encode(errors="backslashreplace"))
+        except OSError as error:
+            self.dropped += 1
+            self._unmentioned += 1
+            self._reason = error.strerror or repr(error)
+        else:
+            self._unmentioned = 0
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        super().close()
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o644)
+        return self._descriptor
+
+    def _mention(self) -> logging.LogRecord:
+        return logging.makeLogRecord(
+            {
+                "name": __name__,
+                "levelno": logging.WARNING,
+                "levelname": "WARNING",
+                "msg": "%d lines of this log were dropped (%s)",
+                "args": (self._unmentioned, self._reason),
+                "created": time.time(),
+                "dropped": self._unmentioned,
+            }
+        )
+
+
+def open_log(path: Path) -> LogFile:
+    """The log file at ``path``; its folder is made. A full disk is no error.
+
+    Raises:
+        StateError: a file is where the folder is due, or a directory where the log is.
+        ConfigError: they cannot be written for another reason.
+    """
+    if path.is_dir():
+        raise StateError(f"{path}: a directory is where a log is due; move it away")
+    make_directory(path.parent)
+    return LogFile(path)
+
+
+class DroppedLines(Collector):
+    """Counts what the log files of this process dropped."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Read at every scrape."""
+        handlers = logging.getLogger().handlers
+        dropped = sum(handler.dropped for handler in handlers if isinstance(handler, LogFile))
+        yield CounterMetricFamily(
+            "penstock_log_dropped",
+            "Log lines that could not be written, mostly for a full disk",
+            value=dropped,
+        )
+
+
+class _Forgiving(io.FileIO):
+    """A descriptor to which every write succeeds; what the system does not take is dropped."""
+
+    def write(self, content: Any) -> int:
+        """The number of bytes that the caller need not care for any more: all, after an error."""
+        try:
+            written = super().write(content)
+        except OSError:
+            written = None
+        return memoryview(content).nbytes if written is None else written
+
+
+def forgive_streams() -> None:
+    """From now on, what cannot be written to standard output or error is dropped.
+
+    For processes whose end would end a run: their streams may be files on a full disk, or a pipe
+    that nobody reads any more. Terminals stay as they are.
+    """
+    sys.stdout = _forgiving(sys.stdout)
+    sys.stderr = _forgiving(sys.stderr)
+
+
+def _forgiving(stream: TextIO) -> TextIO:
+    if type(stream) is not io.TextIOWrapper or stream.isatty():
+        return stream  # or somebody has put a stream of his own there, or there is none
+    with suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Forgiving(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+
+
+COMPLAINT_INTERVAL_S = 1.0
+
+
+class Complaints:
+    """Warnings, at most one a second; any thread may complain."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._said_s, self._unsaid = float("-inf"), 0
+
+    def say(self, text: str) -> None:
+        """Log a warning, or count it for the next one."""
+        with self._lock:
+            now_s, unsaid = time.monotonic(), self._unsaid
+            if now_s - self._said_s < COMPLAINT_INTERVAL_S:
+                self._unsaid += 1
+                return
+            self._said_s, self._unsaid = now_s, 0
+        self._log.warning("%s%s", text, f" ({unsaid} more such before)" if unsaid else "")

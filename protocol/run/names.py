@@ -1,0 +1,136 @@
+"""Names and addresses that every process derives from the configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.reduction import Reduction
+from penstock.shm.layout import Ownership, Storage
+from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
+
+SCHEDULERD = "schedulerd"
+"""Name of the scheduler's process; it is no member of its own run."""
+
+
+def memoryd_name(node: str) -> str:
+    """Member name of a node's memoryd."""
+    return f"memoryd.{node}"
+
+
+def optimizerd_name(node: str) -> str:
+    """Member name of a node's optimizerd."""
+    return f"optimizerd.{node}"
+
+
+def node_member_name(node: str) -> str:
+    """Member name of a node's supervisor."""
+    return f"node.{node}"
+
+
+def worker_name(device: int) -> str:
+    """Member name of the worker of a device; devices count over all nodes, node-major."""
+    return f"worker.{device}"
+
+
+def node_of_device(config: Config, device: int) -> int:
+    """Index of the node a device is on."""
+    return device // config.cluster.workers
+
+
+def devices_of_node(config: Config, node: int) -> range:
+    """Devices on a node."""
+    return range(node * config.cluster.workers, (node + 1) * config.cluster.workers)
+
+
+def node_index(config: Config, node_name: str) -> int:
+    """Index of a node by name.
+
+    Raises:
+        ConfigError: ``cluster.nodes`` has no such node.
+    """
+    names = [node.name for node in config.cluster.nodes]
+    if node_name not in names:
+        raise ConfigError(f"--node {node_name}: cluster.nodes has {', '.join(names)}")
+    return names.index(node_name)
+
+
+def expected_members(config: Config) -> tuple[str, ...]:
+    """All members an epoch needs."""
+    members = []
+    for index, node in enumerate(config.cluster.nodes):
+        members += [
+            node_member_name(node.name),
+            memoryd_name(node.name),
+            optimizerd_name(node.name),
+        ]
+        members += [worker_name(device) for device in devices_of_node(config, index)]
+    return tuple(members)
+
+
+def place_of_member(config: Config, member: str) -> tuple[str, int | None]:
+    """The node that a process runs on, and the device of a worker."""
+    nodes = config.cluster.nodes
+    kind, _, where = member.partition(".")
+    if member == SCHEDULERD:
+        return nodes[0].name, None
+    if kind == "worker":
+        return nodes[node_of_device(config, int(where))].name, int(where)
+    return where, None
+
+
+def metrics_port(config: Config, member: str) -> int:
+    """Where a process serves its metrics; 0: the system chooses.
+
+    When ``observability.metrics_port`` is set, it is the scheduler's, and members follow in the
+    order of :func:`expected_members`, so that processes of one machine do not collide.
+    """
+    first = config.observability.metrics_port
+    members = (SCHEDULERD, *expected_members(config))
+    return first + members.index(member) if first else 0
+
+
+def ipc_address(run_id: str, node: str, name: str) -> str:
+    """Address of a daemon's local socket, in the abstract namespace: no file is left behind."""
+    return f"ipc://@penstock-{run_id}-{node}-{name}"
+
+
+def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
+    """Who owns each block, and who publishes its gradients: the nodes of the devices that
+    :class:`~penstock.protocol.plan.reduction.Reduction` names.
+
+    Raises:
+        ConfigError: more routes, or uses of a tied block, than a block has ready words for; routes
+            that are to be summed on devices do not fit together.
+    """
+    published = Reduction.of(plan).published_devices
+    _check_contributions(table, len(published))
+    routes = [[node_of_device(config, device) for device in route] for route in published]
+    return Ownership.from_backward_nodes(table, routes[0], routes[1:])
+
+
+def storage(config: Config, plan: Plan) -> Storage:
+    """How the optimizer's options, and what the plan settles early, store model state."""
+    optimizer = config.optimizer
+    split = optimizer.master == "split"
+    single: Iterable[int] = ()
+    if optimizer.rollback == "arithmetic":
+        # Steps in place leave nothing for which gradients would have to stay.
+        single = range(plan.num_blocks)
+    elif split:  # and devices update none of the blocks: protocol.executable
+        single = plan.settled_early
+    return Storage(split_master=split, single_gradients=tuple(single))
+
+
+def _check_contributions(table: BlockTable, num_routes: int) -> None:
+    for block in table.blocks:
+        if num_routes * block.contributions > MAX_CONTRIBUTIONS:
+            raise ConfigError(
+                f"schedule: {num_routes} routes (replicas, directions of a pipeline) for block"
+                f" {block.name!r}, which a route uses {block.contributions} times, are"
+                f" {num_routes * block.contributions} gradient contributions; a block has at most"
+                f" {MAX_CONTRIBUTIONS}: use {MAX_CONTRIBUTIONS // block.contributions} routes or"
+                " fewer (schedule.replicas), or schedule.reduce_gradients: true"
+            )

@@ -1,0 +1,124 @@
+"""What every process does at birth: JSON-line logs, parent-death signal, metrics, exit codes.
+
+Stop signals are in :mod:`penstock.protocol.run.stopping`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.run.files import is_no_room, unforeseen
+from penstock.protocol.run.logs import open_log
+
+_PR_SET_PDEATHSIG = 1
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, process, logger, message, and ``extra`` fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Render one record."""
+        fields: dict[str, Any] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields |= {k: v for k, v in vars(record).items() if k not in _STANDARD_FIELDS}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+def configure_logging(process: str, run_dir: Path, level: str) -> None:
+    """Send all log records to ``RUN_DIR/logs/<process>.jsonl`` (appended).
+
+    Raises:
+        PenstockError: see :func:`penstock.protocol.run.logs.open_log`.
+    """
+    handler = open_log(run_dir / "logs" / f"{process}.jsonl")
+    handler.setFormatter(JsonFormatter(process))
+    root = logging.getLogger()
+    for previous in root.handlers:
+        previous.close()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to SIGKILL this process when its parent dies; exit if that happened already.
+
+    The signal follows the *thread* that started this process: a supervisor starts its children on
+    a thread that outlives them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def run_main(main: Callable[[], int | None], run_dir: Path) -> int:
+    """Run the main function of a process of the run in ``run_dir``; its exit code, 0 for None.
+
+    Errors for the user go to stderr and the log, and become the exit code, and so does a full disk;
+    any other exception is logged and propagates.
+    """
+    try:
+        return int(main() or 0)
+    except PenstockError as error:
+        return _stop(error)
+    except OSError as error:
+        logging.getLogger("penstock").exception("stopping")
+        if not is_no_room(error):
+            raise
+        return _stop(unforeseen(error, run_dir))
+    except Exception:
+        logging.getLogger("penstock").exception("stopping")
+        raise
+
+
+def _stop(error: PenstockError) -> int:
+    logging.getLogger("penstock").error("stopping: %s", error)
+    sys.stderr.write(f"penstock: {error}\n")
+    return int(error.exit_code)
+
+
+def tool_main(work: Callable[[], None], place: Path, parent_pid: int | None) -> int:
+    """Main function of a process that a command starts and waits for: ``work``, about the files in
+    ``place``. It dies with its parent. Returns the exit code; the last line on stderr says why it
+    is not 0.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    try:
+        work()
+    except PenstockError as error:
+        complaint = error
+    except OSError as error:
+        complaint = unforeseen(error, place)
+    else:
+        return ExitCode.DONE
+    sys.stderr.write(f"penstock: {complaint}\n")
+    return int(complaint.exit_code)
+
+
+def monotonic_s() -> float:
+    """The clock that deadlines use."""
+    return time.monotonic()

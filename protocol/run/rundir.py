@@ -1,0 +1,192 @@
+"""The run directory: what processes of a run find there before they talk to each other."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.config.schema import Config, load_config
+from penstock.protocol.errors import ConfigError, ProtocolError, StateError, reason
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.step import step_terms
+from penstock.protocol.run.files import holds_text, make_directory, parse_json, write_atomically
+from penstock.protocol.run.names import ownership, storage
+from penstock.protocol.run.seal import SEAL, read_sealed, seal_text
+from penstock.shm.layout import NodeLayout
+from penstock.shm.memory import MemorySpec
+from penstock.shm.table import BlockTable
+
+FORMAT = 1
+SHARED = "all nodes of a run use one run directory, on a file system that they share"
+"""For errors about files that may be on another machine."""
+
+MAX_OPTIMIZER_THREADS = 64
+"""The undo area has room for this many threads, whatever the configuration says."""
+
+_FILES = (
+    *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
+    *("endpoint.json", SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
+)
+_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated")
+
+
+def run_of(config: Path) -> Path | None:
+    """The run directory that a configuration file is the ``resolved.yaml`` of, wherever it was
+    moved to since; ``run.dir`` in the file says where it was, or what the user wrote.
+    """
+    folder = config.absolute().parent
+    return folder if config.name == "resolved.yaml" and (folder / "run.json").exists() else None
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A prepared run directory. Attributes are read once, when first asked for."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """Make the directory and give the run its identity; an existing one keeps its own."""
+        make_directory(path)
+        identity = path / "run.json"
+        if not identity.exists():
+            fields = {
+                "run_id": secrets.token_hex(6),
+                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "format": FORMAT,
+            }
+            write_atomically(identity, json.dumps(fields))
+        return cls(path)
+
+    def check_shape(self) -> None:
+        """Refuse what is a directory and should be a file, and the other way round.
+
+        Raises:
+            StateError: names it.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise StateError(f"{self.path}: is a file; a run needs a directory")
+        for name in _FILES:
+            path = self.path / name
+            if path.exists() and not path.is_file():
+                raise StateError(f"{path}: is no file, and one is due there; move it away")
+        for name in _DIRECTORIES:
+            path = self.path / name
+            if path.exists() and not path.is_dir():
+                raise StateError(f"{path}: is a file, and a directory is due there; move it away")
+
+    @cached_property
+    def run_id(self) -> str:
+        """12 hexadecimal digits.
+
+        Raises:
+            StateError: ``run.json`` is damaged or of another format.
+        """
+        path = self.path / "run.json"
+        try:
+            fields = parse_json(self._text("run.json"))
+            found, run_id = fields["format"], str(fields["run_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{path}: is damaged: {error!r}") from error
+        if found != FORMAT:
+            raise StateError(f"{path}: format {found!r}, this Penstock reads {FORMAT}")
+        if re.fullmatch(r"[0-9a-f]{12}", run_id) is None:
+            raise StateError(f"{path}: run id {run_id[:40]!r} is not 12 hexadecimal digits")
+        return run_id
+
+    @cached_property
+    def config(self) -> Config:
+        """The resolved configuration.
+
+        Raises:
+            ConfigError: there is none, or it is impossible.
+            StateError: it was edited after the start of the run.
+        """
+        self._text("resolved.yaml")
+        return load_config(self.path / "resolved.yaml")
+
+    @cached_property
+    def table(self) -> BlockTable:
+        """The block table.
+
+        Raises:
+            StateError: ``table.json`` is damaged.
+        """
+        try:
+            return BlockTable.from_json(self._text("table.json"))
+        except ValueError as error:
+            raise StateError(f"{self.path / 'table.json'}: {error}") from error
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan in force.
+
+        Raises:
+            StateError: ``plan.json`` is damaged.
+        """
+        text = self._text("plan.json")
+        try:
+            return Plan.from_json(text)
+        except (ProtocolError, ConfigError) as error:
+            raise StateError(f"{self.path / 'plan.json'}: {error}") from error
+
+    @property
+    def state_dir(self) -> Path:
+        """Where saved states live."""
+        return self.path / "state"
+
+    def memory_spec(self, node: int) -> MemorySpec:
+        """Names and layout of a node's shared memory.
+
+        Raises:
+            StateError: plan, table and configuration do not belong together.
+        """
+        # Imported here: the client reads run directories on machines without the native module.
+        from penstock._native import undo_bytes
+
+        sizes = (self.plan.num_blocks, self.plan.num_devices)
+        expected = (len(self.table.blocks), self.config.num_workers)
+        if sizes != expected:
+            raise StateError(
+                f"{self.path / 'plan.json'}: is for {sizes[0]} blocks on {sizes[1]} devices,"
+                f" the run has {expected[0]} on {expected[1]}"
+            )
+        owners = ownership(self.config, self.table, self.plan)
+        return MemorySpec(
+            run_id=self.run_id,
+            node_name=self.config.cluster.nodes[node].name,
+            table=self.table,
+            layout=NodeLayout.compute(self.table, owners, node, storage(self.config, self.plan)),
+            undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
+            step_terms=step_terms(self.config),
+        )
+
+    def seal(self, fixed: Mapping[str, Any]) -> None:
+        """Keep the checksums of the files that decide the run's bytes, as they are now."""
+        text = seal_text(self.path, fixed)
+        if not holds_text(self.path / SEAL, text):
+            write_atomically(self.path / SEAL, text)
+
+    def unseal(self) -> None:
+        """Forget the checksums: files are about to change. A start that is cut short leaves none,
+        and what is there then is taken as it is.
+        """
+        (self.path / SEAL).unlink(missing_ok=True)
+
+    def _text(self, name: str) -> str:
+        try:
+            return read_sealed(self.path, name).decode()
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{self.path / name} does not exist: start the run with penstock train or"
+                f" penstock node; {SHARED}"
+            ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise StateError(f"{self.path / name}: cannot read it: {reason(error)}") from error

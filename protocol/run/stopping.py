@@ -1,0 +1,261 @@
+"""Requests to stop: whose signals count, what a second one means, and how long a stop may take.
+
+Schedulers of jobs, service managers and ``timeout`` signal all processes of a run at once, and some
+of them twice. So a process that was started by another one of the run obeys SIGTERM and SIGINT of
+that one only: it blocks both, learns the sender of each from the kernel, and logs what it leaves to
+its parent. What came before it listened it obeys, whoever sent it. SIGKILL ends any process, as
+ever. A process that nobody of the run started obeys whoever signals it.
+
+Processes that a signal has stopped (SIGSTOP), as their parents see them: for how long. Pure.
+
+The kernel's word is taken, not heartbeats: a loaded machine delays those, and kills nobody by this.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_ROUND_S = 5.0
+"""SIGTERMs that come sooner after the first request belong to it."""
+SAME_KEY_S = 0.05
+"""SIGINTs that come sooner after the first are its copies: nobody types that fast."""
+KILL_WAIT_S = 30.0
+"""Slurm's default ``KillWait``: from SIGTERM at the end of a job's time to SIGKILL."""
+JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
+
+_log = logging.getLogger(__name__)
+
+
+class Demand(Enum):
+    """What a signal asks for. ``NOW``: somebody insists, and does not want to wait for a save."""
+
+    STOP = "stop"
+    NOW = "now"
+
+
+class Insistence:
+    """Tells who insists from who only says the same thing to everybody.
+
+    The first signal asks for a stop. A second SIGINT insists, and so does any signal that comes
+    :data:`SAME_ROUND_S` after the first or later.
+    """
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+        self._typed_s: float | None = None
+
+    def heard(self, number: int, now_s: float) -> Demand | None:
+        """What a signal at ``now_s`` (any monotonic clock) asks for; None: nothing new."""
+        typed_s = self._typed_s
+        if number == signal.SIGINT and typed_s is None:
+            self._typed_s = now_s
+        if self._first_s is None:
+            self._first_s = now_s
+            return Demand.STOP
+        again = number == signal.SIGINT and typed_s is not None and now_s - typed_s >= SAME_KEY_S
+        return Demand.NOW if again or now_s - self._first_s >= SAME_ROUND_S else None
+
+
+def block_stop_signals() -> None:
+    """Keep stop signals waiting until somebody asks for them. For a process of a run, before any of
+    its threads starts: threads (and children) inherit what is blocked.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Processes that are started inside the block are born with stop signals blocked, so that none
+    can hit them before they are ready to listen.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class StopRequests:
+    """Hears SIGTERM and SIGINT for a process of the run.
+
+    ``on_demand`` is called with every :class:`Demand`: in a signal handler on the main thread, or,
+    with ``parent_pid``, on a thread of its own. It must neither block nor take locks.
+    """
+
+    def __init__(self, on_demand: Callable[[Demand], None], parent_pid: int | None) -> None:
+        self._on_demand = on_demand
+        self._parent_pid = parent_pid
+        self._insistence = Insistence()
+
+    def install(self) -> None:
+        """Listen from now on, to the end of the process (main thread only)."""
+        if self._parent_pid is None:
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._handle)
+            return
+        block_stop_signals()
+        # Of several signals of one kind that wait the kernel keeps the first: the parent's may be
+        # behind a stranger's, and is not repeated.
+        early = signal.sigpending() & set(STOP_SIGNALS)
+        threading.Thread(
+            target=self._listen, args=(early,), name="stop-requests", daemon=True
+        ).start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._hear(number)
+
+    def _listen(self, early: set[signal.Signals]) -> None:
+        while True:
+            info = signal.sigwaitinfo(STOP_SIGNALS)
+            if info.si_pid == self._parent_pid or info.si_signo in early:
+                early.discard(signal.Signals(info.si_signo))
+                self._hear(info.si_signo)
+                continue
+            _log.info(
+                "%s of process %d is left to process %d, which started this one and stops it;"
+                " SIGKILL would end this one alone",
+                signal.Signals(info.si_signo).name,
+                info.si_pid,
+                self._parent_pid,
+            )
+
+    def _hear(self, number: int) -> None:
+        demand = self._insistence.heard(number, time.monotonic())
+        if demand is not None:
+            self._on_demand(demand)
+
+
+class StopSignal:
+    """Set when the process is asked to stop; ``wait`` returns whether it is set.
+
+    Not built on :class:`threading.Event`: its lock is not reentrant, so a handler that interrupts
+    ``wait`` at the wrong moment would deadlock. A SimpleQueue may be filled from a handler.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def install(self, parent_pid: int | None) -> StopSignal:
+        """Obey stop signals from now on, ``parent_pid``'s only if that is given (main thread
+        only).
+        """
+        StopRequests(lambda demand: self.set(), parent_pid).install()
+        return self
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the process was asked to stop."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Ask the process to stop."""
+        self._is_set = True
+        self._wakeups.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until set or ``timeout_s`` passed."""
+        if not self._is_set:
+            try:
+                self._wakeups.get(timeout=timeout_s)
+            except queue.Empty:
+                return self._is_set
+            self._wakeups.put(None)  # for others who wait
+        return self._is_set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grace:
+    """What is known of the moment at which a stopped run will be killed from outside.
+
+    ``seconds``: how long after the request (``--grace-seconds``). ``job_end_s``: when the job's
+    time is over, in seconds since the epoch (``SLURM_JOB_END_TIME``). Either may be unknown.
+    """
+
+    seconds: float | None = None
+    job_end_s: float | None = None
+
+    @classmethod
+    def of(cls, seconds: float | None, environment: Mapping[str, str]) -> Grace:
+        """With what the environment says about the job."""
+        text = environment.get(JOB_END_VARIABLE, "").strip()
+        if text and not text.isdecimal():
+            _log.warning("%s=%s is not a time: ignored", JOB_END_VARIABLE, text[:40])
+        return cls(seconds=seconds, job_end_s=float(text) if text.isdecimal() else None)
+
+    def left_s(self, wall_s: float) -> float | None:
+        """Seconds that a stop asked for at ``wall_s`` (since the epoch) may take; None: any.
+
+        After the end of a job's time ``KillWait`` runs.
+        """
+        known = [] if self.seconds is None else [self.seconds]
+        if self.job_end_s is not None and self.job_end_s > wall_s:
+            known.append(self.job_end_s - wall_s)
+        elif self.job_end_s is not None and self.seconds is None:
+            known.append(max(0.0, self.job_end_s + KILL_WAIT_S - wall_s))
+        return min(known, default=None)
+
+
+def reserve_s(within_s: float) -> float:
+    """The part of a stop's time that is kept for what follows the save: telling everyone, and
+    ending. Who is nearer to the outside waits a little longer (:class:`Patience`).
+    """
+    return min(5.0, within_s / 4)
+
+
+class Patience(Enum):
+    """Shares of the reserve that are left when a process gives up waiting."""
+
+    SCHEDULER = 1.0
+    NODE = 0.5
+    TRAIN = 0.25
+
+    def give_up_s(self, asked_s: float, within_s: float) -> float:
+        """When to stop waiting for a stop asked for at ``asked_s``, on that clock."""
+        return asked_s + within_s - self.value * reserve_s(within_s)
+
+
+SHORTEST_JUMP_S = 4.0
+"""Who sees nothing for so long was stopped itself, or its machine was."""
+
+
+class Stillness:
+    """Since when processes stand still. ``silence_s``: how long one may.
+
+    ``jump_s``: for how long nobody had looked at the last look, if that was so long that the looker
+    must have been stopped itself; else 0.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self.jump_s = 0.0
+        self._silence_s = silence_s
+        self._looked_s: float | None = None
+        self._since_s: dict[str, float] = {}
+
+    def look(self, stopped: frozenset[str], now_s: float) -> dict[str, float]:
+        """Who of those that are stopped now has been for too long, and for how long (seconds); told
+        once, then time starts anew, as it does for all after a jump.
+        """
+        gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        self.jump_s = gap_s if gap_s > max(self._silence_s / 2, SHORTEST_JUMP_S) else 0.0
+        known = {} if self.jump_s else self._since_s
+        self._since_s = {name: known.get(name, now_s) for name in sorted(stopped)}
+        late = {
+            name: now_s - since_s
+            for name, since_s in self._since_s.items()
+            if now_s - since_s > self._silence_s
+        }
+        for name in late:
+            del self._since_s[name]
+        return late

@@ -1,0 +1,343 @@
+"""Traces: what the processes of a run did when, as files that outlive them.
+
+Each process appends to ``RUN_DIR/trace/<member>.jsonl`` (:class:`TraceLog`). A line is an array.
+The first of every life of a process says whose clock follows, all others are events::
+
+    ["trace", 1, member, pid, boot id, monotonic seconds, seconds since 1970]
+    [lane, text, phase, attempt, start, end, waited]
+
+``text`` is the instruction (``F 3 0 keep=all``), or what :class:`TraceLane` says. Times are seconds
+of CLOCK_MONOTONIC, which all processes of a machine share, and which nobody sets. ``waited``, the
+seconds at the start that were spent waiting for input, is left out where it is 0.
+
+Between machines there is no common clock: :func:`read_traces` moves those of other boot ids by the
+difference of their first lines' times since 1970, so they are as wrong as the machines' clocks
+(milliseconds with NTP). On one machine nothing is moved.
+
+Events are kept in memory and appended with one ``write`` when an attempt is over, so a killed
+process leaves whole lines but possibly the last, which readers skip; what it had not written yet is
+lost. A file that has grown to :data:`MAX_FILE_BYTES` becomes ``<member>.old.jsonl``. A file that
+cannot be written ends the trace, not the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.run.files import append_whole, parse_json
+
+FORMAT = 1
+MAX_EVENTS = 32768
+"""Kept in memory at most; one more, and all are written, attempt or not."""
+MAX_FILE_BYTES = 64 << 20
+"""Of a process at most twice as much is on disk: the file, and the one before."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class TraceLane(StrEnum):
+    """What was busy."""
+
+    COMPUTE = "compute"
+    """The interpreter, with an instruction that computes, or with a load that it does itself."""
+    ISSUE = "issue"
+    """The interpreter, with any other instruction; what that started may take longer."""
+    FETCH = "fetch"
+    """A copy of weights to the device, beside the interpreter: ``FW 3 phase=forward``."""
+    OFFLOAD = "offload"
+    """Nothing: the moment at which gradients were published, ``block contribution``."""
+    COPY = "copy"
+    """A copy that an instruction started beside the interpreter, from a device that knows when it
+    ran: ``OG 3``, ``SO 3 0 fraction=0.5``.
+    """
+    UPDATE = "update"
+    """The preview of a block on the device, beside the interpreter: ``U 3``."""
+    ARRIVAL = "arrival"
+    """Nothing: the moment at which a peer's tensor arrived, ``activation 3 0``."""
+    MEMORY = "memory"
+    """Nothing: the moment at which the device held most in an attempt, ``bytes instruction``; the
+    end of the attempt, without instruction, where single instructions are not measured.
+    """
+    PULL = "pull"
+    """Nothing: the moment at which another node's gradients had arrived, ``block contribution``."""
+    OPTIMIZER = "optimizer"
+    """A node's optimizer threads with a pass over a block: ``advance 7``."""
+    SCHEDULER = "scheduler"
+    """The scheduler: ``attempt`` from its announcement to the decision (or ``broken``),
+    ``amending`` while optimizers clip, then ``commit``, ``amend`` or ``skip`` until that is
+    journaled and announced; ``evaluation``, ``save``, ``restore``.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceEvent:
+    """One thing that happened; see the module for fields. Moments start and end at once."""
+
+    lane: TraceLane
+    text: str
+    attempt: int
+    start_s: float
+    end_s: float
+    phase: str = "train"
+    waited_s: float = 0.0
+
+    def to_line(self) -> str:
+        """A line of the file. Written by hand: this is most of what tracing costs."""
+        waited = f",{self.waited_s:.6f}" if self.waited_s else ""
+        return (
+            f'["{self.lane}",{json.dumps(self.text)},"{self.phase}",{self.attempt},'
+            f"{self.start_s:.6f},{self.end_s:.6f}{waited}]\n"
+        )
+
+    @classmethod
+    def from_list(cls, line: list[Any]) -> TraceEvent:
+        """The inverse of :meth:`to_line`, of what JSON makes of it.
+
+        Raises:
+            ValueError, TypeError: it is no event.
+        """
+        lane, text, phase, attempt, start_s, end_s, *rest = line
+        return cls(
+            lane=TraceLane(lane),
+            text=str(text),
+            phase=str(phase),
+            attempt=int(attempt),
+            start_s=float(start_s),
+            end_s=float(end_s),
+            waited_s=float(rest[0]) if rest else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOrigin:
+    """Whose events follow, and both clocks at one moment."""
+
+    member: str
+    pid: int
+    boot_id: str
+    monotonic_s: float
+    realtime_s: float
+
+    @classmethod
+    def here(cls, member: str) -> TraceOrigin:
+        """This process, now."""
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return cls(
+            member=member,
+            pid=os.getpid(),
+            boot_id=boot_id,
+            monotonic_s=now_s(),
+            realtime_s=time.time(),
+        )
+
+    @property
+    def offset_s(self) -> float:
+        """Seconds since 1970 minus the machine's monotonic clock."""
+        return self.realtime_s - self.monotonic_s
+
+    def to_line(self) -> str:
+        """The first line."""
+        times = round(self.monotonic_s, 6), round(self.realtime_s, 6)
+        line = ["trace", FORMAT, self.member, self.pid, self.boot_id, *times]
+        return json.dumps(line, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_list(cls, line: list[Any]) -> TraceOrigin:
+        """The inverse of :meth:`to_line`.
+
+        Raises:
+            ValueError, TypeError: it is none, or of another format.
+        """
+        _, version, member, pid, boot_id, monotonic_s, realtime_s = line
+        if version != FORMAT:
+            raise ValueError(f"format {version}, this Penstock reads {FORMAT}")
+        return cls(
+            member=str(member),
+            pid=int(pid),
+            boot_id=str(boot_id),
+            monotonic_s=float(monotonic_s),
+            realtime_s=float(realtime_s),
+        )
+
+
+def now_s() -> float:
+    """The clock of traces; on Linux ``time.perf_counter`` reads the same one."""
+    return time.monotonic()
+
+
+class TraceLog:
+    """The trace of this process. Any thread may add to it."""
+
+    def __init__(self, path: Path | None, member: str) -> None:
+        """Append to ``path``; without one nothing is kept."""
+        self._path = path
+        self._member = member
+        self._events: deque[TraceEvent] = deque()
+        self._lock = threading.Lock()
+        self._begun = False
+
+    @classmethod
+    def of_run(cls, run_dir: Path, member: str, enabled: bool) -> TraceLog:
+        """The log of a member of a run; it keeps nothing unless ``enabled``."""
+        return cls(run_dir / "trace" / f"{member}.jsonl" if enabled else None, member)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is kept."""
+        return self._path is not None
+
+    def add(self, event: TraceEvent) -> None:
+        """Keep an event until the next :meth:`flush`."""
+        if self._path is None:
+            return
+        self._events.append(event)
+        if len(self._events) > MAX_EVENTS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append all events to the file."""
+        if self._path is None or not self._events:
+            return
+        with self._lock:
+            # popleft, not iteration: other threads may be adding.
+            events = [self._events.popleft() for _ in range(len(self._events))]
+            try:
+                self._append(self._path, [event.to_line() for event in events])
+            except OSError as error:
+                _log.warning("%s: cannot write it, no trace from here on: %s", self._path, error)
+                self._path = None
+                self._events.clear()
+
+    def _append(self, path: Path, lines: list[str]) -> None:
+        if not self._begun:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif path.stat().st_size > MAX_FILE_BYTES:
+            path.replace(path.with_suffix(".old.jsonl"))
+            self._begun = False
+        start = ""
+        if not self._begun:
+            # The process before this one may have been killed within its last line.
+            start = "\n" if path.exists() and path.stat().st_size else ""
+            lines = [TraceOrigin.here(self._member).to_line(), *lines]
+            self._begun = True
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            append_whole(descriptor, (start + "".join(lines)).encode())
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberTrace:
+    """Events of one life of a process, on the common clock, in the order of the file."""
+
+    member: str
+    pid: int
+    events: tuple[TraceEvent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTrace:
+    """All traces of a run. ``skipped_lines`` were cut short or damaged; ``machines`` wrote it."""
+
+    members: tuple[MemberTrace, ...]
+    skipped_lines: int
+    machines: int
+
+    def slowed(self, factor: float) -> RunTrace:
+        """All times as many times as long: the clock of an emulated cluster runs faster."""
+        members = (
+            replace(member, events=tuple(_stretched(member.events, factor)))
+            for member in self.members
+        )
+        return replace(self, members=tuple(members))
+
+
+def read_traces(run_dir: Path) -> RunTrace:
+    """Read and merge all traces of a run.
+
+    Raises:
+        ConfigError: it is no run directory, or has no trace; says how to get one.
+    """
+    if not (run_dir / "run.json").exists():
+        raise ConfigError(f"{run_dir}: no run directory (it has no run.json)")
+    files = sorted((run_dir / "trace").glob("*.jsonl"), key=lambda p: (".old." not in p.name, p))
+    lives: list[tuple[TraceOrigin, list[TraceEvent]]] = []
+    skipped = 0
+    for path in files:
+        found, damaged = _read(path)
+        lives += found
+        skipped += damaged
+    if not lives:
+        raise ConfigError(
+            f"{run_dir}: this run has no trace; turn it on with --set observability.trace=true (on"
+            " a new run or a resume)"
+        )
+    return RunTrace(
+        members=tuple(_on_common_clock(lives)),
+        skipped_lines=skipped,
+        machines=len({origin.boot_id for origin, _ in lives}),
+    )
+
+
+def _read(path: Path) -> tuple[list[tuple[TraceOrigin, list[TraceEvent]]], int]:
+    lives: list[tuple[TraceOrigin, list[TraceEvent]]] = []
+    skipped = 0
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
+    for line in filter(None, text.split("\n")):
+        try:
+            values = parse_json(line)
+            if values[0] == "trace":
+                lives.append((TraceOrigin.from_list(values), []))
+            else:
+                lives[-1][1].append(TraceEvent.from_list(values))
+        except (ValueError, OverflowError, TypeError, KeyError, IndexError):
+            skipped += 1
+    return lives, skipped
+
+
+def _on_common_clock(
+    lives: Iterable[tuple[TraceOrigin, list[TraceEvent]]],
+) -> Iterator[MemberTrace]:
+    """The clock of the first machine; one offset for each machine, so that its order is kept."""
+    offsets: dict[str, float] = {}
+    first: float | None = None
+    for origin, events in lives:
+        offset_s = offsets.setdefault(origin.boot_id, origin.offset_s)
+        first = offset_s if first is None else first
+        shift_s = offset_s - first
+        yield MemberTrace(
+            member=origin.member,
+            pid=origin.pid,
+            events=tuple(events) if shift_s == 0.0 else tuple(_moved(events, shift_s)),
+        )
+
+
+def _stretched(events: Iterable[TraceEvent], factor: float) -> Iterator[TraceEvent]:
+    for event in events:
+        yield replace(
+            event,
+            start_s=event.start_s * factor,
+            end_s=event.end_s * factor,
+            waited_s=event.waited_s * factor,
+        )
+
+
+def _moved(events: Iterable[TraceEvent], shift_s: float) -> Iterator[TraceEvent]:
+    for event in events:
+        yield replace(event, start_s=event.start_s + shift_s, end_s=event.end_s + shift_s)

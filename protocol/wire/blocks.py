@@ -1,0 +1,287 @@
+"""Clients of memoryd: leases on a node's shared memory, and arrays of blocks that other nodes own.
+
+Every wait has a deadline. A client belongs to one thread, as ZeroMQ sockets do. The serving side is
+:mod:`penstock.daemons.memory.server`; the messages are in :mod:`penstock.protocol.wire.frames`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import zmq
+
+from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError, StateError
+from penstock.protocol.run.names import ipc_address
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.frames import (
+    CHUNK_BYTES,
+    MAX_RANGE_BYTES,
+    BlockReply,
+    BlockRequest,
+    LeaseReply,
+    LeaseRequest,
+    decode,
+    encode,
+)
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import NodeMemory
+from penstock.shm.segment import SegmentError
+
+MEMORY_SOCKET = "memory"
+"""Name of memoryd's local socket, see :func:`penstock.protocol.run.names.ipc_address`."""
+
+_POLL_INTERVAL_MS = 20
+_RESEND_AFTER_S = 2.0
+_WINDOW = 4  # ranges asked for at once: 32 MiB keep a local or 10 Gbit/s connection busy
+
+
+class FetchCancelledError(PenstockError):
+    """The caller's ``cancelled`` said so; the buffer holds an unknown mixture."""
+
+
+def attach(
+    run_dir: RunDirectory,
+    node: int,
+    member: str,
+    *,
+    timeout_s: float = 60.0,
+    kinds: Collection[SegmentKind] = tuple(SegmentKind),
+) -> NodeMemory:
+    """Ask the node's memoryd for a lease, then map its memory (the control segment and ``kinds``).
+
+    Waits for a memoryd that is still starting.
+
+    Raises:
+        LostMemberError: no answer within ``timeout_s`` seconds.
+        StateError: the lease is refused, or the segments do not fit this run's plan and model.
+    """
+    spec = run_dir.memory_spec(node)
+    address = ipc_address(spec.run_id, spec.node_name, MEMORY_SOCKET)
+    with zmq.Context() as context:
+        request = LeaseRequest(run_id=spec.run_id, member=member, pid=os.getpid())
+        reply = request_lease(context, address, request, timeout_s=timeout_s)
+    if reply.digest != spec.digest:
+        raise StateError(
+            f"memoryd.{spec.node_name} holds memory made for another model, plan or optimizer than"
+            f" {run_dir.path}: stop the run and start it again"
+        )
+    try:
+        return NodeMemory.attach(spec, kinds)
+    except SegmentError as error:
+        raise StateError(f"memory of node {spec.node_name}: {error}") from error
+
+
+def request_lease(
+    context: zmq.Context[Any],
+    address: str,
+    request: LeaseRequest,
+    *,
+    timeout_s: float,
+) -> LeaseReply:
+    """One lease request.
+
+    Raises:
+        LostMemberError: no answer within ``timeout_s`` seconds.
+        StateError: refused.
+        ProtocolError: the answer is malformed.
+    """
+    socket = _connect(context, address)
+    try:
+        socket.send(encode(request))
+        if not socket.poll(round(timeout_s * 1000)):
+            raise LostMemberError(
+                f"{request.member}: no lease from memoryd at {address} within {timeout_s:g} s;"
+                " is it running?"
+            )
+        reply = decode(socket.recv(), LeaseReply)
+    finally:
+        socket.close(linger=0)
+    if reply.error:
+        raise StateError(f"{request.member}: memoryd at {address} gives no lease: {reply.error}")
+    return reply
+
+
+Pace = Callable[[int, Callable[[], bool]], None]
+"""Called with a number of bytes that arrived and ``cancelled``; returns when they are to count as
+arrived.
+"""
+
+
+class BlockClient:
+    """Copies arrays of blocks from memoryds into the caller's buffers, one connection each."""
+
+    def __init__(self, context: zmq.Context[Any], pace: Pace | None = None) -> None:
+        """``pace`` holds an array back that is here."""
+        self._context = context
+        self._pace = pace
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+
+    def fetch(
+        self,
+        address: str,
+        request: BlockRequest,
+        out: Any,
+        *,
+        timeout_s: float,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Fill ``out`` (a writable contiguous buffer of exactly the array's size) with the array.
+
+        ``offset`` and ``num_bytes`` of ``request`` are set here. Asks again while the memoryd says
+        that the array is not complete yet, and after a silence: requests change nothing.
+
+        Raises:
+            LostMemberError: not complete within ``timeout_s`` seconds; says what was awaited.
+            FetchCancelledError: ``cancelled()`` was true; asked about every 20 ms.
+            ProtocolError: refused, malformed answer, or another size than ``out``.
+        """
+        view = memoryview(out)
+        if not view.nbytes:  # an empty view cannot be cast
+            return
+        view = view.cast("B")
+        fetch = _Fetch(request, view)
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._run(address, fetch, deadline, cancelled)
+        except BaseException:
+            self._drop(address)  # answers to this request may still arrive on the old connection
+            raise
+        if fetch.unfinished:
+            self._drop(address)
+            raise LostMemberError(
+                f"{fetch.describe()} from memoryd at {address}: {fetch.num_received} of"
+                f" {len(view)} bytes after {timeout_s:g} s ({fetch.last_answer})"
+            )
+        if self._pace is not None:
+            self._pace(len(view), cancelled)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for address in list(self._sockets):
+            self._drop(address)
+
+    def _run(
+        self, address: str, fetch: _Fetch, deadline: float, cancelled: Callable[[], bool]
+    ) -> None:
+        last_answer = now = time.monotonic()
+        while fetch.unfinished and now < deadline:
+            if cancelled():
+                raise FetchCancelledError(
+                    f"{fetch.describe()} from memoryd at {address}: cancelled"
+                )
+            socket = self._socket(address)
+            fetch.ask(socket)
+            if socket.poll(_POLL_INTERVAL_MS):
+                fetch.take(socket)
+                last_answer = time.monotonic()
+            elif now - last_answer > _RESEND_AFTER_S:
+                self._drop(address)
+                fetch.forget_asked()
+                last_answer = now
+            now = time.monotonic()
+
+    def _socket(self, address: str) -> zmq.Socket[bytes]:
+        if address not in self._sockets:
+            self._sockets[address] = _connect(self._context, address)
+        return self._sockets[address]
+
+    def _drop(self, address: str) -> None:
+        socket = self._sockets.pop(address, None)
+        if socket is not None:
+            socket.close(linger=0)
+
+
+class _Fetch:
+    """One array on its way: which ranges are to be asked for, asked for, and here."""
+
+    def __init__(self, request: BlockRequest, view: memoryview) -> None:
+        self._request = request
+        self._view = view
+        self._to_ask = deque(range(0, len(view), MAX_RANGE_BYTES))
+        self._asked: set[int] = set()
+        self._window = 1  # until the first range is here: a wait would answer all of them
+        self.num_received = 0
+        self.last_answer = "no answer"
+
+    @property
+    def unfinished(self) -> bool:
+        return self.num_received < len(self._view)
+
+    def describe(self) -> str:
+        r = self._request
+        wanted = {
+            "weights": f"weights of block {r.block} at version {r.version}",
+            "frozen": f"frozen weights of block {r.block}",
+            "grads": f"gradients of block {r.block}, contribution {r.contribution},"
+            f" epoch {r.epoch}, attempt {r.attempt}",
+        }
+        return wanted[r.array]
+
+    def ask(self, socket: zmq.Socket[bytes]) -> None:
+        """Send requests until the window is full."""
+        while self._to_ask and len(self._asked) < self._window:
+            offset = self._to_ask.popleft()
+            self._asked.add(offset)
+            socket.send(
+                encode(
+                    dataclasses.replace(
+                        self._request, offset=offset, num_bytes=self._range_bytes(offset)
+                    )
+                )
+            )
+
+    def forget_asked(self) -> None:
+        """The connection is new: nothing is under way."""
+        self._to_ask.extendleft(sorted(self._asked, reverse=True))
+        self._asked.clear()
+        self._window = 1
+
+    def take(self, socket: zmq.Socket[bytes]) -> None:
+        """Receive one answer, its bytes straight into the buffer."""
+        reply = decode(socket.recv(), BlockReply)
+        self.last_answer = reply.status
+        if reply.status == "error":
+            raise ProtocolError(f"{self.describe()}: memoryd refuses: {reply.error}")
+        if reply.block != self._request.block or reply.offset not in self._asked:
+            raise ProtocolError(
+                f"{self.describe()}: got an answer for block {reply.block},"
+                f" offset {reply.offset}, which was not asked for"
+            )
+        self._asked.remove(reply.offset)
+        if reply.status == "wait":
+            self._to_ask.appendleft(reply.offset)
+            return
+        if reply.array_bytes != len(self._view):
+            raise ProtocolError(
+                f"{self.describe()}: has {reply.array_bytes} bytes there, expected"
+                f" {len(self._view)}; do both nodes run the same plan?"
+            )
+        self._receive_range(socket, reply.offset)
+        self._window = _WINDOW
+
+    def _receive_range(self, socket: zmq.Socket[bytes], offset: int) -> None:
+        end = offset + self._range_bytes(offset)
+        for start in range(offset, end, CHUNK_BYTES):
+            piece = self._view[start : min(start + CHUNK_BYTES, end)]
+            if not socket.get(zmq.RCVMORE) or socket.recv_into(piece) != len(piece):
+                raise ProtocolError(f"{self.describe()}: a frame of the answer is missing or short")
+        if socket.get(zmq.RCVMORE):
+            raise ProtocolError(f"{self.describe()}: the answer has too many frames")
+        self.num_received += end - offset
+
+    def _range_bytes(self, offset: int) -> int:
+        return min(MAX_RANGE_BYTES, len(self._view) - offset)
+
+
+def _connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.RECONNECT_IVL, 20)
+    socket.set(zmq.MAXMSGSIZE, CHUNK_BYTES)
+    socket.connect(address)
+    return socket

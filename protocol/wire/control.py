@@ -1,0 +1,133 @@
+"""The control client: unary calls to a run's scheduler, each with a deadline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from penstock.protocol.errors import (
+    CapacityError,
+    ConfigError,
+    LostMemberError,
+    PenstockError,
+    ProtocolError,
+    StateError,
+    reason,
+)
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.run.files import parse_json
+from penstock.protocol.wire.member import CHANNEL_OPTIONS
+
+SNAPSHOT_TIMEOUT_S = 600.0
+_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_ERRORS: dict[grpc.StatusCode, type[PenstockError]] = {
+    grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
+}
+
+
+class ControlClient:
+    """Typed calls to the scheduler at ``address`` (``host:port``); close it, or use ``with``."""
+
+    def __init__(self, address: str, timeout_s: float = 5.0) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = rpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+
+    @classmethod
+    def for_run(cls, run_dir: Path, timeout_s: float = 5.0) -> ControlClient:
+        """A client for the run in ``run_dir``, by its ``endpoint.json``.
+
+        Raises:
+            ConfigError: no endpoint file: the run was not started here, or has ended.
+            StateError: the file is damaged.
+        """
+        path = run_dir / "endpoint.json"
+        try:
+            address = parse_json(path.read_bytes())["scheduler"]
+            if not isinstance(address, str):
+                raise TypeError(f"scheduler is {address!r}")
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{path} does not exist: no run is active in {run_dir}; start it or give --endpoint"
+            ) from error
+        except OSError as error:
+            raise StateError(f"{path}: cannot read it: {reason(error)}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f'{path}: expected {{"scheduler": "host:port"}}: {error!r}') from error
+        return cls(address, timeout_s)
+
+    def status(self) -> pb.StatusReply:
+        """What the run is doing."""
+        reply: pb.StatusReply = self._invoke("status", self._stub.Status, pb.StatusRequest())
+        return reply
+
+    def pause(self) -> str:
+        """Pause after the attempt under way; what the scheduler says about it."""
+        reply: pb.ControlReply = self._invoke("pause", self._stub.Pause, pb.PauseRequest())
+        return reply.message
+
+    def resume(self) -> str:
+        """Go on after a pause."""
+        reply: pb.ControlReply = self._invoke("resume", self._stub.Resume, pb.ResumeRequest())
+        return reply.message
+
+    def stop(self, within_s: float | None = None) -> str:
+        """Finish the attempt, save, shut down; ``within_s`` seconds, if something kills the run
+        then. Returns when the scheduler has taken note.
+        """
+        request = pb.StopRequest(within_seconds=within_s or 0.0)
+        reply: pb.ControlReply = self._invoke("stop", self._stub.Stop, request)
+        return reply.message
+
+    def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> pb.SnapshotReply:
+        """Save the committed state; returns when it is complete on disk.
+
+        Raises:
+            CapacityError: it could not be written.
+        """
+        reply: pb.SnapshotReply = self._invoke(
+            "snapshot", self._stub.Snapshot, pb.SnapshotRequest(), timeout_s
+        )
+        return reply
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _invoke(
+        self, name: str, method: Any, request: Message, timeout_s: float | None = None
+    ) -> Any:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            return method(request, timeout=limit_s)
+        except grpc.RpcError as error:
+            raise self._translated(name, error, limit_s) from error
+
+    def _translated(self, name: str, error: grpc.RpcError, limit_s: float) -> PenstockError:
+        if not isinstance(error, grpc.Call):
+            return ProtocolError(f"{name}: scheduler at {self.address}: {error!r}")
+        if error.code() in _UNREACHABLE:
+            return LostMemberError(
+                f"{name}: no answer from the scheduler at {self.address} within {limit_s:g} s"
+                f" ({error.details()}); is the run still active?"
+            )
+        kind = _ERRORS.get(error.code(), ProtocolError)
+        return kind(f"{name}: scheduler at {self.address}: {error.details()}")

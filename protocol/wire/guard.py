@@ -1,0 +1,217 @@
+"""Bounds what strangers can make a ZeroMQ socket hold.
+
+``MAXMSGSIZE`` bounds a frame, and a high-water mark whole messages. Frames of a message without a
+last one count for neither: libzmq keeps them for as long as they come, where nobody sees them. So
+this watches the connections themselves: the kernel says what a connection has brought, the owner of
+the socket which connection a message came from. One that has brought too much since its last
+message is cut, the largest of them all when they have brought too much together, and the oldest
+without a message when there are too many connections.
+
+It looks every :data:`LOOK_S`: what comes in between is beyond the bound. libzmq needs up to 40
+bytes of memory for a byte of the wire, when frames are empty. Connections on this machine's
+abstract sockets are none of this: :func:`own_user_only` keeps other users away from those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import socket as sockets
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from penstock.protocol.run.logs import Complaints
+
+LOOK_S = 0.02
+HANDSHAKE_MS = 10_000
+_TCP_INFO_BYTES = 256
+_BYTES_RECEIVED = struct.Struct("<Q")
+_RECEIVED_OFFSET = 128
+"""Of ``tcpi_bytes_received`` in the kernel's ``struct tcp_info`` (linux/tcp.h, since 4.1)."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """``connection_bytes``: brought by a connection since its last message; ``total_bytes``: by all
+    together; ``connections``: at a time.
+    """
+
+    connections: int
+    connection_bytes: int
+    total_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Connection:
+    """A duplicate of the descriptor of a connection. ``base``: bytes that belonged to messages."""
+
+    socket: sockets.socket
+    base: int = 0
+    received: int = 0
+    silent: bool = True
+
+    @property
+    def pending(self) -> int:
+        return self.received - self.base
+
+
+class Guard:
+    """Watches the TCP connections of one bound socket, on a thread of its own."""
+
+    def __init__(
+        self, socket: zmq.Socket[Any], bounds: Bounds, cut: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start to watch. ``cut`` is called, on the guard's thread, for each connection cut."""
+        self.bounds = bounds
+        self._socket = socket
+        self._cut = cut
+        self._complaints = Complaints(_log)
+        self._port = int(socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(events)
+        self._connections: dict[int, _Connection] = {}  # oldest first
+        self._heard: set[int] = set()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+        self._thread.start()
+
+    def heard(self, frame: zmq.Frame) -> None:
+        """A message came with this frame; called by the thread that received it."""
+        self._heard.add(int(frame.get(zmq.SRCFD)))
+
+    def close(self) -> None:
+        """Stop watching, before the socket is closed; its thread may be receiving."""
+        self._closing.set()
+        self._thread.join()
+        # First this: an event that nobody reads any more would hold up the socket's end.
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._take_events()
+                self._look()
+        finally:
+            for connection in self._connections.values():
+                connection.socket.close()
+            self._connections.clear()
+
+    def _take_events(self) -> None:
+        timeout_ms = round(LOOK_S * 1000)
+        while self._monitor.poll(timeout_ms):
+            event: Any = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted(event["value"])
+            else:
+                self._forget(event["value"])
+            timeout_ms = 0
+
+    def _accepted(self, descriptor: int) -> None:
+        self._forget(descriptor)
+        try:
+            duplicate = sockets.socket(fileno=os.dup(descriptor))
+            address = duplicate.getsockname()
+        except OSError:
+            return  # it has gone already
+        if duplicate.family != sockets.AF_INET or address[1] != self._port:
+            duplicate.close()  # gone, and the descriptor is another's
+            return
+        self._connections[descriptor] = _Connection(socket=duplicate)
+        if len(self._connections) > self.bounds.connections:
+            silent = [d for d, c in self._connections.items() if c.silent and d not in self._heard]
+            oldest = silent[0] if silent else descriptor
+            self._end(oldest, f"more than {self.bounds.connections} connections")
+
+    def _look(self) -> None:
+        heard, self._heard = self._heard, set()
+        # A message can be received before the event that its connection was accepted is read here.
+        self._heard.update(heard - self._connections.keys())
+        for descriptor, connection in list(self._connections.items()):
+            try:
+                unread = _unread_bytes(connection.socket)
+                info = connection.socket.getsockopt(
+                    sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_BYTES
+                )
+            except OSError:
+                self._forget(descriptor)
+                continue
+            (received,) = _BYTES_RECEIVED.unpack_from(info, _RECEIVED_OFFSET)
+            connection.received = received - unread
+            if descriptor in heard:
+                connection.base, connection.silent = connection.received, False
+            if connection.pending > self.bounds.connection_bytes:
+                self._end(descriptor, f"{connection.pending} bytes without a whole message")
+        while sum(c.pending for c in self._connections.values()) > self.bounds.total_bytes:
+            largest = max(self._connections, key=lambda d: self._connections[d].pending)
+            self._end(largest, f"over {self.bounds.total_bytes} bytes without whole messages")
+
+    def _end(self, descriptor: int, reason: str) -> None:
+        """Cut a connection; libzmq sees it end and drops what it kept of it."""
+        connection = self._connections[descriptor]
+        try:
+            host, port = connection.socket.getpeername()
+            peer = f"{host}:{port}"
+        except OSError:
+            peer = "somebody who has gone"
+        _abort(connection.socket)
+        self._forget(descriptor)
+        self._complaints.say(f"port {self._port}: cut the connection of {peer}: {reason}")
+        self._cut()
+        time.sleep(LOOK_S)  # libzmq frees what it kept on a thread of its own
+        _give_back_memory()
+
+    def _forget(self, descriptor: int) -> None:
+        connection = self._connections.pop(descriptor, None)
+        if connection is not None:
+            connection.socket.close()
+
+
+def listen_guardedly(socket: zmq.Socket[Any]) -> None:
+    """Options of a socket that anybody may connect to, before it is bound."""
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def own_user_only(socket: zmq.Socket[Any]) -> None:
+    """Let only processes of this user connect to a local socket; before it is bound."""
+    socket.set(zmq.IPC_FILTER_UID, os.getuid())
+
+
+def _unread_bytes(connection: sockets.socket) -> int:
+    """What the kernel has and libzmq has not read yet."""
+    unread = fcntl.ioctl(connection, termios.FIONREAD, bytes(4))
+    return int.from_bytes(unread, sys.byteorder)
+
+
+def _abort(connection: sockets.socket) -> None:
+    """End a connection at once, whatever the kernel still holds of it, for all who have it open.
+
+    After a mere shutdown libzmq would read on for as long as more comes. Connecting a TCP socket to
+    no address is how Linux resets it (connect(2)).
+    """
+    nowhere = struct.pack("=H14x", sockets.AF_UNSPEC)
+    _libc().connect(connection.fileno(), nowhere, len(nowhere))
+
+
+def _give_back_memory() -> None:
+    """Freed memory stays with the allocator otherwise, glibc's at least."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

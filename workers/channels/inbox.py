@@ -1,0 +1,220 @@
+"""Tensors received from peers, by what they are, until the instruction that needs them takes them.
+
+Filled by the communication thread, emptied by the interpreter. Bounded, whatever peers send: only
+transfers that the plan posts on this device are accepted, of attempts that can come, each once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from penstock.protocol.plan.instructions import (
+    Program,
+    RecvActivation,
+    RecvCheckpoint,
+    RecvGradient,
+)
+from penstock.protocol.wire.frames import Transfer, TransferKind
+from penstock.workers.data import evaluation_of
+from penstock.workers.waiting import POLL_S, Abort, Patience
+
+NamedTensors = dict[str, torch.Tensor]
+
+_RECEIVES: dict[type, str] = {
+    RecvActivation: "activation",
+    RecvGradient: "gradient",
+    RecvCheckpoint: "checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferKey:
+    """Identity of a transfer within an epoch; fields as in
+    :class:`~penstock.protocol.wire.frames.Transfer`.
+    """
+
+    phase: Literal["train", "eval"]
+    attempt: int
+    kind: TransferKind
+    stage: int
+    micro_batch: int
+
+    @classmethod
+    def of(cls, header: Transfer) -> TransferKey:
+        """The key of a message."""
+        return cls(
+            phase=header.phase,
+            attempt=header.attempt,
+            kind=header.kind,
+            stage=header.stage,
+            micro_batch=header.micro_batch,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+            f" ({self.phase} {self.attempt})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What may arrive: ``(phase, kind, stage, micro_batch)`` of every receive and reduction, of the
+    epoch's first attempt and evaluation or later ones, ``evaluation_batches`` an evaluation.
+    """
+
+    receives: frozenset[tuple[str, str, int, int]]
+    first_attempt: int
+    first_evaluation: int
+    evaluation_batches: int
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        evaluation: Program,
+        evaluation_batches: int,
+        collective: Set[tuple[str, str, int, int]] = frozenset(),
+        *,
+        first_attempt: int = 1,
+        first_evaluation: int = 1,
+    ) -> Expected:
+        """From a device's programs, and what collectives bring
+        (:func:`penstock.workers.collectives.collective_receives`).
+        """
+        train = {("train", *receive) for receive in _receives(program)}
+        evaluate = {("eval", *receive) for receive in _receives(evaluation)}
+        return cls(
+            receives=frozenset(train | evaluate | collective),
+            first_attempt=first_attempt,
+            first_evaluation=first_evaluation,
+            evaluation_batches=evaluation_batches,
+        )
+
+
+NOTHING = Expected(receives=frozenset(), first_attempt=0, first_evaluation=0, evaluation_batches=0)
+
+
+def _receives(program: Program) -> list[tuple[str, int, int]]:
+    return [
+        (_RECEIVES[type(instruction)], instruction.stage, instruction.micro_batch)
+        for instruction in program
+        if isinstance(instruction, (RecvActivation, RecvGradient, RecvCheckpoint))
+    ]
+
+
+class Inbox:
+    """Received tensors by :class:`TransferKey`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tensors: dict[TransferKey, NamedTensors] = {}
+        self._arrivals: dict[TransferKey, float] = {}
+        self._seen: set[TransferKey] = set()
+        self._run_id = ""
+        self._epoch = -1
+        self._expected = NOTHING
+        self._attempt = self._evaluation = 0
+
+    def open(self, *, run_id: str, epoch: int, expected: Expected) -> None:
+        """Empty it and accept what belongs to ``epoch`` from now on."""
+        with self._changed:
+            self._tensors.clear()
+            self._arrivals.clear()
+            self._seen.clear()
+            self._run_id, self._epoch, self._expected = run_id, epoch, expected
+            self._attempt, self._evaluation = expected.first_attempt, expected.first_evaluation
+
+    def close(self) -> None:
+        """Empty it and accept nothing: between Drain and Begin."""
+        self.open(run_id="", epoch=-1, expected=NOTHING)
+
+    def begin(self, phase: str, number: int) -> None:
+        """This device begins an attempt, or a batch of an evaluation: what is older is over."""
+        with self._changed:
+            if phase == "train":
+                self._attempt = max(self._attempt, number)
+            else:
+                self._evaluation = max(self._evaluation, evaluation_of(number)[0])
+            self._seen = {key for key in self._seen if self._can_come(key)}
+            for key in [key for key in self._tensors if not self._can_come(key)]:
+                del self._tensors[key]
+            for key in [key for key in self._arrivals if not self._can_come(key)]:
+                del self._arrivals[key]
+
+    def refusal(self, header: Transfer) -> str | None:
+        """Why a message is not wanted, or None; asked before its tensors are copied."""
+        key = TransferKey.of(header)
+        with self._changed:
+            if (header.run_id, header.epoch) != (self._run_id, self._epoch):
+                return "stale"
+            if (key.phase, key.kind, key.stage, key.micro_batch) not in self._expected.receives:
+                return "unexpected"
+            if not self._can_come(key):
+                return "other_attempt"
+            return "doubled" if key in self._seen else None
+
+    def put(self, header: Transfer, tensors: NamedTensors) -> None:
+        """Keep the tensors of a message unless the epoch ended meanwhile."""
+        with self._changed:
+            key = TransferKey.of(header)
+            if (header.run_id, header.epoch) != (self._run_id, self._epoch):
+                return
+            if not self._can_come(key):
+                return
+            self._tensors[key], self._arrivals[key] = tensors, time.perf_counter()
+            self._seen.add(key)
+            self._changed.notify_all()
+
+    def _can_come(self, key: TransferKey) -> bool:
+        """Whether a peer may be so far: it waits for this device's end of an attempt before it goes
+        on to the one after the next. An evaluation is forward only, so nothing slows it down; it
+        ends like an attempt.
+        """
+        if key.phase == "train":
+            return 0 <= key.attempt - self._attempt <= 1
+        evaluation, batch = evaluation_of(key.attempt)
+        if batch >= self._expected.evaluation_batches:
+            return False
+        return 0 <= evaluation - self._evaluation <= 1
+
+    def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
+        """Wait for a transfer and take it out.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: it did not come in time.
+        """
+        with self._changed:
+            if key in self._tensors:
+                return self._tensors.pop(key)
+            patience = Patience(timeout_s)
+            while key not in self._tensors:
+                abort.check()
+                patience.spend(str(key))
+                self._changed.wait(POLL_S)
+            return self._tensors.pop(key)
+
+    def arrival_s(self, key: TransferKey) -> float:
+        """When a transfer that was just taken out had arrived (``time.perf_counter``)."""
+        with self._changed:
+            return self._arrivals.pop(key)
+
+    def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
+        """What arrived for an attempt and was not taken."""
+        with self._changed:
+            return tuple(k for k in self._tensors if (k.phase, k.attempt) == (phase, attempt))
+
+    def held(self) -> tuple[NamedTensors, ...]:
+        """What arrived and was not taken."""
+        with self._changed:
+            return tuple(self._tensors.values())
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._tensors)

@@ -1,0 +1,247 @@
+"""Messages between workers, and from workers to optimizerds, over ZeroMQ.
+
+One PULL socket per worker lives as long as the process; a communication thread empties it into the
+:class:`~penstock.workers.channels.inbox.Inbox`, and what concerns process groups into
+:class:`~penstock.workers.channels.notices.Notices`. PUSH sockets, one per peer, are made at each
+Begin and closed at each Drain, unsent messages with them. Bytes that are no message are dropped and
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from penstock.protocol.errors import ProtocolError
+from penstock.protocol.wire.frames import (
+    BlockUpdated,
+    GradientReady,
+    GroupAddress,
+    Transfer,
+    TransferShape,
+    decode,
+    encode,
+)
+from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.workers.channels.inbox import Inbox, NamedTensors
+from penstock.workers.channels.notices import Notices
+from penstock.workers.channels.tensors import from_frames, num_bytes, to_frames
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.waiting import POLL_S, Abort, Patience
+
+MAX_TENSOR_BYTES = 8 << 30
+"""A longer frame ends its sender's connection before it is read."""
+
+MAX_TENSORS = 1024
+"""In one message; a reduction has one for each block of a stage."""
+
+_QUEUED_MESSAGES = 4096
+"""High-water mark per peer; plans stay far below it."""
+
+_UNREAD_MESSAGES = 4
+"""Whole messages of a peer that wait for the communication thread; it takes them as they come."""
+
+_SLACK_BYTES = 32 << 20
+
+_LOG_INTERVAL_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def bounds_of(largest_bytes: int, num_devices: int) -> Bounds:
+    """What peers may bring before it has been taken: what waits, the message under way, slack."""
+    connection_bytes = (_UNREAD_MESSAGES + 2) * largest_bytes + _SLACK_BYTES
+    return Bounds(
+        connections=64 + 8 * num_devices,
+        connection_bytes=connection_bytes,
+        total_bytes=max(2, num_devices) * connection_bytes,
+    )
+
+
+class Transport:
+    """Sends and receives for one worker. ``send`` and ``notify`` may be called from several
+    threads.
+    """
+
+    def __init__(self, bind_address: str, inbox: Inbox, metrics: WorkerMetrics) -> None:
+        """Bind the inbox socket; tcp port 0 lets the system choose.
+
+        Raises:
+            zmq.ZMQError: it cannot listen on ``bind_address``.
+        """
+        self.inbox = inbox
+        self.notices = Notices()
+        self.metrics = metrics
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.set(zmq.RCVHWM, _UNREAD_MESSAGES)
+        self._pull.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES)
+        if bind_address.startswith("tcp:"):
+            listen_guardedly(self._pull)
+        else:
+            own_user_only(self._pull)
+        try:
+            self._pull.bind(bind_address)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self.address = self._pull.get_string(zmq.LAST_ENDPOINT)
+        self._guard: Guard | None = None
+        if bind_address.startswith("tcp:"):
+            self._guard = Guard(self._pull, bounds_of(0, 0), lambda: metrics.dropped("cut"))
+        self._lock = threading.Lock()
+        self._peers: dict[int, zmq.Socket[bytes]] = {}
+        self._optimizers: dict[int, zmq.Socket[bytes]] = {}
+        self._last_complaint_s = -_LOG_INTERVAL_S
+        self._thread = threading.Thread(target=self._receive, name="worker-inbox", daemon=True)
+        self._thread.start()
+
+    def connect(self, peers: Mapping[int, str], optimizers: Mapping[int, str]) -> None:
+        """Connect to the inboxes of ``peers`` (device -> address) and of optimizerds (node ->
+        address).
+        """
+        self.disconnect()
+        with self._lock:
+            self._peers = {device: self._push(address) for device, address in peers.items()}
+            self._optimizers = {node: self._push(address) for node, address in optimizers.items()}
+
+    def expect(self, largest_bytes: int, num_devices: int) -> None:
+        """Who listens on tcp bears transfers of up to ``largest_bytes`` from now on."""
+        if self._guard is not None:
+            self._guard.bounds = bounds_of(largest_bytes, num_devices)
+
+    def disconnect(self) -> None:
+        """Close the connections; what was not sent yet is dropped."""
+        with self._lock:
+            for socket in (*self._peers.values(), *self._optimizers.values()):
+                socket.close(linger=0)
+            self._peers, self._optimizers = {}, {}
+
+    def send(
+        self, peer: int, header: Transfer, tensors: NamedTensors, abort: Abort, timeout_s: float
+    ) -> None:
+        """Queue tensors (on the host) for a peer; ``header.tensors`` is filled in here.
+
+        The tensors must not be written any more: they are sent from where they are.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: the peer's queue stayed full.
+        """
+        headers, buffers = to_frames(tensors)
+        full = Transfer(
+            run_id=header.run_id,
+            epoch=header.epoch,
+            phase=header.phase,
+            attempt=header.attempt,
+            kind=header.kind,
+            stage=header.stage,
+            micro_batch=header.micro_batch,
+            tensors=headers,
+        )
+        what = f"room in the queue to worker {peer} for {header.kind} of stage {header.stage}"
+        self._queue(self._peers, peer, [encode(full), *buffers], what, abort, timeout_s)
+        self.metrics.transferred("sent", header.kind, num_bytes(tensors))
+
+    def notify(
+        self, node: int, message: GradientReady | BlockUpdated, abort: Abort, timeout_s: float
+    ) -> None:
+        """Tell the optimizerd of a node that gradients are complete, or weights.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: its queue stayed full.
+        """
+        what = f"room in the queue to the optimizerd of node {node}"
+        self._queue(self._optimizers, node, [encode(message)], what, abort, timeout_s)
+
+    def tell(
+        self, peer: int, notice: GroupAddress | TransferShape, abort: Abort, timeout_s: float
+    ) -> None:
+        """Tell a peer what it needs to know of the epoch's process group.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: the peer's queue stayed full.
+        """
+        what = f"room in the queue to worker {peer} for {type(notice).__name__}"
+        self._queue(self._peers, peer, [encode(notice)], what, abort, timeout_s)
+
+    def close(self) -> None:
+        """Close all sockets and end the communication thread."""
+        self.disconnect()
+        if self._guard is not None:
+            self._guard.close()
+        self._context.term()  # the thread sees ContextTerminated and closes its socket
+        self._thread.join()
+
+    def _push(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.set(zmq.SNDHWM, _QUEUED_MESSAGES)
+        socket.set(zmq.LINGER, 0)
+        socket.connect(address)
+        return socket
+
+    def _queue(
+        self,
+        sockets: Mapping[int, zmq.Socket[bytes]],
+        target: int,
+        frames: Sequence[bytes | memoryview],
+        what: str,
+        abort: Abort,
+        timeout_s: float,
+    ) -> None:
+        patience = Patience(timeout_s)
+        while True:
+            abort.check()
+            with self._lock:
+                socket = sockets.get(target)
+                if socket is None:
+                    raise ProtocolError(f"no connection for {what}: the last Begin did not name it")
+                try:
+                    socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                    return
+                except zmq.Again:
+                    pass  # queue full: wait below, outside the lock
+            patience.spend(what)
+            time.sleep(POLL_S / 10)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                frames = self._pull.recv_multipart(copy=False)
+                if self._guard is not None:
+                    self._guard.heard(frames[0])
+                try:
+                    self._accept(frames)
+                except ProtocolError as error:
+                    self._drop("malformed", str(error))
+        except zmq.ContextTerminated:
+            self._pull.close(linger=0)
+
+    def _accept(self, frames: Sequence[Any]) -> None:
+        if len(frames) > 1 + MAX_TENSORS:
+            raise ProtocolError(f"{len(frames)} frames, at most {1 + MAX_TENSORS} are accepted")
+        header = decode(frames[0].buffer, Transfer, GroupAddress, TransferShape)
+        if isinstance(header, (GroupAddress, TransferShape)):
+            refusal = self.notices.put(header)
+            if refusal is not None:
+                self._drop(refusal, f"{type(header).__name__} of epoch {header.epoch}")
+            return
+        assert isinstance(header, Transfer), "nothing else is decoded"
+        refusal = self.inbox.refusal(header)
+        if refusal is not None:
+            self._drop(refusal, f"epoch {header.epoch}, {header.phase} {header.attempt}")
+            return
+        tensors = from_frames(header.tensors, [frame.buffer for frame in frames[1:]])
+        self.inbox.put(header, tensors)
+        self.metrics.transferred("received", header.kind, num_bytes(tensors))
+
+    def _drop(self, reason: str, detail: str) -> None:
+        self.metrics.dropped(reason)
+        now = time.monotonic()
+        if now - self._last_complaint_s > _LOG_INTERVAL_S:
+            self._last_complaint_s = now
+            _log.warning("dropped a message (%s): %s", reason, detail)

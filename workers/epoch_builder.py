@@ -1,0 +1,441 @@
+"""Makes what an epoch works with: memory, connections, weights; takes it down at the next Drain."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Set
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+import zmq
+
+from penstock.models.runtime import ModelRuntime
+from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.plan.executable import check_executable
+from penstock.protocol.plan.instructions import (
+    Program,
+    SendActivation,
+    SendCheckpoint,
+    SendGradient,
+)
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.updating import residents_of
+from penstock.protocol.platforms.bandwidth_log import NicBoard, NodeReads, TrafficBoard
+from penstock.protocol.platforms.peer_memory import LodgingBoard
+from penstock.protocol.run.names import (
+    ipc_address,
+    memoryd_name,
+    node_of_device,
+    optimizerd_name,
+    ownership,
+    worker_name,
+)
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.trace import TraceLog
+from penstock.protocol.wire.blocks import attach
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import NodeMemory, segment_name
+from penstock.shm.segment import SHM_ROOT
+from penstock.shm.table import BlockTable
+from penstock.workers.attempt import Bench, JobPhase
+from penstock.workers.channels.base import Channel
+from penstock.workers.channels.inbox import Expected, Inbox
+from penstock.workers.channels.opening import group_members, means_here, open_channel, told_by
+from penstock.workers.channels.transport import Transport
+from penstock.workers.collectives import collective_peers, collective_receives
+from penstock.workers.data import TokenDataset, micro_batches
+from penstock.workers.platforms.base import Device
+from penstock.workers.platforms.cpu.device import CpuDevice
+from penstock.workers.platforms.cuda.device import ALIGNMENT_BYTES, CudaDevice
+from penstock.workers.platforms.cuda.update import CudaPreviewer
+from penstock.workers.platforms.emulated.device import EmulatedDevice
+from penstock.workers.platforms.emulated.memory import EmulatedMeter
+from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
+from penstock.workers.platforms.emulated.update import EmulatedPreviewer
+from penstock.workers.session import Batches
+from penstock.workers.state.flow import Flow
+from penstock.workers.state.updates import BlockUpdates, NativePreviewer, Previewer, cores_of
+from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
+from penstock.workers.telemetry.meters import CudaMeter, Meter, NoMeter, StorageMeter
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.telemetry.progress import Progress
+from penstock.workers.telemetry.trace import TraceRing
+from penstock.workers.waiting import Abort
+
+OPTIMIZER_SOCKET = "optimizer"
+"""Name of optimizerd's local socket, see :func:`penstock.protocol.run.names.ipc_address`."""
+
+PATIENCE = 2.0
+"""Longest wait for a peer or for weights, in units of ``cluster.attempt_timeout_s``. Lost members
+are noticed long before by their heartbeats, hanging ones after one such time by the scheduler.
+"""
+
+_SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
+
+
+def make_device(
+    config: Config, table: BlockTable, device_index: int, run_dir: Path | None = None
+) -> Device:
+    """The device that ``cluster.device`` names; GPUs are counted per node.
+
+    Emulated ones announce their copies in ``run_dir``.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    weight_dtype, grad_dtype = table.weight_dtype, table.grad_dtype
+    if config.cluster.emulated is not None:
+        assert run_dir is not None, "emulated devices share a run directory"
+        node, nodes = node_of_device(config, device_index), config.cluster.nodes
+        traffic = TrafficBoard.of_node(run_dir, nodes[node].name, config.cluster.workers)
+        local = device_index % config.cluster.workers
+        nics = NicBoard.of_run(run_dir, len(nodes))
+        return EmulatedDevice(
+            Emulation.of(config),
+            table,
+            announce=partial(traffic.post, local),
+            leave=partial(nics.occupy, source=node),
+            lodging=LodgingBoard.of_node(
+                run_dir, nodes[node].name, config.cluster.workers, device_index
+            ),
+        )
+    if config.cluster.device == "cuda":
+        local = device_index % config.cluster.workers
+        return CudaDevice(local, weight_dtype=weight_dtype, grad_dtype=grad_dtype)
+    return CpuDevice(weight_dtype=weight_dtype, grad_dtype=grad_dtype)
+
+
+def make_meter(config: Config, device: Device) -> Meter:
+    """What measures the device's memory: always but on CPUs, which are asked to."""
+    if isinstance(device, EmulatedDevice):
+        limit = config.memory.device_limit
+        there = device.emulation.cluster.device_memory_bytes
+        return EmulatedMeter(device, there if limit is None else float(limit))
+    if isinstance(device, CudaDevice):
+        return CudaMeter(device.torch_device)
+    return StorageMeter() if config.observability.memory else NoMeter()
+
+
+def bind_transport(
+    files: RunDirectory, device_index: int, metrics: WorkerMetrics, inbox: Inbox
+) -> Transport:
+    """Listen for peers: a local socket, or tcp where the cluster has several nodes.
+
+    Raises:
+        ConfigError: the node's host is not an address of this machine.
+    """
+    nodes = files.config.cluster.nodes
+    node = nodes[node_of_device(files.config, device_index)]
+    if len(nodes) == 1:
+        # The process id makes the name new: nothing waits for a predecessor's socket to go.
+        name = f"{worker_name(device_index)}-{os.getpid()}"
+        return Transport(ipc_address(files.run_id, node.name, name), inbox, metrics)
+    try:
+        # ZeroMQ binds to numbers only.
+        return Transport(f"tcp://{socket.gethostbyname(node.host)}:0", inbox, metrics)
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"cluster.nodes: node {node.name}: a worker cannot listen on host {node.host!r}:"
+            f" {error}"
+        ) from error
+
+
+def largest_transfer(config: Config, table: BlockTable, plan: Plan) -> int:
+    """Bytes that no transfer between workers exceeds: gradient sums of a stage, or what a layer
+    hands on, in fp32: eight tensors of the model's width at most, and a mask.
+    """
+    sums = [
+        sum(table.blocks[block].trainable_elements for block in stage.blocks)
+        for stage in plan.backward_stages
+    ]
+    matrices = [t.shape for block in table.blocks for t in block.tensors if len(t.shape) == 2]
+    width = max((min(shape) for shape in matrices), default=1)
+    tokens = config.train.micro_batch * config.data.sequence_length
+    return 4 * max(*sums, tokens * (8 * width + config.data.sequence_length))
+
+
+class EpochWorkshop:
+    """See :class:`penstock.workers.session.Workshop`. One per process."""
+
+    def __init__(
+        self,
+        *,
+        files: RunDirectory,
+        device_index: int,
+        device: Device,
+        transport: Transport,
+        progress: Progress,
+    ) -> None:
+        self._files = files
+        self._config = files.config
+        self._table = files.table
+        self._device_index = device_index
+        self._node = node_of_device(files.config, device_index)
+        self._device = device
+        self._meter = make_meter(files.config, device)
+        self._transport = transport
+        self._progress = progress
+        log = TraceLog.of_run(
+            files.path, worker_name(device_index), files.config.observability.trace
+        )
+        self._trace = TraceRing(log)
+        self._pace: NodeReads | None = None
+        if self._config.cluster.emulated is not None:
+            self._pace = Emulation.of(self._config).reads(files.path, self._config, self._node)
+        self._runtime: ModelRuntime | None = None
+        self._means = means_here(files.config)
+        self._channel: Channel | None = None
+        self._weights: WeightLoader | None = None
+        self._memory: tuple[tuple[int, ...], NodeMemory] | None = None
+        self._updates: BlockUpdates | None = None
+        self._datasets: dict[JobPhase, TokenDataset] = {}
+
+    def open(self, begin: pb.Begin, abort: Abort) -> Bench:
+        """Connect to the epoch's peers and memory.
+
+        Raises:
+            PenstockError: the plan cannot be executed, memory does not fit it, a peer is not named.
+        """
+        self.close()
+        plan = self._checked_plan(begin)
+        endpoints = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
+        flow = Flow.of(plan)
+        memory = self._attached(plan)
+        owners = ownership(self._config, self._table, plan)
+        self._connect(begin, plan, flow, endpoints)
+        self._weights = WeightLoader(
+            table=self._table,
+            memory=memory,
+            ownership=owners,
+            node=self._node,
+            device=self._device,
+            remote=RemoteBlocks(
+                self._files.run_id, self._table, self._memoryds(endpoints), self._pace
+            ),
+        )
+        if self._updates_blocks(plan):
+            self._updates = BlockUpdates(memory, self._previewer(memory, plan))
+        timeout_s = PATIENCE * self._config.cluster.attempt_timeout_s
+        self._channel = open_channel(
+            config=self._config,
+            plan=plan,
+            run_id=self._files.run_id,
+            epoch=begin.epoch,
+            device_index=self._device_index,
+            device=self._device,
+            transport=self._transport,
+            means=self._means,
+            abort=abort,
+            timeout_s=timeout_s,
+        )
+        return Bench(
+            run_id=self._files.run_id,
+            epoch=begin.epoch,
+            device_index=self._device_index,
+            plan=plan,
+            flow=flow,
+            table=self._table,
+            ownership=owners,
+            memory=memory,
+            runtime=self.runtime(),
+            device=self._device,
+            weights=self._weights,
+            transport=self._transport,
+            channel=self._channel,
+            trace=self._trace,
+            meter=self._meter,
+            progress=self._progress,
+            abort=abort,
+            timeout_s=timeout_s,
+            updates=self._updates,
+        )
+
+    def close(self) -> None:
+        """Take down connections, weights and received tensors. Memory stays mapped, unused."""
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._trace.flush()  # what an attempt did that was aborted or failed
+        self._transport.disconnect()
+        self._transport.notices.close()
+        self._transport.inbox.close()
+
+    def detach(self) -> None:
+        """Let go of the node's memory too; the process ends."""
+        self.close()
+        self._device.detach()
+        if self._memory is not None:
+            self._memory[1].close()
+            self._memory = None
+
+    def batches(self, phase: JobPhase, data_position: int) -> Batches:
+        """The global batch at a position of the training or held-out data."""
+        if phase not in self._datasets:
+            self._datasets[phase] = TokenDataset.open(
+                self._files.path / "data", phase, self._config
+            )
+        train = self._config.train
+        return micro_batches(
+            self._datasets[phase], data_position, train.global_batch, train.micro_batch
+        )
+
+    def runtime(self) -> ModelRuntime:
+        """The model without weights; made once, takes seconds."""
+        if self._runtime is None and self._config.cluster.emulated is not None:
+            # It has the methods of a model's runtime, over blocks of its own.
+            self._runtime = cast(
+                ModelRuntime, EmulatedRuntime(self._table, seed=self._config.run.seed)
+            )
+        if self._runtime is None:
+            # Imported here: with transformers it takes seconds, and emulated workers need neither.
+            from penstock.models.surgery.hf import load_run_config
+
+            self._runtime = ModelRuntime(
+                load_run_config(self._files.path),
+                self._table,
+                device=self._device.torch_device,
+                compute_dtype=self._device.compute_dtype,
+                seed=self._config.run.seed,
+                compiler="inductor" if self._config.model.compile else None,
+            )
+        return self._runtime
+
+    def _connect(
+        self, begin: pb.Begin, plan: Plan, flow: Flow, endpoints: Mapping[str, str]
+    ) -> None:
+        """Accept what peers send in the epoch, and connect to those that are sent to."""
+        program, evaluation = self._programs(plan)
+        emulated = self._config.cluster.emulated is not None
+        beside = collective_peers(plan, flow, self._device_index, emulated=emulated)
+        beside |= told_by(self._device_index, group_members(plan, self._means))
+        self._transport.expect(largest_transfer(self._config, self._table, plan), plan.num_devices)
+        self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)
+        self._transport.inbox.open(
+            run_id=self._files.run_id,
+            epoch=begin.epoch,
+            expected=Expected.of(
+                program,
+                evaluation,
+                self._config.train.eval_batches,
+                collective_receives(plan, flow, self._device_index, emulated=emulated),
+                first_attempt=begin.next_attempt,
+                first_evaluation=begin.next_evaluation,
+            ),
+        )
+        self._transport.connect(
+            self._peers(program + evaluation, beside, endpoints), self._optimizers(endpoints)
+        )
+
+    def _checked_plan(self, begin: pb.Begin) -> Plan:
+        plan = Plan.from_json(begin.plan_json)
+        if plan != self._files.plan:
+            # Memory is laid out by plan.json; the file may be newer than this process.
+            self._files = RunDirectory(self._files.path)
+            if plan != self._files.plan:
+                raise StateError(
+                    f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
+                    " stop the run and start it again"
+                )
+        check_executable(plan, devices_per_node=self._config.cluster.workers)
+        return plan
+
+    def _programs(self, plan: Plan) -> tuple[Program, Program]:
+        if not self._device_index < plan.num_devices:
+            raise ConfigError(
+                f"plan: it has {plan.num_devices} devices, there is no {self._device_index}"
+            )
+        return plan.programs[self._device_index], plan.evaluation[self._device_index]
+
+    def _attached(self, plan: Plan) -> NodeMemory:
+        """The node's memory, mapped again only when the segments, those of them that the plan
+        needs, or the room that weights take on the device, are others than before.
+        """
+        room = self._largest_stage(plan), buffers_needed(*self._programs(plan))
+        kinds = (*_SEGMENTS, SegmentKind.STATE) if self._updates_blocks(plan) else _SEGMENTS
+        found = (*self._segment_identity(), *room, len(kinds))
+        if self._memory is None or self._memory[0] != found:
+            self._device.detach()
+            if self._memory is not None:
+                self._memory[1].close()
+                self._memory = None
+            memory = attach(self._files, self._node, worker_name(self._device_index), kinds=kinds)
+            self._memory = (*self._segment_identity(), *room, len(kinds)), memory
+            self._device.attach(memory, *room)
+        return self._memory[1]
+
+    def _updates_blocks(self, plan: Plan) -> bool:
+        return self._device_index in plan.updates.values()
+
+    def _previewer(self, memory: NodeMemory, plan: Plan) -> Previewer:
+        """What previews blocks on this device; its threads are pinned to a share of the cores."""
+        optimizer, index = self._config.optimizer, self._device_index
+        local = index % self._config.cluster.workers
+        cores = cores_of(local, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        residents = residents_of(plan.programs[index])
+        if isinstance(self._device, EmulatedDevice):
+            return EmulatedPreviewer(
+                self._device, memory, optimizer, plan=plan, device_index=index, cores=cores
+            )
+        if isinstance(self._device, CudaDevice):
+            blocks = [block for block, device in plan.updates.items() if device == index]
+            return CudaPreviewer(self._device, memory, optimizer, blocks, residents)
+        return NativePreviewer(memory, optimizer, cores, residents)
+
+    def _segment_identity(self) -> tuple[int, int]:
+        """Device and inode of the control segment; (0, 0) if there is none yet."""
+        node = self._config.cluster.nodes[self._node].name
+        name = segment_name(self._files.run_id, node, SegmentKind.CONTROL)
+        try:
+            found = (SHM_ROOT / name.lstrip("/")).stat()
+        except FileNotFoundError:
+            return 0, 0
+        return found.st_dev, found.st_ino
+
+    def _largest_stage(self, plan: Plan) -> int:
+        """Bytes of the weights of this device's largest stage."""
+        return max(
+            (
+                stage_bytes(self._table, stage.blocks, ALIGNMENT_BYTES)
+                for stage in (*plan.forward_stages, *plan.backward_stages)
+                if stage.device == self._device_index
+            ),
+            default=0,
+        )
+
+    def _peers(
+        self, program: Program, beside: Set[int], endpoints: Mapping[str, str]
+    ) -> dict[int, str]:
+        sends = (SendActivation, SendGradient, SendCheckpoint)
+        peers = beside | {i.peer for i in program if isinstance(i, sends)}
+        missing = [worker_name(peer) for peer in peers if not endpoints.get(worker_name(peer))]
+        if missing:
+            raise ProtocolError(f"Begin names no endpoint of {', '.join(sorted(missing))}")
+        return {peer: endpoints[worker_name(peer)] for peer in sorted(peers)}
+
+    def _optimizers(self, endpoints: Mapping[str, str]) -> dict[int, str]:
+        """optimizerd of this node by its local socket, of other nodes by what they announced."""
+        found = {
+            index: endpoints.get(optimizerd_name(node.name), "")
+            for index, node in enumerate(self._config.cluster.nodes)
+        }
+        own = self._config.cluster.nodes[self._node].name
+        found[self._node] = ipc_address(self._files.run_id, own, OPTIMIZER_SOCKET)
+        return {index: address for index, address in found.items() if address}
+
+    def _memoryds(self, endpoints: Mapping[str, str]) -> dict[int, str]:
+        return {
+            index: endpoints.get(memoryd_name(node.name), "")
+            for index, node in enumerate(self._config.cluster.nodes)
+        }

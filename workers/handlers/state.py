@@ -1,0 +1,75 @@
+"""FETCH_WEIGHTS, RELEASE_WEIGHTS, SWAP_OUT and SWAP_IN.
+
+REDUCE_GRADIENTS and OFFLOAD_GRADIENTS; :mod:`penstock.protocol.plan.reduction` says who sums.
+
+UPDATE: a block's next weights on this device, instead of on its node's CPU cores.
+"""
+
+from __future__ import annotations
+
+from penstock.protocol.plan.instructions import (
+    FetchWeights,
+    OffloadGradients,
+    ReduceGradients,
+    ReleaseWeights,
+    SwapIn,
+    SwapOut,
+    Update,
+)
+from penstock.workers.attempt import Attempt
+from penstock.workers.state.weights import StageKey
+
+
+def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
+    """Start; the first use waits.
+
+    With ``shards_weights`` this is a model of devices that each fetch a share and gather the rest
+    from each other. Here nothing is gathered: CPUs read weights where they lie in shared memory
+    (those of other nodes come from their memoryd), and each GPU copies them from there in full.
+    """
+    attempt.stages.fetch(StageKey(instruction.stage, instruction.phase))
+
+
+def release_weights(instruction: ReleaseWeights, attempt: Attempt) -> None:
+    """The buffer is free."""
+    attempt.stages.release(StageKey(instruction.stage, instruction.phase))
+
+
+def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
+    """Start copying a share of what a forward kept to host memory, or to a peer's."""
+    swaps = attempt.swaps(instruction.peer)
+    kept = attempt.kept(instruction.stage, instruction.micro_batch)
+    kept.swap_out(instruction.fraction, allocate=swaps.allocate, copies=swaps.out)
+
+
+def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
+    """Start copying it back; the first use waits."""
+    kept = attempt.kept(instruction.stage, instruction.micro_batch)
+    kept.swap_in(copies=attempt.swaps(instruction.peer).back)
+
+
+def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
+    """Send the sums of a backward stage to its root, which only notes here what will come."""
+    reduction, stage = attempt.bench.flow.reduction, instruction.stage
+    if reduction.publishes(stage):
+        for sender in reduction.senders(stage):
+            attempt.post("reduction", sender, 0, attempt.bench.flow.layout.backward[sender].device)
+    else:
+        attempt.keep("reduction", stage, 0, attempt.gradients.take(stage))
+        attempt.send("reduction", stage, 0, reduction.root_device(stage))
+
+
+def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
+    """Publish the sums of a backward stage: its own, plus in the order of routes what others send,
+    so that they have the same bits each time. Nothing where the sums were sent.
+    """
+    reduction, stage = attempt.bench.flow.reduction, instruction.stage
+    if reduction.publishes(stage):
+        for sender in reduction.senders(stage):
+            attempt.gradients.add(stage, attempt.take("reduction", sender, 0))
+        attempt.gradients.publish(stage)
+
+
+def update(instruction: Update, attempt: Attempt) -> None:
+    """Start; the attempt ends when it is done. In an attempt that holds, the CPU updates all."""
+    attempt.update(instruction)

@@ -1,0 +1,143 @@
+"""What a device does for the interpreter: hold weights, sum gradients, move tensors to and from the
+host.
+
+:mod:`.cpu` computes in fp32 on host memory; :mod:`.cuda` copies on streams of its own. Host arrays
+are flat NumPy views of shared memory or of fetched copies, in storage types (bf16 as uint16 bits).
+
+Buffers that are used again: large host memory is slow at first touch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import DType
+
+HostArray = npt.NDArray[Any]
+
+Stamp = Any
+"""A point in a device's time: a reading of ``time.perf_counter``, or something that only the device
+can turn into one (:meth:`Device.seconds`).
+"""
+
+_STORAGE = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
+
+
+def as_tensor(array: HostArray, dtype: DType) -> torch.Tensor:
+    """The array as a flat tensor of its storage type, over the same memory."""
+    return torch.from_numpy(array.view(np.uint8)).view(_STORAGE[dtype])
+
+
+def storage_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of a storage type."""
+    return _STORAGE[dtype]
+
+
+class StageBuffer(Protocol):
+    """Weights of one stage on the device.
+
+    ``tensors`` has one flat tensor, in the device's compute type, per array given to
+    :meth:`Device.load`.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    loaded: tuple[Stamp, Stamp]
+    """When the copy, or whatever brought them here, began and ended."""
+
+    def acquire(self) -> None:
+        """Work issued from now on sees the complete weights."""
+
+    def release(self) -> None:
+        """The memory may be used again once all work issued so far is done."""
+
+
+class Device(Protocol):
+    """One compute device of one worker. Only :meth:`load` is called from another thread."""
+
+    torch_device: torch.device
+    compute_dtype: torch.dtype
+    prefetches: bool
+    """Whether :meth:`load` should run early, on a background thread, because it copies on its own.
+    """
+
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
+        """Prepare for the node's memory, and for ``num_buffers`` stages' weights at a time;
+        ``stage_bytes`` is the size of the largest.
+        """
+
+    def detach(self) -> None:
+        """Let go of everything :meth:`attach` prepared."""
+
+    def start_clock(self) -> None:
+        """An attempt starts on this thread; stamps mean something until the next one does."""
+
+    def stamp(self) -> Stamp:
+        """The point behind everything that was computed, or issued to be, so far; does not wait."""
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """When stamps were passed, on the clock of ``time.perf_counter``. Waits until they are;
+        each stamp is good for one call.
+        """
+
+    def load(self, arrays: Sequence[HostArray]) -> StageBuffer:
+        """Bring weights in; host arrays stay unchanged until the buffer is released."""
+
+    def gradients(self, target: HostArray) -> torch.Tensor:
+        """A flat fp32 tensor of zeros that will be offloaded to ``target``."""
+
+    def offload(
+        self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
+    ) -> None:
+        """Write final gradients to ``target``, then call ``complete``; may return before that."""
+
+    def await_offloads(self, at_most: int) -> None:
+        """Work issued from now on finds no more than the latest ``at_most`` offloads under way."""
+
+    def finish(self) -> None:
+        """Wait until every offload has written its last byte and called ``complete``; raise what
+        went wrong.
+        """
+
+    def drop(self) -> None:
+        """Like :meth:`finish`, but ``complete`` is not called any more; what went wrong is
+        forgotten.
+        """
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors in host memory, complete when this returns."""
+
+    def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors on the device."""
+
+
+class BufferPool:
+    """Flat host tensors by type and length; as many as were ever in use at once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized tensor."""
+        with self._lock:
+            free = self._free.get((dtype, num_elements))
+            if free:
+                return free.pop()
+        return torch.empty(num_elements, dtype=dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Return a tensor taken before; nobody uses it any more."""
+        with self._lock:
+            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+
+    def clear(self) -> None:
+        """Free the unused ones."""
+        with self._lock:
+            self._free.clear()

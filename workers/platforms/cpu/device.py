@@ -1,0 +1,110 @@
+"""CPU device: computes in fp32.
+
+fp32 weights are read where they lie in shared memory and fp32 gradients are summed where the
+optimizer reads them; nothing is copied. 16-bit weights are widened per stage, and 16-bit gradients
+are summed in fp32 and rounded once, when they leave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import DType
+from penstock.workers.platforms.base import BufferPool, HostArray, Stamp, as_tensor
+
+
+class CpuStageBuffer:
+    """Views of shared memory, or widened copies that go back to the pool."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], pool: BufferPool | None, start_s: float
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.loaded = start_s, time.perf_counter()
+        self._pool = pool
+
+    def acquire(self) -> None:
+        """Complete from the start."""
+
+    def release(self) -> None:
+        """Work on a CPU is done when it returns."""
+        if self._pool is not None:
+            for tensor in self.tensors:
+                self._pool.give(tensor)
+        self.tensors = ()
+
+
+class CpuDevice:
+    """See :class:`penstock.workers.platforms.base.Device`."""
+
+    torch_device = torch.device("cpu")
+    compute_dtype = torch.float32
+    prefetches = False
+
+    def __init__(self, *, weight_dtype: DType, grad_dtype: DType) -> None:
+        self._weight_dtype = weight_dtype
+        self._grad_dtype = grad_dtype
+        self._pool = BufferPool()
+
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
+        """Nothing to prepare."""
+
+    def detach(self) -> None:
+        """Free the pooled buffers."""
+        self._pool.clear()
+
+    def start_clock(self) -> None:
+        """It runs."""
+
+    def stamp(self) -> float:
+        """Now: what was computed is done."""
+        return time.perf_counter()
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """They are seconds."""
+        return list(stamps)
+
+    def load(self, arrays: Sequence[HostArray]) -> CpuStageBuffer:
+        """Views (fp32), or copies widened on the calling thread's compute threads."""
+        start_s = time.perf_counter()
+        stored = [as_tensor(array, self._weight_dtype) for array in arrays]
+        if self._weight_dtype is DType.FP32:
+            return CpuStageBuffer(stored, None, start_s)
+        widened = [self._pool.take(t.numel(), torch.float32).copy_(t) for t in stored]
+        return CpuStageBuffer(widened, self._pool, start_s)
+
+    def gradients(self, target: HostArray) -> torch.Tensor:
+        """``target`` itself (fp32), or a private sum."""
+        if self._grad_dtype is DType.FP32:
+            return as_tensor(target, DType.FP32).zero_()
+        return self._pool.take(target.size, torch.float32).zero_()
+
+    def offload(
+        self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
+    ) -> None:
+        """Round to 16 bits if that is how they are stored."""
+        if self._grad_dtype is not DType.FP32:
+            as_tensor(target, self._grad_dtype).copy_(gradients)
+            self._pool.give(gradients)
+        complete()
+
+    def await_offloads(self, at_most: int) -> None:
+        """None is under way."""
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def drop(self) -> None:
+        """Nothing is under way."""
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """They are there."""
+        return dict(tensors)
+
+    def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """They are there."""
+        return dict(tensors)

@@ -1,0 +1,377 @@
+"""CUDA device: copies weights in and gradients out on streams of their own, beside the computation.
+
+Four streams: compute (the current stream), weights in, gradients out, and messages of peers in.
+Stage-sized weight buffers, as many as the plan fetches at a time: one in use and one arriving where
+weights are streamed, one for each stage where they are resident. Gradients are summed in fp32 on
+the device and converted there, on their way out (Deep Optimizer States, section 4.1): fewer bytes
+cross the bus, and no CPU thread converts. Memory of the host: :mod:`.pinned`; time: :mod:`.clock`.
+
+The host waits for the device in four places only: where a message leaves through host memory, on
+the thread that announces gradients, at the end of an attempt, and in the first backward of a stage
+for sums that were to leave two stages ago. CUDA keeps a current device per
+thread; each thread that comes here sets it, because torch would make a second context on GPU 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.protocol.errors import CapacityError, ConfigError, LostMemberError
+from penstock.shm.layout import SegmentKind
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import DType
+from penstock.workers.platforms.base import HostArray, Stamp, as_tensor, storage_dtype
+from penstock.workers.platforms.cuda.clock import EventClock
+from penstock.workers.platforms.cuda.pinned import Registrations, StagingPool
+
+ALIGNMENT_BYTES = 256
+_TIMEOUT_S = 600.0
+_REGISTERED = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS, SegmentKind.STATE)
+"""Those that the worker maps; state only where it updates blocks."""
+
+_log = logging.getLogger(__name__)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to where the next array may start."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _event(*, blocking: bool = False) -> torch.cuda.Event:
+    """``blocking``: whoever waits for it sleeps; by default it would keep a core busy."""
+    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class _WeightBuffer:
+    """Device memory of one stage; ``free`` is recorded behind the last work that reads it."""
+
+    memory: torch.Tensor
+    free: torch.cuda.Event
+
+
+class CudaStageBuffer:
+    """A stage's weights in one of the buffers."""
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        arrived: torch.cuda.Event,
+        loaded: tuple[Stamp, Stamp],
+        give: Callable[[], None],
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.loaded = loaded
+        self._arrived = arrived
+        self._give = give
+
+    def acquire(self) -> None:
+        """The compute stream waits for the copies."""
+        torch.cuda.current_stream().wait_event(self._arrived)
+
+    def release(self) -> None:
+        """The next copies into this buffer wait for the work issued so far."""
+        self.tensors = ()
+        self._give()
+
+
+@dataclass(frozen=True, slots=True)
+class _Offload:
+    """Gradients on their way to the host; ``source`` must stay until ``copied``."""
+
+    copied: torch.cuda.Event
+    source: torch.Tensor
+    complete: Callable[[], None]
+
+
+class _OffloadThread:
+    """Calls ``complete`` once the bytes are there, in the order of the offloads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queue: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._discard = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="worker-offload", daemon=True)
+        self._thread.start()
+
+    def put(self, offload: _Offload) -> None:
+        with self._changed:
+            self._pending += 1
+        self._queue.put(offload)
+
+    def wait(self, *, discard: bool) -> None:
+        """Until nothing is pending. ``discard``: without ``complete``, and forget errors."""
+        with self._changed:
+            self._discard = discard
+            self.wait_for_all_but(0)
+            error, self._error, self._discard = self._error, None, False
+        if error is not None and not discard:
+            raise error
+
+    def wait_for_all_but(self, at_most: int) -> None:
+        """Until no more than so many are pending."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._pending <= at_most, _TIMEOUT_S):
+                raise LostMemberError(
+                    f"waited {_TIMEOUT_S:g} s for {self._pending - at_most} copies of gradients to"
+                    " the host: the GPU hangs, or is used by others"
+                )
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (offload := self._queue.get()) is not None:
+            try:
+                offload.copied.synchronize()
+                if not self._discard and self._error is None:
+                    offload.complete()
+            except Exception as error:  # kept for the interpreter, which raises it in finish()
+                self._error = self._error or error
+            del offload  # its gradients would stay until the next one
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
+
+
+class CudaDevice:
+    """A :class:`penstock.workers.platforms.base.Device` that computes in the weights' type."""
+
+    prefetches = True
+
+    def __init__(self, index: int, *, weight_dtype: DType, grad_dtype: DType) -> None:
+        """``index``: the worker's number on its node; with more workers than GPUs some share one.
+
+        Raises:
+            ConfigError: there is no GPU; says why.
+        """
+        self.torch_device = torch.device("cuda", _gpu_of(index))
+        torch.cuda.set_device(self.torch_device)
+        self.compute_dtype = storage_dtype(weight_dtype)
+        self._weight_dtype = weight_dtype
+        self._grad_dtype = grad_dtype
+        self._in, self._out, self._received = (
+            torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
+        self._buffers: queue.SimpleQueue[_WeightBuffer] = queue.SimpleQueue()
+        self._num_buffers = 0
+        self._free_sums: dict[int, list[torch.Tensor]] = {}
+        self._narrow = torch.empty(0)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._registrations = Registrations(
+            lambda address, size: int(runtime.cudaHostRegister(address, size, 0)),
+            lambda address: int(runtime.cudaHostUnregister(address)),
+        )
+        self._staging = StagingPool(self._registrations)
+        self._clock = EventClock(self.torch_device)
+        self._offloads: _OffloadThread | None = None
+
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
+        """Register the segments and allocate the weight buffers.
+
+        Raises:
+            CapacityError: the driver refuses the host's memory, or the device has too little.
+        """
+        self.detach()
+        start = time.perf_counter()
+        for kind in _REGISTERED:
+            buffer = memory.segment_buffer(kind)
+            if buffer is not None:
+                ranges = memory.spec.layout.arrays.values()
+                starts = [place.offset for place in ranges if place.segment is kind]
+                self._registrations.add(f"segment {kind.value}", buffer, starts)
+        _log.info(
+            "%d bytes of shared memory registered in %.1f s",
+            self._registrations.num_bytes,
+            time.perf_counter() - start,
+        )
+        self._num_buffers = num_buffers
+        try:
+            for _ in range(num_buffers):
+                place = torch.empty(stage_bytes, dtype=torch.uint8, device=self.torch_device)
+                self._buffers.put(_WeightBuffer(place, _event()))
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"GPU {self.torch_device.index} has no room for {num_buffers} weight buffers of"
+                f" {stage_bytes} bytes; use more stages, a scheme that streams weights"
+                " (schedule.scheme: spipe or mobius), or a smaller share of the GPU for others"
+            ) from error
+
+    def detach(self) -> None:
+        """End all work, unregister, and free the buffers."""
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        finally:
+            if self._offloads is not None:
+                self._offloads.close()
+                self._offloads = None
+            while not self._buffers.empty():
+                self._buffers.get()
+            self._free_sums.clear()
+            self._narrow = torch.empty(0)
+            # Messages on their way may lie in memory of the old one, which nobody hands out again.
+            self._staging = StagingPool(self._registrations)
+            self._registrations.close()
+
+    def start_clock(self) -> None:
+        """Waits for what an attempt before this one left on the device."""
+        torch.cuda.set_device(self.torch_device)
+        self._clock.start(torch.cuda.current_stream())
+
+    def stamp(self) -> Stamp:
+        """An event on the compute stream."""
+        return self._clock.stamp(torch.cuda.current_stream(self.torch_device))
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """Of events on any stream."""
+        return self._clock.seconds(stamps)
+
+    def load(self, arrays: Sequence[HostArray]) -> CudaStageBuffer:
+        """Start the copies of a stage into the free buffer."""
+        torch.cuda.set_device(self.torch_device)
+        buffer = self._free_buffer()
+        tensors, offset = [], 0
+        with torch.cuda.stream(self._in):
+            self._in.wait_event(buffer.free)
+            begun = self._clock.stamp(self._in)
+            for array in arrays:
+                host = as_tensor(array, self._weight_dtype)
+                place = buffer.memory[offset : offset + array.nbytes].view(host.dtype)
+                # Asynchronous where the memory is registered. Copies fetched from other nodes are
+                # pageable: the driver has taken their bytes when this returns.
+                tensors.append(place.copy_(host, non_blocking=True))
+                offset += aligned(array.nbytes)
+            loaded = begun, self._clock.stamp(self._in)
+            arrived = _event()
+            arrived.record(self._in)
+
+        def give() -> None:
+            buffer.free.record(torch.cuda.current_stream(self.torch_device))
+            self._buffers.put(buffer)
+
+        return CudaStageBuffer(tensors, arrived, loaded, give)
+
+    def _free_buffer(self) -> _WeightBuffer:
+        try:
+            return self._buffers.get(timeout=_TIMEOUT_S)
+        except queue.Empty as error:
+            raise LostMemberError(
+                f"waited {_TIMEOUT_S:g} s for a free weight buffer of {self._num_buffers}:"
+                " the plan fetches a stage before it releases another"
+            ) from error
+
+    def gradients(self, target: HostArray) -> torch.Tensor:
+        """An fp32 sum on the device."""
+        free = self._free_sums.get(target.size)
+        if free:
+            return free.pop().zero_()
+        return torch.zeros(target.size, dtype=torch.float32, device=self.torch_device)
+
+    def offload(
+        self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
+    ) -> None:
+        """Convert and copy on the outgoing stream; ``complete`` is called on the offload thread."""
+        self._out.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._out):
+            converted = self._converted(gradients)
+            as_tensor(target, self._grad_dtype).copy_(converted, non_blocking=True)
+            copied = _event(blocking=True)
+            copied.record(self._out)
+
+        def finished() -> None:
+            self._free_sums.setdefault(gradients.numel(), []).append(gradients)
+            complete()
+
+        if self._offloads is None:
+            self._offloads = _OffloadThread(self.torch_device)
+        self._offloads.put(_Offload(copied, gradients, finished))
+
+    def _converted(self, gradients: torch.Tensor) -> torch.Tensor:
+        """In the published type, on the outgoing stream.
+
+        One buffer serves all: the stream converts, copies, and only then converts the next. When it
+        grows, the allocator reuses the smaller one behind the copies of this stream.
+        """
+        dtype = storage_dtype(self._grad_dtype)
+        if dtype is gradients.dtype:
+            return gradients
+        if self._narrow.numel() < gradients.numel():
+            self._narrow = torch.empty(gradients.numel(), dtype=dtype, device=self.torch_device)
+        return self._narrow[: gradients.numel()].copy_(gradients)
+
+    def await_offloads(self, at_most: int) -> None:
+        """The host waits: the memory of what has left is used again."""
+        if self._offloads is not None:
+            self._offloads.wait_for_all_but(at_most)
+
+    def finish(self) -> None:
+        """Wait for the offload thread, and for the computation."""
+        if self._offloads is not None:
+            self._offloads.wait(discard=False)
+        self._wait_for(torch.cuda.current_stream(self.torch_device))
+
+    def drop(self) -> None:
+        """Let copies end without saying so."""
+        if self._offloads is not None:
+            self._offloads.wait(discard=True)
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies to registered memory; waits for them, and so for what computes the tensors."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            staged = self._staging.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            found[name] = staged.copy_(tensor, non_blocking=True)
+        self._wait_for(torch.cuda.current_stream(self.torch_device))
+        return found
+
+    def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies on a stream of their own, so that they need not wait for the computation.
+
+        The tensors are pageable: the driver has taken their bytes when this returns.
+        """
+        compute = torch.cuda.current_stream(self.torch_device)
+        with torch.cuda.stream(self._received):
+            found = {
+                name: tensor.to(self.torch_device, non_blocking=True)
+                for name, tensor in tensors.items()
+            }
+        compute.wait_stream(self._received)
+        for tensor in found.values():
+            # Allocated for the other stream: its memory must not go back while this one reads it.
+            tensor.record_stream(compute)
+        return found
+
+    def _wait_for(self, stream: torch.cuda.Stream) -> None:
+        reached = _event(blocking=True)
+        reached.record(stream)
+        reached.synchronize()
+
+
+def _gpu_of(worker: int) -> int:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        why = (
+            f"torch {torch.__version__} is a build for CPUs; install one for CUDA"
+            if torch.version.cuda is None
+            else "torch finds none (driver, CUDA_VISIBLE_DEVICES)"
+        )
+        raise ConfigError(
+            f"cluster.device cuda: worker {worker} of this node needs a GPU, there are 0: {why}, or"
+            " use cluster.device: cpu"
+        )
+    if worker >= num_gpus:
+        _log.warning("worker %d shares GPU %d of %d", worker, worker % num_gpus, num_gpus)
+    return worker % num_gpus

@@ -1,0 +1,290 @@
+"""UPDATE on a GPU: state comes in piece by piece, only weights go back.
+
+Three streams of its own, beside those of the computation: host-to-device, arithmetic,
+device-to-host. Two pieces are on the device
+at a time, one arriving while the other is computed and leaves. The host hears of nothing before the
+last byte; then one number comes back, the sum of squares, which also says whether all gradients are
+finite.
+
+Gradients are read from host memory, where the block's workers have published them. A block with
+several contributions gets them one after the other into the same place.
+
+Residents (:mod:`penstock.workers.state.residents`) have their whole state on the device, and the
+sum of their gradients: the commit is applied to it there, piece by piece, right before the preview,
+which works on a copy of the piece as ever.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep, PassStatus
+from penstock.protocol.plan.updating import PIECE_ELEMENTS, PIECES
+from penstock.shm.layout import WEIGHT_SLOTS
+from penstock.shm.memory import NodeMemory
+from penstock.workers.platforms.base import HostArray, as_tensor, storage_dtype
+from penstock.workers.platforms.cuda.device import CudaDevice
+from penstock.workers.state.residents import Lag, Residents
+from penstock.workers.state.updates import PreviewedBlock, UpdateScope
+from penstock.workers.waiting import Abort
+
+_STATE = ("master", "exp_avg", "exp_avg_sq")
+"""Adam's and AdamW's; no other optimizer's updates are executed on GPUs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """Room for one piece, and what must have happened before it is used again.
+
+    ``arrived``: the copies issued last; ``consumed``: the arithmetic on them; ``left``: the copy of
+    the weights.
+    """
+
+    state: dict[str, torch.Tensor]
+    incoming: torch.Tensor
+    gradients: torch.Tensor
+    weights: torch.Tensor
+    arrived: torch.cuda.Event
+    consumed: torch.cuda.Event
+    left: torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resident:
+    """A block's state, and the sum of the gradients that may be committed next, all fp32."""
+
+    state: dict[str, torch.Tensor]
+    gradients: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """One block: ``resident`` and what its copy lacks, where there is one."""
+
+    arrays: BlockArrays
+    scalars: StepScalars
+    version: int
+    resident: _Resident | None
+    lag: Lag
+    committed: StepScalars | None
+
+
+class CudaPreviewer:
+    """See :class:`penstock.workers.state.updates.Previewer`."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        memory: NodeMemory,
+        config: OptimizerConfig,
+        blocks: Sequence[int],
+        residents: Collection[int] = (),
+    ) -> None:
+        """``blocks``: those that the device updates; the state of ``residents`` stays there."""
+        self._device = device.torch_device
+        self._memory = memory
+        self._config = config
+        table = memory.spec.table
+        self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
+        largest = max(table.blocks[block].trainable_elements for block in blocks)
+        self._piece = min(PIECE_ELEMENTS, largest)
+        with torch.cuda.device(self._device):
+            self._in = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._arithmetic = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._slots = [self._slot() for _ in range(PIECES)]
+            self._scratch = self._empty(torch.float32)
+            self._squares = self._empty(torch.float64)
+            self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+            sizes = {block: table.blocks[block].trainable_elements for block in residents}
+            self._resident = {block: self._room(size) for block, size in sizes.items()}
+            # Whoever had this memory before may still be using it, on another stream.
+            torch.cuda.synchronize(self._device)
+        self._arrays: dict[int, BlockArrays] = {}
+        self._residents = Residents(memory.control)
+
+    def issue(self, block: int) -> None:
+        """Nothing to prepare."""
+
+    def fetch(self, block: int, scope: UpdateScope) -> None:
+        """State comes with the gradients, piece by piece: no more than two pieces have room."""
+
+    def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
+        """Piece by piece; an abort waits for the copies under way."""
+        start_s = time.perf_counter()
+        work = self._work(block, scope.step)
+        self._residents.forget(block)
+        with torch.cuda.device(self._device):  # of this thread
+            try:
+                self._preview(work, scope.abort)
+                self._out.synchronize()
+                with torch.cuda.stream(self._arithmetic):
+                    total = float(self._total.item())
+            except BaseException:
+                torch.cuda.synchronize(self._device)  # nothing is written after the attempt's end
+                raise
+        if work.resident is not None:
+            self._residents.keep(block, scope.step.version - 1, scope.attempt)
+        status = PassStatus(finite=math.isfinite(total), sum_squares=total)
+        return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        torch.cuda.synchronize(self._device)
+        self._arrays.clear()
+        self._slots.clear()
+        self._resident.clear()
+
+    def _work(self, block: int, step: OptimizerStep) -> _Work:
+        arrays = self._arrays.get(block)
+        if arrays is None:
+            arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
+            self._arrays[block] = arrays
+        resident = self._resident.get(block)
+        lag = Lag(whole=True)
+        if resident is not None:
+            lag = self._residents.lag(block, step.version - 1)
+        return _Work(
+            arrays=arrays,
+            scalars=StepScalars.of(step, self._config),
+            version=step.version,
+            resident=resident,
+            lag=lag,
+            committed=None if lag.step is None else StepScalars.of(lag.step, self._config),
+        )
+
+    def _preview(self, work: _Work, abort: Abort) -> None:
+        arrays = work.arrays
+        grads = arrays.gradients(work.version)
+        weights = arrays.weights[work.version % WEIGHT_SLOTS]
+        with torch.cuda.stream(self._arithmetic):
+            self._total.zero_()
+        for number, (start, end) in enumerate(self._pieces(len(weights))):
+            abort.check()
+            slot = self._slots[number % PIECES]
+            slot.left.synchronize()  # keeps the queues short, so that an abort is soon noticed
+            if work.lag.whole:
+                self._bring(slot, arrays, start, end)
+            self._add_up(slot, grads, start, end)
+            ranges = _within(arrays.ranges, start, end)
+            if work.resident is not None:
+                self._exchange(slot, work.resident, work, ranges, slice(start, end))
+            self._compute(slot, work.scalars, ranges, end - start)
+            self._take_back(slot, weights[start:end])
+
+    def _pieces(self, num_elements: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, num_elements, self._piece):
+            yield start, min(start + self._piece, num_elements)
+
+    def _bring(self, slot: _Slot, arrays: BlockArrays, start: int, end: int) -> None:
+        with torch.cuda.stream(self._in):
+            self._in.wait_event(slot.consumed)
+            here = (arrays.master, *arrays.arrays)
+            for there, array in zip(slot.state.values(), here, strict=True):
+                there[: end - start].copy_(torch.from_numpy(array[start:end]), non_blocking=True)
+
+    def _add_up(self, slot: _Slot, grads: Sequence[HostArray], start: int, end: int) -> None:
+        """The sum of all contributions, in their order, as fp32."""
+        incoming, total = slot.incoming[: end - start], slot.gradients[: end - start]
+        for index, host in enumerate(grads):
+            with torch.cuda.stream(self._in):
+                self._in.wait_event(slot.consumed)
+                incoming.copy_(as_tensor(host[start:end], self._grad_dtype), non_blocking=True)
+                slot.arrived.record(self._in)
+            with torch.cuda.stream(self._arithmetic):
+                self._arithmetic.wait_event(slot.arrived)
+                if index:
+                    scratch = self._scratch[: end - start].copy_(incoming)
+                    total.add_(scratch)
+                else:
+                    total.copy_(incoming)
+                slot.consumed.record(self._arithmetic)
+
+    def _exchange(
+        self,
+        slot: _Slot,
+        resident: _Resident,
+        work: _Work,
+        ranges: Sequence[tuple[int, int, float]],
+        part: slice,
+    ) -> None:
+        """A piece of the resident's state, of the committed version, is in the slot and on the
+        device; so are its new gradients.
+        """
+        count = part.stop - part.start
+        here = {name: array[part] for name, array in resident.state.items()}
+        kept = resident.gradients[part]
+        with torch.cuda.stream(self._arithmetic):
+            if work.committed is not None:
+                piece = Piece(**here, gradients=kept, scratch=self._scratch[:count], ranges=ranges)
+                apply(piece, work.committed)
+            for name, array in here.items():
+                if work.lag.whole:
+                    array.copy_(slot.state[name][:count])
+                else:
+                    slot.state[name][:count].copy_(array)
+            kept.copy_(slot.gradients[:count])
+
+    def _compute(
+        self,
+        slot: _Slot,
+        scalars: StepScalars,
+        ranges: Sequence[tuple[int, int, float]],
+        count: int,
+    ) -> None:
+        piece = Piece(
+            master=slot.state["master"][:count],
+            exp_avg=slot.state["exp_avg"][:count],
+            exp_avg_sq=slot.state["exp_avg_sq"][:count],
+            gradients=slot.gradients[:count],
+            scratch=self._scratch[:count],
+            ranges=ranges,
+        )
+        with torch.cuda.stream(self._arithmetic):
+            self._total.add_(sum_squares(piece.gradients, self._squares[:count]))
+            self._arithmetic.wait_event(slot.left)
+            slot.weights[:count].copy_(apply(piece, scalars))
+            slot.consumed.record(self._arithmetic)
+
+    def _take_back(self, slot: _Slot, target: HostArray) -> None:
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(slot.consumed)
+            host = as_tensor(target, self._weight_dtype)
+            host.copy_(slot.weights[: len(target)], non_blocking=True)
+            slot.left.record(self._out)
+
+    def _slot(self) -> _Slot:
+        return _Slot(
+            state={name: self._empty(torch.float32) for name in _STATE},
+            incoming=self._empty(storage_dtype(self._grad_dtype)),
+            gradients=self._empty(torch.float32),
+            weights=self._empty(storage_dtype(self._weight_dtype)),
+            arrived=torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            consumed=torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            left=torch.cuda.Event(),  # type: ignore[no-untyped-call]
+        )
+
+    def _room(self, size: int) -> _Resident:
+        state = {name: torch.empty(size, device=self._device) for name in _STATE}
+        return _Resident(state=state, gradients=torch.empty(size, device=self._device))
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self._piece, dtype=dtype, device=self._device)
+
+
+def _within(
+    ranges: Sequence[tuple[int, int, float]], start: int, end: int
+) -> list[tuple[int, int, float]]:
+    """The ranges of elements [start, end), counted from ``start``."""
+    return [
+        (max(first, start) - start, min(last, end) - start, decay)
+        for first, last, decay in ranges
+        if first < end and last > start
+    ]

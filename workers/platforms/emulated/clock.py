@@ -1,0 +1,88 @@
+"""When the parts of an emulated device are busy.
+
+Times are readings of ``time.monotonic``, the same clock in every process of a machine. Work starts
+when its part of the device is free and its inputs are there **on this clock**, whenever Python got
+round to saying so, and the caller then sleeps until the clock shows its end. So delays of Python
+and of the operating system do not add up, as long as they are shorter than the work itself: a GPU
+with its next kernels queued behaves the same.
+
+What the instructions of a plan take on an emulated device, and what they send.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from penstock.planner.cost.costs import Costs
+from penstock.planner.orders.timing import seconds_of
+from penstock.protocol.plan.instructions import Forward, Keep, SendActivation
+from penstock.protocol.plan.layout import StageLayout
+from penstock.workers.waiting import POLL_S, Abort
+
+
+class Stream:
+    """Something that does one thing after the other. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        self._lock = threading.Lock()
+
+    def occupy(self, ready_at: float, seconds: float) -> tuple[float, float]:
+        """Start and end of work that can start at ``ready_at``."""
+        with self._lock:
+            start = max(self.free_at, ready_at)
+            self.free_at = start + seconds
+            return start, self.free_at
+
+
+def sleep_until(at: float, abort: Abort | None = None) -> None:
+    """Return when the clock shows ``at``.
+
+    Raises:
+        Interrupted: aborted.
+    """
+    while (left_s := at - time.monotonic()) > 0.0:
+        if abort is not None:
+            abort.check()
+        time.sleep(min(left_s, POLL_S))
+
+
+class Durations:
+    """Emulated seconds and bytes of a plan's instructions."""
+
+    def __init__(self, layout: StageLayout, costs: Costs) -> None:
+        self._layout = layout
+        self._costs = costs
+        self._seconds = seconds_of(layout, costs)
+        self._drops: dict[tuple[int, int], tuple[str, ...]] = {}
+
+    def seconds(self, instruction: Any) -> float:
+        """On the compute stream; a forward of the last stage ends at its last checkpoint."""
+        layout = self._layout
+        if isinstance(instruction, Forward):
+            self._drops[instruction.stage, instruction.micro_batch] = instruction.drop
+        if (
+            isinstance(instruction, Forward)
+            and instruction.keep is Keep.INPUT
+            and layout.is_last_forward(instruction.stage)
+        ):
+            blocks = layout.forward[instruction.stage].blocks
+            starts = (layout.backward[b].start for b in layout.checkpoints_of(instruction.stage))
+            needed = range(blocks.start, max(starts, default=blocks.start))
+            return self._costs.of(needed).forward_s + self._costs.instruction_s
+        return self._seconds(instruction)
+
+    def num_bytes(self, send: Any) -> float:
+        """Of what an instruction sends."""
+        if isinstance(send, SendActivation):
+            block = self._layout.forward[send.stage].stop - 1
+        else:
+            block = self._layout.backward[send.stage].start - 1
+        return self._costs.blocks[block].output_bytes
+
+    def kept_bytes(self, stage: int, micro_batch: int) -> float:
+        """Of what a forward, whose seconds were asked for before, kept."""
+        cost = self._costs.of(self._layout.forward[stage].blocks)
+        return cost.activation_bytes - cost.drop_bytes(self._drops.get((stage, micro_batch), ()))

@@ -1,0 +1,128 @@
+"""Collectives of emulated devices that share out weights, with the simulator's times.
+
+Every FETCH_WEIGHTS brings a device its share over PCIe, and then all pass theirs around a ring (an
+all-gather); every REDUCE_GRADIENTS passes sums around it (a reduce-scatter), see
+:mod:`penstock.planner.simulate.transfers`. A ring starts when the last device has entered it, so
+each device tells all others when it does. All enter the same ones in the same order (the validator
+sees to that), hence all reckon the same times. The numbers themselves are read from shared memory,
+or come with the messages of the reduction.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from penstock.planner.cost.cluster import Cluster
+from penstock.protocol.wire.frames import Transfer
+from penstock.workers.attempt import Bench, Job
+from penstock.workers.channels.inbox import TransferKey
+from penstock.workers.platforms.emulated.clock import Stream
+from penstock.workers.waiting import POLL_S, Patience
+
+_ENTERED = "entered"
+"""Name of the tensor that says when a device entered: (1,), the bits of an fp64 as int64."""
+
+
+def link_bandwidth(cluster: Cluster, source: int, target: int) -> float:
+    """Bytes/s from one device to another if nobody shares the way."""
+    here = cluster.node_of(source) == cluster.node_of(target)
+    return cluster.peer_bandwidth if here else cluster.nic_bandwidth
+
+
+class Rings:
+    """The collectives of one attempt, or evaluation batch, as one device sees them."""
+
+    def __init__(self, bench: Bench, job: Job, cluster: Cluster, time_scale: float) -> None:
+        self._bench = bench
+        self._job = job
+        self._latency_s = time_scale * cluster.latency_s
+        num_devices = bench.plan.num_devices
+        self._links = [
+            (Stream(), time_scale / link_bandwidth(cluster, device, (device + 1) % num_devices))
+            for device in range(num_devices)
+        ]
+        self._changed = threading.Condition()
+        self._entered_at: list[float | None] = []
+        self._amounts: list[float] = []
+        self._ends: list[float] = []
+
+    @property
+    def num_devices(self) -> int:
+        """That take part."""
+        return len(self._links)
+
+    def reserve(self, num_bytes: float) -> int:
+        """The number of the next collective, over so many bytes in all."""
+        with self._changed:
+            self._entered_at.append(None)
+            self._amounts.append(num_bytes * (1.0 - 1.0 / len(self._links)))
+            return len(self._amounts) - 1
+
+    def enter(self, number: int, at: float) -> None:
+        """This device has its part at ``at``; tells the others. On any thread.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: a peer's queue stayed full.
+        """
+        bench = self._bench
+        with self._changed:
+            self._entered_at[number] = at
+            self._changed.notify_all()
+        entered = {_ENTERED: torch.tensor([at], dtype=torch.float64).view(torch.int64)}
+        header = Transfer(
+            run_id=bench.run_id,
+            epoch=bench.epoch,
+            phase=self._job.phase,
+            attempt=self._job.number,
+            kind="entry",
+            stage=number,
+            micro_batch=bench.device_index,
+            tensors=(),
+        )
+        for peer in range(len(self._links)):
+            if peer != bench.device_index:
+                bench.transport.send(peer, header, entered, bench.abort, bench.timeout_s)
+
+    def end(self, number: int) -> float:
+        """When a collective that this device has entered is over; waits for the others to enter.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: one of them did not enter in time.
+        """
+        while len(self._ends) <= number:
+            self._ends.append(self._run(len(self._ends)))
+        return self._ends[number]
+
+    def _run(self, number: int) -> float:
+        start = max(self._entry(number, device) for device in range(len(self._links)))
+        amount = self._amounts[number]
+        ends = [link.occupy(start, amount * per_byte_s)[1] for link, per_byte_s in self._links]
+        return max(ends) + self._latency_s
+
+    def _entry(self, number: int, device: int) -> float:
+        bench = self._bench
+        if device == bench.device_index:
+            return self._own_entry(number)
+        key = TransferKey(
+            phase=self._job.phase,
+            attempt=self._job.number,
+            kind="entry",
+            stage=number,
+            micro_batch=device,
+        )
+        with bench.progress.awaiting(key):
+            tensors = bench.transport.inbox.take(key, bench.abort, bench.timeout_s)
+        bench.transport.inbox.arrival_s(key)
+        return float(tensors[_ENTERED].view(torch.float64)[0])
+
+    def _own_entry(self, number: int) -> float:
+        """Weights are loaded on a thread of their own, which may not have come to this one yet."""
+        bench, patience = self._bench, Patience(self._bench.timeout_s)
+        with self._changed:
+            while (entered_at := self._entered_at[number]) is None:
+                bench.abort.check()
+                patience.spend(f"this device to enter collective {number}")
+                self._changed.wait(POLL_S)
+            return entered_at

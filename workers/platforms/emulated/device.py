@@ -1,0 +1,492 @@
+"""The emulated device: weights and gradients as stored, transfers with the time they would take."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.platforms.bandwidth_log import Copy
+from penstock.protocol.platforms.peer_memory import LodgingBoard
+from penstock.shm.memory import NodeMemory
+from penstock.shm.table import BlockTable
+from penstock.workers.platforms.base import BufferPool, HostArray, Stamp, as_tensor, storage_dtype
+from penstock.workers.platforms.emulated.clock import Durations, Stream, sleep_until
+from penstock.workers.platforms.emulated.collectives import Rings, link_bandwidth
+from penstock.workers.platforms.emulated.runtime import Deferred
+from penstock.workers.waiting import Abort
+
+ARRIVAL = "arrival"
+"""Name of the tensor that says when a transfer arrives on the clock: int64, the bits of an fp64 and
+as many zeros as make it as large as the transfer is stored.
+"""
+
+_YIELD_S = 1e-3
+"""So long after an instruction has ended may the next one be late, for Python's sake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """The transfer that an instruction starts: to whom, and its bytes at full size. ``node``: the
+    peer's, if it is another.
+    """
+
+    peer: int
+    num_bytes: float
+    bandwidth: float
+    node: int | None = None
+
+
+class Leave(Protocol):
+    """The signature of ``NicBoard.occupy`` for transfers from a device's own node."""
+
+    def __call__(self, ready_at: float, seconds: float, *, target: int) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """To another node."""
+
+    leave: Leave
+    node: int
+
+    def occupy(self, ready_at: float, seconds: float) -> tuple[float, float]:
+        """As a stream."""
+        return self.leave(ready_at, seconds, target=self.node)
+
+
+class SwapKey(NamedTuple):
+    """What a SWAP_OUT and its SWAP_IN have in common."""
+
+    stage: int
+    micro_batch: int
+    fraction: float
+    peer: int | None
+
+
+class EmulatedStageBuffer:
+    """A stage's weights where they lie in host memory, usable from the end of ``loaded`` on, or of
+    what gathers them.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        loaded: tuple[float, float],
+        device: EmulatedDevice,
+        gathered: Callable[[], float] | None = None,
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.loaded = loaded
+        self._device = device
+        self._gathered = gathered
+
+    def acquire(self) -> None:
+        """The instruction under way starts no sooner."""
+        self._device.needs(self.loaded[1] if self._gathered is None else self._gathered())
+
+    def release(self) -> None:
+        """Nothing was copied."""
+        self.tensors = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Offload:
+    gradients: torch.Tensor
+    target: HostArray
+    arrives_at: float
+    complete: Callable[[], None]
+
+
+class EmulatedDevice:
+    """See :class:`penstock.workers.platforms.base.Device`.
+
+    ``compute`` is the compute stream. By (stage, micro-batch): ``dropped``, forwards that dropped
+    operators, and ``deferred``, what BACKWARD_INPUT left. ``rings`` are those of the attempt;
+    ``fetches``, in the order of loads, its gathers (if any) and when they can begin (``None``: when
+    they are loaded); ``scatters``, by backward stage, its reductions. ``copies``: from when to
+    when those of the instruction under way run that it started itself. Between :meth:`begin` and
+    :meth:`compute_for` an instruction collects what it has to wait for.
+    """
+
+    torch_device = torch.device("cpu")
+    compute_dtype = torch.float32
+    prefetches = True
+
+    def __init__(
+        self,
+        emulation: Emulation,
+        table: BlockTable,
+        announce: Callable[[Copy], None],
+        leave: Leave,
+        lodging: LodgingBoard,
+    ) -> None:
+        """``table``: the stored one of the run. ``announce`` is told of copies through the node's
+        memory; their rates are in bytes per second of the clock. ``leave``: a transfer takes the
+        NICs of this node and of another. ``lodging``: what devices of the node swapped to each
+        other.
+        """
+        self.emulation = emulation
+        self._announce = announce
+        self._leave = leave
+        self._lodging = lodging
+        self._lodged: dict[SwapKey, int] = {}
+        self.staging_bytes = 0.0
+        """Of the buffers that UPDATE works in."""
+        self.state_bytes = 0.0
+        """Of residents' state."""
+        self.compute = Stream()
+        self.dropped: set[tuple[int, int]] = set()
+        self.deferred: dict[tuple[int, int], Deferred] = {}
+        self.sending: Sending | None = None
+        self.copies: list[tuple[float, float]] = []
+        self.rings: Rings | None = None
+        self.fetches: deque[tuple[Rings | None, int, float | None]] = deque()
+        self.scatters: dict[int, int] = {}
+        cluster = emulation.cluster
+        share = cluster.switch_bandwidth / cluster.devices_per_switch
+        self._fetch_bandwidth = min(cluster.fetch_bandwidth, share)
+        self._offload_bandwidth = min(cluster.offload_bandwidth, share)
+        self._growth = emulation.table.num_parameters / table.num_parameters
+        self._moved = self._growth if emulation.offloaded else 0.0
+        self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
+        self._fetches, self._offloads = Stream(), Stream()
+        self._links: dict[int, Stream] = {}
+        self._guests: dict[tuple[int, bool], Stream] = {}
+        self._swapped: dict[SwapKey, float] = {}
+        self._back_at: dict[tuple[int, int], float] = {}
+        self._leaving: list[tuple[int, float]] = []
+        self._began = 0.0
+        self._needed_at = 0.0
+        self.arrived_at: float | None = None
+        """When what was received last arrives on the clock, if its sender said so."""
+        self._idle = True
+        self._durations: tuple[StageLayout, Durations] | None = None
+        self._pool = BufferPool()
+        self._publisher: _Publisher | None = None
+
+    def durations(self, layout: StageLayout) -> Durations:
+        """Those of the plan under way."""
+        if self._durations is None or self._durations[0] is not layout:
+            self._durations = layout, Durations(layout, self.emulation.costs)
+        return self._durations[1]
+
+    def begin(self) -> None:
+        """An instruction starts to collect what it needs; the first of an attempt starts now."""
+        self._needed_at = 0.0
+        self.copies.clear()
+        if self._idle:
+            self._idle = False
+            self.compute.occupy(time.monotonic(), 0.0)
+
+    def needs(self, at: float) -> None:
+        """The instruction under way starts no sooner than ``at``."""
+        self._needed_at = max(self._needed_at, at)
+
+    def compute_for(self, seconds: float, abort: Abort) -> tuple[float, float]:
+        """Spend emulated seconds on the compute stream; start and end on the clock.
+
+        Raises:
+            Interrupted: aborted.
+        """
+        start, end = self.compute.occupy(self._needed_at, self._scaled(seconds))
+        self._began = start
+        sleep_until(end, abort)
+        return start, end
+
+    def compute_between(self, ready_at: float, seconds: float, abort: Abort) -> tuple[float, float]:
+        """Spend emulated seconds on the compute stream when nothing else wants it; start and end on
+        the clock. For work beside the program, on another thread than the interpreter's.
+
+        Raises:
+            Interrupted: aborted.
+        """
+        while True:
+            start = max(ready_at, self.compute.free_at)
+            sleep_until(start + _YIELD_S, abort)  # the program's next instruction goes first
+            if self.compute.free_at <= start:
+                start, end = self.compute.occupy(start, self._scaled(seconds))
+                sleep_until(end, abort)
+                return start, end
+
+    def copy_in(self, ready_at: float, num_bytes: float) -> float:
+        """When a copy of so many emulated bytes from the host has ended."""
+        return self._copy(self._fetches, ready_at, num_bytes, self._fetch_bandwidth)
+
+    def copy_out(self, ready_at: float, num_bytes: float) -> float:
+        """When a copy of so many emulated bytes to the host has ended."""
+        return self._copy(self._offloads, ready_at, num_bytes, self._offload_bandwidth)
+
+    def sends(self, source: int, target: int, num_bytes: float) -> None:
+        """The instruction under way starts this transfer, between devices of the cluster."""
+        cluster = self.emulation.cluster
+        node = cluster.node_of(target)
+        self.sending = Sending(
+            peer=target,
+            num_bytes=num_bytes,
+            bandwidth=link_bandwidth(cluster, source, target),
+            node=None if cluster.node_of(source) == node else node,
+        )
+
+    def swap_out(self, key: SwapKey, num_bytes: float) -> None:
+        """Start to move what a forward kept to the host, or to a peer's memory."""
+        stream, bandwidth, latency_s = self._way(key, out=True)
+        begun = max(self.compute.free_at, stream.free_at)
+        end = self._copy(stream, self.compute.free_at, num_bytes, bandwidth, key.peer is None)
+        self.copies.append((begun, end))
+        self._swapped[key] = end + self._scaled(latency_s)
+        if key.peer is not None:
+            self._lodged[key] = self._lodging.leave(key.peer, num_bytes, begun)
+
+    def swap_in(self, key: SwapKey, num_bytes: float) -> None:
+        """Start to bring it back, once it is out."""
+        stream, bandwidth, latency_s = self._way(key, out=False)
+        ready_at = max(self.compute.free_at, self._swapped.pop(key))
+        begun = max(ready_at, stream.free_at)
+        end = self._copy(stream, ready_at, num_bytes, bandwidth, key.peer is None)
+        self.copies.append((begun, end))
+        if key.peer is not None:
+            self._lodging.take_back(self._lodged.pop(key), end)
+        place = key.stage, key.micro_batch
+        back_at = end + self._scaled(latency_s)
+        self._back_at[place] = max(self._back_at.get(place, 0.0), back_at)
+
+    def await_swap(self, stage: int, micro_batch: int) -> None:
+        """The instruction under way starts no sooner than what was swapped is back."""
+        self.needs(self._back_at.get((stage, micro_batch), 0.0))
+
+    def swapped_share(self, stage: int, micro_batch: int) -> float:
+        """How much of what a forward kept has left the device by now."""
+        return sum(
+            key.fraction
+            for key, out_at in self._swapped.items()
+            if (key.stage, key.micro_batch) == (stage, micro_batch) and out_at <= self._now
+        )
+
+    @property
+    def leaving_elements(self) -> float:
+        """Of gradient sums, at full size, whose copies to the host had not ended when the latest
+        compute instruction began.
+        """
+        return sum(count for count, until in self._leaving if until > self._began) * self._growth
+
+    @property
+    def lodged_bytes(self) -> float:
+        """What other devices had swapped here while the latest compute instruction ran, as far as
+        they have said so by now.
+        """
+        return self._lodging.bytes_here(self._began, self.compute.free_at)
+
+    @property
+    def _now(self) -> float:
+        """As far as the device has come, on the clock."""
+        return max(self._needed_at, self.compute.free_at)
+
+    def _way(self, key: SwapKey, *, out: bool) -> tuple[Stream, float, float]:
+        """Stream, bytes/s and latency."""
+        cluster = self.emulation.cluster
+        if key.peer is not None:
+            link = self._guests.setdefault((key.peer, out), Stream())
+            return link, cluster.peer_bandwidth, cluster.latency_s
+        if out:
+            return self._offloads, self._offload_bandwidth, 0.0
+        return self._fetches, self._fetch_bandwidth, 0.0
+
+    def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
+        """Start the thread that writes gradients."""
+        self._publisher = _Publisher(self._publish)
+
+    def detach(self) -> None:
+        """End that thread, and free the pooled buffers."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        self._pool.clear()
+
+    def start_clock(self) -> None:
+        """It is that of all processes."""
+
+    def stamp(self) -> float:
+        """When the instruction is issued; when it computes says :meth:`compute_for`."""
+        return time.monotonic()
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """They are seconds; ``time.perf_counter`` reads the same clock on Linux."""
+        return list(stamps)
+
+    def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
+        """A fetch from when it could begin, or from when the one before it ends."""
+        num_bytes = sum(array.nbytes for array in arrays) * self._moved
+        rings, number, ready_at = self.fetches.popleft() if self.fetches else (None, 0, None)
+        if ready_at is None:
+            ready_at = time.monotonic()
+        if rings is not None:
+            num_bytes /= rings.num_devices
+        begun = max(ready_at, self._fetches.free_at)
+        arrives_at = self._copy(self._fetches, ready_at, num_bytes, self._fetch_bandwidth)
+        tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
+        if rings is None:
+            return EmulatedStageBuffer(tensors, (begun, arrives_at), self)
+        rings.enter(number, arrives_at)
+        return EmulatedStageBuffer(tensors, (begun, arrives_at), self, partial(rings.end, number))
+
+    def gradients(self, target: HostArray) -> torch.Tensor:
+        """A private sum."""
+        return self._pool.take(target.size, torch.float32).zero_()
+
+    def offload(
+        self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
+    ) -> None:
+        """Written when the copy would have ended; it waits for what the instruction needs."""
+        num_bytes = target.nbytes * self._moved
+        begun = max(self._now, self._offloads.free_at)
+        arrives_at = self._copy(self._offloads, self._now, num_bytes, self._offload_bandwidth)
+        self.copies.append((begun, arrives_at))
+        assert self._publisher is not None, "not attached"
+        self._leaving.append((target.size, arrives_at))
+        self._publisher.put(_Offload(gradients, target, arrives_at, complete))
+
+    def await_offloads(self, at_most: int) -> None:
+        """The instruction under way starts no sooner."""
+        if len(self._leaving) > at_most:
+            self.needs(self._leaving[-1 - at_most][1])
+
+    def finish(self) -> None:
+        """Wait for the last copy."""
+        if self._publisher is not None:
+            self._publisher.wait(discard=False)
+
+    def drop(self) -> None:
+        """What is still under way is not written; the attempt is over."""
+        if self._publisher is not None:
+            self._publisher.wait(discard=True)
+        self.compute, self._fetches, self._offloads = Stream(), Stream(), Stream()
+        for kept in (self._links, self._guests, self._swapped, self._back_at, self.deferred):
+            kept.clear()
+        self._lodged.clear()
+        self._lodging.clear()
+        self.fetches.clear()
+        self.scatters.clear()
+        self.rings = None
+        self.dropped.clear()
+        self._leaving.clear()
+        self._idle = True
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A message of the stored size that says when it would arrive; of a collective, whose time
+        is reckoned otherwise, the tensors alone.
+        """
+        sending, self.sending = self.sending, None
+        if sending is None:
+            return dict(tensors)
+        link = self._links.setdefault(sending.peer, Stream())
+        # Through the host a message is written to memory and read from it.
+        crossings = 2 if self.emulation.cluster.peer_through_host else 0
+        sent_at = self._copy(
+            link if sending.node is None else _Way(self._leave, sending.node),
+            self.compute.free_at,
+            sending.num_bytes,
+            sending.bandwidth,
+            crossings,
+        )
+        arrives_at = sent_at + self._scaled(self.emulation.cluster.latency_s)
+        arrival = torch.zeros(max(1, int(sending.num_bytes / self._growth / 8)), dtype=torch.int64)
+        arrival[:1] = torch.tensor([arrives_at], dtype=torch.float64).view(torch.int64)
+        return {**tensors, ARRIVAL: arrival}
+
+    def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The instruction under way starts no sooner than the message arrives."""
+        self.arrived_at = None
+        if ARRIVAL not in tensors:
+            return dict(tensors)
+        self.arrived_at = float(tensors[ARRIVAL][:1].view(torch.float64)[0])
+        self.needs(self.arrived_at)
+        return {name: tensor for name, tensor in tensors.items() if name != ARRIVAL}
+
+    def _copy(
+        self,
+        stream: Stream | _Way,
+        ready_at: float,
+        num_bytes: float,
+        bandwidth: float,
+        crossings: int = 1,
+    ) -> float:
+        """When a copy ends that crosses the node's memory so many times."""
+        start, end = stream.occupy(ready_at, self._scaled(num_bytes / bandwidth))
+        if crossings and end > start:
+            self._announce(Copy(start, end, crossings * num_bytes / (end - start)))
+        return end
+
+    def _scaled(self, seconds: float) -> float:
+        return seconds * self.emulation.time_scale
+
+    def _publish(self, offload: _Offload) -> None:
+        as_tensor(offload.target, self._grad_dtype).copy_(
+            offload.gradients.to(storage_dtype(self._grad_dtype))
+        )
+        self._pool.give(offload.gradients)
+        offload.complete()
+
+
+class _Publisher:
+    """Writes gradients once their copy would have ended, in order, on a thread of its own."""
+
+    def __init__(self, publish: Callable[[_Offload], None]) -> None:
+        self._publish = publish
+        self._queue: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._discard = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="worker-offload", daemon=True)
+        self._thread.start()
+
+    def put(self, offload: _Offload) -> None:
+        with self._changed:
+            self._pending += 1
+        self._queue.put(offload)
+
+    def wait(self, *, discard: bool) -> None:
+        """Until nothing is pending. ``discard``: nothing more is written, errors are forgotten."""
+        with self._changed:
+            self._discard = discard
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pending)
+            error, self._error, self._discard = self._error, None, False
+        if error is not None and not discard:
+            raise error
+
+    def close(self) -> None:
+        """End the thread; nothing is pending."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (offload := self._queue.get()) is not None:
+            try:
+                if self._due(offload) and self._error is None:
+                    self._publish(offload)
+            except Exception as error:  # kept for the interpreter, which raises it in finish()
+                self._error = self._error or error
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
+
+    def _due(self, offload: _Offload) -> bool:
+        """Wait for the copy's end; False once what is pending is discarded."""
+        with self._changed:
+            while not self._discard:
+                left_s = offload.arrives_at - time.monotonic()
+                if left_s <= 0.0:
+                    return True
+                self._changed.wait(left_s)
+            return False

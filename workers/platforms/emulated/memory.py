@@ -1,0 +1,199 @@
+"""Memory of an emulated device: what the interpreter holds there, each thing at its full size.
+
+Nothing of a plan's reckoning is used: after each instruction the account looks at what is there
+(stages fetched, gradient sums from the first that is added until they are written, graphs and the
+blocks they went through, deferred weight gradients, tensors kept, expected or swapped) and takes
+the sizes from the costs and the full table. While an instruction runs it holds what was there
+before and what is there afterwards. What leaves by itself (sums that are being copied, what peers
+swapped here and take back) is there while the instruction runs, by the clocks of those who move it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from penstock.planner.cost.costs import BlockCost
+from penstock.protocol.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Keep,
+    OffloadGradients,
+    Recompute,
+)
+from penstock.workers.attempt import Attempt
+from penstock.workers.platforms.emulated.device import EmulatedDevice
+from penstock.workers.platforms.emulated.runtime import EmulatedOutput
+from penstock.workers.state.weights import arrays_of, num_elements
+from penstock.workers.telemetry.usage import DeviceMemoryError, MemoryPeak, Usage, Use
+
+_GRADIENT_ITEMSIZE = 4
+
+
+class _Entry(NamedTuple):
+    use: Use
+    num_bytes: float
+    owner: object
+    """Keeps the address in the key from being used for something else."""
+
+
+_Entries = Mapping[Hashable, _Entry]
+
+_LEAVES_BY_ITSELF = ("leaving", "lodged")
+
+
+class EmulatedMeter:
+    """See :class:`penstock.workers.telemetry.meters.Meter`; exceeding the limit is an error."""
+
+    def __init__(self, device: EmulatedDevice, limit_bytes: float) -> None:
+        self.limit_bytes: float | None = limit_bytes
+        self.peak: MemoryPeak | None = None
+        self._device = device
+        self._table, self._costs = device.emulation.table, device.emulation.costs
+        self._before: _Entries = {}
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Begins with an empty device."""
+        self.peak, self._before = None, {}
+        yield
+        self._before = {}
+
+    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
+        """What was there before and what is there now were there together.
+
+        Raises:
+            DeviceMemoryError: that is more than the device has.
+        """
+        now = dict(self._entries(attempt))
+        before, self._before = self._before, now
+        before = {key: entry for key, entry in before.items() if key not in _LEAVES_BY_ITSELF}
+        moved = _changes_its_name(instruction)
+        if moved is not None:
+            before = {k: e for k, e in before.items() if k in now or e.use is not moved}
+        needed = _together(before, now)
+        needed[Use.WORKSPACE] += self._workspace(instruction, attempt)
+        usage = Usage(dict(needed))
+        if self.peak is None or usage.total_bytes > self.peak.num_bytes:
+            self.peak = MemoryPeak(
+                num_bytes=usage.total_bytes,
+                usage=usage,
+                during=instruction,
+                at_s=time.perf_counter(),
+            )
+        if self.limit_bytes is not None and usage.total_bytes > self.limit_bytes:
+            bench, there = attempt.bench, Usage(dict(_together(before, {})))
+            raise DeviceMemoryError(
+                bench.plan.programs[bench.device_index],
+                there,
+                wanted_bytes=usage.total_bytes - there.total_bytes,
+                limit_bytes=self.limit_bytes,
+            )
+
+    def usage(self, attempt: Attempt) -> Usage:
+        """What is there now."""
+        return Usage(dict(_together(dict(self._entries(attempt)), {})))
+
+    def _entries(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
+        yield from self._state(attempt)
+        yield from self._graphs(attempt)
+        yield from self._transfers(attempt)
+
+    def _state(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
+        """Weights, gradient sums until they are written, and what the device has all the time."""
+        bench, table, layout = attempt.bench, self._table, attempt.bench.flow.layout
+        stages = layout.backward_stages_on(bench.device_index)
+        static = sum(self._costs.of(layout.backward[b].blocks).static_bytes for b in stages)
+        yield "static", _Entry(Use.STATE, static + self._device.state_bytes, None)
+        offloaded = self._device.emulation.offloaded
+        leaving = self._device.leaving_elements if offloaded else 0.0
+        yield "leaving", _Entry(Use.GRADIENTS, leaving * _GRADIENT_ITEMSIZE, None)
+        yield "lodged", _Entry(Use.ACTIVATIONS, self._device.lodged_bytes, None)
+        yield "staging", _Entry(Use.WORKSPACE, self._device.staging_bytes, None)
+        if not offloaded:
+            return  # weights and sums are part of what is there all the time
+        for key in bench.weights.in_use:
+            arrays = arrays_of(table, attempt.stages.blocks(key))
+            count = sum(num_elements(table, array) for array in arrays)
+            yield key, _Entry(Use.WEIGHTS, count * table.weight_dtype.itemsize, None)
+        for found in attempt.gradients.unpublished:
+            count = table.blocks[found.block].trainable_elements
+            yield found, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
+
+    def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
+        held, device = attempt.holdings, self._device
+        durations = device.durations(attempt.bench.flow.layout)
+        for place, output in held.graphs.items():
+            assert isinstance(output, EmulatedOutput)
+            num_bytes = sum(self._cost(block.index).activation_bytes for block, _ in output.steps)
+            if place in device.dropped:
+                num_bytes = durations.kept_bytes(*place)
+            num_bytes *= 1.0 - device.swapped_share(*place)
+            yield ("graph", *place), _Entry(Use.ACTIVATIONS, num_bytes, None)
+        for place, deferred in device.deferred.items():
+            num_bytes = sum(self._cost(block.index).deferred_bytes for block, _ in deferred)
+            # What is left of a graph: the two are never there side by side.
+            yield ("graph", *place), _Entry(Use.DEFERRED, num_bytes, None)
+
+    def _transfers(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
+        """One tensor under two names counts once."""
+        held = attempt.holdings
+        for (kind, stage, _), tensors in held.kept.items():
+            num_bytes = self._transfer_bytes(attempt, kind, stage)
+            for tensor in tensors.values():
+                storage = tensor.untyped_storage()
+                yield storage.data_ptr(), _Entry(Use.TRANSFERS, num_bytes, tensor)
+        for kind, stage, m in held.posted:
+            num_bytes = self._transfer_bytes(attempt, kind, stage)
+            yield (kind, stage, m), _Entry(Use.TRANSFERS, num_bytes, None)
+
+    def _transfer_bytes(self, attempt: Attempt, kind: str, stage: int) -> float:
+        layout = attempt.bench.flow.layout
+        forward = kind == "activation"
+        block = layout.forward[stage].stop if forward else layout.backward[stage].start
+        return 0.0 if block == 0 else self._cost(block - 1).output_bytes
+
+    def _cost(self, block: int) -> BlockCost:
+        return self._costs.blocks[block]
+
+    def _workspace(self, instruction: Instruction, attempt: Attempt) -> float:
+        layout = attempt.bench.flow.layout
+        match instruction:
+            case Forward(stage=stage, keep=keep):
+                needs = self._costs.of(layout.forward[stage].blocks).by_kind
+                return needs.graph if keep in (Keep.ALL, Keep.SELECTIVE) else needs.forward
+            case Recompute(stage=stage):
+                return self._costs.of(layout.backward[stage].blocks).by_kind.graph
+            case Backward(stage=stage):
+                return self._costs.of(layout.backward[stage].blocks).by_kind.backward
+            case BackwardInput(stage=stage):
+                return self._costs.of(layout.backward[stage].blocks).by_kind.backward_input
+            case BackwardWeight(stage=stage):
+                return self._costs.of(layout.backward[stage].blocks).by_kind.backward_weight
+        return 0.0
+
+
+def _changes_its_name(instruction: Instruction) -> Use | None:
+    """What an instruction does not let go of but leaves as something else: its input, which a graph
+    saves; gradient sums, which are being copied.
+    """
+    if isinstance(instruction, Forward):
+        return Use.TRANSFERS if instruction.keep in (Keep.ALL, Keep.SELECTIVE) else None
+    if isinstance(instruction, Recompute):
+        return Use.TRANSFERS
+    return Use.GRADIENTS if isinstance(instruction, OffloadGradients) else None
+
+
+def _together(before: _Entries, now: _Entries) -> defaultdict[Use, float]:
+    """Bytes by use of what is in either; what changed its size counts at the larger one."""
+    found: defaultdict[Use, float] = defaultdict(float)
+    for key in before.keys() | now.keys():
+        several = [entries[key] for entries in (before, now) if key in entries]
+        found[several[-1].use] += max(entry.num_bytes for entry in several)
+    return found

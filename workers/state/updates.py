@@ -1,0 +1,302 @@
+"""UPDATE on a worker: previews of blocks, beside the interpreter.
+
+An instruction only says which block; threads then wait until the block may be previewed, in the
+order of the instructions, preview it and say so. So state comes in, and weights go out, while the
+device computes. The attempt ends when all have.
+
+What a block waits for, all of it words of the control segment: its state has taken the committed
+step in, and its slot of the next version holds nothing (both optimizerd's doing, see
+:mod:`penstock.daemons.optimizer.machine.words`); all its gradients are published in this attempt.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from penstock import _native
+from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep, PassStatus
+from penstock.shm.control import INVALID_VERSION
+from penstock.shm.layout import WEIGHT_SLOTS
+from penstock.shm.memory import Array, NodeMemory
+from penstock.workers.state.residents import Residents
+from penstock.workers.waiting import POLL_S, Abort, wait_until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewedBlock:
+    """What a preview led to, and when it was at work (readings of ``time.perf_counter``)."""
+
+    status: PassStatus
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateScope:
+    """What all updates of one attempt have in common.
+
+    ``done`` is called on the thread of updates with each block, when its last byte is written.
+    """
+
+    epoch: int
+    attempt: int
+    step: OptimizerStep
+    abort: Abort
+    timeout_s: float
+    done: Callable[[int, PreviewedBlock], None]
+
+
+class Previewer(Protocol):
+    """How a device previews blocks; each method is called on a thread of its own."""
+
+    def issue(self, block: int) -> None:
+        """An UPDATE was issued; on the interpreter's thread."""
+
+    def fetch(self, block: int, scope: UpdateScope) -> None:
+        """The block's state may be read now; its gradients may still be on their way."""
+
+    def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
+        """Write the weights of the scope's step; returns when the last byte is in host memory.
+
+        Raises:
+            Interrupted: aborted; the slot holds anything.
+        """
+
+    def close(self) -> None:
+        """Let go of memory and threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    block: int
+    fetched: Future[None]
+    done: Future[None]
+
+
+class BlockUpdates:
+    """The updates of one device. Lives for one epoch.
+
+    Two threads, so that the next block's state comes while a block's weights leave.
+    """
+
+    def __init__(self, memory: NodeMemory, previewer: Previewer) -> None:
+        self._memory = memory
+        self._previewer = previewer
+        self._fetching = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-fetch-state")
+        self._previewing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-preview")
+        self._under_way: list[_UnderWay] = []
+
+    def start(self, block: int, scope: UpdateScope) -> None:
+        """Preview a block as soon as that is possible."""
+        self._previewer.issue(block)
+        fetched = self._fetching.submit(self._fetch, block, scope)
+        done = self._previewing.submit(self._preview, block, scope, fetched)
+        self._under_way.append(_UnderWay(block, fetched, done))
+
+    @property
+    def under_way(self) -> Sequence[int]:
+        """Blocks that were started and are not done."""
+        return [work.block for work in self._under_way if not work.done.done()]
+
+    def finish(self, abort: Abort) -> None:
+        """Wait until all are done. Each has deadlines of its own.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: see :mod:`.waiting`. What a preview raised.
+        """
+        for work in self._under_way:
+            _result(work.done, abort)
+        self._under_way.clear()
+
+    def drop(self) -> None:
+        """Nothing is written any more when this returns; an abort was requested, or all is done."""
+        futures = [future for work in self._under_way for future in (work.fetched, work.done)]
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            if not future.cancelled():
+                future.exception()
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """End the threads, and let the device's part go."""
+        self.drop()
+        self._fetching.shutdown(wait=True)
+        self._previewing.shutdown(wait=True)
+        self._previewer.close()
+
+    def _fetch(self, block: int, scope: UpdateScope) -> None:
+        self._await(block, scope, self._settled, self._unsettled)
+        self._previewer.fetch(block, scope)
+
+    def _preview(self, block: int, scope: UpdateScope, fetched: Future[None]) -> None:
+        _result(fetched, scope.abort)
+        self._await(block, scope, self._published, self._unpublished)
+        scope.done(block, self._previewer.preview(block, scope))
+
+    def _await(
+        self,
+        block: int,
+        scope: UpdateScope,
+        condition: Callable[[int, UpdateScope], bool],
+        what: Callable[[int, UpdateScope], str],
+    ) -> None:
+        wait_until(
+            functools.partial(condition, block, scope),
+            functools.partial(what, block, scope),
+            scope.abort,
+            scope.timeout_s,
+        )
+
+    def _settled(self, block: int, scope: UpdateScope) -> bool:
+        control, version = self._memory.control, scope.step.version
+        slot = control.slot_version(block, version % WEIGHT_SLOTS)
+        return control.state_version(block) == version - 1 and slot == INVALID_VERSION
+
+    def _unsettled(self, block: int, scope: UpdateScope) -> str:
+        control, version = self._memory.control, scope.step.version
+        slot = version % WEIGHT_SLOTS
+        return (
+            f"optimizerd to settle block {block} at version {version - 1} (its state is at"
+            f" {control.state_version(block)}) and to vacate its slot {slot} (it holds"
+            f" {_slot_text(control.slot_version(block, slot))})"
+        )
+
+    def _missing(self, block: int, scope: UpdateScope) -> list[int]:
+        contributions = range(self._memory.spec.layout.contributions[block])
+        wanted = scope.epoch, scope.attempt
+        return [k for k in contributions if self._memory.control.ready(block, k) != wanted]
+
+    def _published(self, block: int, scope: UpdateScope) -> bool:
+        return not self._missing(block, scope)
+
+    def _unpublished(self, block: int, scope: UpdateScope) -> str:
+        return (
+            f"gradients of block {block} in attempt {scope.attempt}: contributions"
+            f" {self._missing(block, scope)} are not published"
+        )
+
+
+def _result(future: Future[None], abort: Abort) -> None:
+    while True:
+        abort.check()
+        try:
+            return future.result(timeout=POLL_S)
+        except TimeoutError:
+            if future.done():  # a TimeoutError of its own
+                raise
+
+
+def _slot_text(version: int) -> str:
+    return "nothing" if version == INVALID_VERSION else f"version {version}"
+
+
+def cores_of(worker: int, num_threads: int, available: Sequence[int]) -> list[int]:
+    """Cores for the threads of a node's ``worker``-th worker: those behind the ones of the workers
+    before it, from the first again behind the last.
+    """
+    count = min(num_threads, len(available))
+    return [available[(worker * count + i) % len(available)] for i in range(count)]
+
+
+class NativePreviewer:
+    """Previews where everything lies, with the kernel of optimizerd: the same bits.
+
+    Residents are of no use here, but can be had: copies in private memory.
+    """
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        config: OptimizerConfig,
+        cores: Sequence[int],
+        residents: Collection[int] = (),
+    ) -> None:
+        """``cores``: one thread is pinned to each. ``residents``: blocks whose state is kept."""
+        self._config = config
+        self._memory = memory
+        self._pool = _native.Pool(list(cores))
+        self._undo = _mapped(_native.undo_bytes(len(cores)), np.uint8)
+        self._arrays: dict[int, BlockArrays] = {}
+        self._copies: dict[int, BlockArrays] = {}
+        self._wanted = residents
+        self.residents = Residents(memory.control)
+
+    def issue(self, block: int) -> None:
+        """Nothing to prepare."""
+
+    def fetch(self, block: int, scope: UpdateScope) -> None:
+        """It is there."""
+
+    def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
+        """One pass, of residents one or two; an abort waits for its end."""
+        scope.abort.check()
+        arrays = self._arrays.get(block)
+        if arrays is None:
+            arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
+            self._arrays[block] = arrays
+        start_s = time.perf_counter()
+        if block in self._wanted:
+            arrays = self._of_copy(block, arrays, scope)
+        status = arrays.preview(self._pool, scope.step, self._config)
+        return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
+
+    def close(self) -> None:
+        """End the threads."""
+        self._arrays.clear()
+        self._copies.clear()
+        self._pool.close()
+
+    def _of_copy(self, block: int, shared: BlockArrays, scope: UpdateScope) -> BlockArrays:
+        """``shared`` with the state of the copy, brought up to the committed version."""
+        version = scope.step.version
+        copy = self._copies.get(block)
+        if copy is None:
+            copy = self._copies[block] = _private(shared)
+        lag = self.residents.lag(block, version - 1)
+        self.residents.forget(block)
+        if lag.whole:
+            _copy_all((copy.master, *copy.arrays), (shared.master, *shared.arrays))
+        elif lag.step is not None:
+            _native.settle(
+                self._pool,
+                **copy.state(version - 1),
+                grads=copy.grads[0],
+                hyper=lag.step.hyper(self._config),
+                ranges=copy.ranges,
+                undo=self._undo,
+            )
+        _copy_all(copy.grads[0], shared.gradients(version))
+        self.residents.keep(block, version - 1, scope.attempt)
+        return replace(shared, master=copy.master, arrays=copy.arrays)
+
+
+def _private(shared: BlockArrays) -> BlockArrays:
+    """Room for a copy: state, and one copy of the gradients."""
+    return replace(
+        shared,
+        master=_mapped(len(shared.master), np.float32),
+        arrays=[_mapped(len(array), np.float32) for array in shared.arrays],
+        grads=([_mapped(len(array), array.dtype) for array in shared.grads[0]],),
+    )
+
+
+def _mapped(count: int, dtype: DTypeLike) -> Array:
+    """A zeroed array that is mapped, not allocated: page-aligned, as native passes want it."""
+    size = count * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), dtype=dtype, count=count)
+
+
+def _copy_all(targets: Iterable[Array], sources: Iterable[Array]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target[:] = source

@@ -1,0 +1,190 @@
+"""How the memory of a device is measured while an attempt runs.
+
+CPU workers count live storages if they are told to (``observability.memory``), CUDA has statistics
+of its own. Emulated devices have an account: :mod:`penstock.workers.platforms.emulated.memory`. All
+count what is there, so that what a plan says (:mod:`penstock.planner.memory.footprint`) can be
+compared with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from penstock.models.profiling.storages import StorageLedger, StorageMode
+from penstock.protocol.plan.instructions import Instruction
+from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
+
+if TYPE_CHECKING:
+    from penstock.workers.attempt import Attempt
+
+
+class Meter(Protocol):
+    """Measures one attempt after the other."""
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """An attempt runs inside."""
+
+    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
+        """An instruction has run.
+
+        Raises:
+            DeviceMemoryError: it took more than there is.
+        """
+
+    def usage(self, attempt: Attempt) -> Usage:
+        """What is in use now, as far as it can be known."""
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """What there is, where that is known."""
+
+    @property
+    def peak(self) -> MemoryPeak | None:
+        """Of the latest attempt, if it was measured."""
+
+
+def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
+    """What an attempt holds apart from the graphs of its forwards."""
+    held = attempt.holdings
+    yield from ((Use.WEIGHTS, tensor) for tensor in attempt.bench.weights.tensors)
+    yield from ((Use.GRADIENTS, tensor) for tensor in attempt.gradients.sums)
+    for deferred in held.deferred.values():
+        yield from ((Use.DEFERRED, tensor) for tensor in deferred.held())
+    for batch in attempt.job.batches[:1]:
+        called_with = attempt.bench.runtime.called_with(batch)
+        yield from ((Use.CONSTANTS, tensor) for tensor in called_with)
+    for tensors in (*held.kept.values(), *attempt.bench.transport.inbox.held()):
+        yield from ((Use.TRANSFERS, tensor) for tensor in tensors.values())
+
+
+def _usage_of_named(attempt: Attempt, device: torch.device) -> dict[Use, float]:
+    found: defaultdict[Use, float] = defaultdict(float)
+    for use, tensor in named_tensors(attempt):
+        if tensor.device.type == device.type:
+            found[use] += tensor.nbytes
+    return dict(found)
+
+
+_OUTLIVE = frozenset({Use.WEIGHTS, Use.GRADIENTS, Use.CONSTANTS})
+"""Whoever holds these holds them on, though the attempt does not."""
+
+
+class NoMeter:
+    """Measures nothing."""
+
+    limit_bytes: float | None = None
+    peak: MemoryPeak | None = None
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
+        """Nothing to do."""
+
+    def usage(self, attempt: Attempt) -> Usage:
+        """What the attempt knows of; not what graphs keep."""
+        return Usage(_usage_of_named(attempt, attempt.bench.device.torch_device))
+
+
+class CudaMeter:
+    """The allocator's statistics. An instruction's own peak would need a synchronisation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.limit_bytes: float | None = torch.cuda.get_device_properties(device).total_memory
+        self.peak: MemoryPeak | None = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """The statistics start anew."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.peak = None
+        yield
+        most = float(torch.cuda.max_memory_allocated(self._device))
+        self.peak = MemoryPeak(num_bytes=most, usage=Usage({Use.ACTIVATIONS: most}))
+
+    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
+        """Nothing to do: the allocator counts."""
+
+    def usage(self, attempt: Attempt) -> Usage:
+        """What the attempt knows of by name, and the rest of what is allocated."""
+        named = _usage_of_named(attempt, self._device)
+        rest = torch.cuda.memory_allocated(self._device) - sum(named.values())
+        return Usage({**named, Use.ACTIVATIONS: max(0.0, rest)})
+
+
+class StorageMeter:
+    """Counts storages on the CPU: :mod:`penstock.models.profiling.storages`.
+
+    Weights and gradient sums count wherever they lie, as a plan counts them, though in fp32 they
+    are in shared memory and nothing is copied; weights from their fetching on, though a CPU widens
+    them when they are used first.
+    """
+
+    limit_bytes: float | None = None
+
+    def __init__(self) -> None:
+        self.peak: MemoryPeak | None = None
+        self._ledger = StorageLedger()
+        self._named: dict[int, tuple[Use, torch.UntypedStorage | None]] = {}
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Operators of this thread are watched."""
+        self.peak, self._ledger, self._named = None, StorageLedger(), {}
+        try:
+            with StorageMode(self._ledger, Use.ACTIVATIONS):
+                yield
+        finally:
+            self._named.clear()  # shared memory could not be unmapped
+
+    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
+        """Take in what operators do not show, and see what the instruction needed at most."""
+        ledger, named = self._ledger, dict(_storages(attempt))
+        for use, storage in named.values():
+            ledger.adopt(storage, use)
+        for key in self._named.keys() - named.keys():
+            _, given_back = self._named.pop(key)
+            if given_back is not None:
+                ledger.release(given_back)  # a pool, or the module's parameters, may refer to it
+            else:
+                ledger.count_for(key, Use.ACTIVATIONS)  # a graph may have saved it
+        # Tensors are not kept alive by being counted; weights and sums are given back by name.
+        self._named = {
+            key: (use, storage if use in _OUTLIVE else None)
+            for key, (use, storage) in named.items()
+        }
+        usage = _with_coming(ledger.at_peak, attempt)
+        if self.peak is None or usage.total_bytes > self.peak.num_bytes:
+            self.peak = MemoryPeak(
+                num_bytes=usage.total_bytes,
+                usage=usage,
+                during=instruction,
+                at_s=time.perf_counter(),
+            )
+        ledger.restart()
+
+    def usage(self, attempt: Attempt) -> Usage:
+        """What lives now."""
+        return _with_coming(self._ledger.by_use, attempt)
+
+
+def _with_coming(by_use: Mapping[str, float], attempt: Attempt) -> Usage:
+    """With weights that were fetched and not touched."""
+    bench = attempt.bench
+    found = {Use(use): float(num_bytes) for use, num_bytes in by_use.items()}
+    coming = bench.weights.coming_elements * bench.device.compute_dtype.itemsize
+    return Usage({**found, Use.WEIGHTS: found.get(Use.WEIGHTS, 0.0) + coming})
+
+
+def _storages(attempt: Attempt) -> Iterator[tuple[int, tuple[Use, torch.UntypedStorage]]]:
+    for use, tensor in named_tensors(attempt):
+        storage = tensor.untyped_storage()
+        yield storage._cdata, (use, storage)
