@@ -48,7 +48,7 @@ _TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class EmulatedCase:
     """A plan of an experiment; ``emulation`` is what its system has of its own."""
 
     name: str
@@ -76,14 +76,14 @@ class Experiment:
     sequence: int
     micro_batch: int
     time_scale: float
-    cases: tuple[Case, ...]
+    cases: tuple[EmulatedCase, ...]
     ratios: tuple[Ratio, ...]
     nodes: int = 1
     machine: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class EmulatedRun:
     """Emulated seconds of a step. ``spread``: of the measured steps, largest over smallest, less 1;
     ``others``: cores that other processes of the machine kept busy meanwhile.
     """
@@ -107,11 +107,11 @@ def spipe(billions: int) -> Experiment:
     bed, runs = spipe_testbed.analytic(workload), spipe_testbed.measured()[workload]
     blocking = spipe_testbed.with_blocking_transfers(bed.costs)
 
-    def case(system: spipe_testbed.System) -> Case:
+    def case(system: spipe_testbed.System) -> EmulatedCase:
         plan = spipe_testbed.plan_of(
             system, bed.model.num_layers, workload.num_devices, workload.num_microbatches
         )
-        return Case(
+        return EmulatedCase(
             name=system.name,
             make=lambda emulation: plan,
             emulation={
@@ -182,9 +182,9 @@ def mario(micro_batches: int) -> Experiment:
         micro_batch=2,
         time_scale=6.0,
         cases=(
-            Case(name="1F1B", make=scheduled("1f1b", micro_batches)),
-            Case(name="checkpointed", make=scheduled("1f1b", micro_batches, steps[:1])),
-            Case(name="Mario", make=scheduled("1f1b", micro_batches, steps)),
+            EmulatedCase(name="1F1B", make=scheduled("1f1b", micro_batches)),
+            EmulatedCase(name="checkpointed", make=scheduled("1f1b", micro_batches, steps[:1])),
+            EmulatedCase(name="Mario", make=scheduled("1f1b", micro_batches, steps)),
         ),
         ratios=(
             Ratio(faster="Mario", slower="checkpointed", paper="1.27 (28/22)"),
@@ -202,7 +202,9 @@ def two_bp() -> Experiment:
         ("1F1B-2", "1f1b-2", 8, "1.15"),
     )
     cases = tuple(
-        Case(name=f"{name}{' + 2BP' if split else ''}", make=scheduled(scheme, count, split))
+        EmulatedCase(
+            name=f"{name}{' + 2BP' if split else ''}", make=scheduled(scheme, count, split)
+        )
         for name, scheme, count, _ in shapes
         for split in ((), passes)
     )
@@ -223,17 +225,17 @@ def two_bp() -> Experiment:
 
 def obscura() -> Experiment:
     """Obscura, section 9.5: four A800 without NVLink, 32 sequences."""
-    case = obscura_testbed.Case(
+    case = obscura_testbed.PaperCase(
         family="llama2", layers=40, num_stages=4, num_microbatches=32, gpu="A800-PCIE-80"
     )
-    systems: Mapping[str, Callable[[obscura_testbed.Case], obscura_testbed.Run]] = {
+    systems: Mapping[str, Callable[[obscura_testbed.PaperCase], obscura_testbed.SimulatedRun]] = {
         "DAPPLE+": obscura_testbed.dapple_plus,
         "Obscura": obscura_testbed.paper_obscura,
         "ours": obscura_testbed.ours,
     }
     options = f"half_layers=yes,offloaded=no,activations={obscura_testbed.ACTIVATION_FACTOR}"
 
-    def made(system: Callable[[obscura_testbed.Case], obscura_testbed.Run]) -> Made:
+    def made(system: Callable[[obscura_testbed.PaperCase], obscura_testbed.SimulatedRun]) -> Made:
         return lambda emulation: lower(system(case).schedule)
 
     return Experiment(
@@ -244,7 +246,7 @@ def obscura() -> Experiment:
         sequence=obscura_testbed.SEQUENCE_LENGTH,
         micro_batch=1,
         time_scale=0.2,
-        cases=tuple(Case(name=name, make=made(system)) for name, system in systems.items()),
+        cases=tuple(EmulatedCase(name=name, make=made(system)) for name, system in systems.items()),
         ratios=(
             Ratio(faster="Obscura", slower="DAPPLE+", paper="1.27-1.31"),
             Ratio(faster="ours", slower="DAPPLE+", paper=""),
@@ -263,7 +265,7 @@ EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = MappingProxyType(
 )
 
 
-def configuration(experiment: Experiment, case: Case, **emulation: Any) -> dict[str, Any]:
+def configuration(experiment: Experiment, case: EmulatedCase, **emulation: Any) -> dict[str, Any]:
     """All but the plan and what follows from it."""
     names = ("a", "b", "c", "d")
     return {
@@ -286,7 +288,7 @@ def configuration(experiment: Experiment, case: Case, **emulation: Any) -> dict[
     }
 
 
-def run(experiment: Experiment, case: Case, steps: int, **emulation: Any) -> Run:
+def run(experiment: Experiment, case: EmulatedCase, steps: int, **emulation: Any) -> EmulatedRun:
     """Train ``steps`` steps of a case; ``emulation`` overrides the experiment's settings."""
     config = configuration(experiment, case, **emulation)
     emulated = Emulation.of(parse_config(config))
@@ -300,7 +302,7 @@ def run(experiment: Experiment, case: Case, steps: int, **emulation: Any) -> Run
     simulation = simulate(
         plan, emulated.costs, emulated.cluster, optimizer=emulated.optimizer, stops_early=True
     )
-    return Run(
+    return EmulatedRun(
         measured_s=statistics.median(step_s),
         simulated_s=simulation.makespan_s,
         spread=max(step_s) / min(step_s) - 1.0,
@@ -388,7 +390,7 @@ def overhead(steps: int) -> dict[str, float]:
     }
 
 
-def report(experiment: Experiment, runs: Mapping[str, Run]) -> str:
+def report(experiment: Experiment, runs: Mapping[str, EmulatedRun]) -> str:
     """A table of steps and one of speed-ups."""
     lines = [
         "",

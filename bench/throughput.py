@@ -32,7 +32,7 @@ WARMUP_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ThroughputCase:
     """A scheme with its settings, and whether the plain loop beside it recomputes."""
 
     name: str
@@ -41,21 +41,21 @@ class Case:
 
 
 CASES = (
-    Case(
+    ThroughputCase(
         name="1f1b",
         settings=("schedule.scheme=1f1b", "schedule.recompute=none"),
         recompute=False,
     ),
-    Case(
+    ThroughputCase(
         name="gpipe", settings=("schedule.scheme=gpipe", "schedule.recompute=full"), recompute=True
     ),
-    Case(name="mobius", settings=("schedule.scheme=mobius",), recompute=True),
-    Case(name="spipe", settings=("schedule.scheme=spipe",), recompute=True),
+    ThroughputCase(name="mobius", settings=("schedule.scheme=mobius",), recompute=True),
+    ThroughputCase(name="spipe", settings=("schedule.scheme=spipe",), recompute=True),
 )
 CLEAR_STAGES = ("schedule.forward_stages=null", "schedule.backward_stages=null")
 
 
-def penstock_rate(config: Path, run_dir: Path, case: Case, steps: int) -> float:
+def penstock_rate(config: Path, run_dir: Path, case: ThroughputCase, steps: int) -> float:
     """Tokens/s of ``penstock train``: all tokens after the warm-up over the time they took."""
     settings = (*CLEAR_STAGES, *case.settings, f"train.steps={steps}")
     command = [sys.executable, "-m", "penstock.client.main", "train", str(config)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.client.watching.snapshots import SavedState, saved_states
+from penstock.client.watching.snapshots import StateFolder, saved_states
 from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.memory.tensorfile import sha256_of
 from penstock.daemons.node.preparing.tool import run_tool
@@ -16,7 +16,7 @@ from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.run.rundir import RunDirectory
 
 
-def choose_state(run_dir: Path, step: int | None) -> SavedState:
+def choose_state(run_dir: Path, step: int | None) -> StateFolder:
     """The saved state after ``step``, or the newest.
 
     Raises:
@@ -36,7 +36,7 @@ def choose_state(run_dir: Path, step: int | None) -> SavedState:
     raise ConfigError(f"--step {step}: saved are steps {known}")
 
 
-def export(run_dir: Path, output: Path, step: int | None) -> SavedState:
+def export(run_dir: Path, output: Path, step: int | None) -> StateFolder:
     """Write ``output``, a directory that must not hold anything yet.
 
     Raises:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from bench.papers.base import PaperTable
 from bench.papers.obscura_testbed import (
     MEMORY_BYTES,
-    Case,
-    Run,
+    PaperCase,
+    SimulatedRun,
     ablation,
     bpipe,
     bpipe_that_fits,
@@ -207,7 +207,9 @@ def speedup_table() -> PaperTable:
     rows: list[tuple[str, ...]] = []
     for (family, size), stated in _RANGES.items():
         for batch in (32, 64):
-            case = Case(family=family, layers=_SIZES[size], num_stages=8, num_microbatches=batch)
+            case = PaperCase(
+                family=family, layers=_SIZES[size], num_stages=8, num_microbatches=batch
+            )
             extreme = size == "28B" and batch == 64
             rows.append(
                 (
@@ -235,7 +237,7 @@ def speedup_table() -> PaperTable:
     )
 
 
-_SYSTEMS: dict[str, Callable[[Case], Run]] = {
+_SYSTEMS: dict[str, Callable[[PaperCase], SimulatedRun]] = {
     "Obscura": paper_obscura,
     "DAPPLE": dapple,
     "OHP-CMB": ohp_cmb,
@@ -247,7 +249,7 @@ _SYSTEMS: dict[str, Callable[[Case], Run]] = {
 _SPEEDUP_COLUMNS = ("adjusted stages", "peak GB", *_SYSTEMS)
 
 
-def _speedups(case: Case) -> tuple[str, ...]:
+def _speedups(case: PaperCase) -> tuple[str, ...]:
     """Adjusted stages and peak memory of Obscura, and the speed-up of every system."""
     reference = dapple_plus(case)
     runs = {name: system(case) for name, system in _SYSTEMS.items()}
@@ -269,7 +271,7 @@ def stage_names(stages: tuple[int, ...]) -> str:
 
 def memory_table() -> PaperTable:
     """Section 9.3, figure 13."""
-    case = Case(family="llama2", layers=_SIZES["28B"], num_stages=8, num_microbatches=32)
+    case = PaperCase(family="llama2", layers=_SIZES["28B"], num_stages=8, num_microbatches=32)
     mlp = bpipe(case, case.operators("mlp"))
     systems = (
         ("DAPPLE", "only 6 and 7 fit; stage 0 about 2.0 x stage 7", dapple(case)),
@@ -305,7 +307,7 @@ def memory_table() -> PaperTable:
 
 def computation_table() -> PaperTable:
     """Section 9.4, figure 14."""
-    case = Case(family="llama2", layers=_SIZES["23B"], num_stages=8, num_microbatches=32)
+    case = PaperCase(family="llama2", layers=_SIZES["23B"], num_stages=8, num_microbatches=32)
     plain = dapple(case)
     rows = [
         (name, stated, stage_names(adjusted_stages(one.schedule)), *_shares(case, one, plain))
@@ -328,7 +330,7 @@ def computation_table() -> PaperTable:
     )
 
 
-def _shares(case: Case, one: Run, plain: Run) -> tuple[str, str]:
+def _shares(case: PaperCase, one: SimulatedRun, plain: SimulatedRun) -> tuple[str, str]:
     def busy_s(schedule: Schedule) -> float:
         times = order_times(schedule.layout, schedule.orders, case.costs)
         return sum(
@@ -352,7 +354,7 @@ def four_stage_table() -> PaperTable:
             (40, "27-31 %"),
             (44, "27-31 %"),
         ):
-            case = Case(
+            case = PaperCase(
                 family=family,
                 layers=layers,
                 num_stages=4,
@@ -378,7 +380,9 @@ def ablation_table() -> PaperTable:
     """Section 9.6, figure 16."""
     rows: list[tuple[str, ...]] = []
     for batch in (16, 32, 64, 128):
-        case = Case(family="llama2", layers=_SIZES["23B"], num_stages=8, num_microbatches=batch)
+        case = PaperCase(
+            family="llama2", layers=_SIZES["23B"], num_stages=8, num_microbatches=batch
+        )
         reference = dapple_plus(case)
         cells = (f"{reference.seconds / one.seconds:.3f}" for one in ablation(case, last=2))
         rows.append((str(batch), *cells))

@@ -60,7 +60,7 @@ SEQUENCE_LENGTH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PaperCase:
     """A model of ``layers`` layers (``family``: ``llama2`` or ``gpt3``) on GPUs of a node."""
 
     family: str
@@ -153,7 +153,7 @@ def _on_device(block: BlockCost) -> BlockCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SimulatedRun:
     """A schedule, simulated: seconds of an iteration, peak bytes of every stage."""
 
     schedule: Schedule
@@ -166,13 +166,13 @@ class Run:
         return max(self.peak_bytes) <= MEMORY_BYTES
 
 
-def run(case: Case, schedule: Schedule, grain: Grain) -> Run:
+def run(case: PaperCase, schedule: Schedule, grain: Grain) -> SimulatedRun:
     """Validate and simulate; recomputation waits for gradients if it is inside the backward."""
     if grain is Grain.BLOCK:
         schedule = waiting_for_gradients(schedule)
     plan = lower(schedule)
     validate(plan)
-    return Run(
+    return SimulatedRun(
         schedule=schedule,
         seconds=simulate(plan, case.costs, case.cluster).pipeline_s,
         peak_bytes=_peaks(case, schedule, plan, grain),
@@ -191,7 +191,7 @@ def waiting_for_gradients(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=tuple(orders))
 
 
-def _peaks(case: Case, schedule: Schedule, plan: Plan, grain: Grain) -> tuple[float, ...]:
+def _peaks(case: PaperCase, schedule: Schedule, plan: Plan, grain: Grain) -> tuple[float, ...]:
     """The books of the plan; block by block, less what is not made at once."""
     books = footprints(plan, case.costs)
     if grain is Grain.STAGE:
@@ -220,51 +220,51 @@ def _peak(program: Program, totals: Sequence[float], surplus: float) -> float:
     return most
 
 
-def dapple(case: Case) -> Run:
+def dapple(case: PaperCase) -> SimulatedRun:
     """1F1B that keeps everything."""
     return run(case, case.schedule("1f1b", NONE), Grain.BLOCK)
 
 
-def dapple_plus(case: Case) -> Run:
+def dapple_plus(case: PaperCase) -> SimulatedRun:
     """1F1B with full recomputation on all stages: what others are compared with."""
     return run(case, case.schedule("1f1b", FULL), Grain.BLOCK)
 
 
-def ohp_cmb(case: Case) -> Run:
+def ohp_cmb(case: PaperCase) -> SimulatedRun:
     """1F1B that recomputes the cost-effective operators on all stages."""
     return run(case, case.schedule("1f1b", case.operators("cmb")), Grain.BLOCK)
 
 
-def bpipe(case: Case, recompute: Recomputation = NONE) -> Run:
+def bpipe(case: PaperCase, recompute: Recomputation = NONE) -> SimulatedRun:
     """BPipe."""
     return run(case, case.schedule("bpipe", recompute), Grain.BLOCK)
 
 
-def bpipe_that_fits(case: Case) -> Run:
+def bpipe_that_fits(case: PaperCase) -> SimulatedRun:
     """BPipe, with MLP recomputation where it does not fit without."""
     plain = bpipe(case)
     return plain if plain.fits else bpipe(case, case.operators("mlp"))
 
 
-def strawman(case: Case) -> Run:
+def strawman(case: PaperCase) -> SimulatedRun:
     """Stages over the limit recompute fully, and run forwards early (section 3.2)."""
     start = case.schedule("1f1b", NONE)
     identified = identify(start, case.context, grain=Grain.BLOCK)
     return run(case, migrate_forwards(identified, case.context), Grain.BLOCK)
 
 
-def paper_obscura(case: Case) -> Run:
+def paper_obscura(case: PaperCase) -> SimulatedRun:
     """Obscura as the paper runs it."""
     start = case.schedule("1f1b", NONE)
     return run(case, obscura(start, case.context, grain=Grain.BLOCK), Grain.BLOCK)
 
 
-def our_obscura(case: Case) -> Run:
+def our_obscura(case: PaperCase) -> SimulatedRun:
     """Obscura on this system: RECOMPUTE does not wait for gradients, and makes a whole stage."""
     return run(case, obscura(case.schedule("1f1b", NONE), case.context), Grain.STAGE)
 
 
-def ours(case: Case) -> Run:
+def ours(case: PaperCase) -> SimulatedRun:
     """The fastest that fits of: Obscura with any number of swaps, and that with split backwards.
 
     Split backwards (2BP): weight gradients in bubbles, as many deferred as memory allows.
@@ -279,7 +279,7 @@ def ours(case: Case) -> Run:
     return min((one for one in runs if one.fits), key=lambda one: one.seconds)
 
 
-def ablation(case: Case, last: int) -> tuple[Run, ...]:
+def ablation(case: PaperCase, last: int) -> tuple[SimulatedRun, ...]:
     """DR, DR+SAR, DR+SAR+CB as printed, and with the fastest partition, with the adjusted stages
     0 … ``last`` (section 9.6).
     """

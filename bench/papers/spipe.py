@@ -24,7 +24,7 @@ from bench.papers.spipe_testbed import (
     STEP_BYTES,
     STEP_S,
     SYSTEMS,
-    Run,
+    MeasuredRun,
     Workload,
     analytic,
     measured,
@@ -123,14 +123,14 @@ def units() -> PaperTable:
 
 
 @lru_cache(maxsize=1)
-def simulated() -> Mapping[Workload, Mapping[str, Run]]:
+def simulated() -> Mapping[Workload, Mapping[str, MeasuredRun]]:
     """What :func:`~bench.papers.spipe_testbed.measured` has, simulated."""
-    found: dict[Workload, Mapping[str, Run]] = {}
+    found: dict[Workload, Mapping[str, MeasuredRun]] = {}
     for workload in measured():
-        runs: dict[str, Run] = {}
+        runs: dict[str, MeasuredRun] = {}
         for name in SYSTEMS:
             simulation = simulate_system(name, workload)
-            runs[name] = Run(
+            runs[name] = MeasuredRun(
                 iteration_s=simulation.makespan_s + STEP_S, gpu_s=simulation.pipeline_s
             )
         found[workload] = runs
@@ -145,7 +145,7 @@ def mean_error(system: str) -> float:
     )
 
 
-def mean_speedup(runs: Mapping[Workload, Mapping[str, Run]], over: str) -> float:
+def mean_speedup(runs: Mapping[Workload, Mapping[str, MeasuredRun]], over: str) -> float:
     """Average speed-up of SPipe over another system, in measured or simulated runs."""
     return _mean(
         systems[over].iteration_s / systems["SPipe"].iteration_s for systems in runs.values()

@@ -82,7 +82,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class MeasuredRun:
     """A measured run: iteration, and its part till the GPUs are done."""
 
     iteration_s: float
@@ -90,12 +90,12 @@ class Run:
 
 
 @lru_cache(maxsize=1)
-def measured() -> Mapping[Workload, Mapping[str, Run]]:
+def measured() -> Mapping[Workload, Mapping[str, MeasuredRun]]:
     """Runs by workload and system: Mobius, Megatron, SPipe, and DeepSpeed (no GPU time, some runs
     out of memory: left out).
     """
     text = (Path(__file__).parent / "data" / "spipe_figure9_v100.csv").read_text()
-    runs: dict[Workload, dict[str, Run]] = {}
+    runs: dict[Workload, dict[str, MeasuredRun]] = {}
     for row in csv.DictReader(text.splitlines()):
         if not row["gpu_ms"]:
             continue
@@ -106,7 +106,7 @@ def measured() -> Mapping[Workload, Mapping[str, Run]]:
             micro_batch=int(row["micro_batch"]),
             mini_batch=int(row["mini_batch"]),
         )
-        runs.setdefault(workload, {})[row["system"]] = Run(
+        runs.setdefault(workload, {})[row["system"]] = MeasuredRun(
             iteration_s=float(row["iteration_ms"]) / 1e3, gpu_s=float(row["gpu_ms"]) / 1e3
         )
     return MappingProxyType(runs)

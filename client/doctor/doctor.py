@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.client.doctor.placement import Machine, PlacementReport
+from penstock.client.doctor.placement import PlacementFacts, PlacementReport
 from penstock.client.watching.snapshots import saved_states
 from penstock.daemons.node.home import committed_version, original_of
 from penstock.daemons.node.preparing.capacity import human_bytes
@@ -98,7 +98,7 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
         findings += _run_directory(run_dir)
     return Report(
         machine=machine_facts(),
-        placement=PlacementReport.of(Machine.probe(), config),
+        placement=PlacementReport.of(PlacementFacts.probe(), config),
         findings=tuple(findings),
     )
 

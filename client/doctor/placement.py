@@ -23,7 +23,7 @@ from penstock.shm.topology import Topology, format_cpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class PlacementFacts:
     """What placement depends on. ``memlock`` None: unlimited. ``huge_bytes``: shared memory of all
     programs that lies in huge pages. ``binds``: whether pages can be put on NUMA nodes.
     """
@@ -38,7 +38,7 @@ class Machine:
     binds: bool
 
     @classmethod
-    def probe(cls) -> Machine:
+    def probe(cls) -> PlacementFacts:
         """This machine, as this process may use it."""
         topology = Topology.read()
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -63,11 +63,11 @@ class Machine:
 class PlacementReport:
     """``cluster``: node of the configuration -> what it gets, or why nothing."""
 
-    machine: Machine
+    machine: PlacementFacts
     cluster: dict[str, dict[str, str]]
 
     @classmethod
-    def of(cls, machine: Machine, config: Config | None) -> PlacementReport:
+    def of(cls, machine: PlacementFacts, config: Config | None) -> PlacementReport:
         """All nodes of ``config`` are taken to be on the machine."""
         if config is None:
             return cls(machine=machine, cluster={})
@@ -140,7 +140,7 @@ class PlacementReport:
             yield node, format_cpus(c for c, where in topology.node_of.items() if where == node)
 
 
-def _placed(config: Config, node: int, machine: Machine) -> dict[str, str]:
+def _placed(config: Config, node: int, machine: PlacementFacts) -> dict[str, str]:
     try:
         found = place(config, node, topology=machine.topology, allowed=machine.allowed)
     except ConfigError as error:

@@ -75,7 +75,7 @@ class Range:
 
 def chrome_trace(run: TracedRun, node_names: tuple[str, ...], attempts: Range | None) -> str:
     """The JSON text; of all attempts, or of a range of them."""
-    maker = _Maker(run, attempts)
+    maker = _ChromeTrace(run, attempts)
     events = [*maker.names(node_names), *maker.devices(), *maker.passes(), *maker.scheduled()]
     return json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": "penstock"}},
@@ -83,7 +83,7 @@ def chrome_trace(run: TracedRun, node_names: tuple[str, ...], attempts: Range | 
     )
 
 
-class _Maker:
+class _ChromeTrace:
     def __init__(self, run: TracedRun, attempts: Range | None) -> None:
         self._run = run
         scheduled = [

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from penstock.client.watching.display import Interactive, Plain
 from penstock.client.watching.picture import describe, duration, member_table
-from penstock.client.watching.snapshots import ENDED_PHASES, View, saved_states
+from penstock.client.watching.snapshots import ENDED_PHASES, RunView, saved_states
 from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient
@@ -99,7 +99,7 @@ def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
             new = status.last_metrics_json not in ("", last_json)
             last_json = status.last_metrics_json
             fresh = (json.loads(last_json),) if new else ()
-            display.show(View(steps=status.steps, status=status, fresh=fresh))
+            display.show(RunView(steps=status.steps, status=status, fresh=fresh))
             if status.phase in ("done", "failed"):
                 return _end_code(status, run_dir)
             time.sleep(WATCH_INTERVAL_S)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from penstock.client.watching.picture import Smoothed, describe, render
-from penstock.client.watching.snapshots import Metrics, View
+from penstock.client.watching.snapshots import Metrics, RunView
 
 PLAIN_INTERVAL_S = 5.0
 PLAIN_STEPS = 10
@@ -29,7 +29,7 @@ class Display(Protocol):
     def say(self, message: str) -> None:
         """One line that stays."""
 
-    def show(self, view: View) -> None:
+    def show(self, view: RunView) -> None:
         """The run as it is now."""
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Silent:
     def say(self, message: str) -> None:
         """Nothing."""
 
-    def show(self, view: View) -> None:
+    def show(self, view: RunView) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -60,14 +60,14 @@ class Plain:
         self._message = ""
         self._last: Metrics | None = None
         self._shown: Metrics | None = None
-        self._view: View | None = None
+        self._view: RunView | None = None
 
     def say(self, message: str) -> None:
         """One line."""
         self._stream.write(message + "\n")
         self._stream.flush()
 
-    def show(self, view: View) -> None:
+    def show(self, view: RunView) -> None:
         """Lines that are due."""
         self._view = view
         if view.phase != self._phase:
@@ -92,7 +92,7 @@ class Plain:
         if self._last is not None and self._view is not None and self._last is not self._shown:
             self._line(self._last, self._view)
 
-    def _line(self, entry: Metrics, view: View) -> None:
+    def _line(self, entry: Metrics, view: RunView) -> None:
         self.say(describe(entry, view))
         self._shown = entry
         self._next_s = self._clock() + PLAIN_INTERVAL_S
@@ -112,7 +112,7 @@ class Interactive:
         """One line above the picture."""
         self._console.print(message, markup=False, highlight=False)
 
-    def show(self, view: View) -> None:
+    def show(self, view: RunView) -> None:
         """Draw."""
         if not self._started:
             self._live.start()

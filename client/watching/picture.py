@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.client.watching.snapshots import Metrics, View, numbers
+from penstock.client.watching.snapshots import Metrics, RunView, numbers
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.run.names import SCHEDULERD
 
@@ -47,7 +47,7 @@ class Smoothed:
         return self._sum / self._weight if self._weight else None
 
 
-def describe(entry: Metrics, view: View | None) -> str:
+def describe(entry: Metrics, view: RunView | None) -> str:
     """One line of metrics for people."""
     if entry["phase"] == "eval":
         return f"step {entry['step']}  evaluation loss {_number(entry.get('loss'), '.4f')}"
@@ -65,7 +65,7 @@ def describe(entry: Metrics, view: View | None) -> str:
     return "  ".join(parts)
 
 
-def render(view: View, last: Metrics | None, smoothed_loss: float | None) -> RenderableType:
+def render(view: RunView, last: Metrics | None, smoothed_loss: float | None) -> RenderableType:
     """The live picture: progress, figures of the last step, processes in short."""
     status = view.status
     step = status.version if status is not None else (last["step"] if last else 0)
@@ -112,7 +112,7 @@ def _learning(entry: Metrics, smoothed_loss: float | None) -> str:
     return "  ".join(parts)
 
 
-def _speed(entry: Metrics, view: View) -> str:
+def _speed(entry: Metrics, view: RunView) -> str:
     """How fast it went, and the memory it took."""
     parts = [
         f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",

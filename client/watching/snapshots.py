@@ -30,7 +30,7 @@ ENDED_PHASES = frozenset(("stopping", "done", "failed"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class RunView:
     """``status`` is None while the scheduler does not answer; ``fresh``: metrics since the view
     before; ``shared_bytes``: of the run's segments on this machine, None where that is not known.
     """
@@ -112,12 +112,12 @@ class Observer:
         self._heard_s = clock()
         self._run_id: str | None = None
 
-    def look(self) -> View:
+    def look(self) -> RunView:
         """The run now; waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
         status = self._status()
         if status is not None:
             self._phase, self._heard_s, self._run_id = status.phase, self._clock(), status.run_id
-        return View(
+        return RunView(
             steps=self._steps,
             status=status,
             fresh=self._tail.read(),
@@ -162,17 +162,17 @@ _PREFIX = "step-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
+class StateFolder:
     """A complete saved state: ``path`` holds the state after ``version`` steps."""
 
     version: int
     path: Path
 
 
-def saved_states(run_dir: Path) -> list[SavedState]:
+def saved_states(run_dir: Path) -> list[StateFolder]:
     """All of them, oldest first. What is being written has another name and does not count."""
     found = [
-        SavedState(version=int(path.name.removeprefix(_PREFIX)), path=path)
+        StateFolder(version=int(path.name.removeprefix(_PREFIX)), path=path)
         for path in (run_dir / "state").glob(f"{_PREFIX}*")
         if path.name.removeprefix(_PREFIX).isdigit()
     ]

@@ -26,7 +26,7 @@ from penstock.planner.passes.dispatcher import (
     Board,
     Dispatched,
     Dispatcher,
-    Filling,
+    FillPolicy,
     is_less,
 )
 from penstock.planner.schedule import Schedule
@@ -51,8 +51,8 @@ def fill_waits(
     *,
     eager: bool = False,
 ) -> Schedule:
-    """The shortest of the schedules that each :class:`~.dispatcher.Filling` makes, repeated while
-    it helps.
+    """The shortest of the schedules that each :class:`~.dispatcher.FillPolicy` makes, repeated
+    while it helps.
 
     Returns the same schedule where none is shorter, or where those that are need more memory than
     the context's limit (and than this one). ``movable``: FORWARD (those that keep no graph, so that
@@ -79,12 +79,12 @@ def _best(
 ) -> Dispatched | None:
     """The shortest of all fillings that memory allows."""
 
-    def run(filling: Filling) -> Dispatched:
+    def run(filling: FillPolicy) -> Dispatched:
         return Dispatcher(board, latest_s, filling, _rooms(schedule, context)).run()
 
-    runs = [run(Filling.ALWAYS)]
+    runs = [run(FillPolicy.ALWAYS)]
     if runs[0].moved:  # else there is nothing to fill a wait with, however strictly
-        runs += [run(Filling.IF_KNOWN), run(Filling.IN_GAPS)]
+        runs += [run(FillPolicy.IF_KNOWN), run(FillPolicy.IN_GAPS)]
     if context.memory_limit_bytes is not None:
         before = _peaks(schedule, context, schedule.orders)
         allowed = [max(context.memory_limit_bytes, peak) for peak in before]

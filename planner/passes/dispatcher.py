@@ -39,7 +39,7 @@ def is_less(left_s: float, right_s: float) -> bool:
     return left_s < right_s - _ROUNDING * abs(right_s)
 
 
-class Filling(StrEnum):
+class FillPolicy(StrEnum):
     """Which fillers may run while the first instruction that is left waits."""
 
     IN_GAPS = "in gaps"
@@ -50,7 +50,7 @@ class Filling(StrEnum):
     """All."""
 
 
-class Room(Protocol):
+class FillerMemory(Protocol):
     """The memory of a device, as fillers see it."""
 
     def admits(self, filler: OrderedInstruction) -> bool:
@@ -61,7 +61,7 @@ class Room(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class OrderFacts:
     """An order, and of each of its instructions what deciding needs.
 
     ``makes`` and ``inputs``: numbers of what it makes (-1: nothing) and waits for. ``lanes``:
@@ -76,9 +76,9 @@ class Line:
     lanes: tuple[int, ...]
     may_move: tuple[bool, ...]
 
-    def permuted(self, positions: Sequence[int]) -> Line:
+    def permuted(self, positions: Sequence[int]) -> OrderFacts:
         """The same instructions in another order."""
-        return Line(
+        return OrderFacts(
             order=tuple([self.order[p] for p in positions]),
             seconds=tuple([self.seconds[p] for p in positions]),
             inputs=tuple([self.inputs[p] for p in positions]),
@@ -92,7 +92,7 @@ class Line:
 class Board:
     """The lines of all devices. ``users``: devices that wait for each number."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[OrderFacts, ...]
     users: tuple[tuple[int, ...], ...]
     hop_s: float
 
@@ -109,7 +109,7 @@ class Board:
         seconds = seconds_of(layout, context.costs)
         skipped = skipped_forwards(layout, orders)
         lines = tuple(
-            Line(
+            OrderFacts(
                 order=order,
                 seconds=tuple(map(seconds, order)),
                 inputs=tuple(
@@ -163,7 +163,7 @@ class _Device:
     ``latest_s``: when each instruction started so far.
     """
 
-    line: Line
+    line: OrderFacts
     latest_s: Sequence[float]
     lanes: tuple[deque[int], ...]
     backwards: deque[int]
@@ -174,7 +174,7 @@ class _Device:
     starts_s: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, line: Line, latest_s: Sequence[float]) -> _Device:
+    def of(cls, line: OrderFacts, latest_s: Sequence[float]) -> _Device:
         lanes: dict[int, deque[int]] = defaultdict(deque)
         for position, lane in enumerate(line.lanes):
             if lane >= 0:
@@ -219,8 +219,8 @@ class Dispatcher:
         self,
         board: Board,
         latest_s: Sequence[Sequence[float]],
-        filling: Filling,
-        rooms: Sequence[Room] = (),
+        filling: FillPolicy,
+        rooms: Sequence[FillerMemory] = (),
     ) -> None:
         self._board = board
         self._filling = filling
@@ -270,9 +270,9 @@ class Dispatcher:
         return None, wake_s
 
     def _fits(self, device: _Device, position: int, start_s: float, ready_s: float | None) -> bool:
-        if self._filling is Filling.ALWAYS:
+        if self._filling is FillPolicy.ALWAYS:
             return True
-        limit_s = device.latest_s[device.head] if self._filling is Filling.IN_GAPS else ready_s
+        limit_s = device.latest_s[device.head] if self._filling is FillPolicy.IN_GAPS else ready_s
         return limit_s is None or not is_less(limit_s, start_s + device.line.seconds[position])
 
     def _start(self, number: int, position: int, now_s: float) -> Iterator[tuple[float, int]]:

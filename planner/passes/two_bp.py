@@ -56,8 +56,8 @@ def _split(order: Order) -> Iterator[OrderedInstruction]:
 def fill_bubbles(schedule: Schedule, context: PassContext) -> Schedule:
     """Weight gradients wait until their device would be idle; those that never fit come last.
 
-    Tried are the ways of :class:`~penstock.planner.passes.dispatch.Filling`; one of them delays no
-    forward and no BACKWARD_INPUT at all. The shortest wins, the given schedule included.
+    Tried are the ways of :class:`~penstock.planner.passes.dispatcher.FillPolicy`; one of them
+    delays no forward and no BACKWARD_INPUT at all. The shortest wins, the given schedule included.
     """
     late = fill_waits(_deferred(schedule), context, (BackwardWeight,), eager=True)
     shorter = is_less(makespan_s(late, context), makespan_s(schedule, context))

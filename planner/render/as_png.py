@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.planner.render.chart import Caption, chart
-from penstock.planner.render.drawing import Anchor, Drawing, Line, Rectangle, Text
+from penstock.planner.render.drawing import Anchor, Drawing, LineSegment, Rectangle, Text
 from penstock.planner.render.lanes import Picturable
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def png_of(drawing: Drawing) -> bytes:
 def _paint(axes: Axes, drawing: Drawing) -> None:
     """Collections, one for each look: thousands of single patches would take many seconds."""
     rectangles = [s for s in drawing.shapes if isinstance(s, Rectangle)]
-    lines = [s for s in drawing.shapes if isinstance(s, Line)]
+    lines = [s for s in drawing.shapes if isinstance(s, LineSegment)]
     _paint_lines(axes, [line for line in lines if not line.dashed], order=1)
     _paint_rectangles(axes, [r for r in rectangles if r.hatched], order=2)
     _paint_rectangles(axes, [r for r in rectangles if not r.hatched and not r.outlined], order=3)
@@ -93,7 +93,7 @@ def _paint_rectangles(axes: Axes, rectangles: Sequence[Rectangle], *, order: int
     axes.add_collection(collection, autolim=False)
 
 
-def _paint_lines(axes: Axes, lines: Sequence[Line], *, order: int) -> None:
+def _paint_lines(axes: Axes, lines: Sequence[LineSegment], *, order: int) -> None:
     from matplotlib.collections import LineCollection
 
     if not lines:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from penstock.planner.render.chart import Caption, chart
-from penstock.planner.render.drawing import Drawing, Line, Rectangle, Text
+from penstock.planner.render.drawing import Drawing, LineSegment, Rectangle, Text
 from penstock.planner.render.lanes import Picturable
 
 _HATCH = (
@@ -36,11 +36,11 @@ def svg_of(drawing: Drawing) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _element(shape: Rectangle | Line | Text) -> Iterator[str]:
+def _element(shape: Rectangle | LineSegment | Text) -> Iterator[str]:
     match shape:
         case Rectangle():
             yield from _rectangle(shape)
-        case Line():
+        case LineSegment():
             yield f'<line x1="{_number(shape.x1)}" y1="{_number(shape.y1)}"'
             yield f'x2="{_number(shape.x2)}" y2="{_number(shape.y2)}" stroke="{shape.colour}"'
             yield 'stroke-dasharray="4 3"/>' if shape.dashed else "/>"

@@ -16,13 +16,13 @@ from penstock.planner.render.colours import (
     GRID,
     IDLE,
     KINDS,
-    Kind,
+    WorkKind,
     ink_on,
     kind_of,
     shade,
 )
-from penstock.planner.render.drawing import Anchor, Drawing, Line, Rectangle, Text
-from penstock.planner.render.lanes import Picturable, Row, numbers_of, rows_of, shades_of
+from penstock.planner.render.drawing import Anchor, Drawing, LineSegment, Rectangle, Text
+from penstock.planner.render.lanes import ChartRow, Picturable, numbers_of, rows_of, shades_of
 from penstock.planner.render.units import SECONDS, TimeUnit
 from penstock.planner.simulate import Lane, Span
 
@@ -37,7 +37,7 @@ _MERGED_BELOW = 0.6
 _OUTLINED_FROM = 3.0
 """Narrower boxes have no outline: it would hide them."""
 
-Shape = Rectangle | Line | Text
+Shape = Rectangle | LineSegment | Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class _Chart:
     def _axis(self, bottom: float) -> Iterator[Shape]:
         for time_s, text in self._caption.unit.ticks(self._simulation.makespan_s, at_most=16):
             x = self._x(time_s)
-            yield Line(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
+            yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
             yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
 
     def _marks(self, bottom: float) -> Iterator[Shape]:
@@ -115,7 +115,7 @@ class _Chart:
         if simulation.optimizer_tail_s <= 0.0:
             return
         x = self._x(simulation.pipeline_s)
-        yield Line(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom, colour=FAINT_INK, dashed=True)
+        yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom, colour=FAINT_INK, dashed=True)
         yield Text(
             x=x,
             y=_TOP - 10.0,
@@ -142,7 +142,7 @@ class _Chart:
             del key
         return shapes, y
 
-    def _names(self, rows: list[Row], y: float) -> Iterator[Shape]:
+    def _names(self, rows: list[ChartRow], y: float) -> Iterator[Shape]:
         """Names of the rows on the left, and how idle a device is on the right."""
         heights = self._heights
         size = 12.0 if heights.compute >= 16.0 else 9.0
@@ -169,7 +169,7 @@ class _Chart:
         x = _LABEL_WIDTH + _CHART_WIDTH + 8.0
         return Text(x=x, y=y, text=f"idle {idle:.1%}", size=size - 1.0, colour=FAINT_INK)
 
-    def _height(self, row: Row) -> float:
+    def _height(self, row: ChartRow) -> float:
         heights = self._heights
         tall = row.lane in (Lane.COMPUTE, Lane.OPTIMIZER)
         if tall:
@@ -177,7 +177,7 @@ class _Chart:
         return (heights.thin + 1.0) * len(row.tracks) + 1.0
 
     def _row(
-        self, row: Row, y: float, shades: dict[tuple[str, int], tuple[int, int]]
+        self, row: ChartRow, y: float, shades: dict[tuple[str, int], tuple[int, int]]
     ) -> tuple[list[Shape], float]:
         shapes: list[Shape] = []
         height = self._height(row)
@@ -223,7 +223,7 @@ class _Chart:
             title=self._span_title(span, kind),
         )
 
-    def _span_title(self, span: Span, kind: Kind) -> str:
+    def _span_title(self, span: Span, kind: WorkKind) -> str:
         unit = self._caption.unit
         stage, batches = numbers_of(span)
         what = kind.name
@@ -270,7 +270,7 @@ class _Chart:
         return shapes, y + _MARGIN
 
 
-def _largest_number(rows: Iterable[Row]) -> int:
+def _largest_number(rows: Iterable[ChartRow]) -> int:
     """The largest micro-batch: where it has no room, no other is shown either."""
     spans = (s for row in rows for track in row.tracks for s in track)
     texts = (_box_text(span) for span in spans if span.lane is Lane.COMPUTE)

@@ -20,38 +20,38 @@ _DARKEST = 0.22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class WorkKind:
     """A kind of work: its name in the legend and in titles, and its colour."""
 
     name: str
     colour: str
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, WorkKind] = MappingProxyType(
     {
-        "F": Kind(name="forward", colour="#4285d6"),
-        "R": Kind(name="recompute", colour="#f2bb2e"),
-        "B": Kind(name="backward", colour="#2e9e6b"),
-        "BI": Kind(name="backward, input (p1)", colour="#34b3a6"),
-        "BW": Kind(name="backward, weights (p2)", colour="#8f6cc4"),
-        "U": Kind(name="optimizer", colour="#d1495b"),
-        "S": Kind(name="optimizer, settle", colour="#b07aa1"),
-        "FW": Kind(name="fetch weights", colour="#7d93ab"),
-        "OG": Kind(name="offload gradients", colour="#a6813c"),
-        "RD": Kind(name="reduce gradients", colour="#c26d2d"),
-        "SO": Kind(name="swap out", colour="#c75a9c"),
-        "SI": Kind(name="swap in", colour="#e394c1"),
-        "activation": Kind(name="send activation", colour="#8fb8ea"),
-        "gradient": Kind(name="send gradient", colour="#86cfae"),
-        "checkpoint": Kind(name="send checkpoint", colour="#f3d98b"),
+        "F": WorkKind(name="forward", colour="#4285d6"),
+        "R": WorkKind(name="recompute", colour="#f2bb2e"),
+        "B": WorkKind(name="backward", colour="#2e9e6b"),
+        "BI": WorkKind(name="backward, input (p1)", colour="#34b3a6"),
+        "BW": WorkKind(name="backward, weights (p2)", colour="#8f6cc4"),
+        "U": WorkKind(name="optimizer", colour="#d1495b"),
+        "S": WorkKind(name="optimizer, settle", colour="#b07aa1"),
+        "FW": WorkKind(name="fetch weights", colour="#7d93ab"),
+        "OG": WorkKind(name="offload gradients", colour="#a6813c"),
+        "RD": WorkKind(name="reduce gradients", colour="#c26d2d"),
+        "SO": WorkKind(name="swap out", colour="#c75a9c"),
+        "SI": WorkKind(name="swap in", colour="#e394c1"),
+        "activation": WorkKind(name="send activation", colour="#8fb8ea"),
+        "gradient": WorkKind(name="send gradient", colour="#86cfae"),
+        "checkpoint": WorkKind(name="send checkpoint", colour="#f3d98b"),
     }
 )
 """By the first word of a span's label, in the order of the legend."""
 
-_OTHER = Kind(name="other", colour="#999999")
+_OTHER = WorkKind(name="other", colour="#999999")
 
 
-def kind_of(label: str) -> Kind:
+def kind_of(label: str) -> WorkKind:
     """The kind of a span by its label, such as ``F 3 0``."""
     return KINDS.get(label.split(" ", 1)[0], _OTHER)
 

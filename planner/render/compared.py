@@ -19,7 +19,7 @@ from penstock.planner.render.chart import (
     _Chart,
 )
 from penstock.planner.render.colours import FAINT_INK, GRID
-from penstock.planner.render.drawing import Anchor, Drawing, Line, Text
+from penstock.planner.render.drawing import Anchor, Drawing, LineSegment, Text
 from penstock.planner.render.lanes import Picturable
 
 Panel = tuple[Picturable, Caption]
@@ -74,11 +74,11 @@ class _Panel(_Chart):
     def _axis(self, bottom: float) -> Iterator[Shape]:
         for time_s, text in self._caption.unit.ticks(self._axis_s, at_most=16):
             x = self._x(time_s)
-            yield Line(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
+            yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
             yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
 
 
 def _lowered(shape: Shape, by: float) -> Shape:
-    if isinstance(shape, Line):
+    if isinstance(shape, LineSegment):
         return replace(shape, y1=shape.y1 + by, y2=shape.y2 + by)
     return replace(shape, y=shape.y + by)

@@ -33,7 +33,7 @@ class Rectangle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class LineSegment:
     """From one point to another."""
 
     x1: float
@@ -68,4 +68,4 @@ class Drawing:
 
     width: float
     height: float
-    shapes: tuple[Rectangle | Line | Text, ...]
+    shapes: tuple[Rectangle | LineSegment | Text, ...]

@@ -44,7 +44,7 @@ class Picturable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ChartRow:
     """One resource: a stream of a device, what a device sends, or the optimizer of a node.
 
     What a device updates itself is in its compute row: it occupies that stream.
@@ -57,7 +57,7 @@ class Row:
     tracks: tuple[tuple[Span, ...], ...]
 
 
-def rows_of(simulation: Picturable) -> tuple[Row, ...]:
+def rows_of(simulation: Picturable) -> tuple[ChartRow, ...]:
     """Devices first, the compute stream of each above its copies and links, then the nodes.
 
     Rows with nothing to see (no span takes time) are left out, but for compute streams.
@@ -76,7 +76,7 @@ def rows_of(simulation: Picturable) -> tuple[Row, ...]:
         return lane is Lane.OPTIMIZER, place, lane is not Lane.COMPUTE, lanes.index(lane)
 
     return tuple(
-        Row(lane=lane, place=place, tracks=_tracks(found[lane, place]))
+        ChartRow(lane=lane, place=place, tracks=_tracks(found[lane, place]))
         for lane, place in sorted(found, key=position)
     )
 

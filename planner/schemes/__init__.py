@@ -21,7 +21,7 @@ from penstock.planner.schemes import (
     zb_v,
     zero3_offload,
 )
-from penstock.planner.schemes.base import Placement, Recomputation, RecomputeMode, Scheme
+from penstock.planner.schemes.base import Recomputation, RecomputeMode, Scheme, StageDevices
 
 _ALL = (
     naive.SCHEME,
@@ -44,4 +44,4 @@ _ALL = (
 SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _ALL})
 """Every scheme that ``schedule.scheme`` can name."""
 
-__all__ = ["SCHEMES", "Placement", "Recomputation", "RecomputeMode", "Scheme"]
+__all__ = ["SCHEMES", "Recomputation", "RecomputeMode", "Scheme", "StageDevices"]

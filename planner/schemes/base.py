@@ -63,7 +63,7 @@ def backward_weight(stage: int, micro_batch: int) -> BackwardWeight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class StageDevices:
     """Device of every forward stage and of every backward stage, one route after the other."""
 
     forward: tuple[int, ...]
@@ -115,7 +115,7 @@ class Scheme:
     recompute_modes: tuple[RecomputeMode, ...]
     default_stages: Callable[[int, int, int | None], tuple[int, int]]
     check_stages: Callable[[int, int, int], Complaint | None]
-    place: Callable[[int, int, int], Placement]
+    place: Callable[[int, int, int], StageDevices]
     order: Callable[[StageLayout, Recomputation], tuple[Order, ...]]
     residency: Residency = Residency.RESIDENT
     check_devices: Callable[[int], str | None] = any_devices
@@ -199,18 +199,18 @@ def require_as_many_backward(num_forward: int, num_backward: int) -> Complaint |
     return None
 
 
-def round_robin(num_forward: int, num_backward: int, num_devices: int) -> Placement:
+def round_robin(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
     """Stage i on device i mod N, in both directions: the coupled pass assignment."""
-    return Placement(
+    return StageDevices(
         forward=tuple(i % num_devices for i in range(num_forward)),
         backward=tuple(i % num_devices for i in range(num_backward)),
     )
 
 
-def wave(num_forward: int, num_backward: int, num_devices: int) -> Placement:
+def wave(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
     """Stages go down the devices and up again: 0, 1, … N - 1, N - 1, … 1, 0, 0, 1, …"""
     turn = (*range(num_devices), *reversed(range(num_devices)))
-    return Placement(
+    return StageDevices(
         forward=tuple(turn[i % len(turn)] for i in range(num_forward)),
         backward=tuple(turn[i % len(turn)] for i in range(num_backward)),
     )

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from penstock.planner.layout import Order, StageLayout
 from penstock.planner.schemes.base import (
-    Placement,
     Recomputation,
     Scheme,
+    StageDevices,
     one_stage_per_device,
     require_one_per_device,
 )
@@ -36,9 +36,9 @@ def _even_microbatches(num_microbatches: int, num_devices: int, num_forward: int
     return None if num_microbatches % 2 == 0 else "an even number (half in each direction)"
 
 
-def _both_directions(num_forward: int, num_backward: int, num_devices: int) -> Placement:
+def _both_directions(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
     del num_devices
-    return Placement(
+    return StageDevices(
         forward=(*range(num_forward), *reversed(range(num_forward))),
         backward=(*range(num_backward), *reversed(range(num_backward))),
     )

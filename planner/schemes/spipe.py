@@ -19,7 +19,7 @@ figure 8 (whose 25 % counts weight transfers and the optimizer's tail too).
 from __future__ import annotations
 
 from penstock.planner.layout import Residency
-from penstock.planner.schemes.base import Complaint, Placement, Scheme, all_forward_all_backward
+from penstock.planner.schemes.base import Complaint, Scheme, StageDevices, all_forward_all_backward
 
 _STAGES_PER_DEVICE = 2
 _BACKWARD_PER_FORWARD = 3
@@ -40,11 +40,11 @@ def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> Comp
     return None
 
 
-def _place(num_forward: int, num_backward: int, num_devices: int) -> Placement:
+def _place(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
     """Backward stages count down from the last, over devices in the order in which they become
     free.
     """
-    return Placement(
+    return StageDevices(
         forward=tuple(i % num_devices for i in range(num_forward)),
         backward=tuple(
             (num_forward + num_backward - 1 - i) % num_devices for i in range(num_backward)

@@ -17,9 +17,9 @@ from __future__ import annotations
 from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
 from penstock.planner.schemes.base import (
     Complaint,
-    Placement,
     Recomputation,
     Scheme,
+    StageDevices,
     require_as_many_backward,
 )
 
@@ -42,8 +42,8 @@ def _same_on_each_device(num_microbatches: int, num_devices: int, num_forward: i
     return None
 
 
-def _replicas(num_forward: int, num_backward: int, num_devices: int) -> Placement:
-    return Placement(
+def _replicas(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
+    return StageDevices(
         forward=tuple(device for device in range(num_devices) for _ in range(num_forward)),
         backward=tuple(device for device in range(num_devices) for _ in range(num_backward)),
     )

@@ -9,7 +9,7 @@ that a device relies on is checked when the instruction is reached. Not here: co
 instruction; :mod:`.endings` says what must hold at the end.
 """
 
-from penstock.planner.validate.machine import Machine
-from penstock.planner.validate.world import RuleError, Rules
+from penstock.planner.validate.machine import AbstractMachine
+from penstock.planner.validate.world import PlanRules, RuleError
 
-__all__ = ["Machine", "RuleError", "Rules"]
+__all__ = ["AbstractMachine", "PlanRules", "RuleError"]

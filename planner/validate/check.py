@@ -1,8 +1,8 @@
 """Does a plan make sense? Rejects what would hang, compute garbage or do work twice.
 
-The rules are those of :class:`penstock.planner.validate.Machine`; on top: the plan fits its block
-table, its peak device memory a limit, and its updates the nodes of a cluster. An error shows the
-whole grid with the bad step marked.
+The rules are those of :class:`penstock.planner.validate.AbstractMachine`; on top: the plan fits its
+block table, its peak device memory a limit, and its updates the nodes of a cluster. An error shows
+the whole grid with the bad step marked.
 
 Programs side by side as text: one column per device, one row per instruction.
 """
@@ -16,7 +16,7 @@ from math import ceil
 from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import StageLayout
 from penstock.planner.memory.footprint import footprints
-from penstock.planner.validate import Machine, RuleError, Rules
+from penstock.planner.validate import AbstractMachine, PlanRules, RuleError
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Program, Update, format_instruction
 from penstock.protocol.plan.plan import Plan
@@ -101,7 +101,7 @@ def validate(
     for evaluation in (False, True):
         programs = plan.evaluation if evaluation else plan.programs
         try:
-            Machine(layout, programs, Rules.of(plan, evaluation=evaluation)).run()
+            AbstractMachine(layout, programs, PlanRules.of(plan, evaluation=evaluation)).run()
         except RuleError as error:
             raise PlanError.at_step(
                 programs, "evaluation" if evaluation else "plan", error

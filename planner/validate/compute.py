@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.planner.validate.events import Event
 from penstock.planner.validate.weights import wait_for_weights, weights_of_backward
-from penstock.planner.validate.world import Broken, Buffer, Device, Graph, Side, World
+from penstock.planner.validate.world import Buffer, DeviceState, Graph, RuleBroken, Side, World
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -21,7 +21,7 @@ from penstock.protocol.plan.instructions import (
 )
 
 
-def forward(world: World, device: Device, work: Forward) -> Event | None:
+def forward(world: World, device: DeviceState, work: Forward) -> Event | None:
     """Takes the batch or an activation; leaves what somebody needs of its output and its graph."""
     s, m = work.stage, work.micro_batch
     index = _check_work(world, device, world.forward, s, m, world.forward.done)
@@ -48,18 +48,18 @@ def forward(world: World, device: Device, work: Forward) -> Event | None:
 
 def _check_keep(world: World, work: Forward) -> None:
     if (work.keep is Keep.NONE) is not world.rules.evaluation:
-        raise Broken("keep=none belongs into evaluation programs, and only keep=none does")
+        raise RuleBroken("keep=none belongs into evaluation programs, and only keep=none does")
     keeps_graph = work.keep is Keep.ALL or work.keep is Keep.SELECTIVE
     if keeps_graph and not world.layout.is_coupled(work.stage):
-        raise Broken(
+        raise RuleBroken(
             f"keep={work.keep} needs a backward stage of the same number, blocks and device;"
             " use keep=input and RECOMPUTE"
         )
     if (work.keep is Keep.SELECTIVE) is not bool(work.drop):
-        raise Broken("keep=selective and operators to drop belong together")
+        raise RuleBroken("keep=selective and operators to drop belong together")
 
 
-def _leave_output(world: World, device: Device, stage: int, micro_batch: int) -> None:
+def _leave_output(world: World, device: DeviceState, stage: int, micro_batch: int) -> None:
     """The output is the next forward's input, or a checkpoint where that forward is left out."""
     layout = world.layout
     if layout.is_last_forward(stage):
@@ -71,14 +71,14 @@ def _leave_output(world: World, device: Device, stage: int, micro_batch: int) ->
         device.held.add(world.events.checkpoint(following, micro_batch))
 
 
-def recompute(world: World, device: Device, work: Recompute) -> Event | None:
+def recompute(world: World, device: DeviceState, work: Recompute) -> Event | None:
     """Takes a checkpoint, or what a selective forward kept; leaves a graph."""
     b, m = work.stage, work.micro_batch
     side = world.backward
     index = _check_work(world, device, side, b, m, side.recomputed)
     graph = device.graphs.get((b, m))
     if graph is not None and not graph.incomplete:
-        raise Broken("its FORWARD kept all activations (keep=all); there is nothing to redo")
+        raise RuleBroken("its FORWARD kept all activations (keep=all); there is nothing to redo")
     _check_swap(graph)
     buffer = _buffer(world, device, b, graph)
     awaited = wait_for_weights(world, device, buffer)
@@ -95,16 +95,18 @@ def recompute(world: World, device: Device, work: Recompute) -> Event | None:
     return None
 
 
-def backward(world: World, device: Device, work: Backward | BackwardInput) -> Event | None:
+def backward(world: World, device: DeviceState, work: Backward | BackwardInput) -> Event | None:
     """Takes a graph and a gradient; leaves the input gradient, and BACKWARD the weight gradient."""
     b, m = work.stage, work.micro_batch
     side = world.backward
     index = _check_work(world, device, side, b, m, side.done)
     graph = device.graphs.get((b, m))
     if graph is None:
-        raise Broken("no activations: neither RECOMPUTE nor FORWARD keep=all ran before it")
+        raise RuleBroken("no activations: neither RECOMPUTE nor FORWARD keep=all ran before it")
     if graph.incomplete:
-        raise Broken("its FORWARD dropped operators, and no RECOMPUTE made them again before it")
+        raise RuleBroken(
+            "its FORWARD dropped operators, and no RECOMPUTE made them again before it"
+        )
     _check_swap(graph)
     buffer = _buffer(world, device, b, graph)
     awaited = wait_for_weights(world, device, buffer)
@@ -125,48 +127,48 @@ def backward(world: World, device: Device, work: Backward | BackwardInput) -> Ev
     return None
 
 
-def backward_weight(world: World, device: Device, work: BackwardWeight) -> None:
+def backward_weight(world: World, device: DeviceState, work: BackwardWeight) -> None:
     """Takes what BACKWARD_INPUTs left. It reads no weights, so none need to be here."""
     side = world.backward
     if not work.micro_batches:
-        raise Broken("it names no micro-batch")
+        raise RuleBroken("it names no micro-batch")
     for m in work.micro_batches:
         index = _check_work(world, device, side, work.stage, m, side.weighted)
         if (work.stage, m) not in device.deferred:
-            raise Broken(f"BACKWARD_INPUT of micro-batch {m} did not run before it")
+            raise RuleBroken(f"BACKWARD_INPUT of micro-batch {m} did not run before it")
         device.deferred.remove((work.stage, m))
         side.weighted[index] = 1
         world.remaining[work.stage] -= 1
 
 
 def _check_work(
-    world: World, device: Device, side: Side, stage: int, micro_batch: int, done: bytearray
+    world: World, device: DeviceState, side: Side, stage: int, micro_batch: int, done: bytearray
 ) -> int:
     """The stage exists, is this device's, and has not taken this micro-batch before; its index."""
     count = len(world.route_of)
     if stage >= len(side.stages):
-        raise Broken(f"there are {len(side.stages)} {side.phase} stages, numbered from 0")
+        raise RuleBroken(f"there are {len(side.stages)} {side.phase} stages, numbered from 0")
     if micro_batch >= count:
-        raise Broken(f"there are {count} micro-batches, from 0")
+        raise RuleBroken(f"there are {count} micro-batches, from 0")
     if side.devices[stage] != device.index:
-        raise Broken(f"{side.phase} stage {stage} is on device {side.devices[stage]}")
+        raise RuleBroken(f"{side.phase} stage {stage} is on device {side.devices[stage]}")
     if side.routes[stage] != world.route_of[micro_batch]:
-        raise Broken(
+        raise RuleBroken(
             f"micro-batch {micro_batch} takes route {world.route_of[micro_batch]},"
             f" {side.phase} stage {stage} is of route {side.routes[stage]}"
         )
     index = stage * count + micro_batch
     if done[index]:
-        raise Broken("this work was done before")
+        raise RuleBroken("this work was done before")
     return index
 
 
 def _check_swap(graph: Graph | None) -> None:
     if graph is not None and graph.swapped is not None:
-        raise Broken("a part of its activations is swapped out, and no SWAP_IN ran before it")
+        raise RuleBroken("a part of its activations is swapped out, and no SWAP_IN ran before it")
 
 
-def _buffer(world: World, device: Device, stage: int, graph: Graph | None) -> Buffer:
+def _buffer(world: World, device: DeviceState, stage: int, graph: Graph | None) -> Buffer:
     """The weights that a backward stage uses: those of its graph, unless they are found anew."""
     if graph is not None and not world.rules.rebinds_weights:
         return graph.buffer
@@ -174,7 +176,7 @@ def _buffer(world: World, device: Device, stage: int, graph: Graph | None) -> Bu
 
 
 def _wait_for_gradient(
-    world: World, device: Device, stage: int, micro_batch: int, *, consume: bool
+    world: World, device: DeviceState, stage: int, micro_batch: int, *, consume: bool
 ) -> Event | None:
     if world.layout.is_last_backward(stage):
         return None
@@ -184,19 +186,19 @@ def _wait_for_gradient(
 
 
 def _take(
-    world: World, device: Device, event: Event, source: int, *, consume: bool = True
+    world: World, device: DeviceState, event: Event, source: int, *, consume: bool = True
 ) -> Event | None:
     """Consume an input; returns it when it has not been sent yet (the device waits)."""
     if source == device.index:
         if event not in device.held:
             name = world.events.describe(event)
-            raise Broken(f"needs the {name}, which this device has not computed before")
+            raise RuleBroken(f"needs the {name}, which this device has not computed before")
         if consume:
             device.held.remove(event)
         return None
     if event not in device.posted:
         name = world.events.describe(event)
-        raise Broken(f"needs the {name}, but no receive of it was posted before")
+        raise RuleBroken(f"needs the {name}, but no receive of it was posted before")
     if event not in world.happened:
         return event
     if consume:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.planner.tensors import Send, transferred
 from penstock.planner.validate.events import Event
 from penstock.planner.validate.transfers import places_of
-from penstock.planner.validate.world import Device, RuleError, Side, World
+from penstock.planner.validate.world import DeviceState, RuleError, Side, World
 from penstock.protocol.plan.instructions import Instruction, OffloadGradients, ReduceGradients
 
 _SHOWN_WAITS = 16
@@ -75,7 +75,7 @@ def _makes(world: World, instruction: Instruction, event: Event) -> bool:
     )
 
 
-def check_leftovers(world: World, device: Device) -> None:
+def check_leftovers(world: World, device: DeviceState) -> None:
     """Nothing stays on a device."""
     end = len(world.programs[device.index])
     for event, position in device.posted.items():

@@ -11,7 +11,7 @@ all have entered.
 """
 
 
-class Events:
+class EventNumbers:
     """Numbers of events, and back."""
 
     def __init__(self, layout: StageLayout) -> None:

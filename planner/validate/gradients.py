@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from penstock.planner.validate.events import Event
 from penstock.planner.validate.transfers import enter, wait_for_collective
-from penstock.planner.validate.world import Broken, Device, World
+from penstock.planner.validate.world import DeviceState, RuleBroken, World
 from penstock.protocol.plan.instructions import OffloadGradients, ReduceGradients, Update
 
 
-def reduce(world: World, device: Device, reducing: ReduceGradients) -> None:
+def reduce(world: World, device: DeviceState, reducing: ReduceGradients) -> None:
     """Takes the final gradients of a stage."""
     stage = _final_stage(world, device, reducing)
     if stage in world.offloaded:
-        raise Broken("these gradients were offloaded before")
+        raise RuleBroken("these gradients were offloaded before")
     if stage in world.reduced:
-        raise Broken("these gradients were reduced before")
+        raise RuleBroken("these gradients were reduced before")
     world.reduced.add(stage)
     world.happen(world.events.reduction(stage))
     if world.rules.shards_weights:
@@ -22,15 +22,17 @@ def reduce(world: World, device: Device, reducing: ReduceGradients) -> None:
         world.scatters[stage] = number
 
 
-def offload(world: World, device: Device, offloading: OffloadGradients) -> Event | None:
+def offload(world: World, device: DeviceState, offloading: OffloadGradients) -> Event | None:
     """Takes the final gradients of a stage, reduced where others are: the sum of all routes, which
     its root waits for; elsewhere nothing is left to offload.
     """
     stage = _final_stage(world, device, offloading)
     if stage in world.offloaded:
-        raise Broken("these gradients were offloaded before")
+        raise RuleBroken("these gradients were offloaded before")
     if world.reduces and stage not in world.reduced:
-        raise Broken("the plan reduces gradients, and no REDUCE_GRADIENTS of these ran before it")
+        raise RuleBroken(
+            "the plan reduces gradients, and no REDUCE_GRADIENTS of these ran before it"
+        )
     if stage in world.scatters:
         awaited = wait_for_collective(world, world.scatters[stage])
         if awaited is not None:
@@ -43,18 +45,18 @@ def offload(world: World, device: Device, offloading: OffloadGradients) -> Event
     return None
 
 
-def update(world: World, device: Device, updating: Update) -> Event | None:
+def update(world: World, device: DeviceState, updating: Update) -> Event | None:
     """Takes the offloaded gradients of a block, of all routes."""
     block = updating.block
     if block >= world.layout.num_blocks:
-        raise Broken(f"there are {world.layout.num_blocks} blocks, numbered from 0")
+        raise RuleBroken(f"there are {world.layout.num_blocks} blocks, numbered from 0")
     if block in world.updated:
-        raise Broken("this work was done before")
+        raise RuleBroken("this work was done before")
     for stage in world.backward_stages_of[block]:
         if stage in world.offloaded:
             continue
         if world.backward.devices[stage] == device.index:
-            raise Broken(
+            raise RuleBroken(
                 f"the gradients of the block are not final: OFFLOAD_GRADIENTS {stage} did not run"
                 " before it"
             )
@@ -64,11 +66,11 @@ def update(world: World, device: Device, updating: Update) -> Event | None:
 
 
 def _final_stage(
-    world: World, device: Device, instruction: ReduceGradients | OffloadGradients
+    world: World, device: DeviceState, instruction: ReduceGradients | OffloadGradients
 ) -> int:
     stage, side = instruction.stage, world.backward
     if stage >= len(side.stages) or side.devices[stage] != device.index:
-        raise Broken("this device has no such backward stage")
+        raise RuleBroken("this device has no such backward stage")
     if world.remaining[stage]:
         missing = next(
             m
@@ -77,5 +79,5 @@ def _final_stage(
         )
         split = (stage, missing) in device.deferred
         name = "BACKWARD_WEIGHT" if split else "BACKWARD"
-        raise Broken(f"the gradients are not final: {name} of micro-batch {missing} is missing")
+        raise RuleBroken(f"the gradients are not final: {name} of micro-batch {missing} is missing")
     return stage

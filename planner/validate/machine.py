@@ -18,7 +18,7 @@ from penstock.planner.validate import (
     weights as swaps,
 )
 from penstock.planner.validate.events import Event
-from penstock.planner.validate.world import Broken, Device, RuleError, Rules, World
+from penstock.planner.validate.world import DeviceState, PlanRules, RuleBroken, RuleError, World
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -42,7 +42,7 @@ from penstock.protocol.plan.instructions import (
     Update,
 )
 
-_Rule = Callable[[World, Device, Any], Event | None]
+_Rule = Callable[[World, DeviceState, Any], Event | None]
 """Checks an instruction and lets it happen, or returns what it waits for."""
 
 _EVALUATION: Mapping[type[Instruction], _Rule] = MappingProxyType(
@@ -75,14 +75,16 @@ _TRAINING: Mapping[type[Instruction], _Rule] = MappingProxyType(
 )
 
 
-class Machine:
+class AbstractMachine:
     """Runs the programs of all devices to the end.
 
     Raises (from :meth:`run`):
         RuleError: with the first place at which a rule is broken.
     """
 
-    def __init__(self, layout: StageLayout, programs: tuple[Program, ...], rules: Rules) -> None:
+    def __init__(
+        self, layout: StageLayout, programs: tuple[Program, ...], rules: PlanRules
+    ) -> None:
         self._world = World(layout, programs, rules)
         self._table = _EVALUATION if rules.evaluation else _TRAINING
 
@@ -98,7 +100,7 @@ class Machine:
         endings.check_channels(world)
         endings.check_collectives(world)
 
-    def _advance(self, device: Device) -> None:
+    def _advance(self, device: DeviceState) -> None:
         """Run a device as far as it goes."""
         world = self._world
         program = world.programs[device.index]
@@ -107,11 +109,11 @@ class Machine:
                 instruction = program[device.position]
                 rule = self._table.get(type(instruction))
                 if rule is None:
-                    raise Broken("does not belong into a forward-only evaluation")
+                    raise RuleBroken("does not belong into a forward-only evaluation")
                 awaited = rule(world, device, instruction)
                 if awaited is not None:
                     world.waiting.setdefault(awaited, []).append(device.index)
                     return
                 device.position += 1
-        except Broken as error:
+        except RuleBroken as error:
             raise RuleError(device.index, device.position, str(error)) from error

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from penstock.planner.layout import StageLayout
-from penstock.planner.validate.events import Event, Events
+from penstock.planner.validate.events import Event, EventNumbers
 from penstock.protocol.plan.instructions import (
     Forward,
     Instruction,
@@ -28,8 +28,8 @@ class RuleError(Exception):
         self.reason = reason
 
 
-class Broken(Exception):
-    """Raised by rules, which do not know the place; :class:`.machine.Machine` adds it."""
+class RuleBroken(Exception):
+    """Raised by rules, which do not know the place; :class:`.machine.AbstractMachine` adds it."""
 
 
 Buffer = tuple[int, Phase]
@@ -37,7 +37,7 @@ Buffer = tuple[int, Phase]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class PlanRules:
     """Which rules hold; as in :class:`~penstock.protocol.plan.plan.Plan`. ``evaluation``: the
     programs only run forwards.
     """
@@ -48,7 +48,7 @@ class Rules:
     shards_weights: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, *, evaluation: bool) -> Rules:
+    def of(cls, plan: Plan, *, evaluation: bool) -> PlanRules:
         """Those of a plan."""
         return cls(
             evaluation=evaluation,
@@ -73,7 +73,7 @@ class Graph:
 
 
 @dataclass(slots=True, kw_only=True)
-class Device:
+class DeviceState:
     """What a device holds.
 
     ``buffers``: fetched weights and whether they were used; ``gathers``: the collective that brings
@@ -118,13 +118,15 @@ class World:
     ``reduction`` whither; ``scatters``: the collective of a stage's reduction, if it is one.
     """
 
-    def __init__(self, layout: StageLayout, programs: tuple[Program, ...], rules: Rules) -> None:
+    def __init__(
+        self, layout: StageLayout, programs: tuple[Program, ...], rules: PlanRules
+    ) -> None:
         count = layout.num_microbatches
         self.layout = layout
         self.programs = programs
         self.rules = rules
-        self.events = Events(layout)
-        self.devices = [Device(index=index) for index in range(len(programs))]
+        self.events = EventNumbers(layout)
+        self.devices = [DeviceState(index=index) for index in range(len(programs))]
         self.route_of = [layout.route_of(m) for m in range(count)]
         self.forward = Side(layout.forward, layout.forward_routes, Phase.FORWARD, count)
         self.backward = Side(layout.backward, layout.backward_routes, Phase.BACKWARD, count)

@@ -13,7 +13,7 @@ from rich.console import Console
 from penstock.client.watching.control import status_dict
 from penstock.client.watching.display import Interactive, Plain
 from penstock.client.watching.picture import Smoothed, duration, member_table, render
-from penstock.client.watching.snapshots import ABSENCE_S, MetricsTail, Observer, View, numbers
+from penstock.client.watching.snapshots import ABSENCE_S, MetricsTail, Observer, RunView, numbers
 from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 
@@ -32,10 +32,10 @@ def entry(step: int, **changes: Any) -> dict[str, Any]:
     return {**line, **changes}
 
 
-def view(*fresh: dict[str, Any], phase: str = "running", message: str = "") -> View:
+def view(*fresh: dict[str, Any], phase: str = "running", message: str = "") -> RunView:
     """The run between two looks."""
     status = pb.StatusReply(phase=phase, message=message, eta_seconds=-1, steps=25)
-    return View(steps=25, status=status, fresh=fresh)
+    return RunView(steps=25, status=status, fresh=fresh)
 
 
 def test_plain_lines() -> None:
@@ -99,7 +99,7 @@ STATUS = pb.StatusReply(
 
 def test_the_picture_has_progress_figures_and_processes_in_short() -> None:
     line = entry(5, lr=2e-3, grad_norm=1.25, decision="amend", peak_device_bytes=3 * 2**20)
-    seen = View(steps=25, status=STATUS, fresh=(), shared_bytes=2**30)
+    seen = RunView(steps=25, status=STATUS, fresh=(), shared_bytes=2**30)
     head, *rows = printed(render(seen, line, 4.75)).splitlines()
     assert "step 5/25" in head and "ETA 1:15" in head and "running" in head
     assert rows == [
@@ -108,7 +108,7 @@ def test_the_picture_has_progress_figures_and_processes_in_short() -> None:
         " 3.0 MiB",
         "3 processes  2 ready  1 missing (worker.1)  restarted: worker.0 1x",
     ]
-    unmeasured = printed(render(View(steps=25, status=STATUS, fresh=()), entry(5), None))
+    unmeasured = printed(render(RunView(steps=25, status=STATUS, fresh=()), entry(5), None))
     assert [w for w in ("memory", "device", "clipped") if w in unmeasured] == []
 
 
@@ -132,7 +132,7 @@ def test_a_live_picture_smooths_what_it_is_shown() -> None:
     stream = io.StringIO()
     live = Interactive(Console(file=stream, width=120, force_terminal=True))
     fresh = (entry(1, loss=5.0), entry(2, phase="eval", loss=9.0), entry(3, loss=1.0))
-    live.show(View(steps=25, status=STATUS, fresh=fresh))
+    live.show(RunView(steps=25, status=STATUS, fresh=fresh))
     live.close()
     assert "smoothed 2.9487" in stream.getvalue()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.client.doctor.doctor import LAUNCH_MODULE, Finding, _is_about, clean, examine
-from penstock.client.doctor.placement import Machine, PlacementReport
+from penstock.client.doctor.placement import PlacementFacts, PlacementReport
 from penstock.daemons.node.home import RunLock, train_lock_path
 from penstock.protocol.config.schema import load_config
 from penstock.shm.control import ControlView, control_bytes
@@ -173,7 +173,7 @@ def test_machine_facts_need_no_torch() -> None:
 
 
 def test_placement_says_what_a_configuration_gets_and_what_to_change(tmp_path: Path) -> None:
-    machine = Machine(
+    machine = PlacementFacts(
         topology=Topology(
             node_of={0: 0, 1: 0, 2: 1, 3: 1},
             siblings={cpu: (cpu,) for cpu in range(4)},

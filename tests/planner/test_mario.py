@@ -20,7 +20,7 @@ from penstock.planner.orders.timing import order_times
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.passes.dispatcher import Board, Dispatcher, Filling
+from penstock.planner.passes.dispatcher import Board, Dispatcher, FillPolicy
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
@@ -251,10 +251,10 @@ def test_streamed_weights_keep_the_order_of_their_stages() -> None:
     assert without_recomputation(result) == without_recomputation(schedule)
 
 
-@pytest.mark.parametrize("filling", list(Filling))
+@pytest.mark.parametrize("filling", list(FillPolicy))
 @pytest.mark.parametrize("scheme", ["1f1b", "interleaved", "chimera"])
 def test_a_dispatched_order_takes_the_time_that_was_dispatched(
-    scheme: str, filling: Filling
+    scheme: str, filling: FillPolicy
 ) -> None:
     schedule = schedule_for(scheme, 4, 8, recompute="full")
     context = context_of(schedule, backward=1.6, hop=0.2)

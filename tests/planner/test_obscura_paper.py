@@ -7,8 +7,8 @@ import pytest
 from bench.papers.obscura import bubble_table, strawman_table
 from bench.papers.obscura_testbed import (
     MEMORY_BYTES,
-    Case,
-    Run,
+    PaperCase,
+    SimulatedRun,
     ablation,
     bpipe,
     dapple,
@@ -24,11 +24,11 @@ from penstock.planner.passes.obscura.shape import adjusted_stages, stage_orders
 _LAYERS = {"18B": 56, "23B": 72, "28B": 88}
 
 
-def _case(family: str, size: str, batch: int) -> Case:
-    return Case(family=family, layers=_LAYERS[size], num_stages=8, num_microbatches=batch)
+def _case(family: str, size: str, batch: int) -> PaperCase:
+    return PaperCase(family=family, layers=_LAYERS[size], num_stages=8, num_microbatches=batch)
 
 
-def _percent(case: Case, one: Run) -> float:
+def _percent(case: PaperCase, one: SimulatedRun) -> float:
     return 100.0 * (dapple_plus(case).seconds / one.seconds - 1.0)
 
 
@@ -110,7 +110,9 @@ def test_parts_of_obscura() -> None:
 def test_four_stages_without_nvlink() -> None:
     """Section 9.5: 27-31 % for models that do not fit."""
     for family in ("llama2", "gpt3"):
-        case = Case(family=family, layers=44, num_stages=4, num_microbatches=32, gpu="A800-PCIE-80")
+        case = PaperCase(
+            family=family, layers=44, num_stages=4, num_microbatches=32, gpu="A800-PCIE-80"
+        )
         obscura = paper_obscura(case)
         assert 27.0 - 5.0 <= _percent(case, obscura) <= 31.0 + 5.0
         assert obscura.fits

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, chart, png, svg, timeline
 from penstock.planner.render.colours import ink_on, shade
-from penstock.planner.render.drawing import Line, Rectangle, Text
+from penstock.planner.render.drawing import LineSegment, Rectangle, Text
 from penstock.planner.simulate import DeviceTimes, Lane, Span
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -138,7 +138,7 @@ def test_chart_says_what_matters() -> None:
     assert {"device 0", "device 1", "optimizer 0", "idle 66.7%", "idle 33.3%"} < set(texts)
     assert {"forward", "fetch weights", "optimizer", "idle", "last computation"} < set(texts)
     assert "recompute" not in texts
-    assert [s.dashed for s in drawing.shapes if isinstance(s, Line)].count(True) == 1
+    assert [s.dashed for s in drawing.shapes if isinstance(s, LineSegment)].count(True) == 1
 
 
 def test_boxes_too_narrow_for_the_largest_number_have_none() -> None:

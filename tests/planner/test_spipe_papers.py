@@ -6,7 +6,7 @@ import pytest
 
 from bench.papers import spipe
 from bench.papers.spipe_ours import MEMORY_LIMIT_BYTES, decoupled_schedule
-from bench.papers.spipe_testbed import SYSTEMS, Run, Workload, measured, schedule_of
+from bench.papers.spipe_testbed import SYSTEMS, MeasuredRun, Workload, measured, schedule_of
 from penstock.planner.schedule import lower
 from penstock.planner.validate.check import validate
 
@@ -37,7 +37,7 @@ def test_units_of_figures_2_and_8(
 
 def test_the_file_has_48_runs_of_pipelines() -> None:
     assert len(measured()) == 16
-    assert measured()[SMALLEST]["SPipe"] == Run(iteration_s=8.171, gpu_s=6.013)
+    assert measured()[SMALLEST]["SPipe"] == MeasuredRun(iteration_s=8.171, gpu_s=6.013)
     assert sum(name in runs for runs in measured().values() for name in SYSTEMS) == 48
 
 

@@ -23,9 +23,9 @@ from penstock.workers.channels.opening import means_of, open_channel, told_by
 from penstock.workers.channels.order import (
     MAX_TRANSFERS,
     RESERVED_TAG,
-    Line,
+    Direction,
+    OrderedTransfer,
     Place,
-    Slot,
     TransferOrder,
 )
 from penstock.workers.waiting import Abort, Interrupted
@@ -231,13 +231,23 @@ def test_the_order_is_that_of_the_senders_programs(make_cluster: Any) -> None:
     plan = cluster.plan
     order = TransferOrder.of(plan)
     assert dict(order.lines) == {
-        Line(0, 1, "train"): (Slot("activation", 0, 0), Slot("activation", 0, 1)),
-        Line(1, 0, "train"): (Slot("gradient", 1, 0), Slot("gradient", 1, 1)),
-        Line(0, 1, "eval"): (Slot("activation", 0, 0), Slot("activation", 0, 1)),
+        Direction(0, 1, "train"): (
+            OrderedTransfer("activation", 0, 0),
+            OrderedTransfer("activation", 0, 1),
+        ),
+        Direction(1, 0, "train"): (
+            OrderedTransfer("gradient", 1, 0),
+            OrderedTransfer("gradient", 1, 1),
+        ),
+        Direction(0, 1, "eval"): (
+            OrderedTransfer("activation", 0, 0),
+            OrderedTransfer("activation", 0, 1),
+        ),
     }
     assert order.members == (0, 1)
     assert order.arriving(0) == {
-        ("train", Slot("gradient", 1, m)): Place(Line(1, 0, "train"), m) for m in range(2)
+        ("train", OrderedTransfer("gradient", 1, m)): Place(Direction(1, 0, "train"), m)
+        for m in range(2)
     }
     deaf = tuple(i for i in plan.programs[1] if str(i) != "RA 0 1 peer=0")
     with pytest.raises(
@@ -253,7 +263,7 @@ def test_the_order_is_that_of_the_senders_programs(make_cluster: Any) -> None:
 
 def test_tags_tell_transfers_under_way_apart() -> None:
     tags = {
-        Place(Line(0, 1, phase), position).tag(number)
+        Place(Direction(0, 1, phase), position).tag(number)
         for phase in ("train", "eval")
         for number in (1, 2, 1 << 20, 16383)
         for position in (0, 1, MAX_TRANSFERS - 1)

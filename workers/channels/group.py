@@ -25,7 +25,7 @@ from penstock.protocol.wire.frames import TensorHeader, TransferShape
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.notices import ShapeKey
-from penstock.workers.channels.order import Line, Place, Slot, TransferOrder
+from penstock.workers.channels.order import Direction, OrderedTransfer, Place, TransferOrder
 from penstock.workers.channels.tensors import Packing, headers_of
 from penstock.workers.channels.transport import Transport
 from penstock.workers.waiting import Abort
@@ -115,7 +115,9 @@ class GroupChannel:
         Raises:
             ProtocolError: shapes, types or names differ from those announced.
         """
-        place = self._order.places.get((Line(self._own, peer, key.phase), Slot.of(key)))
+        place = self._order.places.get(
+            (Direction(self._own, peer, key.phase), OrderedTransfer.of(key))
+        )
         if place is None:
             self._others.send(peer, key, tensors, abort, timeout_s)
             return
@@ -143,7 +145,7 @@ class GroupChannel:
         if buffer.numel():
             self._wire.wait(key, abort, timeout_s)
         del self._buffers[key]
-        packing = self._transport.notices.packing(_shape_key(place.line, Slot.of(key)))
+        packing = self._transport.notices.packing(_shape_key(place.line, OrderedTransfer.of(key)))
         assert packing is not None, f"{key} was posted without its shapes"
         self._transport.metrics.transferred("received", key.kind, packing.num_bytes)
         return self._wire.incoming(packing.unpack(buffer))
@@ -168,7 +170,7 @@ class GroupChannel:
         self._buffers.clear()
 
     def _place(self, key: TransferKey) -> Place | None:
-        return self._arriving.get((key.phase, Slot.of(key)))
+        return self._arriving.get((key.phase, OrderedTransfer.of(key)))
 
     def _announce(
         self,
@@ -225,7 +227,7 @@ class GroupChannel:
             incoming.posted += 1
 
 
-def _shape_key(line: Line, slot: Slot) -> ShapeKey:
+def _shape_key(line: Direction, slot: OrderedTransfer) -> ShapeKey:
     return line.sender, line.phase, slot.kind, slot.stage
 
 

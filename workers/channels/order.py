@@ -50,7 +50,7 @@ RESERVED_TAG = (1 << 31) - 1
 """No transfer's."""
 
 
-class Line(NamedTuple):
+class Direction(NamedTuple):
     """One direction between two devices in one phase."""
 
     sender: int
@@ -58,7 +58,7 @@ class Line(NamedTuple):
     phase: Phase
 
 
-class Slot(NamedTuple):
+class OrderedTransfer(NamedTuple):
     """One transfer of a line."""
 
     kind: TransferKind
@@ -66,7 +66,7 @@ class Slot(NamedTuple):
     micro_batch: int
 
     @classmethod
-    def of(cls, key: TransferKey) -> Slot:
+    def of(cls, key: TransferKey) -> OrderedTransfer:
         """The transfer, whatever the attempt."""
         return cls(key.kind, key.stage, key.micro_batch)
 
@@ -74,7 +74,7 @@ class Slot(NamedTuple):
 class Place(NamedTuple):
     """Where a transfer comes in the order of its line."""
 
-    line: Line
+    line: Direction
     position: int
 
     def tag(self, number: int) -> int:
@@ -90,8 +90,8 @@ class Place(NamedTuple):
 class TransferOrder:
     """Transfers of each line, in the order of its sender's program."""
 
-    lines: Mapping[Line, tuple[Slot, ...]]
-    places: Mapping[tuple[Line, Slot], Place]
+    lines: Mapping[Direction, tuple[OrderedTransfer, ...]]
+    places: Mapping[tuple[Direction, OrderedTransfer], Place]
 
     @classmethod
     def of(cls, plan: Plan) -> TransferOrder:
@@ -100,8 +100,8 @@ class TransferOrder:
         Raises:
             ConfigError: a device does not receive exactly what another sends to it.
         """
-        sent: dict[Line, list[Slot]] = defaultdict(list)
-        received: dict[Line, list[Slot]] = defaultdict(list)
+        sent: dict[Direction, list[OrderedTransfer]] = defaultdict(list)
+        received: dict[Direction, list[OrderedTransfer]] = defaultdict(list)
         reduction = Reduction.of(plan)
         programs: tuple[tuple[Phase, tuple[Program, ...]], ...] = (
             ("train", plan.programs),
@@ -129,7 +129,7 @@ class TransferOrder:
         """Devices that send or receive anything, ascending."""
         return tuple(sorted({d for line in self.lines for d in (line.sender, line.receiver)}))
 
-    def arriving(self, device: int) -> Mapping[tuple[Phase, Slot], Place]:
+    def arriving(self, device: int) -> Mapping[tuple[Phase, OrderedTransfer], Place]:
         """Where each transfer that ``device`` receives comes."""
         return {
             (line.phase, slot): place
@@ -139,35 +139,39 @@ class TransferOrder:
 
 
 def _note(
-    sent: dict[Line, list[Slot]],
-    received: dict[Line, list[Slot]],
+    sent: dict[Direction, list[OrderedTransfer]],
+    received: dict[Direction, list[OrderedTransfer]],
     device: int,
     phase: Phase,
     instruction: Instruction,
 ) -> None:
     if isinstance(instruction, (SendActivation, SendGradient, SendCheckpoint)):
-        slot = Slot(_SENDS[type(instruction)], instruction.stage, instruction.micro_batch)
-        sent[Line(device, instruction.peer, phase)].append(slot)
+        slot = OrderedTransfer(
+            _SENDS[type(instruction)], instruction.stage, instruction.micro_batch
+        )
+        sent[Direction(device, instruction.peer, phase)].append(slot)
     elif isinstance(instruction, (RecvActivation, RecvGradient, RecvCheckpoint)):
-        slot = Slot(_RECEIVES[type(instruction)], instruction.stage, instruction.micro_batch)
-        received[Line(instruction.peer, device, phase)].append(slot)
+        slot = OrderedTransfer(
+            _RECEIVES[type(instruction)], instruction.stage, instruction.micro_batch
+        )
+        received[Direction(instruction.peer, device, phase)].append(slot)
 
 
 def _reduce(
-    sent: dict[Line, list[Slot]],
-    received: dict[Line, list[Slot]],
+    sent: dict[Direction, list[OrderedTransfer]],
+    received: dict[Direction, list[OrderedTransfer]],
     reduction: Reduction,
     stage: int,
 ) -> None:
     """The sums of a backward stage that is not its own root."""
     if not reduction.publishes(stage):
         sender = reduction.layout.backward[stage].device
-        line = Line(sender, reduction.root_device(stage), "train")
-        sent[line].append(Slot("reduction", stage, 0))
-        received[line].append(Slot("reduction", stage, 0))
+        line = Direction(sender, reduction.root_device(stage), "train")
+        sent[line].append(OrderedTransfer("reduction", stage, 0))
+        received[line].append(OrderedTransfer("reduction", stage, 0))
 
 
-def _check(line: Line, sent: list[Slot], received: list[Slot]) -> None:
+def _check(line: Direction, sent: list[OrderedTransfer], received: list[OrderedTransfer]) -> None:
     odd = sorted(set(sent) ^ set(received))
     if odd or len(sent) != len(received):
         named = ", ".join(" ".join(map(str, slot)) for slot in odd[:3]) or "one of them twice"

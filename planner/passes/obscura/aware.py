@@ -12,11 +12,11 @@ from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.memory import Grain, fixed_bytes, order_memory
 from penstock.planner.passes.obscura.model import StageTimes, execution_times
 from penstock.planner.passes.obscura.recompute import (
-    Choice,
     RecomputeProblem,
+    RecomputeSolution,
     StageProblem,
     SwapStyle,
-    best_choice,
+    best_solution,
 )
 from penstock.planner.passes.obscura.shape import NONE, StageOrder, adjusted_stages, stage_orders
 from penstock.planner.passes.obscura.swap import SwapRule, with_swaps
@@ -49,11 +49,11 @@ def swap_aware_recompute(
     if evictions is None:
         evictions = range(2, len(orders) - adjusted[-1] - 1)
     problem = recompute_problem(schedule, context, grain)
-    choice = best_choice(problem, evictions)
-    if choice is None:
+    solution = best_solution(problem, evictions)
+    if solution is None:
         _require_full(schedule, context, orders, grain)
         return schedule
-    return _apply(schedule, orders, problem, choice)
+    return _apply(schedule, orders, problem, solution)
 
 
 def recompute_problem(schedule: Schedule, context: PassContext, grain: Grain) -> RecomputeProblem:
@@ -149,24 +149,24 @@ def _apply(
     schedule: Schedule,
     orders: Sequence[StageOrder],
     problem: RecomputeProblem,
-    choice: Choice,
+    solution: RecomputeSolution,
 ) -> Schedule:
-    recompute = Recomputation(mode="selective", drop=choice.drop) if choice.drop else NONE
+    recompute = Recomputation(mode="selective", drop=solution.drop) if solution.drop else NONE
 
     def applied(order: StageOrder) -> Order:
         if order.stage > problem.last_adjusted:
             return order.instructions()
-        rule = swap_rule(problem, choice, order.stage)
+        rule = swap_rule(problem, solution, order.stage)
         return with_swaps(replace(order, recompute=recompute), rule)
 
     return replace(schedule, orders=tuple(map(applied, orders)))
 
 
-def swap_rule(problem: RecomputeProblem, choice: Choice, stage: int) -> SwapRule:
+def swap_rule(problem: RecomputeProblem, solution: RecomputeSolution, stage: int) -> SwapRule:
     """What a solution means for the order of a stage."""
-    at, swap = problem.stages[stage], choice.swap
+    at, swap = problem.stages[stage], solution.swap
     dropped = zip(problem.operators, at.operator_bytes, strict=True)
-    kept = at.activation_bytes - sum(size for name, size in dropped if name in choice.drop)
+    kept = at.activation_bytes - sum(size for name, size in dropped if name in solution.drop)
     moved_s = kept * swap.fraction / problem.bandwidth(swap.style)
     pace = ceil(moved_s / at.forward_s - _ROUNDING) if at.forward_s > 0.0 else 1
     return SwapRule(

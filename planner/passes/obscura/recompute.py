@@ -103,7 +103,7 @@ class RecomputeProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RecomputeSolution:
     """A solution: the operators to drop, the swap, and T_0 by the model."""
 
     drop: tuple[str, ...]
@@ -128,9 +128,9 @@ def evictions_of(stage: StageProblem) -> int:
     return stage.held - 2 - LOOKAHEAD
 
 
-def best_choice(problem: RecomputeProblem, evictions: Sequence[int]) -> Choice | None:
+def best_solution(problem: RecomputeProblem, evictions: Sequence[int]) -> RecomputeSolution | None:
     """The fastest solution over all swaps with lambda in ``evictions``; ``None``: nothing fits."""
-    best: Choice | None = None
+    best: RecomputeSolution | None = None
     for swap in swaps(problem, evictions):
         found = solve(problem, swap)
         if found is not None and (best is None or found.time_s < best.time_s * (1.0 - _TIE)):
@@ -138,7 +138,7 @@ def best_choice(problem: RecomputeProblem, evictions: Sequence[int]) -> Choice |
     return best
 
 
-def solve(problem: RecomputeProblem, swap: Swap) -> Choice | None:
+def solve(problem: RecomputeProblem, swap: Swap) -> RecomputeSolution | None:
     """The integer program for one swap; ``None``: no set of operators fits.
 
     Raises:
@@ -166,7 +166,9 @@ def solve(problem: RecomputeProblem, swap: Swap) -> Choice | None:
     chosen = tuple(
         name for name, x in zip(problem.operators, found.x[:count], strict=True) if x > 0.5
     )
-    return Choice(drop=chosen, swap=swap, time_s=float(found.x[rows.time(0)]) * rows.second)
+    return RecomputeSolution(
+        drop=chosen, swap=swap, time_s=float(found.x[rows.time(0)]) * rows.second
+    )
 
 
 class _Rows:
