@@ -1,7 +1,7 @@
 """One attempt, or one batch of an evaluation, on one device: what its instructions share.
 
 Everything that must be gone at its end is in :class:`Attempt`; what outlives it is in
-:class:`Bench`.
+:class:`EpochContext`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class UnusedWorkError(PenstockError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class EpochContext:
     """What attempts of one epoch work with. ``device_index`` numbers the worker's device in the
     plan.
     """
@@ -124,36 +124,36 @@ class Attempt:
     ``gradient`` of the stage that produced it, ``checkpoint`` of the backward stage that needs it.
     """
 
-    def __init__(self, bench: Bench, job: Job) -> None:
-        self.bench = bench
+    def __init__(self, context: EpochContext, job: Job) -> None:
+        self.context = context
         self.job = job
-        bench.transport.inbox.begin(job.phase, job.number)
+        context.transport.inbox.begin(job.phase, job.number)
         self.tally = Tally()
-        self.timeline = Timeline(bench.device, bench.trace, job.phase, job.number)
+        self.timeline = Timeline(context.device, context.trace, job.phase, job.number)
         self.gradients = GradientBook(
-            table=bench.table,
-            reduction=bench.flow.reduction,
-            memory=bench.memory,
-            device=bench.device,
+            table=context.table,
+            reduction=context.flow.reduction,
+            memory=context.memory,
+            device=context.device,
             target=job.base_version + 1,
-            epoch=bench.epoch,
+            epoch=context.epoch,
             attempt=job.number,
             notify=self._notify,
             await_settled=self._await_settled,
         )
         self.stages = Stages(
-            layout=bench.flow.layout,
-            table=bench.table,
-            runtime=bench.runtime,
-            weights=bench.weights,
+            layout=context.flow.layout,
+            table=context.table,
+            runtime=context.runtime,
+            weights=context.weights,
             gradients=self.gradients,
             scope=FetchScope(
-                epoch=bench.epoch,
+                epoch=context.epoch,
                 attempt=job.number,
                 version=job.base_version,
-                abort=bench.abort,
-                timeout_s=bench.timeout_s,
-                progress=bench.progress,
+                abort=context.abort,
+                timeout_s=context.timeout_s,
+                progress=context.progress,
                 loaded=self._loaded,
                 acquired=self.timeline.inputs_are_here,
             ),
@@ -188,7 +188,7 @@ class Attempt:
     def post(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
         """Expect tensors from a device."""
         self._posted[kind, stage, micro_batch] = peer
-        self.bench.channel.post(self._key(kind, stage, micro_batch))
+        self.context.channel.post(self._key(kind, stage, micro_batch))
 
     def await_posted(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
         """Wait for what a posted receive brings, and leave it for a later :meth:`take`."""
@@ -198,16 +198,20 @@ class Attempt:
 
     def send(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
         """Send what an instruction left to a peer."""
-        bench = self.bench
+        context = self.context
         tensors = self.take(kind, stage, micro_batch)
         key = self._key(kind, stage, micro_batch)
-        bench.channel.send(peer, key, tensors, bench.abort, bench.timeout_s)
+        context.channel.send(peer, key, tensors, context.abort, context.timeout_s)
 
     def storing(self, stage: int, micro_batch: int, drop: Sequence[str] = ()) -> Storing | None:
         """How a forward of a backward stage is to be stored for what the plan does to it before and
         in its backward, without the outputs of operators ``drop``; ``None``: as autograd does.
         """
-        key, flow, rebind = (stage, micro_batch), self.bench.flow, self.bench.plan.rebinds_weights
+        key, flow, rebind = (
+            (stage, micro_batch),
+            self.context.flow,
+            self.context.plan.rebinds_weights,
+        )
         keeps, splits = bool(drop) or rebind or key in flow.swapped, key in flow.split
         if not keeps and not splits:
             return None
@@ -270,7 +274,7 @@ class Attempt:
         node.
         """
         if peer not in self._swaps:
-            device, here = self.bench.device.torch_device, self.bench.device_index
+            device, here = self.context.device.torch_device, self.context.device_index
             distance = None if peer is None else peer - here
             self._swaps[peer] = SwapStreams.of(device, distance)
         return self._swaps[peer]
@@ -279,19 +283,19 @@ class Attempt:
         """Start to preview a block; :meth:`finish` waits. Nothing to do in an attempt that holds:
         then the CPU updates all blocks.
         """
-        bench, step = self.bench, self.job.step
+        context, step = self.context, self.job.step
         if step is None:
             return
-        assert bench.updates is not None, "a program with UPDATE has what updates"
+        assert context.updates is not None, "a program with UPDATE has what updates"
         scope = UpdateScope(
-            epoch=bench.epoch,
+            epoch=context.epoch,
             attempt=self.job.number,
             step=step,
-            abort=bench.abort,
-            timeout_s=bench.timeout_s,
+            abort=context.abort,
+            timeout_s=context.timeout_s,
             done=partial(self._updated, instruction, step.version),
         )
-        bench.updates.start(instruction.block, scope)
+        context.updates.start(instruction.block, scope)
 
     def count_loss(self, micro_batch: int, output: StageOutput) -> None:
         """Take the micro-batch's loss into the sum, once; a stage without the head has none."""
@@ -320,14 +324,16 @@ class Attempt:
         Raises:
             UnusedWorkError: naming what is left.
         """
-        self.bench.device.finish()
+        self.context.device.finish()
         self.timeline.resolve(self.tally)
-        if self.bench.updates is not None:
+        if self.context.updates is not None:
             start = time.perf_counter()
-            with self.bench.progress.awaiting(f"updates of blocks {self.bench.updates.under_way}"):
-                self.bench.updates.finish(self.bench.abort)
+            with self.context.progress.awaiting(
+                f"updates of blocks {self.context.updates.under_way}"
+            ):
+                self.context.updates.finish(self.context.abort)
             self.update_s = time.perf_counter() - start
-        channel = self.bench.channel
+        channel = self.context.channel
         channel.check()
         left: dict[str, Sequence[object]] = {
             "kept": sorted(self._kept),
@@ -344,8 +350,8 @@ class Attempt:
 
     def drop(self) -> None:
         """Forget everything; nothing is written to shared memory after this."""
-        if self.bench.updates is not None:
-            self.bench.updates.drop()
+        if self.context.updates is not None:
+            self.context.updates.drop()
         self.gradients.drop()
         # Freed now, though an exception's traceback may still refer to the graphs.
         for output in self._graphs.values():
@@ -370,16 +376,16 @@ class Attempt:
             self._trace(TraceLane.MEMORY, text, at, at)
 
     def _receive(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> NamedTensors:
-        key, bench = self._key(kind, stage, micro_batch), self.bench
+        key, context = self._key(kind, stage, micro_batch), self.context
         start = time.perf_counter()
-        with bench.progress.awaiting(f"{key} from worker.{peer}"):
+        with context.progress.awaiting(f"{key} from worker.{peer}"):
             try:
-                tensors = bench.channel.take(key, bench.abort, bench.timeout_s)
+                tensors = context.channel.take(key, context.abort, context.timeout_s)
             except LostMemberError as error:
                 raise LostMemberError(f"{error} from worker.{peer}") from error
         self.tally.received_s[kind] += time.perf_counter() - start
         self.timeline.inputs_are_here()
-        arrived = bench.channel.arrival_s(key)
+        arrived = context.channel.arrival_s(key)
         if arrived is not None:
             self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)
         return tensors
@@ -394,23 +400,23 @@ class Attempt:
         )
 
     def _notify(self, block: int, contribution: int) -> None:
-        bench = self.bench
+        context = self.context
         message = GradientReady(
-            run_id=bench.run_id,
-            epoch=bench.epoch,
+            run_id=context.run_id,
+            epoch=context.epoch,
             attempt=self.job.number,
             block=block,
             contribution=contribution,
         )
-        owner = bench.ownership.owner[block]
-        bench.transport.notify(owner, message, bench.abort, bench.timeout_s)
+        owner = context.ownership.owner[block]
+        context.transport.notify(owner, message, context.abort, context.timeout_s)
         published = time.perf_counter()
         self._trace(TraceLane.OFFLOAD, f"{block} {contribution}", published, published)
 
     def _await_settled(self, block: int) -> None:
         """Where the owner is this node: only its gradients have a single copy."""
-        bench, version = self.bench, self.job.base_version
-        state_version = bench.memory.control.state_version
+        context, version = self.context, self.job.base_version
+        state_version = context.memory.control.state_version
 
         def what() -> str:
             return (
@@ -418,14 +424,16 @@ class Attempt:
                 f" be overwritten (its state is at {state_version(block)})"
             )
 
-        with bench.progress.awaiting(f"block {block} to be settled at version {version}"):
-            wait_until(lambda: state_version(block) == version, what, bench.abort, bench.timeout_s)
+        with context.progress.awaiting(f"block {block} to be settled at version {version}"):
+            wait_until(
+                lambda: state_version(block) == version, what, context.abort, context.timeout_s
+            )
 
     def _updated(self, instruction: Update, version: int, block: int, done: PreviewedBlock) -> None:
-        bench = self.bench
+        context = self.context
         message = BlockUpdated(
-            run_id=bench.run_id,
-            epoch=bench.epoch,
+            run_id=context.run_id,
+            epoch=context.epoch,
             attempt=self.job.number,
             block=block,
             version=version,
@@ -433,8 +441,8 @@ class Attempt:
             sum_squares=done.status.sum_squares,
             seconds=done.end_s - done.start_s,
         )
-        owner = bench.ownership.owner[block]
-        bench.transport.notify(owner, message, bench.abort, bench.timeout_s)
+        owner = context.ownership.owner[block]
+        context.transport.notify(owner, message, context.abort, context.timeout_s)
         self._trace(TraceLane.UPDATE, str(instruction), done.start_s, done.end_s)
 
     def _loaded(self, key: StageKey, start: Stamp, end: Stamp, beside: bool) -> None:
@@ -451,4 +459,4 @@ class Attempt:
             start_s=start,
             end_s=end,
         )
-        self.bench.trace.add(event)
+        self.context.trace.add(event)

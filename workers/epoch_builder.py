@@ -26,8 +26,8 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import residents_of
-from penstock.protocol.platforms.bandwidth_log import NicBoard, NodeReads, TrafficBoard
-from penstock.protocol.platforms.peer_memory import LodgingBoard
+from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations, NodeReads
+from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.protocol.run.names import (
     ipc_address,
     memoryd_name,
@@ -43,7 +43,7 @@ from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
 from penstock.shm.table import BlockTable
-from penstock.workers.attempt import Bench, JobPhase
+from penstock.workers.attempt import EpochContext, JobPhase
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import group_members, means_here, open_channel, told_by
@@ -93,15 +93,15 @@ def make_device(
     if config.cluster.emulated is not None:
         assert run_dir is not None, "emulated devices share a run directory"
         node, nodes = node_of_device(config, device_index), config.cluster.nodes
-        traffic = TrafficBoard.of_node(run_dir, nodes[node].name, config.cluster.workers)
+        log = BandwidthLog.of_node(run_dir, nodes[node].name, config.cluster.workers)
         local = device_index % config.cluster.workers
-        nics = NicBoard.of_run(run_dir, len(nodes))
+        nics = NicReservations.of_run(run_dir, len(nodes))
         return EmulatedDevice(
             Emulation.of(config),
             table,
-            announce=partial(traffic.post, local),
+            announce=partial(log.post, local),
             leave=partial(nics.occupy, source=node),
-            lodging=LodgingBoard.of_node(
+            peer_memory=PeerMemory.of_node(
                 run_dir, nodes[node].name, config.cluster.workers, device_index
             ),
         )
@@ -160,8 +160,8 @@ def largest_transfer(config: Config, table: BlockTable, plan: Plan) -> int:
     return 4 * max(*sums, tokens * (8 * width + config.data.sequence_length))
 
 
-class EpochWorkshop:
-    """See :class:`penstock.workers.session.Workshop`. One per process."""
+class EpochBuilder:
+    """See :class:`penstock.workers.session.Builder`. One per process."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class EpochWorkshop:
         self._updates: BlockUpdates | None = None
         self._datasets: dict[JobPhase, TokenDataset] = {}
 
-    def open(self, begin: pb.Begin, abort: Abort) -> Bench:
+    def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
         """Connect to the epoch's peers and memory.
 
         Raises:
@@ -234,7 +234,7 @@ class EpochWorkshop:
             abort=abort,
             timeout_s=timeout_s,
         )
-        return Bench(
+        return EpochContext(
             run_id=self._files.run_id,
             epoch=begin.epoch,
             device_index=self._device_index,

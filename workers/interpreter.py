@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.plan.instructions import Instruction, Opcode, Program
-from penstock.workers.attempt import Attempt, Bench, Job
+from penstock.workers.attempt import Attempt, EpochContext, Job
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.telemetry.timing import Tally
 from penstock.workers.telemetry.usage import DeviceMemoryError, MemoryPeak, refused_bytes
@@ -40,7 +40,7 @@ class JobResult:
 
 
 def run_job(
-    bench: Bench, job: Job, program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS
+    context: EpochContext, job: Job, program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS
 ) -> JobResult:
     """Execute a program on one global batch. Nothing of it stays on the device, however it ends.
 
@@ -49,14 +49,14 @@ def run_job(
         InstructionError: an instruction failed.
         UnusedWorkError: the program left work behind.
     """
-    attempt = Attempt(bench, job)
+    attempt = Attempt(context, job)
     start = time.perf_counter()
     try:
-        with bench.meter.attempt():
+        with context.meter.attempt():
             for instruction in program:
                 _execute(instruction, attempt, handlers[instruction.opcode])
         attempt.finish()
-        attempt.record_peak(bench.meter.peak)
+        attempt.record_peak(context.meter.peak)
         end, computed_at = time.perf_counter(), attempt.tally.computed_at
         return JobResult(
             loss_sum=attempt.loss_sum,
@@ -65,38 +65,38 @@ def run_job(
             tail_s=end - computed_at if computed_at else 0.0,
             tally=attempt.tally,
             weights_wait_s=attempt.stages.waited_s,
-            peak=bench.meter.peak,
+            peak=context.meter.peak,
         )
     except BaseException:
-        bench.abort.set("an instruction failed")  # background work must not be waited for
+        context.abort.set("an instruction failed")  # background work must not be waited for
         raise
     finally:
-        bench.progress.rest()
+        context.progress.rest()
         attempt.drop()
 
 
 def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> None:
-    attempt.bench.abort.check()
-    attempt.bench.progress.begin(instruction, attempt.job.phase, attempt.job.number)
+    attempt.context.abort.check()
+    attempt.context.progress.begin(instruction, attempt.job.phase, attempt.job.number)
     attempt.timeline.begin()
     try:
         handler(instruction, attempt)
-        attempt.bench.meter.executed(instruction, attempt)
+        attempt.context.meter.executed(instruction, attempt)
     except Interrupted:
         raise
     except Exception as error:
         # A handler may trip over what the abort tore down; then the abort is the reason.
-        attempt.bench.abort.check()
+        attempt.context.abort.check()
         raise _failure(instruction, attempt, error) from error
     attempt.timeline.end(instruction)
 
 
 def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> InstructionError:
-    bench, job = attempt.bench, attempt.job
-    before = ", ".join(repr(str(executed)) for executed in bench.trace.last(_EVENTS_IN_ERRORS))
+    context, job = attempt.context, attempt.job
+    before = ", ".join(repr(str(executed)) for executed in context.trace.last(_EVENTS_IN_ERRORS))
     error = _shortage(attempt, error) or error
     failure = InstructionError(
-        f"worker.{bench.device_index}: run {bench.run_id}, epoch {bench.epoch}, {job.phase}"
+        f"worker.{context.device_index}: run {context.run_id}, epoch {context.epoch}, {job.phase}"
         f" {job.number}: {str(instruction)!r} failed: {type(error).__name__}: {error}"
         f" (before it: {before or 'nothing'})"
     )
@@ -108,13 +108,13 @@ def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> In
 
 def _shortage(attempt: Attempt, error: Exception) -> DeviceMemoryError | None:
     """The error of an allocator that had no more, in words that help."""
-    bench = attempt.bench
+    context = attempt.context
     wanted = refused_bytes(error)
     if wanted is None:
         return None
     return DeviceMemoryError(
-        bench.plan.programs[bench.device_index],
-        bench.meter.usage(attempt),
+        context.plan.programs[context.device_index],
+        context.meter.usage(attempt),
         wanted_bytes=wanted,
-        limit_bytes=bench.meter.limit_bytes,
+        limit_bytes=context.meter.limit_bytes,
     )

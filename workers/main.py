@@ -23,7 +23,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.wire.member import MemberLink
 from penstock.workers.channels.inbox import Inbox
-from penstock.workers.epoch_builder import EpochWorkshop, bind_transport, make_device
+from penstock.workers.epoch_builder import EpochBuilder, bind_transport, make_device
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
 from penstock.workers.session import Session, fence_listener
@@ -89,18 +89,18 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         link = _connect(files, name, scheduler, fence, progress, transport.address, server.port)
         stack.callback(link.close)
         stack.enter_context(_reported_failure(link, fence))
-        workshop = EpochWorkshop(
+        builder = EpochBuilder(
             files=files,
             device_index=device,
             device=make_device(config, files.table, device, files.path),
             transport=transport,
             progress=progress,
         )
-        stack.callback(workshop.detach)
-        workshop.runtime()
+        stack.callback(builder.detach)
+        builder.runtime()
         session = Session(
             link=link,
-            workshop=workshop,
+            builder=builder,
             fence=fence,
             metrics=metrics,
             global_batch=config.train.global_batch,

@@ -16,7 +16,7 @@ from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Opcode, Program
 from penstock.protocol.plan.step import OptimizerStep
-from penstock.workers.attempt import Bench, Job, JobPhase
+from penstock.workers.attempt import EpochContext, Job, JobPhase
 from penstock.workers.data import job_number
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.interpreter import JobResult, run_job
@@ -39,10 +39,10 @@ class Link(Protocol):
         """The next message, None after the timeout."""
 
 
-class Workshop(Protocol):
+class Builder(Protocol):
     """Makes and takes down what an epoch works with."""
 
-    def open(self, begin: pb.Begin, abort: Abort) -> Bench:
+    def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
         """Connect to the epoch's peers and memory."""
 
     def close(self) -> None:
@@ -74,19 +74,19 @@ class Session:
         self,
         *,
         link: Link,
-        workshop: Workshop,
+        builder: Builder,
         fence: EpochFence,
         metrics: WorkerMetrics,
         global_batch: int,
         handlers: Mapping[Opcode, Handler] = HANDLERS,
     ) -> None:
         self._link = link
-        self._workshop = workshop
+        self._builder = builder
         self._fence = fence
         self._metrics = metrics
         self._global_batch = global_batch
         self._instructions = handlers
-        self._bench: Bench | None = None
+        self._context: EpochContext | None = None
         self._done = False
         self._handlers: Mapping[str, Callable[[Any], None]] = {
             "drain": self._drain,
@@ -111,7 +111,7 @@ class Session:
                     self.handle(message)
         finally:
             self._fence.fence(FOREVER, "the worker stops")
-            self._workshop.close()
+            self._builder.close()
 
     def handle(self, message: pb.SchedulerMessage) -> None:
         """Act on one message; Commit, Skip and others that do not concern workers are ignored."""
@@ -122,7 +122,7 @@ class Session:
 
     def _drain(self, message: pb.Drain) -> None:
         self._fence.fence(message.epoch, f"drained for epoch {message.epoch}")
-        self._workshop.close()
+        self._builder.close()
         # From here on this process writes nothing to shared memory until the next Begin.
         self._link.send(pb.MemberMessage(drained=pb.Drained(epoch=message.epoch)))
 
@@ -130,18 +130,18 @@ class Session:
         abort = self._fence.enter(message.epoch)
         try:
             abort.check()
-            self._bench = self._workshop.open(message, abort)
+            self._context = self._builder.open(message, abort)
         except Interrupted as interruption:
             _log.info("epoch %d: not begun: %s", message.epoch, interruption)
             return
         self._link.send(pb.MemberMessage(ready=pb.Ready(epoch=message.epoch)))
 
     def _run_attempt(self, message: pb.RunAttempt) -> None:
-        bench = self._current(message.epoch)
-        if bench is None:
+        context = self._current(message.epoch)
+        if context is None:
             return
-        bench.progress.begin("reading the batch", "train", message.attempt)
-        batches, counted_tokens = self._workshop.batches("train", message.data_position)
+        context.progress.begin("reading the batch", "train", message.attempt)
+        batches, counted_tokens = self._builder.batches("train", message.data_position)
         job = Job(
             phase="train",
             number=message.attempt,
@@ -152,7 +152,7 @@ class Session:
             counted_tokens=counted_tokens,
             step=_step(message),
         )
-        result = self._run(bench, job, bench.plan.programs[bench.device_index])
+        result = self._run(context, job, context.plan.programs[context.device_index])
         if result is not None:
             done = pb.AttemptDone(
                 epoch=message.epoch,
@@ -165,18 +165,18 @@ class Session:
                 peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
             )
             self._link.send(pb.MemberMessage(attempt_done=done))
-        bench.trace.flush()  # while the optimizer works
+        context.trace.flush()  # while the optimizer works
 
     def _evaluate(self, message: pb.Evaluate) -> None:
-        bench = self._current(message.epoch)
-        if bench is None:
+        context = self._current(message.epoch)
+        if context is None:
             return
         loss_sum, loss_tokens = 0.0, 0
         for index in range(message.batches):
             position = index * self._global_batch
             number = job_number(message.evaluation, index)
-            bench.progress.begin("reading the batch", "eval", number)
-            batches, counted_tokens = self._workshop.batches("eval", position)
+            context.progress.begin("reading the batch", "eval", number)
+            batches, counted_tokens = self._builder.batches("eval", position)
             job = Job(
                 phase="eval",
                 number=number,
@@ -186,7 +186,7 @@ class Session:
                 batches=batches,
                 counted_tokens=counted_tokens,
             )
-            result = self._run(bench, job, bench.plan.evaluation[bench.device_index])
+            result = self._run(context, job, context.plan.evaluation[context.device_index])
             if result is None:
                 return
             loss_sum += result.loss_sum
@@ -198,14 +198,14 @@ class Session:
             loss_tokens=loss_tokens,
         )
         self._link.send(pb.MemberMessage(evaluation_done=done))
-        bench.trace.flush()
+        context.trace.flush()
 
-    def _run(self, bench: Bench, job: Job, program: Program) -> JobResult | None:
+    def _run(self, context: EpochContext, job: Job, program: Program) -> JobResult | None:
         try:
-            result = run_job(bench, job, program, self._instructions)
+            result = run_job(context, job, program, self._instructions)
         except Interrupted as interruption:
             self._metrics.add_outcome("aborted")
-            _log.info("epoch %d, %s %d: %s", bench.epoch, job.phase, job.number, interruption)
+            _log.info("epoch %d, %s %d: %s", context.epoch, job.phase, job.number, interruption)
             return None
         except BaseException:
             self._metrics.add_outcome("failed")
@@ -230,10 +230,10 @@ class Session:
     def _refused(self, message: pb.Refused) -> None:
         raise RefusedError(f"refused by the scheduler: {message.reason}")
 
-    def _current(self, epoch: int) -> Bench | None:
-        """The bench, unless the message belongs to another epoch than it."""
-        if self._bench is not None and self._bench.epoch == epoch:
-            return self._bench
+    def _current(self, epoch: int) -> EpochContext | None:
+        """The epoch's context, unless the message belongs to another epoch than it."""
+        if self._context is not None and self._context.epoch == epoch:
+            return self._context
         _log.info("in epoch %d: message of epoch %d dropped", self._fence.epoch, epoch)
         return None
 

@@ -53,7 +53,7 @@ class Abort:
             raise Interrupted(self._reason)
 
 
-class Patience:
+class WaitBudget:
     """How much longer a wait may take. Asked once per slice of the wait; long gaps count as one
     second.
 
@@ -93,11 +93,11 @@ def wait_until(
     if condition():
         return 0.0
     start = time.perf_counter()
-    patience = Patience(timeout_s)
+    budget = WaitBudget(timeout_s)
     while not condition():
         abort.check()
         if time.perf_counter() - start > _SPIN_S:
-            patience.spend(what())
+            budget.spend(what())
             time.sleep(_SHORT_SLEEP_S)
     return time.perf_counter() - start
 

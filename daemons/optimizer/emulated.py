@@ -12,7 +12,7 @@ from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import Pass
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.step import PassStatus
-from penstock.protocol.platforms.bandwidth_log import TrafficBoard, finish_at
+from penstock.protocol.platforms.bandwidth_log import BandwidthLog, finish_at
 
 TURN_S = 5e-3
 """A pass that is ordered so soon after the last one ended was waiting for its turn: it starts where
@@ -29,10 +29,10 @@ class EmulatedKernels:
     on the emulated cluster.
     """
 
-    def __init__(self, kernels: Kernels, emulation: Emulation, traffic: TrafficBoard) -> None:
+    def __init__(self, kernels: Kernels, emulation: Emulation, log: BandwidthLog) -> None:
         self._kernels = kernels
         self._emulation = emulation
-        self._traffic = traffic
+        self._bandwidth_log = log
         self._busy_until = 0.0
 
     def run(self, work: Pass) -> PassStatus | None:
@@ -55,7 +55,7 @@ class EmulatedKernels:
                 whole.num_bytes,
                 limit=whole.limit,
                 capacity=whole.capacity,
-                copies=self._traffic.since(start),
+                copies=self._bandwidth_log.since(start),
             )
             left_s = end - time.monotonic()
             if left_s <= 0.0:

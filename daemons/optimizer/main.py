@@ -24,7 +24,7 @@ from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.schema import OptimizerConfig
 from penstock.protocol.plan.placement import Placement, place
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.platforms.bandwidth_log import TrafficBoard
+from penstock.protocol.platforms.bandwidth_log import BandwidthLog
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     ipc_address,
@@ -153,10 +153,10 @@ def _passes(
     runner: PassRunner = kernels
     if config.cluster.emulated is not None:
         node = memory.spec.node_name
-        traffic = TrafficBoard.of_node(run.path, node, config.cluster.workers)
-        stack.callback(traffic.close)
-        traffic.clear()
-        runner = EmulatedKernels(kernels, Emulation.of(config), traffic)
+        log = BandwidthLog.of_node(run.path, node, config.cluster.workers)
+        stack.callback(log.close)
+        log.clear()
+        runner = EmulatedKernels(kernels, Emulation.of(config), log)
     passes = PassThread(runner, inbox.put)
     passes.start()
     stack.callback(passes.close)

@@ -38,7 +38,7 @@ from penstock.protocol.config.schema import Config, OptimizerConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import Profile
 from penstock.protocol.plan.profile_file import load_profile
-from penstock.protocol.platforms.bandwidth_log import NicBoard, NodeReads
+from penstock.protocol.platforms.bandwidth_log import NicReservations, NodeReads
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
 _TOKENS = "tokens"
@@ -182,7 +182,7 @@ class Emulation:
         """The time of what a node's processes read from other nodes."""
         growth = self.table.num_parameters / self.stored.num_parameters if self.offloaded else 0.0
         return NodeReads(
-            board=NicBoard.of_run(run_dir, len(config.cluster.nodes)),
+            board=NicReservations.of_run(run_dir, len(config.cluster.nodes)),
             node=node,
             bytes_per_s=self.cluster.nic_bandwidth / max(growth, 1e-9) / self.time_scale,
         )

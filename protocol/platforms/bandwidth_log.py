@@ -1,7 +1,8 @@
 """Traffic of an emulated cluster: on the memory of a node, and between nodes.
 
-On a node's memory there are copies that devices announce; the optimizer has what they leave
-(:class:`TrafficBoard`). Between nodes NICs serve one transfer after the other (:class:`NicBoard`).
+Devices announce their copies through a node's memory, and the optimizer has what these leave
+(:class:`BandwidthLog`). Between nodes each NIC serves one transfer after the other
+(:class:`NicReservations`).
 
 Workers write, the node's optimizerd reads, both through a small file in the run directory that they
 map. Of each device the last :data:`ENTRIES` copies::
@@ -50,7 +51,7 @@ class Copy:
     rate: float
 
 
-class TrafficBoard:
+class BandwidthLog:
     """The copies of one node's devices."""
 
     def __init__(self, path: Path, num_devices: int) -> None:
@@ -66,7 +67,7 @@ class TrafficBoard:
         self._next = [0] * num_devices
 
     @classmethod
-    def of_node(cls, run_dir: Path, node: str, num_devices: int) -> TrafficBoard:
+    def of_node(cls, run_dir: Path, node: str, num_devices: int) -> BandwidthLog:
         """That of a run's node."""
         return cls(run_dir / "emulated" / f"traffic-{node}", num_devices)
 
@@ -94,7 +95,7 @@ class TrafficBoard:
         self._map.close()
 
 
-class NicBoard:
+class NicReservations:
     """When each node's NIC is free, each way, for all processes of an emulated cluster: a file
     in the run directory that they map and lock::
 
@@ -115,7 +116,7 @@ class NicBoard:
         self._mutex = threading.Lock()
 
     @classmethod
-    def of_run(cls, run_dir: Path, num_nodes: int) -> NicBoard:
+    def of_run(cls, run_dir: Path, num_nodes: int) -> NicReservations:
         """That of a run."""
         return cls(run_dir / "emulated" / "nics", num_nodes)
 
@@ -152,7 +153,7 @@ class NodeReads:
     bit by bit, so that messages get through. (The NIC of the other node is taken to be free.)
     """
 
-    def __init__(self, board: NicBoard, node: int, bytes_per_s: float) -> None:
+    def __init__(self, board: NicReservations, node: int, bytes_per_s: float) -> None:
         """``bytes_per_s`` of the clock, of bytes as they are stored."""
         self.board = board
         self.node = node

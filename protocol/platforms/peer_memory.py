@@ -28,7 +28,7 @@ ENTRIES = 256
 _FIELDS = 4
 
 
-class LodgingBoard:
+class PeerMemory:
     """The swaps between one node's devices; devices are numbered as in the plan."""
 
     def __init__(self, path: Path, num_devices: int, device: int) -> None:
@@ -47,7 +47,7 @@ class LodgingBoard:
         self.clear()
 
     @classmethod
-    def of_node(cls, run_dir: Path, node: str, num_devices: int, device: int) -> LodgingBoard:
+    def of_node(cls, run_dir: Path, node: str, num_devices: int, device: int) -> PeerMemory:
         """That of a run's node."""
         return cls(run_dir / "emulated" / f"lodging-{node}", num_devices, device)
 

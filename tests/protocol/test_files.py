@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.protocol.errors import CapacityError, ConfigError, StateError
-from penstock.protocol.platforms.bandwidth_log import TrafficBoard
+from penstock.protocol.platforms.bandwidth_log import BandwidthLog
 from penstock.protocol.run.files import (
     append_whole,
     hold,
@@ -98,7 +98,7 @@ def test_reserved_room_takes_no_size(tmp_path: Path) -> None:
 
 def test_files_that_are_mapped_have_all_their_room(tmp_path: Path) -> None:
     with files_up_to(1000), pytest.raises(CapacityError, match="no space left"):
-        TrafficBoard(tmp_path / "emulated" / "traffic-a", 4)
+        BandwidthLog(tmp_path / "emulated" / "traffic-a", 4)
     with (tmp_path / "board").open("wb") as file:
         hold(file.fileno(), 1 << 16)
         assert os.fstat(file.fileno()).st_blocks * 512 == 1 << 16

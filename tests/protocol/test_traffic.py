@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.platforms.bandwidth_log import ENTRIES, Copy, TrafficBoard, finish_at
+from penstock.protocol.platforms.bandwidth_log import ENTRIES, BandwidthLog, Copy, finish_at
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[TrafficBoard]:
-    made = TrafficBoard.of_node(tmp_path, "a", 2)
+def board(tmp_path: Path) -> Iterator[BandwidthLog]:
+    made = BandwidthLog.of_node(tmp_path, "a", 2)
     yield made
     made.close()
 
 
 def test_what_devices_announce_is_seen_through_another_mapping(
-    board: TrafficBoard, tmp_path: Path
+    board: BandwidthLog, tmp_path: Path
 ) -> None:
-    reader = TrafficBoard.of_node(tmp_path, "a", 2)
+    reader = BandwidthLog.of_node(tmp_path, "a", 2)
     board.post(0, Copy(1.0, 2.0, 10.0))
     board.post(1, Copy(1.5, 3.0, 20.0))
     assert reader.since(0.0) == [Copy(1.0, 2.0, 10.0), Copy(1.5, 3.0, 20.0)]
@@ -31,7 +31,7 @@ def test_what_devices_announce_is_seen_through_another_mapping(
     reader.close()
 
 
-def test_only_the_last_copies_are_remembered(board: TrafficBoard) -> None:
+def test_only_the_last_copies_are_remembered(board: BandwidthLog) -> None:
     for number in range(ENTRIES + 1):
         board.post(1, Copy(number, number + 1.0, 1.0))
     assert len(board.since(-1.0)) == ENTRIES

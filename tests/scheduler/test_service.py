@@ -33,7 +33,7 @@ from tests.scheduler.fakes import (
 )
 
 
-class Bench:
+class EpochContext:
     """A run, its fake members, and as many schedulers in a row as a test wants."""
 
     def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
@@ -78,11 +78,11 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def make_bench(tmp_path: Path) -> Iterator[Callable[..., EpochContext]]:
     benches = []
 
-    def make(**sections: dict[str, Any]) -> Bench:
-        benches.append(Bench(tmp_path / "run", **sections))
+    def make(**sections: dict[str, Any]) -> EpochContext:
+        benches.append(EpochContext(tmp_path / "run", **sections))
         return benches[-1]
 
     yield make
@@ -90,7 +90,7 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
         bench.close()
 
 
-def test_a_whole_run(make_bench: Callable[..., Bench]) -> None:
+def test_a_whole_run(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 5, "save_every": 2, "eval_every": 5, "keep_snapshots": 1})
     bench.cluster.start()
     assert bench.schedule().wait() == (0, "")
@@ -108,7 +108,7 @@ def test_a_whole_run(make_bench: Callable[..., Bench]) -> None:
     assert [attempt.base_version for attempt in bench.cluster.attempts] == [0, 1, 2, 3, 4]
 
 
-def test_a_killed_scheduler_comes_back_and_goes_on(make_bench: Callable[..., Bench]) -> None:
+def test_a_killed_scheduler_comes_back_and_goes_on(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 200})
     scheduler = bench.schedule()
     bench.cluster.start()
@@ -122,7 +122,7 @@ def test_a_killed_scheduler_comes_back_and_goes_on(make_bench: Callable[..., Ben
     assert bench.cluster.fences == [] and bench.cluster.refused == []
 
 
-def test_a_run_is_resumed_from_its_saved_state(make_bench: Callable[..., Bench]) -> None:
+def test_a_run_is_resumed_from_its_saved_state(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()
     bench.cluster.start()
@@ -145,7 +145,7 @@ def test_a_run_is_resumed_from_its_saved_state(make_bench: Callable[..., Bench])
     assert resumed.epoch > attempts[-1].epoch
 
 
-def test_dead_and_silent_members_are_replaced(make_bench: Callable[..., Bench]) -> None:
+def test_dead_and_silent_members_are_replaced(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()
     bench.cluster.start()
@@ -164,7 +164,9 @@ def test_dead_and_silent_members_are_replaced(make_bench: Callable[..., Bench]) 
     bench.check_history()
 
 
-def test_members_that_beat_and_do_nothing_are_replaced(make_bench: Callable[..., Bench]) -> None:
+def test_members_that_beat_and_do_nothing_are_replaced(
+    make_bench: Callable[..., EpochContext],
+) -> None:
     bench = make_bench(train={"steps": 100000}, cluster={"attempt_timeout_s": 0.5})
     scheduler = bench.schedule()
     bench.cluster.start()
@@ -179,7 +181,9 @@ def test_members_that_beat_and_do_nothing_are_replaced(make_bench: Callable[...,
     bench.check_history()
 
 
-def test_a_member_that_hangs_in_every_life_ends_the_run(make_bench: Callable[..., Bench]) -> None:
+def test_a_member_that_hangs_in_every_life_ends_the_run(
+    make_bench: Callable[..., EpochContext],
+) -> None:
     bench = make_bench(cluster={"attempt_timeout_s": 0.3})
     scheduler = bench.schedule()
     bench.cluster.stuck.add("worker.0")
@@ -190,7 +194,7 @@ def test_a_member_that_hangs_in_every_life_ends_the_run(make_bench: Callable[...
     assert all(shutdown.keep_memory for shutdown in bench.cluster.shutdowns.values())
 
 
-def test_a_stopped_scheduler_kills_nobody(make_bench: Callable[..., Bench]) -> None:
+def test_a_stopped_scheduler_kills_nobody(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()
     bench.cluster.start()
@@ -203,7 +207,7 @@ def test_a_stopped_scheduler_kills_nobody(make_bench: Callable[..., Bench]) -> N
     assert bench.cluster.fences == [] and bench.cluster.refused == []
 
 
-def test_control_calls(make_bench: Callable[..., Bench]) -> None:
+def test_control_calls(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()
     bench.cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
@@ -268,7 +272,7 @@ while True:
 
 
 def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., EpochContext],
 ) -> None:
     bench = make_bench(train={"steps": 100000})
     cluster = bench.cluster
@@ -289,7 +293,7 @@ def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
 
 
 def test_a_damaged_manifest_is_refused_and_members_are_told(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., EpochContext],
 ) -> None:
     bench = make_bench(train={"steps": 3})
     bench.cluster.start()
@@ -345,7 +349,9 @@ class Silent:
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     ],
 )
-def test_silent_callers_hold_nobody_up(make_bench: Callable[..., Bench], method: str) -> None:
+def test_silent_callers_hold_nobody_up(
+    make_bench: Callable[..., EpochContext], method: str
+) -> None:
     """Status answers at once and a dead member is replaced, while 160 calls say nothing, and more
     come all the time.
     """
@@ -370,7 +376,7 @@ def test_silent_callers_hold_nobody_up(make_bench: Callable[..., Bench], method:
     bench.check_history()
 
 
-def test_a_huge_hello_is_neither_kept_nor_logged(make_bench: Callable[..., Bench]) -> None:
+def test_a_huge_hello_is_neither_kept_nor_logged(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()
     bench.cluster.start()
@@ -390,7 +396,7 @@ def test_a_huge_hello_is_neither_kept_nor_logged(make_bench: Callable[..., Bench
     bench.check_history()
 
 
-def test_a_flood_of_messages_waits_outside(make_bench: Callable[..., Bench]) -> None:
+def test_a_flood_of_messages_waits_outside(make_bench: Callable[..., EpochContext]) -> None:
     """A member that sends more than the machine takes is slowed down, and memory does not grow."""
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()
@@ -421,7 +427,7 @@ def test_a_flood_of_messages_waits_outside(make_bench: Callable[..., Bench]) -> 
     assert len(sent) == 400 and 0 < peak < 300 * 1024, f"{peak} KiB resident"
 
 
-def test_a_port_in_use_is_named(make_bench: Callable[..., Bench]) -> None:
+def test_a_port_in_use_is_named(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", bench.port))
@@ -431,7 +437,7 @@ def test_a_port_in_use_is_named(make_bench: Callable[..., Bench]) -> None:
     assert f"cluster.scheduler_port = {bench.port}" in errors
 
 
-def test_a_second_signal_ends_at_once(make_bench: Callable[..., Bench]) -> None:
+def test_a_second_signal_ends_at_once(make_bench: Callable[..., EpochContext]) -> None:
     bench = make_bench(train={"steps": 100000})
     scheduler = bench.schedule()
     bench.cluster.start()

@@ -35,7 +35,7 @@ from penstock.protocol.wire.frames import GradientReady, decode
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
-from penstock.workers.attempt import Bench, Job
+from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.messages import MessageChannel
@@ -139,14 +139,14 @@ def make_batches(config: Config, seed: int) -> tuple[list[MicroBatch], int]:
 class Worker:
     """One device's interpreter with its sockets and metrics."""
 
-    bench: Bench
+    context: EpochContext
     registry: CollectorRegistry
 
     def run(self, job: Job, program: Program | None = None) -> JobResult:
         """Execute the device's program of the job's phase."""
-        plan, device = self.bench.plan, self.bench.device_index
+        plan, device = self.context.plan, self.context.device_index
         own = plan.programs if job.phase == "train" else plan.evaluation
-        return run_job(self.bench, job, own[device] if program is None else program)
+        return run_job(self.context, job, own[device] if program is None else program)
 
     def metric(self, name: str, **labels: str) -> float:
         """Value of a metric, 0 if it was never set."""
@@ -185,7 +185,7 @@ class Cluster:
     def run(self, job: Job) -> list[JobResult | Exception]:
         """Run the job on all devices at once; what each returned or raised."""
         for worker in self.workers:  # peers may be ahead of a device by one attempt, not by more
-            worker.bench.transport.inbox.begin(job.phase, job.number)
+            worker.context.transport.inbox.begin(job.phase, job.number)
         results: list[JobResult | Exception] = [RuntimeError("did not run")] * len(self.workers)
 
         def work(device: int) -> None:
@@ -294,20 +294,20 @@ class Cluster:
             assert self.announced(node, len(expected)) == expected
             assert not self.optimizers[node].poll(0), "announced twice"
         for worker in self.workers:
-            assert len(worker.bench.transport.inbox) == 0
-            assert worker.bench.weights.in_use == ()
+            assert len(worker.context.transport.inbox) == 0
+            assert worker.context.weights.in_use == ()
 
     def abort_all(self) -> None:
         """What Drain does to every worker."""
         for worker in self.workers:
-            worker.bench.abort.set("drained")
+            worker.context.abort.set("drained")
 
     def adopt(self, plan: Plan) -> None:
         """Run another plan from now on, whose gradients lie where this one's do."""
         assert ownership(self.config, self.table, plan) == self.owners, "needs other memory"
         self.plan = plan
         for worker in self.workers:
-            worker.bench = replace(worker.bench, plan=plan, flow=Flow.of(plan))
+            worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan))
         self.begin(self.epoch + 1)
 
     def spoil_gradients(self) -> None:
@@ -320,28 +320,28 @@ class Cluster:
     def begin(self, epoch: int) -> None:
         """Enter an epoch: fresh connections, inboxes and flags, as after Drain and Begin."""
         self.epoch = epoch
-        peers = {d: w.bench.transport.address for d, w in enumerate(self.workers)}
+        peers = {d: w.context.transport.address for d, w in enumerate(self.workers)}
         optimizers = {n: s.get_string(zmq.LAST_ENDPOINT) for n, s in enumerate(self.optimizers)}
         emulated = self.config.cluster.emulated is not None
         for device, worker in enumerate(self.workers):
-            transport, flow = worker.bench.transport, worker.bench.flow
+            transport, flow = worker.context.transport, worker.context.flow
             collective = collective_receives(self.plan, flow, device, emulated=emulated)
             transport.connect({d: a for d, a in peers.items() if d != device}, optimizers)
             transport.inbox.open(
-                run_id=worker.bench.run_id,
+                run_id=worker.context.run_id,
                 epoch=epoch,
                 expected=Expected.of(
                     self.plan.programs[device], self.plan.evaluation[device], 2, collective
                 ),
             )
-            transport.notices.open(run_id=worker.bench.run_id, epoch=epoch)
-            worker.bench = replace(worker.bench, epoch=epoch, abort=Abort())
+            transport.notices.open(run_id=worker.context.run_id, epoch=epoch)
+            worker.context = replace(worker.context, epoch=epoch, abort=Abort())
         self.open_channels()
 
     def close_channels(self) -> None:
         """As Drain does."""
         for worker in self.workers:
-            worker.bench.channel.close()
+            worker.context.channel.close()
 
     def open_channels(self) -> None:
         """All at once: they may meet."""
@@ -349,24 +349,24 @@ class Cluster:
         self.close_channels()
 
         def open_one(worker: Worker) -> Channel:
-            bench = worker.bench
+            context = worker.context
             return open_channel(
                 config=self.config,
                 plan=self.plan,
-                run_id=bench.run_id,
-                epoch=bench.epoch,
-                device_index=bench.device_index,
-                device=bench.device,
-                transport=bench.transport,
+                run_id=context.run_id,
+                epoch=context.epoch,
+                device_index=context.device_index,
+                device=context.device,
+                transport=context.transport,
                 means=means,
-                abort=bench.abort,
-                timeout_s=bench.timeout_s,
+                abort=context.abort,
+                timeout_s=context.timeout_s,
             )
 
         with ThreadPoolExecutor(len(self.workers)) as pool:
             channels = list(pool.map(open_one, self.workers))
         for worker, channel in zip(self.workers, channels, strict=True):
-            worker.bench = replace(worker.bench, channel=channel)
+            worker.context = replace(worker.context, channel=channel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,7 +478,7 @@ def _worker(stack: ExitStack, site: _Site, device_index: int) -> Worker:
         remote=RemoteBlocks(memory.spec.run_id, memory.spec.table, site.servers),
     )
     stack.callback(weights.close)
-    return Worker(_bench(site, device_index, memory, device, weights, transport), registry)
+    return Worker(_context(site, device_index, memory, device, weights, transport), registry)
 
 
 def _device(stack: ExitStack, site: _Site, device_index: int, memory: NodeMemory) -> Device:
@@ -496,14 +496,14 @@ def _device(stack: ExitStack, site: _Site, device_index: int, memory: NodeMemory
     return device
 
 
-def _bench(
+def _context(
     site: _Site,
     device_index: int,
     memory: NodeMemory,
     device: Device,
     weights: WeightLoader,
     transport: Transport,
-) -> Bench:
+) -> EpochContext:
     runtime = ModelRuntime(
         site.hf_config,
         memory.spec.table,
@@ -511,7 +511,7 @@ def _bench(
         compute_dtype=device.compute_dtype,
         seed=site.config.run.seed,
     )
-    return Bench(
+    return EpochContext(
         run_id=memory.spec.run_id,
         epoch=0,
         device_index=device_index,

@@ -73,14 +73,14 @@ def test_gloo_gives_the_bits_of_messages(
         )
         for worker in cluster.workers:
             if transport == "gloo":
-                worker.bench.transport.send = no_messages
+                worker.context.transport.send = no_messages
         found.append(trained(cluster))
     assert found[0] == found[1]
 
 
 def test_one_worker_needs_no_group(make_cluster: Any) -> None:
     cluster = make_cluster(workers=1, transport="gloo")
-    assert not isinstance(cluster.workers[0].bench.channel, GroupChannel)
+    assert not isinstance(cluster.workers[0].context.channel, GroupChannel)
 
 
 def test_transfers_of_an_aborted_attempt_die_with_their_epoch(make_cluster: Any) -> None:
@@ -89,7 +89,7 @@ def test_transfers_of_an_aborted_attempt_die_with_their_epoch(make_cluster: Any)
     wanted = cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()
     for epoch, sends in ((2, 1), (3, 5)):
         cluster.begin(epoch)
-        with aborting(cluster, cluster.workers[0].bench.channel, sends):
+        with aborting(cluster, cluster.workers[0].context.channel, sends):
             results = cluster.run(cluster.job(attempt=1))
         assert [type(result) for result in results] == [Interrupted, Interrupted]
     cluster.begin(9)
@@ -101,7 +101,7 @@ class Pair:
 
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
-        self.sender, self.receiver = (worker.bench.channel for worker in cluster.workers)
+        self.sender, self.receiver = (worker.context.channel for worker in cluster.workers)
         self.abort = Abort()
 
     def key(self, micro_batch: int, attempt: int = 1) -> TransferKey:
@@ -195,16 +195,16 @@ def test_a_member_that_does_not_come_is_named(make_cluster: Any) -> None:
     )
 
     def alone(device: int, abort: Abort, timeout_s: float) -> tuple[Exception, float]:
-        bench = cluster.workers[device].bench
+        context = cluster.workers[device].context
         return ended_by(
             lambda: open_channel(
                 config=config,
                 plan=cluster.plan,
-                run_id=bench.run_id,
-                epoch=bench.epoch,
+                run_id=context.run_id,
+                epoch=context.epoch,
                 device_index=device,
-                device=bench.device,
-                transport=bench.transport,
+                device=context.device,
+                transport=context.transport,
                 means="gloo",
                 abort=abort,
                 timeout_s=timeout_s,

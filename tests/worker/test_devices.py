@@ -199,7 +199,7 @@ def test_the_trace_of_a_gpu_is_of_what_it_did(make_cluster: Any, tmp_path: Path)
     cluster = make_cluster(scheme="mobius", workers=1, device="cuda", transport="zmq")
     (worker,) = cluster.workers
     ring = TraceRing(TraceLog.of_run(tmp_path, "worker.0", True))
-    worker.bench = replace(worker.bench, trace=ring)
+    worker.context = replace(worker.context, trace=ring)
     (tmp_path / "run.json").write_text("{}")
     cluster.train(cluster.job(attempt=1))
     (result,) = cluster.run(cluster.job(attempt=2))

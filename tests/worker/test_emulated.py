@@ -19,9 +19,9 @@ from penstock.planner.simulate.graph import Lane
 from penstock.protocol.config.schema import parse_config
 from penstock.protocol.plan.instructions import Backward, Forward, Recompute, parse_instruction
 from penstock.protocol.plan.layout import StageLayout
-from penstock.protocol.platforms.bandwidth_log import NicBoard
-from penstock.protocol.platforms.peer_memory import LodgingBoard
-from penstock.workers.platforms.emulated.clock import Durations, Stream, sleep_until
+from penstock.protocol.platforms.bandwidth_log import NicReservations
+from penstock.protocol.platforms.peer_memory import PeerMemory
+from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
 from penstock.workers.platforms.emulated.device import EmulatedDevice, Sending, SwapKey
 from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
 from penstock.workers.waiting import Abort, Interrupted
@@ -40,7 +40,7 @@ EMULATION = Emulation.of(CONFIG)
 
 
 def test_a_nic_serves_one_transfer_after_the_other(tmp_path: Path) -> None:
-    boards = [NicBoard.of_run(tmp_path, 2) for _ in range(2)]  # of two processes
+    boards = [NicReservations.of_run(tmp_path, 2) for _ in range(2)]  # of two processes
     assert boards[0].occupy(5.0, 2.0, source=0, target=1) == (5.0, 7.0)
     assert boards[1].occupy(6.0, 1.0, source=None, target=1) == (7.0, 8.0)
     assert boards[1].occupy(6.0, 1.0, source=1, target=0) == (6.0, 7.0), "the other way is free"
@@ -56,21 +56,23 @@ def leave_at_once(ready_at: float, seconds: float, *, target: int) -> tuple[floa
 
 
 @pytest.fixture
-def lodging(tmp_path: Path) -> Iterator[LodgingBoard]:
-    made = LodgingBoard.of_node(tmp_path, "a", 2, 0)
+def peer_memory(tmp_path: Path) -> Iterator[PeerMemory]:
+    made = PeerMemory.of_node(tmp_path, "a", 2, 0)
     yield made
     made.close()
 
 
 @pytest.fixture
-def device(lodging: LodgingBoard) -> Iterator[EmulatedDevice]:
-    made = EmulatedDevice(EMULATION, EMULATION.stored, lambda copy: None, leave_at_once, lodging)
+def device(peer_memory: PeerMemory) -> Iterator[EmulatedDevice]:
+    made = EmulatedDevice(
+        EMULATION, EMULATION.stored, lambda copy: None, leave_at_once, peer_memory
+    )
     yield made
     made.detach()
 
 
 def test_a_stream_does_one_thing_after_the_other() -> None:
-    stream = Stream()
+    stream = EmulatedStream()
     assert stream.occupy(5.0, 2.0) == (5.0, 7.0)
     assert stream.occupy(6.0, 1.0) == (7.0, 8.0)
     assert stream.occupy(9.0, 0.0) == (9.0, 9.0)
@@ -226,10 +228,10 @@ def test_sends_carry_the_output_of_the_stage_before() -> None:
 
 
 def test_a_device_holds_what_others_swap_to_it(
-    device: EmulatedDevice, lodging: LodgingBoard, tmp_path: Path
+    device: EmulatedDevice, peer_memory: PeerMemory, tmp_path: Path
 ) -> None:
     """From the start of the copy out to the end of the copy back."""
-    host = LodgingBoard.of_node(tmp_path, "a", 2, 1)
+    host = PeerMemory.of_node(tmp_path, "a", 2, 1)
     key = SwapKey(stage=0, micro_batch=0, fraction=1.0, peer=1)
     device.swap_out(key, 3e6)
     device.begin()
@@ -238,7 +240,7 @@ def test_a_device_holds_what_others_swap_to_it(
     (out, _), (_, back) = device.copies[-1], device.copies[-1]
     assert host.bytes_here(sent - 0.05, sent) == 3e6
     assert host.bytes_here(back, back + 1.0) == 0.0
-    assert lodging.bytes_here(0.0, back) == 0.0
+    assert peer_memory.bytes_here(0.0, back) == 0.0
     device.swap_out(key, 3e6)
     device.drop()  # the attempt is given up: nobody takes it back
     assert host.bytes_here(out, back + 1.0) == 0.0
@@ -246,14 +248,14 @@ def test_a_device_holds_what_others_swap_to_it(
 
 
 def test_the_time_scale_applies_to_everything(
-    device: EmulatedDevice, lodging: LodgingBoard
+    device: EmulatedDevice, peer_memory: PeerMemory
 ) -> None:
     fast = EmulatedDevice(
         dataclasses.replace(EMULATION, time_scale=0.1),
         EMULATION.stored,
         lambda copy: None,
         leave_at_once,
-        lodging,
+        peer_memory,
     )
     fast.begin()
     start, end = fast.compute_for(0.02, Abort())

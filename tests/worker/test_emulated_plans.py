@@ -31,11 +31,11 @@ from penstock.protocol.plan.instructions import Instruction, OffloadGradients, O
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.platforms.bandwidth_log import NodeReads
-from penstock.protocol.platforms.peer_memory import LodgingBoard
+from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.protocol.run.names import node_of_device, ownership
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
-from penstock.workers.attempt import Bench, Job
+from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.transport import Transport
@@ -126,7 +126,7 @@ def config_of(name: str, run_dir: Path) -> Config:
 class Devices:
     """Emulated devices with their nodes' memories and sockets, a thread each while they run."""
 
-    benches: list[Bench]
+    contexts: list[EpochContext]
     plan: Plan
 
     def run(self, attempt: int) -> float:
@@ -139,7 +139,7 @@ class Devices:
             except Exception as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(self.benches))]
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(self.contexts))]
         start = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -161,8 +161,8 @@ class Devices:
             counted_tokens=SEQUENCE * self.plan.num_microbatches,
             step=OptimizerStep.speculative(version=1, loss_scale=1.0, learning_rate=1e-3),
         )
-        bench = self.benches[index]
-        run_job(bench, job, self.plan.programs[bench.device_index], EMULATED_HANDLERS)
+        context = self.contexts[index]
+        run_job(context, job, self.plan.programs[context.device_index], EMULATED_HANDLERS)
 
 
 def _batch(seed: int) -> MicroBatch:
@@ -190,7 +190,7 @@ def make_devices(stack: ExitStack, config: Config, emulation: Emulation, plan: P
         optimizer = context.socket(zmq.PULL)  # nobody reads what is announced
         optimizer.bind(_optimizer(run_id, node))
         stack.callback(optimizer.close, 0)
-    benches = []
+    contexts = []
     for device in range(plan.num_devices):
         reads = _reads(stack, config, emulation, node_of_device(config, device))
         made = EmulatedDevice(
@@ -198,13 +198,13 @@ def make_devices(stack: ExitStack, config: Config, emulation: Emulation, plan: P
             emulation.stored,
             announce=lambda copy: None,
             leave=partial(reads.board.occupy, source=reads.node),
-            lodging=_lodging(stack, config, reads.node, device),
+            peer_memory=_peer_memory(stack, config, reads.node, device),
         )
-        benches.append(
-            _bench(stack, device, plan, owners, made, memories[reads.node], reads, addresses)
+        contexts.append(
+            _context(stack, device, plan, owners, made, memories[reads.node], reads, addresses)
         )
-    _connect(benches, plan, [_optimizer(run_id, node) for node in memories])
-    return Devices(benches, plan)
+    _connect(contexts, plan, [_optimizer(run_id, node) for node in memories])
+    return Devices(contexts, plan)
 
 
 def _reads(stack: ExitStack, config: Config, emulation: Emulation, node: int) -> NodeReads:
@@ -213,9 +213,9 @@ def _reads(stack: ExitStack, config: Config, emulation: Emulation, node: int) ->
     return reads
 
 
-def _lodging(stack: ExitStack, config: Config, node: int, device: int) -> LodgingBoard:
+def _peer_memory(stack: ExitStack, config: Config, node: int, device: int) -> PeerMemory:
     name, workers = config.cluster.nodes[node].name, config.cluster.workers
-    board = LodgingBoard.of_node(config.run_dir, name, workers, device)
+    board = PeerMemory.of_node(config.run_dir, name, workers, device)
     stack.callback(board.close)
     return board
 
@@ -257,7 +257,7 @@ def _served(stack: ExitStack, memory: NodeMemory) -> str:
     return server.endpoint
 
 
-def _bench(
+def _context(
     stack: ExitStack,
     index: int,
     plan: Plan,
@@ -266,7 +266,7 @@ def _bench(
     memory: NodeMemory,
     reads: NodeReads,
     addresses: dict[int, str],
-) -> Bench:
+) -> EpochContext:
     spec, node = memory.spec, reads.node
     device.attach(memory, 0, 0)
     stack.callback(device.detach)
@@ -283,7 +283,7 @@ def _bench(
         remote=RemoteBlocks(spec.run_id, spec.table, addresses, reads),
     )
     stack.callback(weights.close)
-    return Bench(
+    return EpochContext(
         run_id=spec.run_id,
         epoch=1,
         device_index=index,
@@ -330,20 +330,20 @@ def _with_updates(plan: Plan) -> Plan:
     return replace(plan, programs=programs)
 
 
-def _connect(benches: list[Bench], plan: Plan, optimizers: list[str]) -> None:
-    addresses = {bench.device_index: bench.transport.address for bench in benches}
-    for bench in benches:
-        index, transport = bench.device_index, bench.transport
+def _connect(contexts: list[EpochContext], plan: Plan, optimizers: list[str]) -> None:
+    addresses = {context.device_index: context.transport.address for context in contexts}
+    for context in contexts:
+        index, transport = context.device_index, context.transport
         peers = {peer: address for peer, address in addresses.items() if peer != index}
         transport.connect(peers, dict(enumerate(optimizers)))
         transport.inbox.open(
-            run_id=bench.run_id,
-            epoch=bench.epoch,
+            run_id=context.run_id,
+            epoch=context.epoch,
             expected=Expected.of(
                 plan.programs[index],
                 plan.evaluation[index],
                 2,
-                collective_receives(plan, bench.flow, index, emulated=True),
+                collective_receives(plan, context.flow, index, emulated=True),
             ),
         )
 

@@ -217,11 +217,11 @@ def test_an_aborted_attempt_leaves_nothing_behind(make_cluster: Any, scheme: str
     cluster.begin(2)
     # The abort comes from inside, after a different number of sends each time.
     for epoch, sends in ((2, 1), (3, 3), (4, 7)):
-        with aborting(cluster, cluster.workers[0].bench.transport, sends):
+        with aborting(cluster, cluster.workers[0].context.transport, sends):
             results = cluster.run(cluster.job(attempt=epoch))
         assert [type(result) for result in results] == [Interrupted, Interrupted]
         for worker in cluster.workers:
-            assert worker.bench.weights.in_use == ()
+            assert worker.context.weights.in_use == ()
         cluster.begin(epoch + 1)
     # What was sent before the aborts arrives late and is of an old epoch.
     assert (cluster.train(cluster.job(attempt=9)), cluster.gradient_bytes()) == wanted
@@ -319,7 +319,7 @@ def test_a_failing_handler_is_located(make_cluster: Any) -> None:
 
     with pytest.raises(InstructionError, match="ZeroDivisionError: no luck") as caught:
         run_job(
-            worker.bench,
+            worker.context,
             cluster.job(),
             cluster.plan.programs[0],
             {**HANDLERS, Opcode.BACKWARD: fail},

@@ -110,7 +110,7 @@ def use_plan(cluster: Cluster, plan: Plan) -> list[StorageMeter]:
     cluster.plan = plan
     meters = [StorageMeter() for _ in cluster.workers]
     for worker, meter in zip(cluster.workers, meters, strict=True):
-        worker.bench = replace(worker.bench, plan=plan, flow=Flow.of(plan), meter=meter)
+        worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan), meter=meter)
     cluster.begin(1)
     return meters
 
@@ -185,7 +185,7 @@ def test_an_allocator_without_memory_is_an_error_that_helps(stack: ExitStack) ->
 
     with pytest.raises(InstructionError) as caught:
         run_job(
-            cluster.workers[0].bench,
+            cluster.workers[0].context,
             cluster.job(),
             cluster.plan.programs[0],
             {**HANDLERS, Opcode.FORWARD: forward},
@@ -240,8 +240,8 @@ def emulated_devices(
 
 
 def meter_of(devices: emulated.Devices, index: int, *, limit_bytes: float) -> EmulatedMeter:
-    bench = devices.benches[index]
-    assert isinstance(bench.device, EmulatedDevice)
-    meter = EmulatedMeter(bench.device, limit_bytes)
-    devices.benches[index] = replace(bench, meter=meter)
+    context = devices.contexts[index]
+    assert isinstance(context.device, EmulatedDevice)
+    meter = EmulatedMeter(context.device, limit_bytes)
+    devices.contexts[index] = replace(context, meter=meter)
     return meter

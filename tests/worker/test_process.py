@@ -204,7 +204,7 @@ def test_a_process_group_is_awaited_until_a_drain_and_its_members_must_be_named(
     resolved.write_text(resolved.read_text().replace("transport: auto", "transport: gloo"))
     process, plan = start(), cluster.plan.to_json()
     scheduler.hear("hello")
-    address = cluster.workers[1].bench.transport.address
+    address = cluster.workers[1].context.transport.address
     peer = pb.Endpoint(member="worker.1", address=address)
     scheduler.say(begin=pb.Begin(epoch=2, plan_json=plan, endpoints=[peer]))
     time.sleep(0.5)

@@ -86,7 +86,7 @@ def test_an_abort_between_send_and_sum_leaves_nothing_behind(make_cluster: Any) 
     cluster = make_cluster(**ZERO3)
     wanted = cluster.train(cluster.job(attempt=1)), cluster.gradient_bytes()
     cluster.begin(2)
-    transport = cluster.workers[3].bench.transport
+    transport = cluster.workers[3].context.transport
     real_send = transport.send
 
     def send(*arguments: Any) -> None:

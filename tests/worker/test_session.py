@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
-from penstock.workers.attempt import Bench
+from penstock.workers.attempt import EpochContext
 from penstock.workers.data import job_number
 from penstock.workers.session import Session, fence_listener
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -64,15 +64,15 @@ class OneWorker:
         self.registry = CollectorRegistry()
         self.session = Session(
             link=self.scheduler,
-            workshop=self,
+            builder=self,
             fence=self.fence,
             metrics=WorkerMetrics(self.registry),
             global_batch=cluster.config.train.global_batch,
         )
 
-    def open(self, begin: pb.Begin, abort: Abort) -> Bench:
+    def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
         self.cluster.begin(begin.epoch)
-        return replace(self.cluster.workers[0].bench, abort=abort, trace=self.trace)
+        return replace(self.cluster.workers[0].context, abort=abort, trace=self.trace)
 
     def close(self) -> None:
         self.closed += 1

@@ -40,7 +40,7 @@ def with_program(cluster: Any, text: str, **changes: Any) -> Any:
     """The one worker of a cluster, to run another program."""
     (worker,) = cluster.workers
     plan = replace(cluster.plan, programs=parse_program(text), **changes)
-    worker.bench = replace(worker.bench, plan=plan, flow=Flow.of(plan))
+    worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan))
     return worker
 
 
@@ -137,14 +137,14 @@ def test_everything_is_freed_when_an_attempt_breaks(make_cluster: Any) -> None:
         raise ZeroDivisionError("no luck")
 
     handlers = {**HANDLERS, Opcode.BACKWARD_WEIGHT: fail}
-    program = worker.bench.plan.programs[0]
+    program = worker.context.plan.programs[0]
     with pytest.raises(InstructionError, match="no luck"):
-        run_job(worker.bench, cluster.job(attempt=2), program, handlers)
+        run_job(worker.context, cluster.job(attempt=2), program, handlers)
     kept, deferred = found
     assert (kept.bytes, kept.bytes_elsewhere, deferred.bytes) == (0, 0, 0)
-    bench = worker.bench
+    context = worker.context
     cluster.begin(2)
-    worker.bench = replace(worker.bench, plan=bench.plan, flow=bench.flow)
+    worker.context = replace(worker.context, plan=context.plan, flow=context.flow)
     result = worker.run(cluster.job(attempt=3))
     assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
 

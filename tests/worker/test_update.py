@@ -62,7 +62,7 @@ def updating(make_cluster: Any) -> Iterator[Callable[..., Any]]:
         for worker in cluster.workers:
             previewer = NativePreviewer(cluster.memories[0], OptimizerConfig(), [0])
             made.append(BlockUpdates(cluster.memories[0], previewer))
-            worker.bench = replace(worker.bench, updates=made[-1])
+            worker.context = replace(worker.context, updates=made[-1])
         cluster.adopt(with_updates(cluster.plan))
         return cluster
 

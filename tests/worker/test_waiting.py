@@ -8,7 +8,7 @@ import time
 import pytest
 
 from penstock.protocol.errors import LostMemberError
-from penstock.workers.waiting import FOREVER, Abort, EpochFence, Interrupted, Patience, wait_until
+from penstock.workers.waiting import FOREVER, Abort, EpochFence, Interrupted, WaitBudget, wait_until
 
 
 def test_a_condition_that_holds_costs_nothing() -> None:
@@ -60,15 +60,15 @@ def test_time_in_which_the_process_was_stopped_does_not_count(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(10.0)
+    budget = WaitBudget(10.0)
     now += 1000.0  # a gap counts as one second
-    patience.spend("the moon")
+    budget.spend("the moon")
     for _ in range(9):
         now += 1.0
-        patience.spend("the moon")
+        budget.spend("the moon")
     now += 0.5
     with pytest.raises(LostMemberError):
-        patience.spend("the moon")
+        budget.spend("the moon")
 
 
 def test_a_drain_aborts_the_epochs_before_it() -> None:

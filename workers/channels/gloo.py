@@ -24,7 +24,7 @@ from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Wo
 from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.channels.order import RESERVED_TAG
 from penstock.workers.platforms.base import Device
-from penstock.workers.waiting import POLL_S, Abort, Patience
+from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _NO_DEADLINE = timedelta(days=30)
@@ -132,12 +132,12 @@ class GlooWire:
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
         """Until its thread says that it is there."""
-        patience = Patience(timeout_s)
+        budget = WaitBudget(timeout_s)
         with self._changed:
             while key not in self._arrivals:
                 abort.check()
                 broken = f" (a connection broke: {self._broken})" if self._broken else ""
-                patience.spend(f"{key}{broken}")
+                budget.spend(f"{key}{broken}")
                 self._changed.wait(POLL_S)
 
     def arrival_s(self, key: TransferKey) -> float | None:

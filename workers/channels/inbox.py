@@ -22,7 +22,7 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.wire.frames import Transfer, TransferKind
 from penstock.workers.data import evaluation_of
-from penstock.workers.waiting import POLL_S, Abort, Patience
+from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 NamedTensors = dict[str, torch.Tensor]
 
@@ -193,10 +193,10 @@ class Inbox:
         with self._changed:
             if key in self._tensors:
                 return self._tensors.pop(key)
-            patience = Patience(timeout_s)
+            budget = WaitBudget(timeout_s)
             while key not in self._tensors:
                 abort.check()
-                patience.spend(str(key))
+                budget.spend(str(key))
                 self._changed.wait(POLL_S)
             return self._tensors.pop(key)
 

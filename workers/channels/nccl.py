@@ -22,7 +22,7 @@ from torch import distributed
 from penstock.protocol.errors import LostMemberError
 from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Work
 from penstock.workers.channels.inbox import TransferKey
-from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
+from penstock.workers.waiting import POLL_S, Abort, Interrupted, WaitBudget
 
 _NO_DEADLINE = timedelta(days=30)
 _JOIN_S = 5.0
@@ -154,18 +154,18 @@ class NcclWire:
             group.abort()
 
     def _watching(self) -> None:
-        patience, seen = Patience(self._timeout_s), None
+        budget, seen = WaitBudget(self._timeout_s), None
         while not self._closed.wait(POLL_S):
             with self._lock:
                 while self._awaited and self._awaited[0][1].is_completed():
                     self._awaited.popleft()
                 first = self._awaited[0] if self._awaited else None
             if first is None or first is not seen:
-                patience, seen = Patience(self._timeout_s), first
+                budget, seen = WaitBudget(self._timeout_s), first
             try:
                 self._abort.check()
                 if first is not None:
-                    patience.spend(f"{first[0]}")
+                    budget.spend(f"{first[0]}")
             except (Interrupted, LostMemberError) as reason:
                 if isinstance(reason, LostMemberError):
                     self._overdue = str(reason)

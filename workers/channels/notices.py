@@ -10,7 +10,7 @@ from collections.abc import Callable
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.wire.frames import GroupAddress, TransferShape
 from penstock.workers.channels.tensors import Packing
-from penstock.workers.waiting import POLL_S, Abort, Patience
+from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 ShapeKey = tuple[int, str, str, int]
 """Sender, phase, kind and stage."""
@@ -86,9 +86,9 @@ class Notices:
     def _wait(
         self, condition: Callable[[], bool], what: str, abort: Abort, timeout_s: float
     ) -> None:
-        patience = Patience(timeout_s)
+        budget = WaitBudget(timeout_s)
         with self._changed:
             while not condition():
                 abort.check()
-                patience.spend(what)
+                budget.spend(what)
                 self._changed.wait(POLL_S)

@@ -19,7 +19,7 @@ from penstock.protocol.run.names import worker_name
 from penstock.protocol.wire.frames import GroupAddress
 from penstock.workers.channels.group import PrefixStore, Store, TCPStore
 from penstock.workers.channels.transport import Transport
-from penstock.workers.waiting import POLL_S, Abort, Interrupted, Patience
+from penstock.workers.waiting import POLL_S, Abort, Interrupted, WaitBudget
 
 _STORE_TIMEOUT = timedelta(seconds=30)
 _COMPLETE = "complete"
@@ -148,7 +148,7 @@ def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: floa
     """
     outcome = _Outcome(work)
     threading.Thread(target=outcome.run, name="worker-group", daemon=True).start()
-    patience = Patience(timeout_s)
+    budget = WaitBudget(timeout_s)
     while True:
         ended = outcome.ended.wait(POLL_S)
         if ended and outcome.result is not None:
@@ -157,6 +157,6 @@ def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: floa
             assert outcome.error is not None
             raise outcome.error
         abort.check()
-        patience.spend(f"{what} ({outcome.error})" if outcome.error else str(what))
+        budget.spend(f"{what} ({outcome.error})" if outcome.error else str(what))
         if ended:
             time.sleep(POLL_S)

@@ -32,7 +32,7 @@ from penstock.workers.channels.inbox import Inbox, NamedTensors
 from penstock.workers.channels.notices import Notices
 from penstock.workers.channels.tensors import from_frames, num_bytes, to_frames
 from penstock.workers.telemetry.metrics import WorkerMetrics
-from penstock.workers.waiting import POLL_S, Abort, Patience
+from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 MAX_TENSOR_BYTES = 8 << 30
 """A longer frame ends its sender's connection before it is read."""
@@ -193,7 +193,7 @@ class Transport:
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        patience = Patience(timeout_s)
+        budget = WaitBudget(timeout_s)
         while True:
             abort.check()
             with self._lock:
@@ -205,7 +205,7 @@ class Transport:
                     return
                 except zmq.Again:
                     pass  # queue full: wait below, outside the lock
-            patience.spend(what)
+            budget.spend(what)
             time.sleep(POLL_S / 10)
 
     def _receive(self) -> None:

@@ -37,7 +37,7 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
     dropped.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    layout = attempt.bench.flow.layout
+    layout = attempt.context.flow.layout
     if attempt.has_graph(stage, m):
         _make_again(instruction, attempt)
         return
@@ -71,18 +71,18 @@ def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
     stage = instruction.stage
     run_together(
         [attempt.take_deferred(stage, m) for m in instruction.micro_batches],
-        concatenate=attempt.bench.plan.concatenates_gradients,
+        concatenate=attempt.context.plan.concatenates_gradients,
     )
 
 
 def _backward(attempt: Attempt, stage: int, micro_batch: int) -> StageOutput:
-    layout = attempt.bench.flow.layout
+    layout = attempt.context.flow.layout
     last = layout.is_last_backward(stage)
     gradients = {} if last else attempt.take("gradient", stage + 1, micro_batch)
     _bind_anew(attempt, stage)
     attempt.stages.begin_backward(stage)
     output = attempt.take_graph(stage, micro_batch)
-    found = attempt.bench.runtime.backward(output, gradients)
+    found = attempt.context.runtime.backward(output, gradients)
     if not layout.is_first_backward(stage):
         attempt.keep("gradient", stage, micro_batch, found)
     return output
@@ -106,7 +106,7 @@ def _keep_graph(attempt: Attempt, stage: int, micro_batch: int, output: StageOut
 
 def _bind_anew(attempt: Attempt, stage: int) -> None:
     """Wait for the weights if they may have been released since the forward."""
-    if attempt.bench.plan.rebinds_weights:
+    if attempt.context.plan.rebinds_weights:
         attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
 
 
@@ -129,7 +129,7 @@ def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
     stops where the last checkpoint is.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    layout = attempt.bench.flow.layout
+    layout = attempt.context.flow.layout
     blocks = layout.forward[stage].blocks
     starts = {
         layout.backward[b].start: b
@@ -171,14 +171,14 @@ _FORWARDS: Mapping[Keep, Callable[[Forward, Attempt], None]] = {
 
 
 def _inputs(attempt: Attempt, stage: int, micro_batch: int) -> NamedTensors:
-    if attempt.bench.flow.layout.is_first_forward(stage):
+    if attempt.context.flow.layout.is_first_forward(stage):
         return {}
     return attempt.take("activation", stage - 1, micro_batch)
 
 
 def _output(attempt: Attempt, stage: int, micro_batch: int) -> tuple[TransferKind, int] | None:
     training = attempt.job.phase == "train"
-    return attempt.bench.flow.output(stage, micro_batch, training=training)
+    return attempt.context.flow.output(stage, micro_batch, training=training)
 
 
 def _hand_on(
@@ -201,7 +201,7 @@ def _run(
     storing: Storing | None = None,
 ) -> StageOutput:
     job = attempt.job
-    return attempt.bench.runtime.forward(
+    return attempt.context.runtime.forward(
         bound,
         inputs,
         job.batches[micro_batch],

@@ -192,7 +192,7 @@ class RemoteBlocks:
         self._context.term()
 
 
-class _Fetch:
+class _StageFetch:
     """One stage's weights on their way: ``arrive`` on the host, then ``load`` onto the device."""
 
     def __init__(
@@ -314,7 +314,7 @@ class WeightLoader:
         self.node = node
         self.device = device
         self.remote = remote
-        self._fetches: dict[StageKey, _Fetch] = {}
+        self._fetches: dict[StageKey, _StageFetch] = {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-weights")
 
     def fetch(self, key: StageKey, blocks: Sequence[int], scope: FetchScope) -> None:
@@ -322,7 +322,7 @@ class WeightLoader:
         if key in self._fetches:
             raise ProtocolError(f"weights of {key.phase} stage {key.stage} are fetched already")
         ids = arrays_of(self.table, blocks)
-        fetch = _Fetch(self, key, ids, scope)
+        fetch = _StageFetch(self, key, ids, scope)
         remote = any(self.ownership.owner[array.block] != self.node for array in ids)
         if self.device.prefetches or remote:
             fetch.start(self._executor.submit, load=self.device.prefetches)

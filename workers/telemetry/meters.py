@@ -52,14 +52,14 @@ class Meter(Protocol):
 def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
     """What an attempt holds apart from the graphs of its forwards."""
     held = attempt.holdings
-    yield from ((Use.WEIGHTS, tensor) for tensor in attempt.bench.weights.tensors)
+    yield from ((Use.WEIGHTS, tensor) for tensor in attempt.context.weights.tensors)
     yield from ((Use.GRADIENTS, tensor) for tensor in attempt.gradients.sums)
     for deferred in held.deferred.values():
         yield from ((Use.DEFERRED, tensor) for tensor in deferred.held())
     for batch in attempt.job.batches[:1]:
-        called_with = attempt.bench.runtime.called_with(batch)
+        called_with = attempt.context.runtime.called_with(batch)
         yield from ((Use.CONSTANTS, tensor) for tensor in called_with)
-    for tensors in (*held.kept.values(), *attempt.bench.transport.inbox.held()):
+    for tensors in (*held.kept.values(), *attempt.context.transport.inbox.held()):
         yield from ((Use.TRANSFERS, tensor) for tensor in tensors.values())
 
 
@@ -90,7 +90,7 @@ class NoMeter:
 
     def usage(self, attempt: Attempt) -> Usage:
         """What the attempt knows of; not what graphs keep."""
-        return Usage(_usage_of_named(attempt, attempt.bench.device.torch_device))
+        return Usage(_usage_of_named(attempt, attempt.context.device.torch_device))
 
 
 class CudaMeter:
@@ -178,9 +178,9 @@ class StorageMeter:
 
 def _with_coming(by_use: Mapping[str, float], attempt: Attempt) -> Usage:
     """With weights that were fetched and not touched."""
-    bench = attempt.bench
+    context = attempt.context
     found = {Use(use): float(num_bytes) for use, num_bytes in by_use.items()}
-    coming = bench.weights.coming_elements * bench.device.compute_dtype.itemsize
+    coming = context.weights.coming_elements * context.device.compute_dtype.itemsize
     return Usage({**found, Use.WEIGHTS: found.get(Use.WEIGHTS, 0.0) + coming})
 
 

@@ -22,7 +22,7 @@ from penstock.protocol.plan.layout import StageLayout
 from penstock.workers.waiting import POLL_S, Abort
 
 
-class Stream:
+class EmulatedStream:
     """Something that does one thing after the other. Thread-safe."""
 
     def __init__(self) -> None:

@@ -16,10 +16,10 @@ import torch
 
 from penstock.planner.cost.cluster import Cluster
 from penstock.protocol.wire.frames import Transfer
-from penstock.workers.attempt import Bench, Job
+from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.inbox import TransferKey
-from penstock.workers.platforms.emulated.clock import Stream
-from penstock.workers.waiting import POLL_S, Patience
+from penstock.workers.platforms.emulated.clock import EmulatedStream
+from penstock.workers.waiting import POLL_S, WaitBudget
 
 _ENTERED = "entered"
 """Name of the tensor that says when a device entered: (1,), the bits of an fp64 as int64."""
@@ -34,13 +34,18 @@ def link_bandwidth(cluster: Cluster, source: int, target: int) -> float:
 class Rings:
     """The collectives of one attempt, or evaluation batch, as one device sees them."""
 
-    def __init__(self, bench: Bench, job: Job, cluster: Cluster, time_scale: float) -> None:
-        self._bench = bench
+    def __init__(
+        self, context: EpochContext, job: Job, cluster: Cluster, time_scale: float
+    ) -> None:
+        self._context = context
         self._job = job
         self._latency_s = time_scale * cluster.latency_s
-        num_devices = bench.plan.num_devices
+        num_devices = context.plan.num_devices
         self._links = [
-            (Stream(), time_scale / link_bandwidth(cluster, device, (device + 1) % num_devices))
+            (
+                EmulatedStream(),
+                time_scale / link_bandwidth(cluster, device, (device + 1) % num_devices),
+            )
             for device in range(num_devices)
         ]
         self._changed = threading.Condition()
@@ -66,24 +71,24 @@ class Rings:
         Raises:
             Interrupted: aborted. LostMemberError: a peer's queue stayed full.
         """
-        bench = self._bench
+        context = self._context
         with self._changed:
             self._entered_at[number] = at
             self._changed.notify_all()
         entered = {_ENTERED: torch.tensor([at], dtype=torch.float64).view(torch.int64)}
         header = Transfer(
-            run_id=bench.run_id,
-            epoch=bench.epoch,
+            run_id=context.run_id,
+            epoch=context.epoch,
             phase=self._job.phase,
             attempt=self._job.number,
             kind="entry",
             stage=number,
-            micro_batch=bench.device_index,
+            micro_batch=context.device_index,
             tensors=(),
         )
         for peer in range(len(self._links)):
-            if peer != bench.device_index:
-                bench.transport.send(peer, header, entered, bench.abort, bench.timeout_s)
+            if peer != context.device_index:
+                context.transport.send(peer, header, entered, context.abort, context.timeout_s)
 
     def end(self, number: int) -> float:
         """When a collective that this device has entered is over; waits for the others to enter.
@@ -102,8 +107,8 @@ class Rings:
         return max(ends) + self._latency_s
 
     def _entry(self, number: int, device: int) -> float:
-        bench = self._bench
-        if device == bench.device_index:
+        context = self._context
+        if device == context.device_index:
             return self._own_entry(number)
         key = TransferKey(
             phase=self._job.phase,
@@ -112,17 +117,17 @@ class Rings:
             stage=number,
             micro_batch=device,
         )
-        with bench.progress.awaiting(key):
-            tensors = bench.transport.inbox.take(key, bench.abort, bench.timeout_s)
-        bench.transport.inbox.arrival_s(key)
+        with context.progress.awaiting(key):
+            tensors = context.transport.inbox.take(key, context.abort, context.timeout_s)
+        context.transport.inbox.arrival_s(key)
         return float(tensors[_ENTERED].view(torch.float64)[0])
 
     def _own_entry(self, number: int) -> float:
         """Weights are loaded on a thread of their own, which may not have come to this one yet."""
-        bench, patience = self._bench, Patience(self._bench.timeout_s)
+        context, budget = self._context, WaitBudget(self._context.timeout_s)
         with self._changed:
             while (entered_at := self._entered_at[number]) is None:
-                bench.abort.check()
-                patience.spend(f"this device to enter collective {number}")
+                context.abort.check()
+                budget.spend(f"this device to enter collective {number}")
                 self._changed.wait(POLL_S)
             return entered_at

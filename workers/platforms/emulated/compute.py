@@ -35,7 +35,7 @@ from penstock.workers.state.weights import StageKey
 
 def device_of(attempt: Attempt) -> EmulatedDevice:
     """The attempt's device."""
-    device = attempt.bench.device
+    device = attempt.context.device
     assert isinstance(device, EmulatedDevice)
     return device
 
@@ -43,7 +43,7 @@ def device_of(attempt: Attempt) -> EmulatedDevice:
 def forward(instruction: Forward, attempt: Attempt) -> None:
     """Run a forward stage; leaves what a backward needs, or checkpoints, as ``keep`` says."""
     stage, m, keep = instruction.stage, instruction.micro_batch, instruction.keep
-    flow, layout = attempt.bench.flow, attempt.bench.flow.layout
+    flow, layout = attempt.context.flow, attempt.context.flow.layout
     inputs = {} if layout.is_first_forward(stage) else attempt.take("activation", stage - 1, m)
     trains = keep in (Keep.ALL, Keep.SELECTIVE)
     starts = _checkpoints(layout, stage) if keep is Keep.INPUT else {}
@@ -70,7 +70,7 @@ def forward(instruction: Forward, attempt: Attempt) -> None:
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
     """From the checkpoint; nothing to make again after a forward that dropped operators."""
     stage, m = instruction.stage, instruction.micro_batch
-    layout, device = attempt.bench.flow.layout, device_of(attempt)
+    layout, device = attempt.context.flow.layout, device_of(attempt)
     if (stage, m) in device.dropped:
         device.dropped.remove((stage, m))
         device.await_swap(stage, m)
@@ -133,7 +133,7 @@ def _input_gradient(instruction: Backward | BackwardInput, attempt: Attempt) -> 
     Weights may have been released since the forward; then they are awaited again.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    layout = attempt.bench.flow.layout
+    layout = attempt.context.flow.layout
     device_of(attempt).await_swap(stage, m)
     _await_weights(stage, attempt)
     gradients = {} if layout.is_last_backward(stage) else attempt.take("gradient", stage + 1, m)
@@ -179,7 +179,7 @@ def _run(
 
 
 def _runtime(attempt: Attempt) -> EmulatedRuntime:
-    runtime: object = attempt.bench.runtime
+    runtime: object = attempt.context.runtime
     assert isinstance(runtime, EmulatedRuntime)
     return runtime
 
@@ -193,5 +193,5 @@ def _key(swap: SwapOut | SwapIn) -> SwapKey:
 
 
 def _bytes(swap: SwapOut | SwapIn, attempt: Attempt) -> float:
-    durations = device_of(attempt).durations(attempt.bench.flow.layout)
+    durations = device_of(attempt).durations(attempt.context.flow.layout)
     return swap.fraction * durations.kept_bytes(swap.stage, swap.micro_batch)

@@ -16,11 +16,11 @@ import torch
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.platforms.bandwidth_log import Copy
-from penstock.protocol.platforms.peer_memory import LodgingBoard
+from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.platforms.base import BufferPool, HostArray, Stamp, as_tensor, storage_dtype
-from penstock.workers.platforms.emulated.clock import Durations, Stream, sleep_until
+from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
 from penstock.workers.platforms.emulated.collectives import Rings, link_bandwidth
 from penstock.workers.platforms.emulated.runtime import Deferred
 from penstock.workers.waiting import Abort
@@ -47,7 +47,7 @@ class Sending:
 
 
 class Leave(Protocol):
-    """The signature of ``NicBoard.occupy`` for transfers from a device's own node."""
+    """The signature of ``NicReservations.occupy`` for transfers from a device's own node."""
 
     def __call__(self, ready_at: float, seconds: float, *, target: int) -> tuple[float, float]: ...
 
@@ -100,7 +100,7 @@ class EmulatedStageBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offload:
+class _Publication:
     gradients: torch.Tensor
     target: HostArray
     arrives_at: float
@@ -128,23 +128,23 @@ class EmulatedDevice:
         table: BlockTable,
         announce: Callable[[Copy], None],
         leave: Leave,
-        lodging: LodgingBoard,
+        peer_memory: PeerMemory,
     ) -> None:
         """``table``: the stored one of the run. ``announce`` is told of copies through the node's
         memory; their rates are in bytes per second of the clock. ``leave``: a transfer takes the
-        NICs of this node and of another. ``lodging``: what devices of the node swapped to each
+        NICs of this node and of another. ``peer_memory``: what devices of the node swapped to each
         other.
         """
         self.emulation = emulation
         self._announce = announce
         self._leave = leave
-        self._lodging = lodging
+        self._peer_memory = peer_memory
         self._lodged: dict[SwapKey, int] = {}
         self.staging_bytes = 0.0
         """Of the buffers that UPDATE works in."""
         self.state_bytes = 0.0
         """Of residents' state."""
-        self.compute = Stream()
+        self.compute = EmulatedStream()
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}
         self.sending: Sending | None = None
@@ -159,9 +159,9 @@ class EmulatedDevice:
         self._growth = emulation.table.num_parameters / table.num_parameters
         self._moved = self._growth if emulation.offloaded else 0.0
         self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
-        self._fetches, self._offloads = Stream(), Stream()
-        self._links: dict[int, Stream] = {}
-        self._guests: dict[tuple[int, bool], Stream] = {}
+        self._fetches, self._offloads = EmulatedStream(), EmulatedStream()
+        self._links: dict[int, EmulatedStream] = {}
+        self._guests: dict[tuple[int, bool], EmulatedStream] = {}
         self._swapped: dict[SwapKey, float] = {}
         self._back_at: dict[tuple[int, int], float] = {}
         self._leaving: list[tuple[int, float]] = []
@@ -245,7 +245,7 @@ class EmulatedDevice:
         self.copies.append((begun, end))
         self._swapped[key] = end + self._scaled(latency_s)
         if key.peer is not None:
-            self._lodged[key] = self._lodging.leave(key.peer, num_bytes, begun)
+            self._lodged[key] = self._peer_memory.leave(key.peer, num_bytes, begun)
 
     def swap_in(self, key: SwapKey, num_bytes: float) -> None:
         """Start to bring it back, once it is out."""
@@ -255,7 +255,7 @@ class EmulatedDevice:
         end = self._copy(stream, ready_at, num_bytes, bandwidth, key.peer is None)
         self.copies.append((begun, end))
         if key.peer is not None:
-            self._lodging.take_back(self._lodged.pop(key), end)
+            self._peer_memory.take_back(self._lodged.pop(key), end)
         place = key.stage, key.micro_batch
         back_at = end + self._scaled(latency_s)
         self._back_at[place] = max(self._back_at.get(place, 0.0), back_at)
@@ -284,18 +284,18 @@ class EmulatedDevice:
         """What other devices had swapped here while the latest compute instruction ran, as far as
         they have said so by now.
         """
-        return self._lodging.bytes_here(self._began, self.compute.free_at)
+        return self._peer_memory.bytes_here(self._began, self.compute.free_at)
 
     @property
     def _now(self) -> float:
         """As far as the device has come, on the clock."""
         return max(self._needed_at, self.compute.free_at)
 
-    def _way(self, key: SwapKey, *, out: bool) -> tuple[Stream, float, float]:
+    def _way(self, key: SwapKey, *, out: bool) -> tuple[EmulatedStream, float, float]:
         """Stream, bytes/s and latency."""
         cluster = self.emulation.cluster
         if key.peer is not None:
-            link = self._guests.setdefault((key.peer, out), Stream())
+            link = self._guests.setdefault((key.peer, out), EmulatedStream())
             return link, cluster.peer_bandwidth, cluster.latency_s
         if out:
             return self._offloads, self._offload_bandwidth, 0.0
@@ -353,7 +353,7 @@ class EmulatedDevice:
         self.copies.append((begun, arrives_at))
         assert self._publisher is not None, "not attached"
         self._leaving.append((target.size, arrives_at))
-        self._publisher.put(_Offload(gradients, target, arrives_at, complete))
+        self._publisher.put(_Publication(gradients, target, arrives_at, complete))
 
     def await_offloads(self, at_most: int) -> None:
         """The instruction under way starts no sooner."""
@@ -369,11 +369,15 @@ class EmulatedDevice:
         """What is still under way is not written; the attempt is over."""
         if self._publisher is not None:
             self._publisher.wait(discard=True)
-        self.compute, self._fetches, self._offloads = Stream(), Stream(), Stream()
+        self.compute, self._fetches, self._offloads = (
+            EmulatedStream(),
+            EmulatedStream(),
+            EmulatedStream(),
+        )
         for kept in (self._links, self._guests, self._swapped, self._back_at, self.deferred):
             kept.clear()
         self._lodged.clear()
-        self._lodging.clear()
+        self._peer_memory.clear()
         self.fetches.clear()
         self.scatters.clear()
         self.rings = None
@@ -388,7 +392,7 @@ class EmulatedDevice:
         sending, self.sending = self.sending, None
         if sending is None:
             return dict(tensors)
-        link = self._links.setdefault(sending.peer, Stream())
+        link = self._links.setdefault(sending.peer, EmulatedStream())
         # Through the host a message is written to memory and read from it.
         crossings = 2 if self.emulation.cluster.peer_through_host else 0
         sent_at = self._copy(
@@ -414,7 +418,7 @@ class EmulatedDevice:
 
     def _copy(
         self,
-        stream: Stream | _Way,
+        stream: EmulatedStream | _Way,
         ready_at: float,
         num_bytes: float,
         bandwidth: float,
@@ -429,7 +433,7 @@ class EmulatedDevice:
     def _scaled(self, seconds: float) -> float:
         return seconds * self.emulation.time_scale
 
-    def _publish(self, offload: _Offload) -> None:
+    def _publish(self, offload: _Publication) -> None:
         as_tensor(offload.target, self._grad_dtype).copy_(
             offload.gradients.to(storage_dtype(self._grad_dtype))
         )
@@ -440,9 +444,9 @@ class EmulatedDevice:
 class _Publisher:
     """Writes gradients once their copy would have ended, in order, on a thread of its own."""
 
-    def __init__(self, publish: Callable[[_Offload], None]) -> None:
+    def __init__(self, publish: Callable[[_Publication], None]) -> None:
         self._publish = publish
-        self._queue: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Publication | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending = 0
         self._discard = False
@@ -450,7 +454,7 @@ class _Publisher:
         self._thread = threading.Thread(target=self._work, name="worker-offload", daemon=True)
         self._thread.start()
 
-    def put(self, offload: _Offload) -> None:
+    def put(self, offload: _Publication) -> None:
         with self._changed:
             self._pending += 1
         self._queue.put(offload)
@@ -481,7 +485,7 @@ class _Publisher:
                 self._pending -= 1
                 self._changed.notify_all()
 
-    def _due(self, offload: _Offload) -> bool:
+    def _due(self, offload: _Publication) -> bool:
         """Wait for the copy's end; False once what is pending is discarded."""
         with self._changed:
             while not self._discard:

@@ -39,7 +39,7 @@ def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
 def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
     """Sums go to the root over the link, or with ``shards_weights`` around a ring."""
     device, stage = device_of(attempt), instruction.stage
-    flow = attempt.bench.flow
+    flow = attempt.context.flow
     cost = device.emulation.costs.of(flow.layout.backward[stage].blocks)
     if _shares(attempt):
         rings = _rings(attempt)
@@ -48,7 +48,7 @@ def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
         device.scatters[stage] = number
     elif not flow.reduction.publishes(stage):
         root = flow.reduction.root_device(stage)
-        device.sends(attempt.bench.device_index, root, cost.device_gradient_bytes)
+        device.sends(attempt.context.device_index, root, cost.device_gradient_bytes)
     gradients.reduce_gradients(instruction, attempt)
 
 
@@ -75,17 +75,17 @@ def _fetches_from(attempt: Attempt, blocks: range) -> float | None:
 
     The thread that loads may be late; that is Python's matter, not the device's.
     """
-    bench = attempt.bench
+    context = attempt.context
     here = (
-        bench.ownership.owner[array.block] == bench.weights.node
-        and bench.memory.control.readable(array.block, attempt.job.base_version)
-        for array in arrays_of(bench.table, blocks)
+        context.ownership.owner[array.block] == context.weights.node
+        and context.memory.control.readable(array.block, attempt.job.base_version)
+        for array in arrays_of(context.table, blocks)
     )
     return device_of(attempt).compute.free_at if all(here) else None
 
 
 def _shares(attempt: Attempt) -> bool:
-    plan = attempt.bench.plan
+    plan = attempt.context.plan
     return plan.shards_weights and plan.num_devices > 1
 
 
@@ -93,5 +93,5 @@ def _rings(attempt: Attempt) -> Rings:
     device = device_of(attempt)
     if device.rings is None:
         emulation = device.emulation
-        device.rings = Rings(attempt.bench, attempt.job, emulation.cluster, emulation.time_scale)
+        device.rings = Rings(attempt.context, attempt.job, emulation.cluster, emulation.time_scale)
     return device.rings

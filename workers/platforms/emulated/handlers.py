@@ -36,8 +36,8 @@ def _computed(handler: Handler) -> Handler:
         begun_at, waited_s = time.monotonic(), attempt.waited_s
         device.begin()
         handler(instruction, attempt)
-        seconds = device.durations(attempt.bench.flow.layout).seconds(instruction)
-        start, end = device.compute_for(seconds, attempt.bench.abort)
+        seconds = device.durations(attempt.context.flow.layout).seconds(instruction)
+        start, end = device.compute_for(seconds, attempt.context.abort)
         attempt.timeline.ran(start, end)
         known_s = attempt.waited_s - waited_s
         tally.received_s["copies"] += max(0.0, start - begun_at - known_s)
@@ -47,9 +47,9 @@ def _computed(handler: Handler) -> Handler:
 
 def _sent(handler: Handler) -> Handler:
     def run(instruction: Any, attempt: Attempt) -> None:
-        device, sender = device_of(attempt), attempt.bench.device_index
+        device, sender = device_of(attempt), attempt.context.device_index
         device.begin()
-        num_bytes = device.durations(attempt.bench.flow.layout).num_bytes(instruction)
+        num_bytes = device.durations(attempt.context.flow.layout).num_bytes(instruction)
         device.sends(sender, instruction.peer, num_bytes)
         handler(instruction, attempt)
 

@@ -88,9 +88,9 @@ class EmulatedMeter:
                 at_s=time.perf_counter(),
             )
         if self.limit_bytes is not None and usage.total_bytes > self.limit_bytes:
-            bench, there = attempt.bench, Usage(dict(_together(before, {})))
+            context, there = attempt.context, Usage(dict(_together(before, {})))
             raise DeviceMemoryError(
-                bench.plan.programs[bench.device_index],
+                context.plan.programs[context.device_index],
                 there,
                 wanted_bytes=usage.total_bytes - there.total_bytes,
                 limit_bytes=self.limit_bytes,
@@ -107,8 +107,8 @@ class EmulatedMeter:
 
     def _state(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         """Weights, gradient sums until they are written, and what the device has all the time."""
-        bench, table, layout = attempt.bench, self._table, attempt.bench.flow.layout
-        stages = layout.backward_stages_on(bench.device_index)
+        context, table, layout = attempt.context, self._table, attempt.context.flow.layout
+        stages = layout.backward_stages_on(context.device_index)
         static = sum(self._costs.of(layout.backward[b].blocks).static_bytes for b in stages)
         yield "static", _Entry(Use.STATE, static + self._device.state_bytes, None)
         offloaded = self._device.emulation.offloaded
@@ -118,7 +118,7 @@ class EmulatedMeter:
         yield "staging", _Entry(Use.WORKSPACE, self._device.staging_bytes, None)
         if not offloaded:
             return  # weights and sums are part of what is there all the time
-        for key in bench.weights.in_use:
+        for key in context.weights.in_use:
             arrays = arrays_of(table, attempt.stages.blocks(key))
             count = sum(num_elements(table, array) for array in arrays)
             yield key, _Entry(Use.WEIGHTS, count * table.weight_dtype.itemsize, None)
@@ -128,7 +128,7 @@ class EmulatedMeter:
 
     def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         held, device = attempt.holdings, self._device
-        durations = device.durations(attempt.bench.flow.layout)
+        durations = device.durations(attempt.context.flow.layout)
         for place, output in held.graphs.items():
             assert isinstance(output, EmulatedOutput)
             num_bytes = sum(self._cost(block.index).activation_bytes for block, _ in output.steps)
@@ -154,7 +154,7 @@ class EmulatedMeter:
             yield (kind, stage, m), _Entry(Use.TRANSFERS, num_bytes, None)
 
     def _transfer_bytes(self, attempt: Attempt, kind: str, stage: int) -> float:
-        layout = attempt.bench.flow.layout
+        layout = attempt.context.flow.layout
         forward = kind == "activation"
         block = layout.forward[stage].stop if forward else layout.backward[stage].start
         return 0.0 if block == 0 else self._cost(block - 1).output_bytes
@@ -163,7 +163,7 @@ class EmulatedMeter:
         return self._costs.blocks[block]
 
     def _workspace(self, instruction: Instruction, attempt: Attempt) -> float:
-        layout = attempt.bench.flow.layout
+        layout = attempt.context.flow.layout
         match instruction:
             case Forward(stage=stage, keep=keep):
                 needs = self._costs.of(layout.forward[stage].blocks).by_kind
