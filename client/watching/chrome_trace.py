@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.planner.tensors import Tensor, taken_by
-from penstock.planner.traces.traced import AttemptTrace, DeviceTrace, TracedRun, Work
+from penstock.planner.traces.traced import AttemptTrace, DeviceTrace, TracedInstruction, TracedRun
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.run.trace import TraceEvent
 
@@ -169,7 +169,9 @@ class _ChromeTrace:
             yield self._span(pid, _Thread.OFFLOAD, name, moment, end_s, "publish", {})
             self._published.setdefault(block, []).append((moment, pid))
 
-    def _waits(self, pid: int, work: Work, loads: Iterable[Work]) -> Iterator[Event]:
+    def _waits(
+        self, pid: int, work: TracedInstruction, loads: Iterable[TracedInstruction]
+    ) -> Iterator[Event]:
         """A wait, without the loads within it."""
         start_s, ready_s = work.event.start_s, work.ready_s
         inside = [w.event for w in loads if start_s <= w.event.start_s < ready_s]
@@ -179,7 +181,7 @@ class _ChromeTrace:
                 name = f"wait for {work.event.text.split(' keep=')[0]}"
                 yield self._span(pid, _Thread.COMPUTE, name, free_s, busy_s, "wait", {})
 
-    def _work(self, pid: int, thread: int, work: Work) -> Event:
+    def _work(self, pid: int, thread: int, work: TracedInstruction) -> Event:
         event = work.event
         name = event.text.split(" keep=")[0].split(" peer=")[0]
         return self._complete(pid, thread, name, work.ready_s, event.end_s, event)
@@ -277,9 +279,9 @@ def _firsts(run: TracedRun) -> Iterator[TraceEvent]:
         yield from events[:1]
 
 
-def _takers(trace: AttemptTrace) -> dict[tuple[int, Tensor], Work]:
+def _takers(trace: AttemptTrace) -> dict[tuple[int, Tensor], TracedInstruction]:
     """By device and tensor, the first instruction that takes it."""
-    found: dict[tuple[int, Tensor], Work] = {}
+    found: dict[tuple[int, Tensor], TracedInstruction] = {}
     for device, own in trace.devices.items():
         for work in own.computed:
             tensor = taken_by(work.instruction)

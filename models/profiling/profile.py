@@ -34,7 +34,7 @@ from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.profile import Machine, Profile
+from penstock.protocol.plan.profile import MachineProfile, Profile
 from penstock.protocol.plan.profile_file import to_json
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.process import tool_main
@@ -88,7 +88,7 @@ def measure(
 
 def _machine(
     config: Config, device: torch.device, instruction_s: float, progress: Progress
-) -> Machine:
+) -> MachineProfile:
     progress("copies between host and device")
     copies = measure_copies(config, device)
     progress("messages between workers")
@@ -96,7 +96,7 @@ def _machine(
     progress("optimizer passes")
     optimizer = measure_optimizer(config)
     memory = inf if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
-    return Machine(
+    return MachineProfile(
         instruction_s=instruction_s,
         fetch_bandwidth=copies.fetch,
         offload_bandwidth=copies.offload,

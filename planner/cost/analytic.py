@@ -22,8 +22,8 @@ from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.cost.operators import (
     OPERATOR_SETS,
     Kernel,
+    KernelWork,
     Shape,
-    Work,
     attention_kernels,
     embedding_kernels,
     head_kernels,
@@ -280,7 +280,7 @@ class _Maker:
             for name in names
         )
 
-    def _seconds(self, work: Work) -> float:
+    def _seconds(self, work: KernelWork) -> float:
         """The roofline."""
         compute = work.flops / (self.gpu.peak_flops * self.share)
         return max(compute, work.moved_bytes / (self.gpu.memory_bandwidth * BANDWIDTH_SHARE))

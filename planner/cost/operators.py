@@ -40,14 +40,14 @@ everything in the MLP (BPipe in Obscura, section 9.1); ``attention``: everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class KernelWork:
     """``flops`` on tensor cores, and bytes read and written."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
 
 
-NOTHING = Work()
+NOTHING = KernelWork()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,9 @@ class Kernel:
     """
 
     operator: str
-    forward: Work
-    input_gradient: Work
-    weight_gradient: Work = NOTHING
+    forward: KernelWork
+    input_gradient: KernelWork
+    weight_gradient: KernelWork = NOTHING
     kept_bytes: float = 0.0
     deferred_bytes: float = 0.0
 
@@ -139,11 +139,11 @@ def embedding_kernels(model: LanguageModel, shape: Shape) -> list[Kernel]:
     """Rows of the table; their gradients are added to it. Nobody needs an input gradient."""
     h, tokens = model.hidden_size, shape.tokens
     row = shape.bytes_of(h)
-    gradient = Work(moved_bytes=row + 2 * tokens * h * shape.gradient_itemsize)
+    gradient = KernelWork(moved_bytes=row + 2 * tokens * h * shape.gradient_itemsize)
     return [
         Kernel(
             operator="embedding",
-            forward=Work(moved_bytes=2 * row),
+            forward=KernelWork(moved_bytes=2 * row),
             input_gradient=NOTHING,
             weight_gradient=gradient,
             deferred_bytes=row,
@@ -160,8 +160,8 @@ def head_kernels(model: LanguageModel, shape: Shape) -> list[Kernel]:
     logits, probabilities = shape.bytes_of(vocab), 4.0 * shape.tokens * vocab
     loss = Kernel(
         operator="loss",
-        forward=Work(moved_bytes=2 * logits + probabilities),
-        input_gradient=Work(moved_bytes=logits + probabilities),
+        forward=KernelWork(moved_bytes=2 * logits + probabilities),
+        input_gradient=KernelWork(moved_bytes=logits + probabilities),
         kept_bytes=probabilities,
     )
     return [_norm(shape, h), _linear("head", shape, h, vocab, kept=0), loss]
@@ -201,8 +201,8 @@ def _elementwise(
     )
     return Kernel(
         operator=operator,
-        forward=Work(moved_bytes=shape.bytes_of(reads + writes)),
-        input_gradient=Work(moved_bytes=shape.bytes_of(backward)),
+        forward=KernelWork(moved_bytes=shape.bytes_of(reads + writes)),
+        input_gradient=KernelWork(moved_bytes=shape.bytes_of(backward)),
         kept_bytes=shape.bytes_of(kept),
     )
 
@@ -223,13 +223,13 @@ def _linear(
     flops = 2.0 * shape.tokens * width_in * width_out
     activations = shape.bytes_of(width_in + width_out)
     weights = float(width_in * width_out)
-    product = Work(flops=flops, moved_bytes=activations + weights * shape.itemsize)
+    product = KernelWork(flops=flops, moved_bytes=activations + weights * shape.itemsize)
     deferred = width_out if shares_input else width_in + width_out
     return Kernel(
         operator=operator,
         forward=product,
         input_gradient=product,
-        weight_gradient=Work(
+        weight_gradient=KernelWork(
             flops=flops, moved_bytes=activations + 2 * weights * shape.gradient_itemsize
         ),
         kept_bytes=shape.bytes_of(kept),
@@ -247,8 +247,10 @@ def _flash_core(model: LanguageModel, shape: Shape) -> Kernel:
     statistics = 4.0 * shape.tokens * model.num_heads
     return Kernel(
         operator="attention_core",
-        forward=Work(flops=2 * product, moved_bytes=shape.bytes_of(2 * h + 2 * kv) + statistics),
-        input_gradient=Work(flops=5 * product, moved_bytes=shape.bytes_of(4 * h + 4 * kv)),
+        forward=KernelWork(
+            flops=2 * product, moved_bytes=shape.bytes_of(2 * h + 2 * kv) + statistics
+        ),
+        input_gradient=KernelWork(flops=5 * product, moved_bytes=shape.bytes_of(4 * h + 4 * kv)),
         kept_bytes=shape.bytes_of(h) + statistics,
     )
 
@@ -262,8 +264,8 @@ def _plain_core(model: LanguageModel, shape: Shape) -> Kernel:
     dropout = 0.0 if model.gated else scores + entries
     return Kernel(
         operator="attention_core",
-        forward=Work(flops=2 * product, moved_bytes=4 * scores + 2 * dropout),
-        input_gradient=Work(flops=4 * product, moved_bytes=6 * scores + 2 * dropout),
+        forward=KernelWork(flops=2 * product, moved_bytes=4 * scores + 2 * dropout),
+        input_gradient=KernelWork(flops=4 * product, moved_bytes=6 * scores + 2 * dropout),
         kept_bytes=shape.bytes_of(h) + scores + dropout,
     )
 
@@ -279,8 +281,8 @@ def _leave(operator: str, model: LanguageModel, shape: Shape) -> list[Kernel]:
         return [residual]
     dropout = Kernel(
         operator="dropout",
-        forward=Work(moved_bytes=shape.bytes_of(2 * h) + mask),
-        input_gradient=Work(moved_bytes=shape.bytes_of(2 * h) + mask),
+        forward=KernelWork(moved_bytes=shape.bytes_of(2 * h) + mask),
+        input_gradient=KernelWork(moved_bytes=shape.bytes_of(2 * h) + mask),
         kept_bytes=mask,
     )
     return [dropout, residual]

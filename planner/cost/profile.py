@@ -13,7 +13,7 @@ from functools import cached_property
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost, Workspaces
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.profile import KindProfile, Machine, Profile
+from penstock.protocol.plan.profile import KindProfile, MachineProfile, Profile
 from penstock.shm.table import BlockSpec, BlockTable
 
 _GRADIENT_ITEMSIZE = 4
@@ -23,7 +23,7 @@ _COMPUTE_ITEMSIZE_OF_CPUS = 4
 _SCALARS_BYTES = 4096
 """Losses and other single numbers, which are kept until the end of an attempt."""
 
-_GPU_MACHINE = Machine(
+_GPU_MACHINE = MachineProfile(
     instruction_s=2.0e-5,
     fetch_bandwidth=2.0e10,
     offload_bandwidth=2.0e10,
@@ -45,7 +45,7 @@ class Guess:
     of it p1.
     """
 
-    machine: Machine = _GPU_MACHINE
+    machine: MachineProfile = _GPU_MACHINE
     device_flops: float = 6.0e13
     backward_ratio: float = 2.0
 
@@ -55,7 +55,7 @@ GPU_GUESS = Guess()
 
 CPU_GUESS = Guess(
     device_flops=3.0e10,
-    machine=Machine(
+    machine=MachineProfile(
         instruction_s=2.0e-4,
         fetch_bandwidth=8.0e9,
         offload_bandwidth=8.0e9,

@@ -33,7 +33,7 @@ from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.layout import StageLayout
 from penstock.planner.traces.measured import MeasuredAttempt, offloaded_s
-from penstock.planner.traces.traced import Work
+from penstock.planner.traces.traced import TracedInstruction
 from penstock.protocol.plan.instructions import (
     BackwardWeight,
     Forward,
@@ -171,7 +171,7 @@ def _stage_means(attempt: MeasuredAttempt) -> dict[StageKey, float]:
     return {key: fmean(values) for key, values in found.items()}
 
 
-def _computed(attempt: MeasuredAttempt) -> Iterator[Work]:
+def _computed(attempt: MeasuredAttempt) -> Iterator[TracedInstruction]:
     for trace in attempt.trace.devices.values():
         yield from (work for work in trace.computed if hasattr(work.instruction, "stage"))
 
@@ -216,7 +216,7 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else 0.0
 
 
-def _wakings(works: Iterable[Work], moments: Sequence[float]) -> Iterator[float]:
+def _wakings(works: Iterable[TracedInstruction], moments: Sequence[float]) -> Iterator[float]:
     for work in works:
         inside = [m for m in moments if work.event.start_s < m <= work.ready_s]
         if inside:

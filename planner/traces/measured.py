@@ -16,7 +16,13 @@ from itertools import pairwise
 from math import inf
 
 from penstock.planner.simulate import DeviceTimes, Lane, Span
-from penstock.planner.traces.traced import AttemptTrace, DeviceTrace, TracedRun, Work, between
+from penstock.planner.traces.traced import (
+    AttemptTrace,
+    DeviceTrace,
+    TracedInstruction,
+    TracedRun,
+    between,
+)
 from penstock.protocol.plan.instructions import (
     Instruction,
     OffloadGradients,
@@ -149,7 +155,7 @@ class MeasuredAttempt:
                     yield self._of_work(Lane.SWAP, device, work)
             yield from self._offload_spans(device, trace)
 
-    def _of_work(self, lane: Lane, device: int, work: Work) -> Span:
+    def _of_work(self, lane: Lane, device: int, work: TracedInstruction) -> Span:
         label = short_label(work.instruction)
         return self._span(lane, device, label, work.ready_s, work.event.end_s, None)
 
@@ -205,12 +211,12 @@ class MeasuredAttempt:
                 yield self._span(Lane.OPTIMIZER, node, label, event.start_s, event.end_s, None)
 
 
-def offloaded_s(work: Work, trace: DeviceTrace, plan: Plan) -> float:
+def offloaded_s(work: TracedInstruction, trace: DeviceTrace, plan: Plan) -> float:
     """When the gradients of an OFFLOAD_GRADIENTS were all published, its own end at least."""
     return max([work.event.end_s, *_published(work, trace, plan)])
 
 
-def _published(work: Work, trace: DeviceTrace, plan: Plan) -> list[float]:
+def _published(work: TracedInstruction, trace: DeviceTrace, plan: Plan) -> list[float]:
     blocks = plan.backward_stages[work.instruction.stage].blocks  # type: ignore[attr-defined]  # an offload
     moments = [s for (block, _), s in trace.published.items() if block in blocks]
     return [s for s in moments if s >= work.event.start_s]

@@ -31,7 +31,7 @@ _RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class TracedInstruction:
     """An instruction that a device executed; ``computes`` from ``start_s`` plus ``waited_s`` on."""
 
     instruction: Instruction
@@ -96,15 +96,15 @@ class DeviceTrace:
     known of some devices.
     """
 
-    computed: list[Work] = field(default_factory=list)
-    issued: list[Work] = field(default_factory=list)
-    loads: list[Work] = field(default_factory=list)
-    fetches: list[Work] = field(default_factory=list)
+    computed: list[TracedInstruction] = field(default_factory=list)
+    issued: list[TracedInstruction] = field(default_factory=list)
+    loads: list[TracedInstruction] = field(default_factory=list)
+    fetches: list[TracedInstruction] = field(default_factory=list)
     arrivals: dict[Tensor, float] = field(default_factory=dict)
     sums: dict[int, float] = field(default_factory=dict)
     published: dict[tuple[int, int], float] = field(default_factory=dict)
-    updates: list[Work] = field(default_factory=list)
-    copies: list[Work] = field(default_factory=list)
+    updates: list[TracedInstruction] = field(default_factory=list)
+    copies: list[TracedInstruction] = field(default_factory=list)
     program: list[Instruction] = field(default_factory=list)
     peak: Peak | None = None
 
@@ -120,7 +120,7 @@ class AttemptTrace:
     @cached_property
     def moved(self) -> tuple[Moved, ...]:
         """All transfers whose two ends are known, by arrival at each target."""
-        sends: dict[tuple[Tensor, int], tuple[int, Work]] = {}
+        sends: dict[tuple[Tensor, int], tuple[int, TracedInstruction]] = {}
         for device, trace in self.devices.items():
             for work in trace.issued:
                 if isinstance(work.instruction, _SENDS):
@@ -247,7 +247,7 @@ class _Sorter:
     def _of_interpreter(self, trace: DeviceTrace, event: TraceEvent) -> None:
         if event.text not in self._parsed:
             self._parsed[event.text] = parse_instruction(event.text)
-        work = Work(instruction=self._parsed[event.text], event=event)
+        work = TracedInstruction(instruction=self._parsed[event.text], event=event)
         if event.lane is TraceLane.FETCH:
             trace.fetches.append(work)
         elif event.lane is TraceLane.UPDATE:

@@ -74,7 +74,7 @@ class KindProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineProfile:
     """Rates of one machine: bytes/s, seconds, parameters/s of all optimizer cores of a node.
 
     ``instruction_s``: overhead of each compute instruction. Bandwidths are ``inf`` where nothing
@@ -113,7 +113,7 @@ class Profile:
     device: str
     sequence_length: int
     micro_batch: int
-    machine: Machine
+    machine: MachineProfile
     kinds: Mapping[str, KindProfile] = field(hash=False)
     table: BlockTable
 

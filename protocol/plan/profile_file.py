@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.plan.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
+from penstock.protocol.plan.profile import (
+    KindProfile,
+    LinearFit,
+    MachineProfile,
+    OperatorProfile,
+    Profile,
+)
 from penstock.shm.table import BlockTable
 
 PROFILE_FORMAT = 4
@@ -35,7 +41,7 @@ _MAX_OPERATORS = 64
 _OPERATOR_NAME = re.compile(r"[a-z0-9_]{1,32}")
 
 _FITS = tuple(field.name for field in fields(KindProfile) if field.name != "operators")
-_RATES = tuple(field.name for field in fields(Machine))
+_RATES = tuple(field.name for field in fields(MachineProfile))
 _TIMES = ("instruction_s", "latency_s")
 _BLOCK_NUMBERS = (
     "trainable_elements",
@@ -130,7 +136,7 @@ def _fit_to_list(fit: LinearFit) -> list[float]:
     return [fit.slope, fit.intercept]
 
 
-def _machine(value: Any) -> Machine:
+def _machine(value: Any) -> MachineProfile:
     entry = _object("machine", value, _RATES)
     rates = {}
     for name in _RATES:
@@ -143,7 +149,7 @@ def _machine(value: Any) -> Machine:
             rates[name] = _number(where, entry[name])
             if rates[name] <= 0.0:
                 raise ConfigError(f"profile: {where} is {rates[name]!r}, expected a positive rate")
-    return Machine(**rates)
+    return MachineProfile(**rates)
 
 
 def _kind(where: str, value: Any) -> KindProfile:

@@ -17,7 +17,7 @@ from penstock.planner.cost.cluster import ADVANCE, SPLIT_MASTER, OptimizerStart
 from penstock.planner.cost.emulation import Emulation, PassWork, stored_table
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.plan.profile import KindProfile, LinearFit, Machine, Profile
+from penstock.protocol.plan.profile import KindProfile, LinearFit, MachineProfile, Profile
 from penstock.protocol.plan.profile_file import load_profile, to_json
 
 
@@ -173,7 +173,7 @@ FIT = LinearFit(slope=1e-5)
 def profile_file(path: Path) -> Path:
     table = Emulation.of(config("emulated:analytic:V100-32:gpt3-125m")).table
     kind = KindProfile(**{f.name: FIT for f in fields(KindProfile) if f.name != "operators"})
-    machine = Machine(
+    machine = MachineProfile(
         instruction_s=1e-4,
         fetch_bandwidth=1e10,
         offload_bandwidth=1e10,

@@ -24,13 +24,19 @@ from penstock.planner.cost.profile import (
 )
 from penstock.planner.cost.sources import ProfileSource, parse_costs
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.profile import KindProfile, LinearFit, Machine, OperatorProfile, Profile
+from penstock.protocol.plan.profile import (
+    KindProfile,
+    LinearFit,
+    MachineProfile,
+    OperatorProfile,
+    Profile,
+)
 from penstock.protocol.plan.profile_file import from_json, to_json
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]
 
-_MACHINE = Machine(
+_MACHINE = MachineProfile(
     instruction_s=0.5,
     fetch_bandwidth=inf,
     offload_bandwidth=20.0,
