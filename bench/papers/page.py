@@ -13,10 +13,10 @@ from types import MappingProxyType
 from bench.papers.base import PaperTable
 from penstock.planner.build import ScheduleRequest
 from penstock.planner.cost.sources import UnitCosts
+from penstock.planner.pipeline import Recipe, Terms, price, settle_stages, try_out
 from penstock.planner.render import ABSTRACT, Caption, svg
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation
-from penstock.planner.tuning.trial import Recipe, Terms, price, settle_stages, try_out
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import RecomputeAfter
 

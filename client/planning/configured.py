@@ -11,10 +11,10 @@ from penstock.client.planning.outputs import blocks_text, heading, stages_text
 from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
 from penstock.daemons.node.preparing.prepare import Prospect, look_ahead, table_of, with_schedule
 from penstock.planner.memory.table import MemoryRow
+from penstock.planner.pipeline import try_plan
 from penstock.planner.render import Caption, timeline
 from penstock.planner.simulate import Simulation
 from penstock.planner.tuning.auto import config_terms
-from penstock.planner.tuning.trial import try_plan
 from penstock.planner.validate.check import program_grid
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.placement import check_cores

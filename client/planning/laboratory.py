@@ -19,12 +19,7 @@ from penstock.planner.build import ScheduleRequest
 from penstock.planner.cost.sources import CostSource, Prices, UnitCosts, parse_costs
 from penstock.planner.orders.search import Effort, Gap, gap
 from penstock.planner.passes import PASSES
-from penstock.planner.render import ABSTRACT, SECONDS, Caption, format_bytes, timeline
-from penstock.planner.schedule import schedule_of
-from penstock.planner.schemes import RecomputeMode
-from penstock.planner.simulate import Simulation
-from penstock.planner.torch_actions import parse_actions, schedule_of_actions
-from penstock.planner.tuning.trial import (
+from penstock.planner.pipeline import (
     OPTIMIZERS,
     Recipe,
     Terms,
@@ -35,6 +30,11 @@ from penstock.planner.tuning.trial import (
     try_plan,
     try_schedule,
 )
+from penstock.planner.render import ABSTRACT, SECONDS, Caption, format_bytes, timeline
+from penstock.planner.schedule import schedule_of
+from penstock.planner.schemes import RecomputeMode
+from penstock.planner.simulate import Simulation
+from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate.check import program_grid, validate
 from penstock.protocol.errors import ConfigError, ProtocolError, reason
 from penstock.protocol.plan.instructions import RecomputeAfter

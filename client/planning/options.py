@@ -264,7 +264,7 @@ def optimizer_name(text: str) -> str:
     Raises:
         ConfigError: no such optimizer.
     """
-    from penstock.planner.tuning.trial import OPTIMIZERS
+    from penstock.planner.pipeline import OPTIMIZERS
 
     if text not in OPTIMIZERS:
         raise ConfigError(f"--optimizer {text!r}: accepted: {', '.join(OPTIMIZERS)}")

@@ -21,13 +21,13 @@ from penstock.client.planning.outputs import write_file
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.planner.cost.prices import config_prices, optimizer_of
 from penstock.planner.cost.sources import AnalyticSource, Prices
+from penstock.planner.pipeline import OPTIMIZERS, Terms, operators_named
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.settling import settle_as_configured
 from penstock.planner.tuning.auto import settler_of, trainable_plan, trainable_schemes
+from penstock.planner.tuning.search import Limits, Outcome, Planner, Pricer, Search, fragment
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
-from penstock.planner.tuning.trial import OPTIMIZERS, Terms, operators_named
-from penstock.planner.tuning.tune import Limits, Outcome, Planner, Pricer, Search, fragment
 from penstock.protocol.config.schema import Config, ScheduleConfig, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.executable import check_executable

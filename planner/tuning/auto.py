@@ -17,12 +17,12 @@ from penstock.planner.build import build_plan, dropped_operators
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.prices import config_prices, optimizer_of
 from penstock.planner.cost.sources import Prices
+from penstock.planner.pipeline import Terms, try_plan
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.tuning.search import Limits, Progress, Search, Settler, fragment
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
-from penstock.planner.tuning.trial import Terms, try_plan
-from penstock.planner.tuning.tune import Limits, Progress, Search, Settler, fragment
 from penstock.protocol.config.schema import AUTO, Config, ScheduleConfig
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.executable import check_executable, check_updates

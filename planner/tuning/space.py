@@ -9,8 +9,8 @@ from itertools import product
 from penstock.planner.build import ScheduleRequest
 from penstock.planner.layout import Residency
 from penstock.planner.passes import PASSES
+from penstock.planner.pipeline import Recipe
 from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.planner.tuning.trial import Recipe
 
 PASS_SETS: tuple[tuple[str, ...], ...] = (
     ("2bp",),

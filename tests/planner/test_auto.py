@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from penstock.planner.pipeline import try_plan
 from penstock.planner.render.units import SECONDS
 from penstock.planner.tuning.auto import Choice, asked_of, choose, config_terms, trainable_plan
-from penstock.planner.tuning.trial import try_plan
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan

@@ -17,9 +17,9 @@ from penstock.planner.cost.prices import config_prices
 from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
 from penstock.planner.memory.arrivals import early_arrivals
 from penstock.planner.memory.footprint import device_peaks, footprints
+from penstock.planner.pipeline import try_plan
 from penstock.planner.tensors import Tensor, TensorKind
 from penstock.planner.tuning.auto import config_terms, trainable_plan
-from penstock.planner.tuning.trial import try_plan
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ExitCode
 from penstock.protocol.plan.instructions import parse_program

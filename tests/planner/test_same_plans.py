@@ -33,11 +33,7 @@ from penstock.planner.cost.sources import AnalyticSource, CostSource, UnitCosts
 from penstock.planner.memory.footprint import Footprint, footprints
 from penstock.planner.memory.table import memory_table
 from penstock.planner.passes import PASSES
-from penstock.planner.schedule import Schedule
-from penstock.planner.schemes import SCHEMES
-from penstock.planner.simulate import Simulation
-from penstock.planner.tuning.auto import choose, config_terms
-from penstock.planner.tuning.trial import (
+from penstock.planner.pipeline import (
     OPTIMIZERS,
     Recipe,
     Terms,
@@ -48,6 +44,10 @@ from penstock.planner.tuning.trial import (
     try_plan,
     try_schedule,
 )
+from penstock.planner.schedule import Schedule
+from penstock.planner.schemes import SCHEMES
+from penstock.planner.simulate import Simulation
+from penstock.planner.tuning.auto import choose, config_terms
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable

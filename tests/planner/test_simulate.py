@@ -12,11 +12,11 @@ import pytest
 from penstock.planner.build import ScheduleRequest, build_plan, build_schedule
 from penstock.planner.cost.cluster import ADVANCE, SYNCHRONOUS, Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.pipeline import try_plan
 from penstock.planner.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Lane, Simulation, simulate
 from penstock.planner.tuning.auto import config_terms
-from penstock.planner.tuning.trial import try_plan
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program

@@ -12,8 +12,8 @@ from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.sources import Prices
 from penstock.planner.settling import choose_settled_early
 from penstock.planner.simulate import simulate
+from penstock.planner.tuning.search import Limits, Outcome, Search, fragment
 from penstock.planner.tuning.space import Candidate, Space
-from penstock.planner.tuning.tune import Limits, Outcome, Search, fragment
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.layout import TWO_COPIES, Storage
 

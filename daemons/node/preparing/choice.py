@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.planner.tuning.auto import Fits, asked_of, choose, describe, settings_of
-from penstock.planner.tuning.tune import Outcome
+from penstock.planner.tuning.search import Outcome
 from penstock.protocol.config.schema import AUTO, Config
 from penstock.shm.table import BlockTable
 

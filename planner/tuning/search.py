@@ -2,7 +2,7 @@
 
 A grid over scheme, pipeline x data parallelism, micro-batch size, recomputation and numbers of
 stages; then passes on the best of it. Pure and deterministic: the same space gives the same table.
-What a candidate costs is decided by :func:`penstock.planner.tuning.trial.make_schedule` and the
+What a candidate costs is decided by :func:`penstock.planner.pipeline.make_schedule` and the
 simulator.
 
 Not everything is simulated. A candidate is left out when the weights it keeps cannot fit, when its
@@ -23,12 +23,12 @@ from penstock.planner.cost.sources import Prices
 from penstock.planner.layout import Residency
 from penstock.planner.memory.footprint import device_peaks, swapped_peaks
 from penstock.planner.orders.bounds import lower_bound_s
+from penstock.planner.pipeline import Terms, lowered, make_schedule
 from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import schedule_of
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
 from penstock.planner.tuning.space import Candidate, Space
-from penstock.planner.tuning.trial import Terms, lowered, make_schedule
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.layout import GRADIENT_COPIES, TWO_COPIES, WEIGHT_SLOTS, Storage
