@@ -79,7 +79,7 @@ def make_stage(kind: str, *, full_resnet: bool) -> Stage:
     return Stage(model=transformers.AutoModel.from_config(config).train(), shape=shape)
 
 
-class Run:
+class StageRun:
     """One micro-batch, step by step: forward, first half, second half."""
 
     def __init__(self, stage: Stage, clock: Callable[[], float]) -> None:
@@ -159,9 +159,9 @@ class Alive(TorchDispatchMode):
         return sum(living) / _MIB
 
 
-def kept_mib(stage: Stage, way: Callable[[Run, Callable[[], None]], None]) -> float:
+def kept_mib(stage: Stage, way: Callable[[StageRun, Callable[[], None]], None]) -> float:
     """What is alive between the halves."""
-    run = Run(stage, time.perf_counter)
+    run = StageRun(stage, time.perf_counter)
     run.inputs.grad = torch.zeros_like(run.inputs)
     sums = [p.grad for p in stage.model.parameters() if p.grad is not None]
     apart = (run.inputs, run.inputs.grad, *stage.model.parameters(), *stage.model.buffers(), *sums)
@@ -173,7 +173,7 @@ def kept_mib(stage: Stage, way: Callable[[Run, Callable[[], None]], None]) -> fl
 
 def forward_mib(stage: Stage) -> float:
     """What is alive after an unsplit forward."""
-    run = Run(stage, time.perf_counter)
+    run = StageRun(stage, time.perf_counter)
     apart = (run.inputs, *stage.model.parameters(), *stage.model.buffers())
     with Alive(apart) as alive:
         output = stage.forward(run.inputs)
@@ -181,7 +181,7 @@ def forward_mib(stage: Stage) -> float:
     return kept - output.nbytes / _MIB
 
 
-Way = Callable[[Run, Callable[[], None]], None]
+Way = Callable[[StageRun, Callable[[], None]], None]
 WAYS: tuple[tuple[str, Way], ...] = (
     ("split", lambda run, at_half: run.split(at_half, reductions=False)),
     ("+reductions", lambda run, at_half: run.split(at_half, reductions=True)),
@@ -196,11 +196,11 @@ def report(kind: str, stage: Stage, clock: Callable[[], float], rounds: int) -> 
     unsplit: list[list[float]] = []
     split: dict[str, list[list[float]]] = {name: [] for name, _ in WAYS}
     for _ in range(rounds + 1):  # the first warms up
-        run = Run(stage, clock)
+        run = StageRun(stage, clock)
         run.unsplit()
         unsplit.append(run.seconds)
         for name, way in WAYS:
-            run = Run(stage, clock)
+            run = StageRun(stage, clock)
             way(run, lambda: None)
             split[name].append(run.seconds)
     of_mib = forward_mib(stage)
@@ -233,7 +233,7 @@ def report_concatenation(stage: Stage, clock: Callable[[], float], rounds: int) 
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds + 1):
         for concatenate, found in seconds.items():
-            runs = [Run(stage, clock) for _ in range(_MICRO_BATCHES)]
+            runs = [StageRun(stage, clock) for _ in range(_MICRO_BATCHES)]
             stores = [run.first_half() for run in runs]
             start = clock()
             run_together(stores, concatenate=concatenate)

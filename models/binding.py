@@ -94,7 +94,7 @@ def bind_gradients(
             bound.leaves[lent.local_name].grad = _view(tensor, flat).detach()
 
 
-class Kind:
+class BlockModules:
     """The module objects of one kind of block, and where its parameters go."""
 
     def __init__(self, part: Part, modules: Sequence[nn.Module], prefix: str) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from penstock.models.binding import Borrowed, BoundBlock, Kind, bind_block, bind_gradients
+from penstock.models.binding import BlockModules, Borrowed, BoundBlock, bind_block, bind_gradients
 from penstock.models.compiled import CompiledLayer
 from penstock.models.data.batch import MicroBatch
 from penstock.models.loss import chunked_cross_entropy
@@ -26,8 +26,8 @@ from penstock.models.saved_activations.tape import tensors_in
 from penstock.models.storing import Stored, Storing
 from penstock.models.surgery.decoder_parts import (
     BatchTensors,
+    DecoderParts,
     LayerCall,
-    Pieces,
     check_documents_apart,
 )
 from penstock.models.surgery.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
@@ -106,7 +106,7 @@ class ModelRuntime:
                 if buffer is not None:
                     module._buffers[key] = moved = buffer.to(self._device)
                     self._buffers.append(moved)
-        self._pieces = Pieces(skeleton, device=self._device, compute_dtype=compute_dtype)
+        self._parts = DecoderParts(skeleton, device=self._device, compute_dtype=compute_dtype)
         self._layers = skeleton.layers
         self._prefixes = _prefixes(skeleton)
         self._representative: dict[str, nn.Module] = {}
@@ -223,7 +223,7 @@ class ModelRuntime:
                     else:
                         tensors = {HIDDEN: self._run_block(block, tensors, prepared, training)}
             weighted = None if loss is None else loss * loss_weight
-        if stored is not None and stored.kept is not None:
+        if stored is not None and stored.activations is not None:
             for leaf in leaves.values():
                 let_go(leaf)
         return StageOutput(
@@ -272,7 +272,7 @@ class ModelRuntime:
         if spec.layer_index is None:
             with self._installed(block, training):
                 ids = self._moved(prepared.batch.input_ids)
-                return self._pieces.embed(ids, prepared.tensors, training=training)
+                return self._parts.embed(ids, prepared.tensors, training=training)
         compiled = None if prepared.watched else self._compiled.get(spec.kind)
         layer = compiled or self._representative[spec.kind]
         bound = block if compiled is None else compiled.aliased(block)
@@ -290,14 +290,14 @@ class ModelRuntime:
         labels = self._moved(prepared.batch.labels).reshape(-1)
         again = False
         with self._installed(block, training):
-            finished = self._pieces.finish(hidden)
+            finished = self._parts.finish(hidden)
 
         def logits_of(rows: torch.Tensor) -> torch.Tensor:
             # Installed per call: chunks run again in the backward, when the forward is long over.
             # Gradients go to the leaves of the first run, which may have lost their memory since.
             now = storing.block_now(block) if storing is not None and again else block
             with self._installed(now, training):
-                return self._pieces.logits(rows)
+                return self._parts.logits(rows)
 
         loss = chunked_cross_entropy(
             logits_of,
@@ -348,11 +348,11 @@ class ModelRuntime:
         if batch_tensors.plain:
             calls = self._calls_by_shape.get(batch_tensors.shape)
             if calls is None:
-                calls = self._pieces.layer_calls(batch_tensors)
+                calls = self._parts.layer_calls(batch_tensors)
                 self._calls_by_shape[batch_tensors.shape] = calls
             return calls
         if self._latest is None or self._latest[0] is not batch:
-            calls = self._pieces.layer_calls(batch_tensors)
+            calls = self._parts.layer_calls(batch_tensors)
             if batch.document_ids is not None and not self._documents_apart:
                 ids = torch.from_numpy(batch.document_ids)
                 self._documents_apart = check_documents_apart(calls, ids)
@@ -377,8 +377,8 @@ class ModelRuntime:
         else:
             torch.default_generator.manual_seed(seed)
 
-    def _make_kinds(self, skeleton: Skeleton) -> dict[str, Kind]:
-        kinds: dict[str, Kind] = {}
+    def _make_kinds(self, skeleton: Skeleton) -> dict[str, BlockModules]:
+        kinds: dict[str, BlockModules] = {}
         children = dict(skeleton.decoder.named_children())
         after = [children[name] for name in skeleton.after]
         before = [
@@ -394,7 +394,7 @@ class ModelRuntime:
                 layer = skeleton.layers[part.layer_index]
                 self._representative[part.kind] = layer
                 modules = (layer,)
-            kinds[part.kind] = Kind(part, modules, prefix)
+            kinds[part.kind] = BlockModules(part, modules, prefix)
         return kinds
 
 

@@ -1,10 +1,10 @@
 """What a forward leaves for its backward, where autograd alone would not do.
 
 A forward of :class:`~penstock.models.runtime.ModelRuntime` that is given a :class:`Storing` runs
-inside a kept store (:mod:`penstock.models.saved_activations`: operators dropped, swaps, weights
-bound anew), watched for a split backward (:mod:`penstock.models.split_backward.split`), or both;
-the :class:`Stored` of its :class:`~penstock.models.runtime.StageOutput` is then what the
-instructions in between work on.
+inside a store of saved activations (:mod:`penstock.models.saved_activations`: operators dropped,
+swaps, weights bound anew), watched for a split backward
+(:mod:`penstock.models.split_backward.split`), or both; the :class:`Stored` of its
+:class:`~penstock.models.runtime.StageOutput` is then what the instructions in between work on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from dataclasses import dataclass
 import torch
 
 from penstock.models.binding import BoundBlock
-from penstock.models.saved_activations import BoundWeights, KeepPolicy, Kept, keeping
+from penstock.models.saved_activations import (
+    BoundWeights,
+    SavedActivations,
+    SavePolicy,
+    saving_activations,
+)
 from penstock.models.split_backward.split import DeferredWeights, split_backward
 
 
@@ -27,17 +32,17 @@ class Stored:
     ``deferred``: the weight gradients that BACKWARD_INPUT leaves for BACKWARD_WEIGHT.
     """
 
-    kept: Kept | None
+    activations: SavedActivations | None
     deferred: DeferredWeights | None
 
     def block(self, index: int) -> AbstractContextManager[None]:
         """Block ``index`` runs inside."""
-        return nullcontext() if self.kept is None else self.kept.block(index)
+        return nullcontext() if self.activations is None else self.activations.block(index)
 
     def discard(self) -> None:
         """Free everything; the micro-batch is given up."""
-        if self.kept is not None:
-            self.kept.discard()
+        if self.activations is not None:
+            self.activations.discard()
         if self.deferred is not None:
             self.deferred.discard()
 
@@ -51,7 +56,7 @@ class Storing:
     """
 
     weights: BoundWeights
-    policy: KeepPolicy | None = None
+    policy: SavePolicy | None = None
     split: bool = False
 
     @contextmanager
@@ -60,14 +65,16 @@ class Storing:
     ) -> Iterator[Stored]:
         """A forward of ``bound`` runs inside; ``constants`` outlive it."""
         with ExitStack() as stack:
-            kept = deferred = None
+            activations = deferred = None
             if self.policy is not None:
-                kept = stack.enter_context(keeping(self.policy, self.weights, constants))
+                activations = stack.enter_context(
+                    saving_activations(self.policy, self.weights, constants)
+                )
             if self.split:
                 deferred = DeferredWeights()
                 leaves = [leaf for block in bound for leaf in block.leaves.values()]
                 stack.enter_context(split_backward(deferred, leaves))
-            yield Stored(kept=kept, deferred=deferred)
+            yield Stored(activations=activations, deferred=deferred)
 
     def block_now(self, block: BoundBlock) -> BoundBlock:
         """The block over the memory where its weights are now; gradients go nowhere new.
@@ -75,7 +82,7 @@ class Storing:
         For parts of a forward that run again inside the backward.
 
         Raises:
-            KeptError: they are nowhere.
+            SavedActivationError: they are nowhere.
         """
         if self.policy is None or not self.policy.rebind:
             return block

@@ -17,7 +17,7 @@ import torch
 
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime, StageOutput
-from penstock.models.saved_activations import KeepPolicy, Kept
+from penstock.models.saved_activations import SavedActivations, SavePolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
 from penstock.protocol.errors import LostMemberError, PenstockError
@@ -108,10 +108,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
+class HeldTensors:
     """What an attempt holds for later instructions, by (what,) stage and micro-batch."""
 
-    kept: Mapping[tuple[str, int, int], NamedTensors]
+    tensors: Mapping[tuple[str, int, int], NamedTensors]
     posted: Set[tuple[str, int, int]]
     graphs: Mapping[tuple[int, int], StageOutput]
     deferred: Mapping[tuple[int, int], DeferredWeights]
@@ -217,7 +217,7 @@ class Attempt:
             return None
         return Storing(
             weights=self.stages.places(stage),
-            policy=KeepPolicy(drop=frozenset(drop), rebind=rebind) if keeps else None,
+            policy=SavePolicy(drop=frozenset(drop), rebind=rebind) if keeps else None,
             split=splits,
         )
 
@@ -236,14 +236,14 @@ class Attempt:
         """Whether a forward left a graph, without the dropped operators' outputs perhaps."""
         return (stage, micro_batch) in self._graphs
 
-    def kept(self, stage: int, micro_batch: int) -> Kept:
+    def saved_activations(self, stage: int, micro_batch: int) -> SavedActivations:
         """What the graph of a stage keeps, to swap it or to make again what was dropped."""
         output = self._graphs.get((stage, micro_batch))
-        if output is None or output.stored is None or output.stored.kept is None:
+        if output is None or output.stored is None or output.stored.activations is None:
             raise UnusedWorkError(
                 f"activations of stage {stage}, micro-batch {micro_batch} are not kept here"
             )
-        return output.stored.kept
+        return output.stored.activations
 
     def defer(self, stage: int, micro_batch: int, deferred: DeferredWeights) -> None:
         """Leave weight gradients for BACKWARD_WEIGHT."""
@@ -260,10 +260,10 @@ class Attempt:
         return self._deferred.pop((stage, micro_batch))
 
     @property
-    def holdings(self) -> Holdings:
+    def held_tensors(self) -> HeldTensors:
         """What is held now; changes with the attempt."""
-        return Holdings(
-            kept=self._kept,
+        return HeldTensors(
+            tensors=self._kept,
             posted=self._posted.keys(),
             graphs=self._graphs,
             deferred=self._deferred,

@@ -75,7 +75,7 @@ def export_hf(
     try:
         model = build_skeleton(hf_config).model
         _write_config(hf_config, model, dtype, temporary)
-        _write_shards(_Source(model, table, read_block, dtype), temporary, shard_bytes)
+        _write_shards(_ExportedTensors(model, table, read_block, dtype), temporary, shard_bytes)
         write_files(temporary, carried)
         _flush(temporary)
         temporary.rename(out)
@@ -85,7 +85,7 @@ def export_hf(
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _ExportedTensors:
     """What is written: the tensors of a table's blocks, in the type that they are to have."""
 
     model: Any
@@ -114,7 +114,7 @@ def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directo
     config.save_pretrained(directory)
 
 
-def _write_shards(source: _Source, directory: Path, shard_bytes: int) -> None:
+def _write_shards(source: _ExportedTensors, directory: Path, shard_bytes: int) -> None:
     table = source.table
     shards = list(_shards(table, source.dtype, shard_bytes))
     file_of: dict[str, str] = {}

@@ -21,10 +21,15 @@ import numpy as np
 import torch
 
 from penstock.models.data.batch import MicroBatch
-from penstock.models.profiling.memory import Forward, MemoryMeasure, measure_drops, measure_memory
+from penstock.models.profiling.memory import (
+    MemoryMeasure,
+    RunForward,
+    measure_drops,
+    measure_memory,
+)
 from penstock.models.profiling.operators import OperatorProbe
 from penstock.models.runtime import HIDDEN, Borrowed, BoundBlock, ModelRuntime, StageOutput
-from penstock.models.saved_activations import BoundWeights, KeepPolicy
+from penstock.models.saved_activations import BoundWeights, SavePolicy
 from penstock.models.storing import Storing
 from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile
 from penstock.shm.table import BlockTable
@@ -193,12 +198,12 @@ class BlockBench:
 
     def _storing_forward(
         self, bound: Sequence[BoundBlock], inputs: Mapping[str, torch.Tensor], batch: MicroBatch
-    ) -> Forward:
+    ) -> RunForward:
         weights = BoundWeights()
         weights.bind(bound)
 
         def forward(
-            *, autograd: bool = True, split: bool = False, policy: KeepPolicy | None = None
+            *, autograd: bool = True, split: bool = False, policy: SavePolicy | None = None
         ) -> StageOutput:
             storing = Storing(weights=weights, policy=policy, split=split)
             plain = policy is None and not split

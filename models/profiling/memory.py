@@ -15,18 +15,18 @@ import torch
 
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.runtime import StageOutput
-from penstock.models.saved_activations import KeepPolicy, let_go
+from penstock.models.saved_activations import SavePolicy, let_go
 from penstock.models.split_backward.split import run_together
 
 Gradients = Mapping[str, torch.Tensor]
-Backward = Callable[[StageOutput, Gradients], Gradients]
+RunBackward = Callable[[StageOutput, Gradients], Gradients]
 
 
-class Forward(Protocol):
+class RunForward(Protocol):
     """A forward of the blocks on one micro-batch, the same each time."""
 
     def __call__(
-        self, *, autograd: bool = True, split: bool = False, policy: KeepPolicy | None = None
+        self, *, autograd: bool = True, split: bool = False, policy: SavePolicy | None = None
     ) -> StageOutput:
         """Run it; ``split``: for a backward in two halves; ``policy``: what a store keeps."""
 
@@ -47,7 +47,7 @@ class MemoryMeasure:
 
 
 def measure_memory(
-    forward: Forward, backward: Backward, constants: Iterable[torch.Tensor]
+    forward: RunForward, backward: RunBackward, constants: Iterable[torch.Tensor]
 ) -> MemoryMeasure:
     """Run forwards and backwards of both kinds. The first forward of all must be over: it fills
     caches, which are the ``constants``.
@@ -65,19 +65,19 @@ def measure_memory(
     )
 
 
-def measure_drops(forward: Forward, operators: Iterable[str]) -> dict[str, float]:
+def measure_drops(forward: RunForward, operators: Iterable[str]) -> dict[str, float]:
     """Bytes that each operator's dropping saves."""
 
     def kept_bytes(drop: frozenset[str]) -> float:
-        output = forward(policy=KeepPolicy(drop=drop))
-        assert output.stored is not None and output.stored.kept is not None
-        return float(output.stored.kept.bytes)
+        output = forward(policy=SavePolicy(drop=drop))
+        assert output.stored is not None and output.stored.activations is not None
+        return float(output.stored.activations.bytes)
 
     everything = kept_bytes(frozenset())
     return {name: everything - kept_bytes(frozenset({name})) for name in operators}
 
 
-def _forward(forward: Forward, *, autograd: bool) -> tuple[float, float, float]:
+def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, float]:
     """Bytes that a forward keeps, its input among them, those that it needs meanwhile beyond
     these and its output, and those of its output.
     """
@@ -92,7 +92,7 @@ def _forward(forward: Forward, *, autograd: bool) -> tuple[float, float, float]:
     return float(kept_bytes + _bytes(output.inputs)), float(workspace_bytes), float(output_bytes)
 
 
-def _backward(forward: Forward, backward: Backward) -> float:
+def _backward(forward: RunForward, backward: RunBackward) -> float:
     """Bytes that a backward needs beyond the graph and the gradients that come and go."""
     ledger = StorageLedger()
     with StorageMode(ledger, ""):
@@ -102,7 +102,7 @@ def _backward(forward: Forward, backward: Backward) -> float:
     return _workspace(ledger.peak_bytes - before_bytes, gradients)
 
 
-def _split(forward: Forward, backward: Backward) -> dict[str, float]:
+def _split(forward: RunForward, backward: RunBackward) -> dict[str, float]:
     """The same of both halves, and what stays in between."""
     ledger = StorageLedger()
     with StorageMode(ledger, ""):
@@ -123,7 +123,7 @@ def _split(forward: Forward, backward: Backward) -> dict[str, float]:
     }
 
 
-def _prepared(forward: Forward, *, split: bool) -> tuple[StageOutput, Gradients]:
+def _prepared(forward: RunForward, *, split: bool) -> tuple[StageOutput, Gradients]:
     output = forward(split=split)
     seeds = {name: torch.ones_like(tensor) for name, tensor in output.tensors.items()}
     for tensor in output.tensors.values():

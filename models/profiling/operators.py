@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
+from penstock.models.saved_activations.operators import plain_name
+
 _NAMES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"), "qkv"),
     **dict.fromkeys(("o_proj", "out_proj", "dense"), "attention_output"),
@@ -33,7 +35,7 @@ _NAMES = {
 
 
 @dataclass(slots=True, kw_only=True)
-class _Call:
+class _TimedModule:
     """A module that is running."""
 
     operator: str | None
@@ -42,10 +44,10 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Run:
+class _TimedForward:
     """One forward: the modules that are running, and the seconds of those that are over."""
 
-    stack: list[_Call] = field(default_factory=list)
+    stack: list[_TimedModule] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -55,16 +57,16 @@ class OperatorProbe:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._names: dict[int, str] = {}
-        self._runs: list[_Run] = []
+        self._runs: list[_TimedForward] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """One forward runs inside."""
-        run = _Run()
+        run = _TimedForward()
 
         def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             self._names.update({id(child): name for name, child in module.named_children()})
-            run.stack.append(_Call(operator=self._operator(module), started_s=self._now()))
+            run.stack.append(_TimedModule(operator=self._operator(module), started_s=self._now()))
 
         def after(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             self._leave(run, run.stack.pop())
@@ -98,9 +100,9 @@ class OperatorProbe:
             return "norm"
         if "activation" in kind or name in ("act", "act_fn", "activation_fn"):
             return kind.removesuffix("activation") or "activation"
-        return _NAMES.get(name) or _plain(name or kind)
+        return _NAMES.get(name) or plain_name(name or kind)
 
-    def _leave(self, run: _Run, call: _Call) -> None:
+    def _leave(self, run: _TimedForward, call: _TimedModule) -> None:
         took_s = self._now() - call.started_s
         if run.stack:
             run.stack[-1].children_s += took_s
@@ -118,9 +120,3 @@ def _own_work(kind: str) -> str | None:
     if "attention" in kind:
         return "attention_core"
     return "mul" if "mlp" in kind else None
-
-
-def _plain(name: str) -> str:
-    """A name that instructions can carry."""
-    kept = "".join(c if c.isalnum() and c.isascii() else "_" for c in name.lower())
-    return kept[:32]

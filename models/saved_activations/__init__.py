@@ -6,8 +6,13 @@
 """
 
 from penstock.models.saved_activations.operators import OperatorTracker
-from penstock.models.saved_activations.slots import Arrival, KeptError
-from penstock.models.saved_activations.store import KeepPolicy, Kept, keeping, let_go
+from penstock.models.saved_activations.slots import Arrival, SavedActivationError
+from penstock.models.saved_activations.store import (
+    SavedActivations,
+    SavePolicy,
+    let_go,
+    saving_activations,
+)
 from penstock.models.saved_activations.swap import (
     Allocate,
     CopyStream,
@@ -23,12 +28,12 @@ __all__ = [
     "BoundWeights",
     "CopyStream",
     "CudaCopies",
-    "KeepPolicy",
-    "Kept",
-    "KeptError",
     "OperatorTracker",
     "PlainCopies",
+    "SavePolicy",
+    "SavedActivationError",
+    "SavedActivations",
     "host_memory",
-    "keeping",
     "let_go",
+    "saving_activations",
 ]

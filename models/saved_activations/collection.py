@@ -8,25 +8,25 @@ from typing import Protocol
 
 import torch
 
-from penstock.models.saved_activations.slots import Opaque, Slot, SlotView, storage_of
+from penstock.models.saved_activations.slots import Opaque, SlotView, StorageSlot, storage_of
 from penstock.models.saved_activations.weights import BoundWeights
 
 
-class View(Protocol):
+class SavedTensor(Protocol):
     """A tensor that is somewhere: over a slot, among the weights, or simply held."""
 
     def tensor(self) -> torch.Tensor:
         """The tensor, made again or waited for where needed.
 
         Raises:
-            KeptError: it cannot be had.
+            SavedActivationError: it cannot be had.
         """
 
     def check(self) -> None:
         """Raise if it cannot be had."""
 
 
-class Collection:
+class SavedTensors:
     """Slots by storage. Refers to them weakly: they live as long as somebody needs them."""
 
     def __init__(
@@ -36,11 +36,11 @@ class Collection:
         self._weights = weights
         self._rebind = rebind
         self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
-        self._slots: list[weakref.ref[Slot]] = []
-        self._held: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        self._slots: list[weakref.ref[StorageSlot]] = []
+        self._held: weakref.WeakValueDictionary[int, StorageSlot] = weakref.WeakValueDictionary()
         self._num_slots = 0
 
-    def view(self, tensor: torch.Tensor) -> View:
+    def view(self, tensor: torch.Tensor) -> SavedTensor:
         """Hold the tensor's memory, if it is not a weight's that will be looked up again."""
         storage = storage_of(tensor)
         if storage is None:
@@ -55,7 +55,7 @@ class Collection:
             self._held[storage._cdata] = slot
         return view_of(slot, tensor)
 
-    def held(self, storage: torch.UntypedStorage) -> Slot | None:
+    def held(self, storage: torch.UntypedStorage) -> StorageSlot | None:
         """The slot that holds this storage."""
         return self._held.get(storage._cdata)
 
@@ -63,10 +63,12 @@ class Collection:
         """The storage is no longer the slot's."""
         self._held.pop(storage._cdata, None)
 
-    def new_slot(self, storage: torch.UntypedStorage, label: str, *, movable: bool = True) -> Slot:
+    def new_slot(
+        self, storage: torch.UntypedStorage, label: str, *, movable: bool = True
+    ) -> StorageSlot:
         """A slot over this storage that nothing refers to yet."""
         where = "" if self.block is None else f" of block {self.block}"
-        slot = Slot(
+        slot = StorageSlot(
             storage,
             order=self._num_slots,
             label=f"saved tensor {self._num_slots}{where}, {label}",
@@ -76,14 +78,14 @@ class Collection:
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[StorageSlot]:
         """Those still needed, in the order in which they were first saved or made."""
         found = [slot for reference in self._slots if (slot := reference()) is not None]
         self._slots = [weakref.ref(slot) for slot in found]
         return found
 
 
-def view_of(slot: Slot, tensor: torch.Tensor) -> SlotView:
+def view_of(slot: StorageSlot, tensor: torch.Tensor) -> SlotView:
     """The view of a slot that ``tensor`` is of the slot's storage."""
     return SlotView(
         slot=slot,

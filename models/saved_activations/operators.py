@@ -63,7 +63,7 @@ class _Role(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Call:
+class _RunningModule:
     """A module that is running. ``operator``: its name, for the role of that name.
 
     ``core_reached``, ``activated``: an attention is past its first product, experts are past their
@@ -81,7 +81,7 @@ class OperatorTracker:
     """Follows the calls of modules on one thread; one forward at a time."""
 
     def __init__(self) -> None:
-        self._stack: list[_Call] = []
+        self._stack: list[_RunningModule] = []
         self._names: dict[int, str] = {}
         self._projection: str | None = None
 
@@ -130,14 +130,14 @@ class OperatorTracker:
             return self._in_experts(call, kernel)
         return "mul" if call.role is _Role.MLP else call.operator or self._projection
 
-    def _in_attention(self, call: _Call, kernel: str) -> str:
+    def _in_attention(self, call: _RunningModule, kernel: str) -> str:
         if self._projection == "attention_output":
             return self._projection
         if kernel in _PRODUCTS or kernel.startswith(_CORE_PREFIXES):
             call.core_reached = True
         return "attention_core" if call.core_reached else "qkv"
 
-    def _in_experts(self, call: _Call, kernel: str) -> str:
+    def _in_experts(self, call: _RunningModule, kernel: str) -> str:
         if kernel not in _PRODUCTS:
             return "mul"
         operator = "down" if call.activated else "gate"
@@ -154,13 +154,13 @@ class OperatorTracker:
         else:
             self._stack.append(_container(kind, name, inner=bool(self._stack)))
 
-    def _leaf(self, module: nn.Module, kind: str, name: str) -> _Call:
+    def _leaf(self, module: nn.Module, kind: str, name: str) -> _RunningModule:
         operator = self._element_wise(module, kind, name)
         if operator is None and "batchnorm" not in kind:
             operator = self._projection_of(kind, name)
             if not isinstance(module, nn.Embedding):
                 self._projection = operator
-        return _Call(role=_Role.OPERATOR, kind=kind, operator=operator)
+        return _RunningModule(role=_Role.OPERATOR, kind=kind, operator=operator)
 
     def _element_wise(self, module: nn.Module, kind: str, name: str) -> str | None:
         if "batchnorm" in kind:
@@ -199,17 +199,17 @@ def plain_name(name: str) -> str:
     return kept[:32]
 
 
-def _container(kind: str, name: str, *, inner: bool) -> _Call:
+def _container(kind: str, name: str, *, inner: bool) -> _RunningModule:
     if "attention" in kind:
-        return _Call(role=_Role.ATTENTION, kind=kind)
+        return _RunningModule(role=_Role.ATTENTION, kind=kind)
     if "experts" in kind:
-        return _Call(role=_Role.EXPERTS, kind=kind)
+        return _RunningModule(role=_Role.EXPERTS, kind=kind)
     if any(part in kind for part in ("mlp", "feedforward", "ffn", "moe")):
-        return _Call(role=_Role.MLP, kind=kind)
+        return _RunningModule(role=_Role.MLP, kind=kind)
     # Around its children a layer only adds; what another module computes goes by its name.
     around = not inner or any(part in kind for part in ("layer", "block", "output"))
     operator = None if around else plain_name(name or kind)
-    return _Call(role=_Role.AROUND, kind=kind, operator=operator)
+    return _RunningModule(role=_Role.AROUND, kind=kind, operator=operator)
 
 
 def _activation(kind: str) -> str:

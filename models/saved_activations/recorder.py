@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models.saved_activations.collection import Collection, View, view_of
+from penstock.models.saved_activations.collection import SavedTensor, SavedTensors, view_of
 from penstock.models.saved_activations.operators import OperatorTracker
-from penstock.models.saved_activations.slots import Blank, Slot, storage_of
-from penstock.models.saved_activations.tape import Call, Node, Tape, tensors_in
+from penstock.models.saved_activations.slots import Blank, StorageSlot, storage_of
+from penstock.models.saved_activations.tape import RecordedCall, RecordedKernel, Tape, tensors_in
 
 _BY_SHAPE = {
     **dict.fromkeys(
@@ -67,7 +67,7 @@ class _Traits:
 class _Seen:
     """A kernel that has run: what it read, what it returned, and which of that is new memory."""
 
-    call: Call
+    call: RecordedCall
     name: str
     label: str
     inputs: list[torch.Tensor]
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, drop: frozenset[str], saved: Collection, tracker: OperatorTracker) -> None:
+    def __init__(self, drop: frozenset[str], saved: SavedTensors, tracker: OperatorTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self._drop = drop
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.tape.leave(storage)
         return result
 
-    def view(self, tensor: torch.Tensor) -> View:
+    def view(self, tensor: torch.Tensor) -> SavedTensor:
         """Where the tensor will be found; it is held if nobody can make it again."""
         storage = storage_of(tensor)
         slot = None if storage is None else self.tape.made(storage)
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         inputs = list(tensors_in((args, kwargs)))
         device = inputs[0].device if inputs else torch.device("cpu")
-        call = Call.of(func, args, kwargs, device=device, random=traits.random)
+        call = RecordedCall.of(func, args, kwargs, device=device, random=traits.random)
         # Before the kernel runs where it changes what it reads.
         reads = [self.view(tensor) for tensor in inputs] if changed else []
         result = func(*args, **kwargs)
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {s._cdata for t in inputs if (s := storage_of(t)) is not None}
         new = [(s := storage_of(t)) is not None and s._cdata not in known for t in outputs]
         if changed:
-            node = self._add(Node(tape=self.tape, call=call, reads=reads))
+            node = self._add(RecordedKernel(tape=self.tape, call=call, reads=reads))
             self._note_changes(node, changed, label)
             node.makes = [None] * len(outputs)
         elif any(new):  # otherwise a view
@@ -160,7 +160,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return result
 
-    def _note_changes(self, node: Node, changed: list[torch.UntypedStorage], label: str) -> None:
+    def _note_changes(
+        self, node: RecordedKernel, changed: list[torch.UntypedStorage], label: str
+    ) -> None:
         for storage in changed:
             before = self.tape.made(storage)
             assert before is not None
@@ -176,18 +178,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = [is_new and not apart[i] for i, is_new in enumerate(seen.new)]
         if any(apart):
             reads = [self._blank(tensor) for tensor in seen.inputs]
-            self._note_made(Node(tape=self.tape, call=seen.call, reads=reads), seen, apart)
+            self._note_made(
+                RecordedKernel(tape=self.tape, call=seen.call, reads=reads), seen, apart
+            )
         if any(others):
             reads = [self.view(tensor) for tensor in seen.inputs]
-            self._note_made(Node(tape=self.tape, call=seen.call, reads=reads), seen, others)
+            self._note_made(
+                RecordedKernel(tape=self.tape, call=seen.call, reads=reads), seen, others
+            )
 
-    def _note_made(self, node: Node, seen: _Seen, made: list[bool]) -> None:
+    def _note_made(self, node: RecordedKernel, seen: _Seen, made: list[bool]) -> None:
         self._add(node)
         for tensor, is_made in zip(seen.outputs, made, strict=True):
             slot = self._made_slot(node, tensor, seen.label) if is_made else None
             node.makes.append(None if slot is None else weakref.ref(slot))
 
-    def _made_slot(self, node: Node, tensor: torch.Tensor, label: str) -> Slot | None:
+    def _made_slot(
+        self, node: RecordedKernel, tensor: torch.Tensor, label: str
+    ) -> StorageSlot | None:
         storage = tensor.untyped_storage()
         if self.tape.made(storage) is not None:
             return None  # an output before shares it
@@ -196,9 +204,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape.enter(storage, slot)
         return slot
 
-    def _add(self, node: Node) -> Node:
+    def _add(self, node: RecordedKernel) -> RecordedKernel:
         self.tape.add(node)
         return node
 
-    def _blank(self, tensor: torch.Tensor) -> View:
+    def _blank(self, tensor: torch.Tensor) -> SavedTensor:
         return self.view(tensor) if storage_of(tensor) is None else Blank.like(tensor)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 
-class KeptError(RuntimeError):
+class SavedActivationError(RuntimeError):
     """What a forward kept is used while it is not there. A valid plan does not do that."""
 
 
@@ -32,7 +32,7 @@ class Maker(Protocol):
         """Fill the slot, and those of the same block."""
 
 
-class Slot:
+class StorageSlot:
     """The bytes of one storage.
 
     ``movable``: an activation, which counts and may be swapped; otherwise a reference to something
@@ -71,7 +71,7 @@ class Slot:
         """The storage; made again if it was dropped, after its arrival if it was swapped.
 
         Raises:
-            KeptError: it is out, or was discarded.
+            SavedActivationError: it is out, or was discarded.
         """
         if self._storage is None and self.maker is not None:
             self.maker.make()
@@ -86,7 +86,7 @@ class Slot:
         """Raise if the bytes are neither here nor can be made.
 
         Raises:
-            KeptError: as :meth:`bytes_now`.
+            SavedActivationError: as :meth:`bytes_now`.
         """
         if self._storage is None and self.maker is None:
             why = (
@@ -94,7 +94,7 @@ class Slot:
                 if self._elsewhere is not None
                 else "was discarded"
             )
-            raise KeptError(f"{self.label} ({self.num_bytes} bytes) {why}")
+            raise SavedActivationError(f"{self.label} ({self.num_bytes} bytes) {why}")
 
     def drop(self, maker: Maker) -> None:
         """Do not hold the bytes; ``maker`` can make them."""
@@ -140,7 +140,7 @@ class Slot:
 class SlotView:
     """A tensor over a slot."""
 
-    slot: Slot
+    slot: StorageSlot
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -150,7 +150,7 @@ class SlotView:
         """The tensor, without a graph.
 
         Raises:
-            KeptError: see :meth:`Slot.bytes_now`.
+            SavedActivationError: see :meth:`StorageSlot.bytes_now`.
         """
         storage = self.slot.bytes_now()
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(

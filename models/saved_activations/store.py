@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.models.saved_activations.collection import Collection, View
+from penstock.models.saved_activations.collection import SavedTensor, SavedTensors
 from penstock.models.saved_activations.operators import OperatorTracker
 from penstock.models.saved_activations.recorder import Recorder
-from penstock.models.saved_activations.slots import Slot
+from penstock.models.saved_activations.slots import StorageSlot
 from penstock.models.saved_activations.swap import (
     Allocate,
     CopyStream,
@@ -42,7 +42,7 @@ from penstock.models.saved_activations.weights import BoundWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepPolicy:
+class SavePolicy:
     """What stays of a forward.
 
     ``drop``: operators (:mod:`~penstock.models.saved_activations.operators`) whose outputs do not.
@@ -54,16 +54,16 @@ class KeepPolicy:
     rebind: bool = False
 
 
-class Kept:
-    """What one forward of one stage on one micro-batch keeps. Made by :func:`keeping`.
+class SavedActivations:
+    """What one forward of one stage on one micro-batch keeps. Made by :func:`saving_activations`.
 
     Used by one thread at a time (the backward's may be another than the forward's).
     """
 
     def __init__(
-        self, policy: KeepPolicy, weights: BoundWeights, constants: Iterable[torch.Tensor]
+        self, policy: SavePolicy, weights: BoundWeights, constants: Iterable[torch.Tensor]
     ) -> None:
-        self._saved = Collection(weights, constants, rebind=policy.rebind)
+        self._saved = SavedTensors(weights, constants, rebind=policy.rebind)
         self._tracker = OperatorTracker()
         self._recorder = Recorder(policy.drop, self._saved, self._tracker)
         self._tapes = [self._recorder.tape]
@@ -84,7 +84,7 @@ class Kept:
 
     @contextmanager
     def block(self, index: int) -> Iterator[None]:
-        """Block ``index`` of the model runs inside, within :func:`keeping`.
+        """Block ``index`` of the model runs inside, within :func:`saving_activations`.
 
         What goes into a block is kept, even if a dropped operator of the block before made it (so
         the planner counts, too): every block can be recomputed by itself. Without this, all of the
@@ -140,7 +140,8 @@ class Kept:
         Otherwise each block's part is made when the backward first needs any of it.
 
         Raises:
-            KeptError: it needs an activation that is swapped out, or a weight that is not bound.
+            SavedActivationError: a kernel needs an activation that is swapped out, or a weight
+                that is not bound.
         """
         return sum(tape.run_again() for tape in self._tapes)
 
@@ -173,15 +174,15 @@ class Kept:
         self._tracker.restart()
         self._saved.block = block
 
-    def _activations(self) -> list[Slot]:
+    def _activations(self) -> list[StorageSlot]:
         return [slot for slot in self._saved.slots() if slot.movable]
 
 
 @contextmanager
-def keeping(
-    policy: KeepPolicy, weights: BoundWeights, constants: Iterable[torch.Tensor] = ()
-) -> Iterator[Kept]:
-    """One forward with autograd runs inside; what it saves goes into the Kept.
+def saving_activations(
+    policy: SavePolicy, weights: BoundWeights, constants: Iterable[torch.Tensor] = ()
+) -> Iterator[SavedActivations]:
+    """One forward with autograd runs inside; what it saves goes into the SavedActivations.
 
     ``weights``: where the stage's weights are; with ``policy.rebind`` they may be bound elsewhere
     afterwards, and are looked up there by backward and recomputation. ``constants``: tensors that
@@ -192,9 +193,9 @@ def keeping(
     With operators to drop every kernel passes through Python once more, and compiled modules cannot
     be recorded.
     """
-    kept = Kept(policy, weights, constants)
-    with kept._recording():
-        yield kept
+    saved = SavedActivations(policy, weights, constants)
+    with saved._recording():
+        yield saved
 
 
 def let_go(leaf: torch.Tensor) -> None:
@@ -206,7 +207,7 @@ def let_go(leaf: torch.Tensor) -> None:
         leaf.data = leaf.new_zeros(()).expand(leaf.shape)
 
 
-def _finish(moved: Sequence[Slot], stream: CopyStream) -> int:
+def _finish(moved: Sequence[StorageSlot], stream: CopyStream) -> int:
     """Remember where the copies of these slots end; returns their bytes."""
     if moved:
         arrival = stream.record()
@@ -215,5 +216,5 @@ def _finish(moved: Sequence[Slot], stream: CopyStream) -> int:
     return sum(slot.num_bytes for slot in moved)
 
 
-def _tensor(view: View) -> torch.Tensor:
+def _tensor(view: SavedTensor) -> torch.Tensor:
     return view.tensor()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.models.saved_activations.slots import Arrival, Slot
+from penstock.models.saved_activations.slots import Arrival, StorageSlot
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes wanted -> a flat uint8 tensor of at least that size."""
@@ -103,7 +103,7 @@ def host_memory(num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def chosen(slots: Sequence[Slot], fraction: float) -> list[Slot]:
+def chosen(slots: Sequence[StorageSlot], fraction: float) -> list[StorageSlot]:
     """Whole slots of together at least ``fraction`` of the bytes of ``slots``.
 
     The largest first, the older first among equals; the last one is the smallest that is enough.
@@ -111,7 +111,7 @@ def chosen(slots: Sequence[Slot], fraction: float) -> list[Slot]:
     """
     wanted = fraction * sum(slot.num_bytes for slot in slots)
     left = sorted(slots, key=lambda slot: (-slot.num_bytes, slot.order))
-    taken: list[Slot] = []
+    taken: list[StorageSlot] = []
     while wanted > 0 and left:
         enough = [slot for slot in left if slot.num_bytes >= wanted]
         slot = enough[-1] if enough else left[0]

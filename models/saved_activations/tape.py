@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.models.saved_activations.collection import View
-from penstock.models.saved_activations.slots import Slot
+from penstock.models.saved_activations.collection import SavedTensor
+from penstock.models.saved_activations.slots import StorageSlot
 
 _PRUNE_EVERY = 64
 
@@ -35,7 +35,7 @@ _HOLE = _Hole()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RecordedCall:
     """A kernel with its arguments but for the tensors.
 
     ``random_state``: of the generator of ``random_device`` before it ran; None if it draws nothing.
@@ -56,7 +56,7 @@ class Call:
         *,
         device: torch.device,
         random: bool,
-    ) -> Call:
+    ) -> RecordedCall:
         """The call that is about to be made; tensors among the arguments are not held."""
         return cls(
             kernel=kernel,
@@ -80,7 +80,7 @@ class Call:
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
-class Node:
+class RecordedKernel:
     """A recorded kernel. It lives as long as a slot that it makes is needed.
 
     ``makes``: the slot of each tensor that it returns (None: nobody's, or not new). ``changes``:
@@ -88,10 +88,10 @@ class Node:
     """
 
     tape: Tape
-    call: Call
-    reads: Sequence[View]
-    makes: list[weakref.ref[Slot] | None] = field(default_factory=list)
-    changes: list[tuple[Slot, weakref.ref[Slot]]] = field(default_factory=list)
+    call: RecordedCall
+    reads: Sequence[SavedTensor]
+    makes: list[weakref.ref[StorageSlot] | None] = field(default_factory=list)
+    changes: list[tuple[StorageSlot, weakref.ref[StorageSlot]]] = field(default_factory=list)
 
     def make(self) -> None:
         """Run everything again that the block still needs."""
@@ -113,20 +113,20 @@ class Tape:
     """The recorded kernels of one block in one forward."""
 
     def __init__(self) -> None:
-        self._nodes: deque[weakref.ref[Node]] = deque()
-        self._made: dict[int, tuple[StorageWeakRef, Slot]] = {}
+        self._nodes: deque[weakref.ref[RecordedKernel]] = deque()
+        self._made: dict[int, tuple[StorageWeakRef, StorageSlot]] = {}
         self._since_prune = 0
 
-    def made(self, storage: torch.UntypedStorage) -> Slot | None:
+    def made(self, storage: torch.UntypedStorage) -> StorageSlot | None:
         """The slot of a storage that a recorded kernel made."""
         found = self._made.get(storage._cdata)
         return None if found is None else found[1]
 
-    def add(self, node: Node) -> None:
+    def add(self, node: RecordedKernel) -> None:
         """The next kernel in order."""
         self._nodes.append(weakref.ref(node))
 
-    def enter(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+    def enter(self, storage: torch.UntypedStorage, slot: StorageSlot) -> None:
         """A recorded kernel made this storage; from now on it is this slot's."""
         # The weak reference also keeps the address from being used for another storage.
         self._made[storage._cdata] = (StorageWeakRef(storage), slot)  # type: ignore[no-untyped-call]
@@ -155,8 +155,8 @@ class Tape:
         two kernels is freed after the second one.
 
         Raises:
-            KeptError: something that a kernel reads is swapped out, or a weight is not bound;
-                nothing has run then.
+            SavedActivationError: a kernel reads something that is swapped out, or a weight that is
+                not bound; nothing has run then.
         """
         nodes = deque(node for reference in self._nodes if (node := reference()) is not None)
         for node in nodes:
@@ -219,7 +219,7 @@ def _state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
         generator.set_state(before)
 
 
-def _fill(slot: weakref.ref[Slot], storage: torch.UntypedStorage) -> None:
+def _fill(slot: weakref.ref[StorageSlot], storage: torch.UntypedStorage) -> None:
     found = slot()
     if found is not None:
         found.fill(storage)

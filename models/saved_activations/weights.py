@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.models.binding import BoundBlock
-from penstock.models.saved_activations.slots import KeptError
+from penstock.models.saved_activations.slots import SavedActivationError
 
 
 class BoundWeights:
@@ -70,12 +70,12 @@ class BoundWeights:
         """Where a weight is now.
 
         Raises:
-            KeptError: its block is not bound.
+            SavedActivationError: its block is not bound.
         """
         try:
             return self._leaves[block][name]
         except KeyError:
-            raise KeptError(
+            raise SavedActivationError(
                 f"weight {name!r} of block {block} is needed and not bound: fetch the stage's"
                 " weights and bind them before its recomputation or backward"
             ) from None

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from penstock.models.split_backward.deferred_entries import (
+    DeferredTensor,
     Entry,
     GraphEntry,
-    Kept,
     ParameterRecord,
     ProductEntry,
 )
@@ -42,7 +42,7 @@ class DeferredWeights:
         self._entries: list[Entry] = []
         self._records: list[ParameterRecord] = []
         self._unsplit: Counter[Unsplit] = Counter()
-        self.shared: list[Kept] = []
+        self.shared: list[DeferredTensor] = []
         """What graphs that several entries may share have saved."""
         self.anchor = torch.zeros((), requires_grad=True)
         """Stands for what needs no gradient, where autograd wants something that does."""
@@ -137,8 +137,8 @@ class DeferredWeights:
     def held(self) -> Iterator[torch.Tensor]:
         for entry in self._entries:
             yield from entry.held()
-        for kept in self.shared:
-            yield from kept.held()
+        for saved in self.shared:
+            yield from saved.held()
         for record in self._records:
             yield from record.waiting
 

@@ -76,7 +76,7 @@ class ParameterRecord:
             self.accumulate(gradient)
 
 
-class Kept:
+class DeferredTensor:
     """A tensor that waits for BACKWARD_WEIGHT, packed by the saved-tensor hooks around the forward
     (a swap, for example), if any. Without its graph, which may be the one that keeps it.
     """
@@ -138,17 +138,17 @@ class GraphEntry:
     """A use of parameters with a small autograd graph of its own.
 
     The graph ends at ``inputs`` (edges of the activations that went in) and at the edges of
-    ``records``; it saved ``kept`` and ``lent``. ``derived``: it reaches a parameter through tensors
-    that other entries may share.
+    ``records``; its nodes saved ``saved`` and ``lent``. ``derived``: the graph reaches a parameter
+    through tensors that other entries may share.
     """
 
-    __slots__ = ("_edges", "_roots", "_seeds", "derived", "inputs", "kept", "lent", "records")
+    __slots__ = ("_edges", "_roots", "_seeds", "derived", "inputs", "lent", "records", "saved")
 
     def __init__(self, records: tuple[ParameterRecord, ...], *, derived: bool) -> None:
         self.records = records
         self.derived = derived
         self.inputs: list[GradientEdge] = []
-        self.kept: list[Kept] = []
+        self.saved: list[DeferredTensor] = []
         self.lent: list[Lent] = []
         self._edges: list[GradientEdge] = []
         self._roots: list[GradientEdge] = []
@@ -188,8 +188,8 @@ class GraphEntry:
     def held(self) -> Iterator[torch.Tensor]:
         """What it keeps alive."""
         yield from self._seeds
-        for kept in self.kept:
-            yield from kept.held()
+        for saved in self.saved:
+            yield from saved.held()
 
 
 class ProductEntry:
@@ -202,7 +202,7 @@ class ProductEntry:
 
     def __init__(
         self,
-        rows: Kept | None,
+        rows: DeferredTensor | None,
         weight: ParameterRecord | None,
         bias: ParameterRecord | None,
         *,
@@ -260,10 +260,10 @@ class ProductEntry:
             assert entry._gradient is not None
             gradients.append(entry._gradient.reshape(-1, entry._gradient.shape[-1]))
             if entry._rows is not None:
-                kept = entry._rows.get()
-                rows.append(kept.reshape(-1, kept.shape[-1]))
+                saved = entry._rows.get()
+                rows.append(saved.reshape(-1, saved.shape[-1]))
         return ProductEntry(
-            Kept(torch.cat(rows), None) if rows else None,
+            DeferredTensor(torch.cat(rows), None) if rows else None,
             first._weight,
             first._bias,
             transposed=first._transposed,

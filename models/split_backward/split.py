@@ -42,8 +42,8 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.models.split_backward.deferred import DeferredWeights, Unsplit, run_together
 from penstock.models.split_backward.deferred_entries import (
+    DeferredTensor,
     GraphEntry,
-    Kept,
     Lent,
     ParameterRecord,
     ProductEntry,
@@ -52,8 +52,8 @@ from penstock.models.split_backward.deferred_entries import (
 from penstock.models.split_backward.torch_calls import (
     ONLY_LIKE,
     TREATMENTS,
-    Call,
     MatrixProduct,
+    TorchCall,
     Treatment,
     computed_name,
     matrix_product,
@@ -100,7 +100,7 @@ def backward_input(
     store.seal()
 
 
-class _Source(torch.autograd.Function):
+class _ParameterSource(torch.autograd.Function):
     """A parameter as graphs of the store see it: the node refers to no weights.
 
     Runs only where the parameter's gradient comes from a function that nobody saw.
@@ -197,7 +197,7 @@ class _SplitMode(TorchFunctionMode):
         own = [t for t in tensors if t.requires_grad and self._on_parameter_side(t)]
         if not own:
             return func(*args, **kwargs)
-        return self._treat(Call(func, name, args, kwargs), tensors, own)
+        return self._treat(TorchCall(func, name, args, kwargs), tensors, own)
 
     def _on_parameter_side(self, tensor: torch.Tensor) -> bool:
         key = id(tensor)
@@ -208,7 +208,7 @@ class _SplitMode(TorchFunctionMode):
         self._own[key] = _Own(tensor, (self._store.record_of(tensor),), False)
         return True
 
-    def _treat(self, call: Call, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> Any:
+    def _treat(self, call: TorchCall, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> Any:
         if call.name in ONLY_LIKE:
             if id(call.args[0]) not in self._own:
                 return call.run({})
@@ -244,7 +244,9 @@ class _SplitMode(TorchFunctionMode):
         source = self._sources.get(key)
         if source is None:
             record = parameter.records[0]
-            made: torch.Tensor = _apply(_Source, self._store.anchor, record, [parameter.tensor])
+            made: torch.Tensor = _apply(
+                _ParameterSource, self._store.anchor, record, [parameter.tensor]
+            )
             record.edge = _node_edge(made)
             # A function that changes nothing (``weight.float()``) may return the source itself.
             self._own[id(made)] = parameter
@@ -252,18 +254,18 @@ class _SplitMode(TorchFunctionMode):
         return source
 
     def _derive(
-        self, call: Call, own: Sequence[torch.Tensor], hooks: SavedTensorHooks | None
+        self, call: TorchCall, own: Sequence[torch.Tensor], hooks: SavedTensorHooks | None
     ) -> Any:
         """Nothing but parameters: the result stays on the parameter side."""
         memory, shared = self._memory, self._store.shared
 
-        def pack(tensor: torch.Tensor) -> Kept:
+        def pack(tensor: torch.Tensor) -> DeferredTensor:
             if storage_of(tensor) in memory:
                 # Their buffers may hold another stage when BACKWARD_WEIGHT runs. A mode that
                 # replays operations must not see one more.
                 with torch._C._DisableTorchDispatch():
                     tensor = tensor.clone()
-            shared.append(Kept(tensor, hooks))
+            shared.append(DeferredTensor(tensor, hooks))
             return shared[-1]
 
         with _packing(pack):
@@ -274,7 +276,7 @@ class _SplitMode(TorchFunctionMode):
                 self._own[id(tensor)] = _Own(tensor, records, True)
         return result
 
-    def _leave_unsplit(self, call: Call, own: Sequence[torch.Tensor], reason: str) -> Any:
+    def _leave_unsplit(self, call: TorchCall, own: Sequence[torch.Tensor], reason: str) -> Any:
         self._store.note_unsplit(Unsplit(function=call.name, reason=reason))
         if not call.in_place or id(call.args[0]) not in self._own:
             return call.run(self._catchers_of(own))
@@ -325,13 +327,13 @@ class _SplitMode(TorchFunctionMode):
 
     def _multiply(
         self,
-        call: Call,
+        call: TorchCall,
         product: MatrixProduct,
         own: Iterable[torch.Tensor],
         hooks: SavedTensorHooks | None,
     ) -> Any:
         weight, bias = self._own.get(id(product.weight)), self._own.get(id(product.bias))
-        rows = None if weight is None else Kept(product.rows, hooks)
+        rows = None if weight is None else DeferredTensor(product.rows, hooks)
         entry = ProductEntry(
             rows,
             weight and weight.records[0],
@@ -351,7 +353,7 @@ class _SplitMode(TorchFunctionMode):
 
     def _cut(
         self,
-        call: Call,
+        call: TorchCall,
         own: Sequence[torch.Tensor],
         others: Sequence[torch.Tensor],
         hooks: SavedTensorHooks | None,
@@ -364,14 +366,14 @@ class _SplitMode(TorchFunctionMode):
         frozen = [t for t in others if id(t) in self._parameters]
         weights = {storage_of(t) for t in (*own, *frozen)}
 
-        kept, lent = entry.kept, entry.lent  # the graph keeps ``pack``, so not the entry itself
+        saved, lent = entry.saved, entry.lent  # the graph keeps ``pack``, so not the entry itself
 
-        def pack(tensor: torch.Tensor) -> Kept | Lent:
+        def pack(tensor: torch.Tensor) -> DeferredTensor | Lent:
             if storage_of(tensor) in weights:
                 lent.append(Lent(tensor, hooks))
                 return lent[-1]
-            kept.append(Kept(tensor, hooks))
-            return kept[-1]
+            saved.append(DeferredTensor(tensor, hooks))
+            return saved[-1]
 
         with _packing(pack):
             result = call.run(self._sources_of(own) | alone)
@@ -401,5 +403,5 @@ def _apply(function: type[torch.autograd.Function], *values: Any) -> Any:
     return function.apply(*values)  # type: ignore[no-untyped-call]
 
 
-def _packing(pack: Callable[[torch.Tensor], Kept | Lent]) -> saved_tensors_hooks:
-    return saved_tensors_hooks(pack, lambda kept: kept.get())
+def _packing(pack: Callable[[torch.Tensor], DeferredTensor | Lent]) -> saved_tensors_hooks:
+    return saved_tensors_hooks(pack, lambda packed: packed.get())

@@ -72,7 +72,7 @@ def computed_name(function: Any) -> str | None:
     return None if name in NOT_COMPUTED else name
 
 
-class Call:
+class TorchCall:
     """A call of a torch function."""
 
     __slots__ = ("args", "function", "kwargs", "name")
@@ -123,7 +123,7 @@ class MatrixProduct(NamedTuple):
         )
 
 
-def matrix_product(call: Call) -> MatrixProduct | None:
+def matrix_product(call: TorchCall) -> MatrixProduct | None:
     """The product that a call of ``F.linear`` or ``addmm`` makes; None where it is not plainly
     one.
     """

@@ -53,7 +53,7 @@ class BatchTensors:
         return self.attention_mask is None and self.position_ids is None
 
 
-class Pieces:
+class DecoderParts:
     """The pieces of one model on one device. Parameters must be in place while a piece runs."""
 
     def __init__(

@@ -165,8 +165,8 @@ class _Observation:
         self._next_layer = 0
         self._ids = torch.zeros(self._BATCH, self._SEQUENCE, dtype=torch.long)
         self._first_hidden = self._last_hidden = torch.empty(0)
-        self._calls_before: list[_Call] = []
-        self._calls_after: list[_Call] = []
+        self._calls_before: list[_ChildCall] = []
+        self._calls_after: list[_ChildCall] = []
         layers = list(decoder.get_submodule(layers_name).children())
         self._num_layers = len(layers)
         self._overrides: dict[str, Any] = {
@@ -217,7 +217,7 @@ class _Observation:
                 )
             output = self._stub(*args, **kwargs).clone()
             calls = self._calls_after if self._next_layer else self._calls_before
-            calls.append(_Call(name=name, args=args, kwargs=kwargs, output=output))
+            calls.append(_ChildCall(name=name, args=args, kwargs=kwargs, output=output))
             return output
 
         return watched
@@ -238,14 +238,14 @@ class _Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _ChildCall:
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: torch.Tensor
 
 
-def _alone(calls: list[_Call], given: torch.Tensor, result: torch.Tensor) -> str | None:
+def _alone(calls: list[_ChildCall], given: torch.Tensor, result: torch.Tensor) -> str | None:
     """The child that turned ``given`` into ``result`` by one call, views aside."""
     if len(calls) != 1 or calls[0].kwargs or len(calls[0].args) != 1:
         return None

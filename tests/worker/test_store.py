@@ -131,7 +131,7 @@ def test_everything_is_freed_when_an_attempt_breaks(make_cluster: Any) -> None:
     found: list[Any] = []
 
     def fail(instruction: Any, attempt: Any) -> None:
-        found.extend([attempt.kept(0, 1), attempt.take_deferred(0, 0)])
+        found.extend([attempt.saved_activations(0, 1), attempt.take_deferred(0, 0)])
         attempt.defer(0, 0, found[1])
         assert found[0].bytes and found[0].bytes_elsewhere and found[1].bytes
         raise ZeroDivisionError("no luck")

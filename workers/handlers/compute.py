@@ -94,7 +94,7 @@ def _make_again(instruction: Recompute, attempt: Attempt) -> None:
     if instruction.after is RecomputeAfter.GRADIENT:
         attempt.await_posted("gradient", stage + 1, m)
     _bind_anew(attempt, stage)
-    attempt.kept(stage, m).recompute()
+    attempt.saved_activations(stage, m).recompute()
 
 
 def _keep_graph(attempt: Attempt, stage: int, micro_batch: int, output: StageOutput) -> None:

@@ -38,14 +38,14 @@ def release_weights(instruction: ReleaseWeights, attempt: Attempt) -> None:
 def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
     """Start copying a share of what a forward kept to host memory, or to a peer's."""
     swaps = attempt.swaps(instruction.peer)
-    kept = attempt.kept(instruction.stage, instruction.micro_batch)
-    kept.swap_out(instruction.fraction, allocate=swaps.allocate, copies=swaps.out)
+    saved = attempt.saved_activations(instruction.stage, instruction.micro_batch)
+    saved.swap_out(instruction.fraction, allocate=swaps.allocate, copies=swaps.out)
 
 
 def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
     """Start copying it back; the first use waits."""
-    kept = attempt.kept(instruction.stage, instruction.micro_batch)
-    kept.swap_in(copies=attempt.swaps(instruction.peer).back)
+    saved = attempt.saved_activations(instruction.stage, instruction.micro_batch)
+    saved.swap_in(copies=attempt.swaps(instruction.peer).back)
 
 
 def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:

@@ -51,7 +51,7 @@ class Meter(Protocol):
 
 def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
     """What an attempt holds apart from the graphs of its forwards."""
-    held = attempt.holdings
+    held = attempt.held_tensors
     yield from ((Use.WEIGHTS, tensor) for tensor in attempt.context.weights.tensors)
     yield from ((Use.GRADIENTS, tensor) for tensor in attempt.gradients.sums)
     for deferred in held.deferred.values():
@@ -59,7 +59,7 @@ def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
     for batch in attempt.job.batches[:1]:
         called_with = attempt.context.runtime.called_with(batch)
         yield from ((Use.CONSTANTS, tensor) for tensor in called_with)
-    for tensors in (*held.kept.values(), *attempt.context.transport.inbox.held()):
+    for tensors in (*held.tensors.values(), *attempt.context.transport.inbox.held()):
         yield from ((Use.TRANSFERS, tensor) for tensor in tensors.values())
 
 

@@ -127,7 +127,7 @@ class EmulatedMeter:
             yield found, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
 
     def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
-        held, device = attempt.holdings, self._device
+        held, device = attempt.held_tensors, self._device
         durations = device.durations(attempt.context.flow.layout)
         for place, output in held.graphs.items():
             assert isinstance(output, EmulatedOutput)
@@ -143,8 +143,8 @@ class EmulatedMeter:
 
     def _transfers(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         """One tensor under two names counts once."""
-        held = attempt.holdings
-        for (kind, stage, _), tensors in held.kept.items():
+        held = attempt.held_tensors
+        for (kind, stage, _), tensors in held.tensors.items():
             num_bytes = self._transfer_bytes(attempt, kind, stage)
             for tensor in tensors.values():
                 storage = tensor.untyped_storage()

@@ -1,8 +1,8 @@
-"""What the kept store holds and costs: bytes and seconds by what is dropped, beside the planner's.
+"""What saved activations take: bytes and seconds by what is dropped, beside the planner's.
 
-    python -m bench.kept [--model llama|gpt2] [--hidden 512] [--layers 3] [--sequence 256]
-                         [--dtype float32|bfloat16] [--device cpu] [--threads 1]
-                         [--rounds 5]
+    python -m bench.saved_activations [--model llama|gpt2] [--hidden 512] [--layers 3]
+                                      [--sequence 256] [--dtype float32|bfloat16] [--device cpu]
+                                      [--threads 1] [--rounds 5]
 
 One micro-batch through a Hugging Face model with a tiny vocabulary, all of it one stage. ``kept``
 is MiB of activations per layer after the forward, ``saved`` the share that dropping saves, and
@@ -26,7 +26,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from penstock.models.binding import BoundBlock
-from penstock.models.saved_activations import BoundWeights, KeepPolicy, Kept, keeping
+from penstock.models.saved_activations import (
+    BoundWeights,
+    SavedActivations,
+    SavePolicy,
+    saving_activations,
+)
 from penstock.planner.cost.catalogue import LanguageModel
 from penstock.planner.cost.operators import OPERATOR_SETS, Shape, attention_kernels, mlp_kernels
 
@@ -35,7 +40,7 @@ VOCABULARY = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class PolicyCost:
     """Medians of one policy; bytes right after the forward."""
 
     kept_bytes: int
@@ -44,18 +49,18 @@ class Measured:
     backward_s: float
 
 
-class Blocks:
-    """Announces each layer of a model to the Kept of the moment."""
+class LayerAnnouncer:
+    """Announces each layer of a model to the SavedActivations of the moment."""
 
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
-        self.kept: Kept | None = None
+        self.activations: SavedActivations | None = None
         for index, layer in enumerate(layers):
             layer.forward = functools.partial(self._run, index, layer.forward)
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.kept is None:
+        if self.activations is None:
             return forward(*args, **kwargs)
-        with self.kept.block(index):
+        with self.activations.block(index):
             return forward(*args, **kwargs)
 
 
@@ -107,33 +112,33 @@ def planner_share(options: argparse.Namespace, drop: frozenset[str]) -> float:
 
 def measure(
     loss: Callable[[], torch.Tensor],
-    blocks: Blocks,
+    blocks: LayerAnnouncer,
     weights: BoundWeights,
-    policy: KeepPolicy | None,
+    policy: SavePolicy | None,
     options: argparse.Namespace,
-) -> Measured:
+) -> PolicyCost:
     """Medians over the rounds; the first one warms up."""
     times: list[tuple[float, float, float]] = []
     kept_bytes = 0
     for _ in range(options.rounds + 1):
         marks = [_now(options)]
-        kept: Kept | None = None
+        activations: SavedActivations | None = None
         if policy is None:
             value = loss()
         else:
-            with keeping(policy, weights) as blocks.kept:
+            with saving_activations(policy, weights) as blocks.activations:
                 value = loss()
-            kept, blocks.kept = blocks.kept, None
-            kept_bytes = kept.bytes
+            activations, blocks.activations = blocks.activations, None
+            kept_bytes = activations.bytes
         marks.append(_now(options))
-        if kept is not None:
-            kept.recompute()
+        if activations is not None:
+            activations.recompute()
         marks.append(_now(options))
         value.backward()
         marks.append(_now(options))
         times.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
     medians = [statistics.median(column) for column in zip(*times[1:], strict=True)]
-    return Measured(
+    return PolicyCost(
         kept_bytes=kept_bytes,
         forward_s=medians[0],
         recompute_s=medians[1],
@@ -161,7 +166,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = make_model(options)
-    blocks = Blocks(model.transformer.h if options.model == "gpt2" else model.model.layers)
+    blocks = LayerAnnouncer(model.transformer.h if options.model == "gpt2" else model.model.layers)
     leaves = dict(model.named_parameters())
     weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
     ids = torch.randint(0, VOCABULARY, (1, options.sequence), device=options.device)
@@ -176,7 +181,7 @@ def main() -> None:
     print(f"{plain.backward_s * 1e3:>13.1f}")
     whole = 0
     for name, drop in (("nothing", frozenset[str]()), *map(_named, OPERATOR_SETS)):
-        found = measure(loss, blocks, weights, KeepPolicy(drop=drop), options)
+        found = measure(loss, blocks, weights, SavePolicy(drop=drop), options)
         whole = whole or found.kept_bytes
         print(
             f"{name:>10}{found.kept_bytes / options.layers / 2**20:>16.2f}"

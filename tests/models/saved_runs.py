@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models.saved_activations import BoundWeights, KeepPolicy, keeping
+from penstock.models.saved_activations import BoundWeights, SavePolicy, saving_activations
 from penstock.planner.cost.operators import OPERATOR_SETS
 
 MODELS = {"llama": {}, "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}}
@@ -30,16 +30,16 @@ SETS = {
 
 
 class Run:
-    """One model; forwards of all its blocks, each a graph of its own, into one Kept."""
+    """One model; forwards of all its blocks, each a graph of its own, into one SavedActivations."""
 
     def __init__(self, case, batch) -> None:
         self.case, self.batch = case, batch
         self.bound = case.bind(range(len(case.table.blocks)))
         self.weights = BoundWeights(self.bound)
 
-    def forward(self, policy: KeepPolicy, micro_batch: int = 0):
-        """The Kept and the outputs of the blocks."""
-        with keeping(policy, self.weights, self.constants()) as kept:
+    def forward(self, policy: SavePolicy, micro_batch: int = 0):
+        """The SavedActivations and the outputs of the blocks."""
+        with saving_activations(policy, self.weights, self.constants()) as kept:
             outputs = self.plain_forward(micro_batch, kept.block)
         return kept, outputs
 
@@ -133,7 +133,7 @@ def plain_gradients(make_case: Callable, make_batch: Callable, name: str) -> lis
     return run.backward(run.plain_forward())
 
 
-def kept_bytes(run: Run, policy: KeepPolicy) -> int:
+def kept_bytes(run: Run, policy: SavePolicy) -> int:
     kept, graph = run.forward(policy)
     return kept.bytes if graph else 0
 

@@ -11,9 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
 from penstock.models.binding import BoundBlock
-from penstock.models.saved_activations import BoundWeights, CudaCopies, KeepPolicy, keeping
+from penstock.models.saved_activations import (
+    BoundWeights,
+    CudaCopies,
+    SavePolicy,
+    saving_activations,
+)
 from penstock.models.split_backward.split import DeferredWeights, backward_input, split_backward
-from tests.models.kept_runs import SETS, TINY_GPT2, assert_same
+from tests.models.saved_runs import SETS, TINY_GPT2, assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,9 +58,9 @@ def test_split_backward(drop) -> None:
     wanted = torch.autograd.grad(loss(), parameters)
     leaves = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
-    policy = KeepPolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
+    policy = SavePolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
     store = DeferredWeights()
-    with keeping(policy, weights, [ids]) as kept, split_backward(store, parameters):
+    with saving_activations(policy, weights, [ids]) as kept, split_backward(store, parameters):
         value = loss()
     kept.swap_out(0.5)
     weights.release()
@@ -88,7 +93,10 @@ def test_a_split_backward_reads_weights_where_they_are_then() -> None:
     leaves = {str(i): parameter.detach() for i, parameter in enumerate(parameters)}
     weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
     store = DeferredWeights()
-    with keeping(KeepPolicy(rebind=True), weights, [x]), split_backward(store, parameters):
+    with (
+        saving_activations(SavePolicy(rebind=True), weights, [x]),
+        split_backward(store, parameters),
+    ):
         value = loss()
     moved = {name: leaf.clone() for name, leaf in leaves.items()}
     for leaf in leaves.values():
@@ -120,7 +128,7 @@ def check_whole_model(config, drops: list[str]) -> None:
     for drop in (frozenset(), *(SETS[name] for name in drops)):
         leaves = {name: p.detach() for name, p in model.named_parameters()}
         weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
-        with keeping(KeepPolicy(drop=drop, rebind=True), weights) as kept:
+        with saving_activations(SavePolicy(drop=drop, rebind=True), weights) as kept:
             value = loss()
         whole = whole or kept.bytes
         assert kept.bytes <= whole and (kept.bytes < whole) == bool(drop)
@@ -164,7 +172,7 @@ def test_changes_in_place(drop) -> None:
     module, inputs = InPlace(), torch.randn(5, 4, requires_grad=True)
     weight = module.mlp.inner.weight
     wanted = torch.autograd.grad(module(inputs).sin().sum(), [inputs, weight])
-    with keeping(KeepPolicy(drop=frozenset(drop)), BoundWeights()) as kept:
+    with saving_activations(SavePolicy(drop=frozenset(drop)), BoundWeights()) as kept:
         result = module(inputs).sin().sum()
     kept.recompute()
     assert_same(list(torch.autograd.grad(result, [inputs, weight])), list(wanted))
@@ -185,9 +193,9 @@ def test_on_a_gpu(drop) -> None:
     parameters = list(model.parameters())
     wanted = torch.autograd.grad(loss(), parameters)
     stream = torch.cuda.Stream()
-    policy = KeepPolicy(drop=SETS[drop] if drop else frozenset())
+    policy = SavePolicy(drop=SETS[drop] if drop else frozenset())
     for fraction in (0.0, 0.3, 1.0):
-        with keeping(policy, BoundWeights()) as kept:
+        with saving_activations(policy, BoundWeights()) as kept:
             value = loss()
         torch.rand(9, device="cuda")
         copies = CudaCopies(stream)
