@@ -4,6 +4,10 @@ first time that a process reads from it.
 ``data/<split>.sums`` holds 16 bytes for each chunk of the token file, the start of its SHA-256, one
 after another; ``data/meta.json`` holds the size of chunks and the checksum of that file. Chunks are
 small because shuffled sequences lie anywhere: to read one means to read the chunk around it.
+
+A token file that Penstock writes is hashed while it is written (:class:`ChunkHasher`), so its
+checksums are of what was meant and the file is not read again; a token file that the user brings is
+read once (:func:`write_sums`).
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from numpy.typing import NDArray
 from penstock.protocol.errors import StateError
 
 CHUNK_BYTES = 1 << 16
+"""Bytes that share a checksum; the last chunk of a file may be shorter."""
+
 _DIGEST_BYTES = 16
 _SLAB_CHUNKS = 256
 _MAX_THREADS = 8
@@ -37,11 +43,44 @@ Bytes = NDArray[np.uint8]
 Progress = Callable[[str], None]
 
 
+class ChunkHasher:
+    """Takes the bytes of a file in order, in pieces of any size, and keeps a digest per chunk."""
+
+    def __init__(self) -> None:
+        self._digests: list[bytes] = []
+        self._chunk = hashlib.sha256()
+        self._num_bytes = 0
+
+    def update(self, content: bytes) -> None:
+        """Take the next bytes of the file."""
+        rest = memoryview(content)
+        while rest:
+            part = rest[: CHUNK_BYTES - self._num_bytes % CHUNK_BYTES]
+            self._chunk.update(part)
+            self._num_bytes += len(part)
+            rest = rest[len(part) :]
+            if self._num_bytes % CHUNK_BYTES == 0:
+                self._close_chunk()
+
+    def write(self, sums: Path) -> dict[str, Any]:
+        """Write the checksums of all bytes taken; returns what ``meta.json`` is to say of them.
+
+        The checksums are on disk when this returns. No more bytes may follow.
+        """
+        if self._num_bytes % CHUNK_BYTES:
+            self._close_chunk()
+        return _write(b"".join(self._digests), sums, self._num_bytes)
+
+    def _close_chunk(self) -> None:
+        self._digests.append(self._chunk.digest()[:_DIGEST_BYTES])
+        self._chunk = hashlib.sha256()
+
+
 def write_sums(tokens: Path, sums: Path, progress: Progress) -> dict[str, Any]:
-    """Write the checksums of the file ``tokens``; what ``meta.json`` is to say about them.
+    """Write the checksums of the file ``tokens``; returns what ``meta.json`` is to say of them.
 
     Reads the whole file once, with as many threads as there are cores (at most 8); ``progress`` is
-    told every few seconds how far it is.
+    told every few seconds how far it is. The checksums are on disk when this returns.
     """
     content = _mapped(tokens)
     slab = _SLAB_CHUNKS * CHUNK_BYTES
@@ -56,16 +95,20 @@ def write_sums(tokens: Path, sums: Path, progress: Progress) -> dict[str, Any]:
             if time.monotonic() - said_s > _SAY_EVERY_S:
                 said_s = time.monotonic()
                 progress(f"checksums of {tokens}: {start / 1e9:.1f} of {len(content) / 1e9:.1f} GB")
-    written = b"".join(digests)
+    return _write(b"".join(digests), sums, len(content))
+
+
+def _write(digests: bytes, sums: Path, file_bytes: int) -> dict[str, Any]:
     with sums.open("wb") as file:
-        file.write(written)
+        file.write(digests)
         file.flush()
+        # Before meta.json, which is written last and says that the checksums are whole.
         os.fsync(file.fileno())
     return {
         "path": sums.name,
         "chunk_bytes": CHUNK_BYTES,
-        "file_bytes": len(content),
-        "sha256": hashlib.sha256(written).hexdigest(),
+        "file_bytes": file_bytes,
+        "sha256": hashlib.sha256(digests).hexdigest(),
     }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.tokenizer import Tokenizer
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.files import cannot_write
@@ -79,8 +80,13 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def write_tokens(texts: Iterable[bytes], tokenizer: Tokenizer, path: Path) -> int:
+def write_tokens(
+    texts: Iterable[bytes], tokenizer: Tokenizer, path: Path, hasher: ChunkHasher
+) -> int:
     """Write a token file; returns its number of tokens. The file is on disk when this returns.
+
+    Each document is its ids in little-endian :func:`token_dtype`, then the end token. ``hasher``
+    takes every byte of the file.
 
     Raises:
         CapacityError, ConfigError: it cannot be written.
@@ -92,7 +98,9 @@ def write_tokens(texts: Iterable[bytes], tokenizer: Tokenizer, path: Path) -> in
             for text in texts:
                 ids = np.append(tokenizer.encode(text), np.uint32(tokenizer.eos)).astype(dtype)
                 count += len(ids)
-                file.write(ids.tobytes())
+                content = ids.tobytes()
+                file.write(content)
+                hasher.update(content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.models.checkpoints.carried import keep_carried
-from penstock.models.data.chunks import Progress, write_sums
+from penstock.models.data.chunks import ChunkHasher, Progress, write_sums
 from penstock.models.data.corpus import documents, source_files, token_dtype, write_tokens
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config.schema import Config
@@ -158,9 +158,10 @@ class _Sources:
     def _tokenized(self, files: list[Path], path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            num_tokens = write_tokens(documents(files), tokenizer, temporary)
+            hasher = ChunkHasher()
+            num_tokens = write_tokens(documents(files), tokenizer, temporary, hasher)
             temporary.rename(path)
-            sums = write_sums(path, path.with_suffix(".sums"), self._progress)
+            sums = hasher.write(path.with_suffix(".sums"))
         finally:
             temporary.unlink(missing_ok=True)
         dtype = token_dtype(tokenizer.vocab_size)

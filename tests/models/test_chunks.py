@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.models.data.chunks import CHUNK_BYTES, Checksums, write_sums
+from penstock.models.data.chunks import CHUNK_BYTES, Checksums, ChunkHasher, write_sums
 from penstock.models.data.prepare import prepare
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import StateError
@@ -45,6 +46,25 @@ def tokens(tmp_path: Path) -> Path:
 def opened(tokens: Path, **changes: Any) -> Checksums:
     entry = write_sums(tokens, tokens.with_suffix(".sums"), print)
     return Checksums.open(tokens, tokens.parent, {**entry, **changes})
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, SIZE])
+def test_hashing_while_writing_gives_the_bytes_of_hashing_the_file(
+    tmp_path: Path, size: int
+) -> None:
+    content = np.random.default_rng(2).bytes(size)
+    (tmp_path / "tokens.bin").write_bytes(content)
+    hasher, start = ChunkHasher(), 0
+    for piece in (1, CHUNK_BYTES - 1, 7, 0, 2 * CHUNK_BYTES + 3, SIZE):
+        hasher.update(content[start : start + piece])
+        start += piece
+    whole = write_sums(tmp_path / "tokens.bin", tmp_path / "read.sums", print)
+    assert hasher.write(tmp_path / "written.sums") == {**whole, "path": "written.sums"}
+    sums = (tmp_path / "read.sums").read_bytes()
+    assert (tmp_path / "written.sums").read_bytes() == sums
+    starts = range(0, size, CHUNK_BYTES)
+    wanted = [hashlib.sha256(content[at : at + CHUNK_BYTES]).digest()[:16] for at in starts]
+    assert sums == b"".join(wanted)
 
 
 def test_a_changed_chunk_is_found_when_it_is_read_and_no_other(tokens: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.corpus import MAX_STDLIB_BYTES, documents, source_files, write_tokens
 from penstock.models.data.prepare import main, prepare
 from penstock.models.data.tokenizer import END_OF_TEXT, ByteTokenizer, open_tokenizer
@@ -189,7 +190,7 @@ def test_tokens_on_a_full_disk_are_named_with_what_they_need(tmp_path: Path) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         with pytest.raises(CapacityError, match=r"out\.bin: no space left .* [\d,]+ bytes"):
-            write_tokens(texts, ByteTokenizer(), tmp_path / "out.bin")
+            write_tokens(texts, ByteTokenizer(), tmp_path / "out.bin", ChunkHasher())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -243,7 +244,8 @@ def test_documents_of_all_kinds(tmp_path: Path) -> None:
     files = source_files(str(tmp_path / "*"))
     assert list(documents(files)) == [b"one", b"two", "grün".encode()]
     assert (
-        write_tokens(documents(files), ByteTokenizer(), tmp_path / "out.bin") == 3 + 1 + 4 + 5 + 1
+        write_tokens(documents(files), ByteTokenizer(), tmp_path / "out.bin", ChunkHasher())
+        == 3 + 1 + 4 + 5 + 1
     )
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
     with pytest.raises(ConfigError, match=r"a.jsonl, line 2: expected a JSON object"):
