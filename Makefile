@@ -35,7 +35,7 @@ check: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow -s $(ARGS)
 
-## Speed of the optimizer passes and of training, beside the usual ways of doing it.
+## Speed of the optimizer sweeps and of training, beside the usual ways of doing it.
 bench: $(STAMP)
 	set -e; for script in bench/*.py; do echo "== $$script"; \
 	  $(BIN)/python -m bench.$$(basename $$script .py); done

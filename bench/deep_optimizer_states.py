@@ -94,7 +94,7 @@ class Row:
 
 def machine() -> dict[str, float]:
     """A GPU of the paper's node, busy links, with its share of the cores; memory is no limit, as in
-    equation 1. Conversion to 16 bits is a part of our passes.
+    equation 1. Conversion to 16 bits is a part of our sweeps.
     """
     rates = H100_BUSY
     return {
@@ -141,7 +141,7 @@ def emulated_config(name: str) -> Config:
 
 
 def rates_of(cluster: Cluster) -> UpdateRates:
-    """Of one GPU and its share of the cores; converting weights is a part of our passes."""
+    """Of one GPU and its share of the cores; converting weights is a part of our sweeps."""
     return UpdateRates(
         transfer=min(cluster.fetch_bandwidth, cluster.offload_bandwidth) / PARAMETERS_OF_FP32,
         device=cluster.device_optimizer_rate,
@@ -157,7 +157,7 @@ def equation_1_s(cluster: Cluster, parameters: float, case: Mapping[str, Any]) -
 
 
 def counterpart_s(cluster: Cluster, parameters: float, case: Mapping[str, Any]) -> float:
-    """The update phase as we do it. Residents take the last commit in and then preview: two passes
+    """The update phase as we do it. Residents take the last commit in and then preview: two sweeps
     on the GPU, beside what the CPU does.
     """
     share, stride = case.get("resident_share", 0.0), case.get("update_stride")

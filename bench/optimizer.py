@@ -1,4 +1,4 @@
-"""Speed of the optimizer passes, beside what memory allows and beside other libraries'.
+"""Speed of the optimizer sweeps, beside what memory allows and beside other libraries'.
 
 ``bench/optimizer.py [--params 64M,256M] [--threads 1,2] [--grads bf16,fp32] [--json]``
 
@@ -21,7 +21,7 @@ The last two where they are installed; both compile when first used (ninja on PA
 round after round, so that what else the machine does hits all alike; a speed is the median over the
 rounds, a share of the ceiling the median of the rounds' ratios.
 
-The ceiling of a pass is the same pass without arithmetic and without undo area: it loads, stores,
+The ceiling of a sweep is the same sweep without arithmetic and without undo area: it loads, stores,
 streams and prefetches the same arrays in the same order on the same threads. Everything of ours is
 in /dev/shm, laid out as training lays it out (:mod:`penstock.shm.layout`).
 """
@@ -50,7 +50,7 @@ from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY = 1e-4, 0.9, 0.95, 1e-8, 0.1
 INVERSE_LOSS_SCALE = 1.0 / 1024
-PASSES = ("preview", "settle", "advance", "in-place", "hold")
+SWEEPS = ("preview", "settle", "advance", "in-place", "hold")
 BYTES = {  # a parameter, beside gradients: read and written; gradients read
     "preview": (14, 1),
     "settle": (24, 1),
@@ -153,7 +153,7 @@ class OurState:
             fill_with_noise(grads, seed)
 
     def cases(self, pool: _native.Pool, optimizer: _native.Optimizer) -> dict[str, Case]:
-        """The passes by name."""
+        """The sweeps by name."""
         hyper = _native.Hyper(
             lr=LR,
             beta1=BETA1,
@@ -252,7 +252,7 @@ def rows_of(seconds: dict[str, list[float]], what: dict[str, Any]) -> list[dict[
             continue
         speed = what["params"] / statistics.median(runs) / 1e6
         row = {**what, "name": name, "mparams_per_s": round(speed, 1)}
-        if name in PASSES:
+        if name in SWEEPS:
             fixed, copies = BYTES[name]
             per_param = fixed + copies * grad_bytes
             pairs = zip(runs, seconds[f"ceiling {name}"], strict=True)
@@ -276,7 +276,7 @@ def run(num_params: int, cores: list[int], kind: str, rounds: int) -> list[dict[
         real = ours.cases(pool, _native.Optimizer.ADAMW)
         touch = ours.cases(pool, _native.Optimizer.TOUCH)
         cases: dict[str, Case] = {}
-        for name in PASSES:
+        for name in SWEEPS:
             cases |= {name: real[name], f"ceiling {name}": touch[name]}
         return rows_of(measure(cases | dict(theirs.cases()), rounds), what)
 
@@ -292,7 +292,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
             if name == ours and grads == "bf16" and base is not None:
                 found.setdefault(f"{ours} / {other}", []).append(value / base)
                 wanted[f"{ours} / {other}"] = bound
-    for name in PASSES:
+    for name in SWEEPS:
         found[f"{name} of its ceiling"] = [r["of_ceiling"] for r in rows if r["name"] == name]
         wanted[f"{name} of its ceiling"] = CEILING
     return [(name, min(values), wanted[name]) for name, values in found.items()]

@@ -2,14 +2,14 @@
 
 ``bench/policy.py [--params 64M] [--blocks 8] [--rounds 9] [--attempts 1000] [--json]``
 
-The passes are run and timed, in turns, over blocks in shared memory. From the medians attempts are
+The sweeps are run and timed, in turns, over blocks in shared memory. From the medians attempts are
 put together, by the clock of a pipeline: a forward that waits for each block's weights, a backward
-that hands over the gradients of the last block first, and optimizerd's passes, one at a time, in
+that hands over the gradients of the last block first, and optimizerd's sweeps, one at a time, in
 the order in which it runs them. ``backward``: how long the workers' backward takes, in advances of
 the whole model (0: the optimizer is all there is; the forward takes half of it). Attempts are
 clipped at random at the given rate; the policy sees what the scheduler sees. A ratio is the mean
 time of an attempt under the policy over that of the better of the two others; ``changes`` are those
-of its mode. Workers that slow the passes down, and messages, are not in it.
+of its mode. Workers that slow the sweeps down, and messages, are not in it.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from penstock.shm.control import Decision
 RATES = (0.0, 0.05, 0.25, 0.5, 0.75, 1.0)
 BACKWARDS = (0.0, 0.5, 1.0, 2.0)
 MODES = ("always", "never", "auto")
-PASSES = ("advance", "preview", "settle", "hold", "status")
+SWEEPS = ("advance", "preview", "settle", "hold", "status")
 WANTED = 1.05
 
 Times = dict[str, list[float]]
-"""Kind of pass -> seconds of each block."""
+"""Kind of sweep -> seconds of each block."""
 
 
-def timed_passes(num_params: int, num_blocks: int, rounds: int, cores: list[int]) -> Times:
-    """What the passes take: medians over the rounds."""
+def timed_sweeps(num_params: int, num_blocks: int, rounds: int, cores: list[int]) -> Times:
+    """What the sweeps take: medians over the rounds."""
     states = [OurState(num_params // num_blocks // 16 * 16, "bf16") for _ in range(num_blocks)]
     with _native.Pool(cores) as pool:
         cases = {}
         for block, state in enumerate(states):
             of_block: dict[str, Any] = state.cases(pool, _native.Optimizer.ADAMW)
             of_block["status"] = lambda s=state: _native.gradient_status(pool, grads=s.grads)
-            cases |= {f"{name} {block}": of_block[name] for name in PASSES}
+            cases |= {f"{name} {block}": of_block[name] for name in SWEEPS}
         seconds = measure(cases, rounds)
     return {
         name: [statistics.median(seconds[f"{name} {block}"]) for block in range(num_blocks)]
-        for name in PASSES
+        for name in SWEEPS
     }
 
 
@@ -87,14 +87,14 @@ class Pipeline:
         self.pending = not hold
         return self.now_s - start_s
 
-    def _workers_and(self, pass_s: list[float]) -> float:
-        """Forward and backward, and a pass behind each block's gradients; end of the backward."""
+    def _workers_and(self, sweep_s: list[float]) -> float:
+        """Forward and backward, and a sweep behind each block's gradients; end of the backward."""
         clock_s, block_s = self.now_s, self.backward_s / self.num_blocks
         for ready_s in self.ready_s:
             clock_s = max(clock_s, ready_s) + block_s / 2
         for block in reversed(range(self.num_blocks)):
             clock_s += block_s
-            self.free_s = max(self.free_s, clock_s) + pass_s[block]
+            self.free_s = max(self.free_s, clock_s) + sweep_s[block]
         return clock_s
 
 
@@ -149,7 +149,7 @@ def main() -> int:
     """Measure and print; exit code 1 when the policy costs more than wanted."""
     options = parse_arguments()
     cores = sorted(os.sched_getaffinity(0))
-    times = timed_passes(options.params, options.blocks, options.rounds, cores)
+    times = timed_sweeps(options.params, options.blocks, options.rounds, cores)
     rows = list(rows_of(times, options.attempts))
     if options.json:
         print(json.dumps({"rows": rows}))

@@ -71,7 +71,7 @@ class Case:
 
 
 class Native:
-    """The native passes over one block."""
+    """The native sweeps over one block."""
 
     def __init__(self, pool: _native.Pool, num_params: int) -> None:
         self._pool = pool
@@ -134,7 +134,7 @@ class Native:
 
 
 def aligned(state: State) -> State:
-    """A copy, aligned as the passes want it."""
+    """A copy, aligned as the sweeps want it."""
     copies = new_state(state[0].size)
     for copy, array in zip(copies, state, strict=True):
         copy[:] = array

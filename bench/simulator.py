@@ -1,7 +1,7 @@
 """Speed of the simulator: ``bench/simulator.py --out f.json``.
 
 Each case is one call of ``simulate`` on a plan that is there, with every transfer, copy and
-optimizer pass on shared switches, NICs and DRAM, in one thread. Figures are medians over the
+optimizer sweep on shared switches, NICs and DRAM, in one thread. Figures are medians over the
 rounds: seconds of the core, which are held against what is needed, and of the clock, with the
 fastest and the slowest round; the difference is what else the machine does. Building, lowering and
 validating the plan are timed once, apart.

@@ -9,7 +9,7 @@ mode         what the optimizer does (bytes of memory traffic a parameter, bf16 
 ============ =======================================================================================
 in-place     the papers' step behind each stage's gradients (28): ``rollback: arithmetic``
 synchronous  the same, but only when all gradients are there (Mobius, Megatron); not trained *here*
-advance      settles the step before and previews the new one, in one pass (30)
+advance      settles the step before and previews the new one, in one sweep (30)
 early        previews (16) behind the gradients; settles (26) during the next forward
 auto         early for as many of the last blocks as the planner chooses (column ``early``), advance
              for the others; not *here*, where the planner lets CPU workers advance everything
@@ -21,7 +21,7 @@ over rounds of a run's medians, from ``metrics.jsonl``; ratios are medians of th
 ``in-place``. ``traced`` is the tail in the run's trace (without the messages around the decision),
 ``simulated`` the simulator's with the costs of that trace, ``error`` that one's of ``traced``.
 
-*simulated*: a host of 32 cores whose passes could move 600 GB/s and whose eight memory channels
+*simulated*: a host of 32 cores whose sweeps could move 600 GB/s and whose eight memory channels
 move 164, with as many GPUs as told. *emulated*: the same plans through the real runtime, in
 modelled time (``--time-scale``), traced and simulated; ``in-place`` and ``synchronous`` look at the
 gradients first there (2 bytes more), as they must where Inf may come.

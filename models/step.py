@@ -106,7 +106,7 @@ def _fp32(value: float) -> float:
 
 
 def _power(base: float, exponent: int) -> float:
-    """``power`` of ``native/passes.cpp``: by repeated squaring, which decides the last bit."""
+    """``power`` of ``native/sweeps.cpp``: by repeated squaring, which decides the last bit."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -1,4 +1,4 @@
-// Turns Python arguments into what the passes take; each error names the argument, its value and
+// Turns Python arguments into what the sweeps take; each error names the argument, its value and
 // what would do.
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "passes.h"
+#include "sweeps.h"
 
 namespace penstock {
 

@@ -16,8 +16,8 @@
 
 #include "arguments.h"
 #include "atomics.h"
-#include "passes.h"
 #include "simulate.h"
+#include "sweeps.h"
 
 namespace penstock {
 namespace nb = nanobind;
@@ -27,7 +27,7 @@ using ObjectList = std::vector<nb::object>;
 using RangeList = std::vector<RangeTuple>;
 using SpanList = std::optional<std::vector<SpanTuple>>;
 
-// Arguments that every pass over model state has.
+// Arguments that every sweep over model state has.
 Block check_block(ArrayArguments& arrays, nb::handle master, const ObjectList& state,
                   const Hyper& hyper, const RangeList& ranges) {
   Block block;
@@ -46,28 +46,28 @@ Weights check_out(ArrayArguments& arrays, const Block& block, nb::handle weights
 }
 
 // preview and step_in_place take the same arguments.
-using StatelessPass = Status (*)(Pool&, const Block&, const Gradients&, const Hyper&,
-                                 const Weights&);
+using StatelessSweep = Status (*)(Pool&, const Block&, const Gradients&, const Hyper&,
+                                  const Weights&);
 
-template <StatelessPass kPass>
-Status bound_pass(Pool& pool, nb::handle master, const ObjectList& state, const ObjectList& grads,
-                  nb::handle weights, WeightsType weights_dtype, const Hyper& hyper,
-                  const RangeList& ranges) {
+template <StatelessSweep kSweep>
+Status bound_sweep(Pool& pool, nb::handle master, const ObjectList& state, const ObjectList& grads,
+                   nb::handle weights, WeightsType weights_dtype, const Hyper& hyper,
+                   const RangeList& ranges) {
   ArrayArguments arrays;
   const Block block = check_block(arrays, master, state, hyper, ranges);
   const Gradients gradients = arrays.gradients("grads", grads);
   const Weights out = check_out(arrays, block, weights, weights_dtype);
   const nb::gil_scoped_release unlocked;
-  return kPass(pool, block, gradients, hyper, out);
+  return kSweep(pool, block, gradients, hyper, out);
 }
 
 // settle and invert, too.
-using StatePass = void (*)(Pool&, const Block&, const Gradients&, const Hyper&, Settlement);
+using StateSweep = void (*)(Pool&, const Block&, const Gradients&, const Hyper&, Settlement);
 
-template <StatePass kPass, bool kSplits>
-void bound_state_pass(Pool& pool, nb::handle master, const ObjectList& state,
-                      const ObjectList& grads, const Hyper& hyper, const RangeList& ranges,
-                      nb::handle undo, const SpanList& spans, std::uint64_t tag) {
+template <StateSweep kSweep, bool kSplits>
+void bound_state_sweep(Pool& pool, nb::handle master, const ObjectList& state,
+                       const ObjectList& grads, const Hyper& hyper, const RangeList& ranges,
+                       nb::handle undo, const SpanList& spans, std::uint64_t tag) {
   ArrayArguments arrays;
   const BufferView undo_buffer(undo, /*writable=*/true);
   const Block block = check_block(arrays, master, state, hyper, ranges);
@@ -77,7 +77,7 @@ void bound_state_pass(Pool& pool, nb::handle master, const ObjectList& state,
   const Gradients gradients = arrays.gradients("grads", grads);
   const Settlement settlement{check_undo(undo_buffer), check_spans(spans, block.num_elements), tag};
   const nb::gil_scoped_release unlocked;
-  kPass(pool, block, gradients, hyper, settlement);
+  kSweep(pool, block, gradients, hyper, settlement);
 }
 
 Status bound_hold(Pool& pool, nb::handle master, const ObjectList& state, const ObjectList& grads,
@@ -298,16 +298,16 @@ void bind_pool(nb::module_& module) {
   });
 }
 
-void bind_passes(nb::module_& module) {
+void bind_sweeps(nb::module_& module) {
   using nb::literals::operator""_a;
-  module.def("preview", &bound_pass<preview>, "pool"_a, nb::kw_only(), "master"_a, "arrays"_a,
+  module.def("preview", &bound_sweep<preview>, "pool"_a, nb::kw_only(), "master"_a, "arrays"_a,
              "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a, "ranges"_a);
-  module.def("step_in_place", &bound_pass<step_in_place>, "pool"_a, nb::kw_only(), "master"_a,
+  module.def("step_in_place", &bound_sweep<step_in_place>, "pool"_a, nb::kw_only(), "master"_a,
              "arrays"_a, "grads"_a, "weights"_a, "weights_dtype"_a, "hyper"_a, "ranges"_a);
-  module.def("settle", &bound_state_pass<settle, true>, "pool"_a, nb::kw_only(), "master"_a,
+  module.def("settle", &bound_state_sweep<settle, true>, "pool"_a, nb::kw_only(), "master"_a,
              "arrays"_a, "grads"_a, "hyper"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
              "tag"_a = 0);
-  module.def("invert", &bound_state_pass<invert, false>, "pool"_a, nb::kw_only(), "master"_a,
+  module.def("invert", &bound_state_sweep<invert, false>, "pool"_a, nb::kw_only(), "master"_a,
              "arrays"_a, "grads"_a, "hyper"_a, "ranges"_a, "undo"_a, "spans"_a = nb::none(),
              "tag"_a = 0);
   module.def("hold", &bound_hold, "pool"_a, nb::kw_only(), "master"_a, "arrays"_a, "grads"_a,
@@ -360,7 +360,7 @@ NB_MODULE(_native, module) {
   penstock::bind_atomics(module);
   penstock::bind_types(module);
   penstock::bind_pool(module);
-  penstock::bind_passes(module);
+  penstock::bind_sweeps(module);
   penstock::bind_undo(module);
   penstock::bind_simulate(module);
 }

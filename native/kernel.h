@@ -1,4 +1,4 @@
-// The one loop over model state, for any vector type and any pass.
+// The one loop over model state, for any vector type and any sweep.
 //
 // Included by exactly one source file per vector path, each compiled with that path's flags.
 // Everything is in an anonymous namespace, so that the linker cannot replace a function of one path
@@ -15,7 +15,7 @@
 namespace penstock {
 namespace {
 
-// How far ahead of the loads the memory is asked for: the best of 64 to 1536 on Zen 4, where passes
+// How far ahead of the loads the memory is asked for: the best of 64 to 1536 on Zen 4, where sweeps
 // are up to 1.2 times as fast as with 512.
 constexpr std::size_t kPrefetchElements = 128;
 
@@ -73,7 +73,7 @@ PENSTOCK_STEP void save_undo(UndoPiece& piece, std::size_t element, const State<
 template <class V, Mode kMode, class Step, class Grads, class Store>
 class PieceLoop {
  public:
-  PieceLoop(const PassArguments& args, const Piece& piece)
+  PieceLoop(const SweepArguments& args, const Piece& piece)
       : args_(args),
         piece_(piece),
         first_(args.first),
@@ -190,7 +190,7 @@ class PieceLoop {
     return sum;
   }
 
-  const PassArguments& args_;
+  const SweepArguments& args_;
   const Piece& piece_;
   float* const first_;
   float* const second_;
@@ -199,7 +199,7 @@ class PieceLoop {
 };
 
 template <class V, Mode kMode, class Step, class Grads, class Store>
-void run_piece(const PassArguments& args, const Piece& piece) {
+void run_piece(const SweepArguments& args, const Piece& piece) {
   PieceLoop<V, kMode, Step, Grads, Store>(args, piece).run();
 }
 

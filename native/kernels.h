@@ -1,4 +1,4 @@
-// What a pass hands to the vector kernels, and how a kernel is chosen.
+// What a sweep hands to the vector kernels, and how a kernel is chosen.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Contributions {
   std::size_t count = 0;
 };
 
-// One optimizer step's constants, see derive_scalars() in passes.cpp.
+// One optimizer step's constants, see derive_scalars() in sweeps.cpp.
 struct StepScalars {
   float coefficient = 0;  // multiplies the summed gradient
   float beta1 = 0;
@@ -53,7 +53,7 @@ struct DecayRange {
   Decay next;     // with the scalars of the gradients that are previewed
 };
 
-struct PassArguments {
+struct SweepArguments {
   float* master = nullptr;              // null where it is split
   const std::uint16_t* high = nullptr;  // upper halves of a split master: the weights before
   std::uint16_t* low = nullptr;
@@ -70,15 +70,15 @@ struct PassArguments {
   std::size_t num_ranges = 0;
 };
 
-// A part of a pass that one thread runs. It begins and ends at a chunk boundary or at an end of the
-// spans that restrict the pass.
+// A part of a sweep that one thread runs. It begins and ends at a chunk boundary or at an end of the
+// spans that restrict the sweep.
 struct Piece {
   Span span;
   double* partials;  // one per chunk that the span touches: its sum of squares
-  UndoPiece* undo;   // null for passes that need none
+  UndoPiece* undo;   // null for sweeps that need none
 };
 
-using PieceFunction = void (*)(const PassArguments&, const Piece&);
+using PieceFunction = void (*)(const SweepArguments&, const Piece&);
 
 struct Choice {
   Mode mode;

@@ -3,7 +3,7 @@
 // Each operation rounds once, on every vector path. A step is a class with
 //
 //     kNumArrays                 arrays of state beside master
-//     kSavesUndo                 whether passes with an undo area use it
+//     kSavesUndo                 whether sweeps with an undo area use it
 //     step(old, grad_sum, c)     the state after the step
 //     inverse(next, grad_sum, c) the state before it, as far as arithmetic can tell: what rounding
 //                                lost stays lost (the papers' rollback)

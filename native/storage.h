@@ -89,7 +89,7 @@ struct AnyWeights {
 template <class Weights>
 class WideStore {
  public:
-  explicit WideStore(const PassArguments& args)
+  explicit WideStore(const SweepArguments& args)
       : master_(args.master), weights_(args.weights), type_(args.weights_type) {}
 
   template <class V>
@@ -119,7 +119,7 @@ class WideStore {
 // step's they lie in another slot than those before it. Storing master writes the lower halves.
 class SplitStore {
  public:
-  explicit SplitStore(const PassArguments& args)
+  explicit SplitStore(const SweepArguments& args)
       : high_(args.high), low_(args.low), weights_(static_cast<std::uint16_t*>(args.weights)) {}
 
   template <class V>

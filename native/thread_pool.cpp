@@ -13,7 +13,7 @@
 namespace penstock {
 namespace {
 
-// About 20 microseconds: longer than the gap between the passes of two blocks, short enough not to
+// About 20 microseconds: longer than the gap between the sweeps of two blocks, short enough not to
 // be noticed when a core is shared.
 constexpr int kSpinsBeforeSleep = 500;
 

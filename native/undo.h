@@ -1,17 +1,17 @@
 // The undo area: what makes settle and advance survive SIGKILL at any instant.
 //
-// A pass overwrites master and the optimizer's arrays in place, one vector of 16 parameters at a time.
+// A sweep overwrites master and the optimizer's arrays in place, one vector of 16 parameters at a time.
 // Before it writes a vector it saves the old values here, in memory that outlives the process.
-// After a kill, repair() puts back the at most one half-written vector of every piece of the pass
-// and says which elements are still to do; settling those gives the bits of an undisturbed pass.
+// After a kill, repair() puts back the at most one half-written vector of every piece of the sweep
+// and says which elements are still to do; settling those gives the bits of an undisturbed sweep.
 //
 // Layout (little endian, words of 8 bytes, base 64-byte aligned; all zero is a valid idle area):
 //
 //     +0    state         0 idle, 1 + t armed with table t, 3 + t repaired with table t; t = 0, 1
-//     +8    tag           the caller's name for the pass that was armed last
-//     +16   completed     tag of the pass that finished last
+//     +8    tag           the caller's name for the sweep that was armed last
+//     +16   completed     tag of the sweep that finished last
 //     +24   format        kUndoFormat, once anything was armed
-//     +32   num_elements  length of the arrays of the pass
+//     +32   num_elements  length of the arrays of the sweep
 //     +40   num_pieces    of table 0
 //     +48   num_pieces    of table 1
 //     +56   unused
@@ -27,7 +27,7 @@
 //     slot  +0    master[16]   +64  first array[16]   +128  second array[16]   (float32)
 //           +192  position     0 empty, else 1 + first element of the saved vector
 //
-// Writers: the process that runs the pass (each piece by one thread), later the process that
+// Writers: the process that runs the sweep (each piece by one thread), later the process that
 // repairs; never two at once. Readers: repair() and undo_state().
 //
 // Store order of a thread, for its vectors k = 0, 1, 2, ... (neighbours use different slots):
@@ -55,9 +55,9 @@
 //
 // The area is armed by writing a whole table (starts, ends, empty slots) and the other header words
 // first, `state` last, before any array is touched; it is disarmed after all threads finished, by
-// writing `completed` and then `state`. A pass that continues a repaired one fills the *other*
+// writing `completed` and then `state`. A sweep that continues a repaired one fills the *other*
 // table, while the old one still stands, and takes over with the single store of `state`; tag and
-// num_elements must be the same. So repair, and the pass after it, may themselves be killed at any
+// num_elements must be the same. So repair, and the sweep after it, may themselves be killed at any
 // instant: repair only copies from slots that nobody changes, and may run again.
 #pragma once
 
@@ -101,7 +101,7 @@ struct Span {
   bool operator==(const Span& other) const { return start == other.start && end == other.end; }
 };
 
-// The arrays that a pass overwrites. A split master has halves instead of `master`; its upper ones
+// The arrays that a sweep overwrites. A split master has halves instead of `master`; its upper ones
 // may be overwritten, too, by weights of a later version.
 struct StateArrays {
   float* master = nullptr;
@@ -111,7 +111,7 @@ struct StateArrays {
 };
 
 struct UndoState {
-  bool armed;  // a pass was cut short (or still runs): repair before the next one
+  bool armed;  // a sweep was cut short (or still runs): repair before the next one
   std::uint64_t tag;
   std::uint64_t completed;
 };
@@ -126,7 +126,7 @@ class Undo {
   std::size_t capacity() const { return capacity_; }
   UndoState state() const;
 
-  // Throws unless a pass over these spans may start now.
+  // Throws unless a sweep over these spans may start now.
   void check_ready(const std::vector<Span>& spans, std::uint64_t num_elements,
                    std::uint64_t tag) const;
   // Records the pieces and arms; returns where each piece keeps its slots.

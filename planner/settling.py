@@ -1,8 +1,8 @@
 """Which blocks are settled early (``optimizer.settle``): the plan's field, and ``auto``'s choice.
 
-A block that advances takes one pass behind its gradients. One that is settled early takes two, of
+A block that advances takes one sweep behind its gradients. One that is settled early takes two, of
 which only the shorter one is behind them; the other runs while the next forward leaves the cores
-alone. So what counts is when gradients come: where backwards hide a pass, an advance is less work;
+alone. So what counts is when gradients come: where backwards hide a sweep, an advance is less work;
 behind the last backwards nothing hides it, and the step ends sooner with previews. ``auto`` tries
 how many of the last blocks should be settled early, by simulation.
 

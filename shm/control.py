@@ -1,4 +1,4 @@
-"""The control segment: what is committed, what lies in each weight slot, which pass was under way.
+"""The control segment: what is committed, what lies in each weight slot, which sweep was under way.
 
 Layout (little-endian; every word 8 bytes, 8-byte aligned)::
 
@@ -18,10 +18,10 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
        128  committed version      optimizerd, memoryd     workers, memoryd
        256  record of even version optimizerd, memoryd     optimizerd, memoryd
        384  record of odd version  optimizerd, memoryd     optimizerd, memoryd
-       512  pass: active           optimizerd              optimizerd (recovery)
-       520  pass: block            optimizerd              optimizerd (recovery)
-       528  pass: state version it leads to, likewise
-      4096  undo area of the native passes (see native/undo.h), page-aligned
+       512  sweep: active          optimizerd              optimizerd (recovery)
+       520  sweep: block           optimizerd              optimizerd (recovery)
+       528  sweep: state version it leads to, likewise
+      4096  undo area of the native sweeps (see native/undo.h), page-aligned
          …  block words, 128 bytes a block:
             +0 state version       optimizerd, memoryd     optimizerd, memoryd, workers (UPDATE)
             +8 version in slot 0   optimizerd, memoryd     workers, memoryd
@@ -62,7 +62,7 @@ INVALID_VERSION = 2**64 - 1
 
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
 _INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
-_EPOCH, _COMMITTED, _RECORDS, _PASS = 120, 128, 256, 512
+_EPOCH, _COMMITTED, _RECORDS, _SWEEP = 120, 128, 256, 512
 _RECORD_BYTES, _BLOCK_BYTES, _READY = 128, 128, 32
 _RECORD = struct.Struct("<QQQdddQQ")
 
@@ -124,7 +124,7 @@ class CommitRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassIntent:
+class SweepIntent:
     """A settle or advance that was under way: of which block, and the state version it leads to."""
 
     block: int
@@ -266,38 +266,38 @@ class ControlView:
         return found if found is not None and found.version == version else None
 
     def clear_history(self) -> None:
-        """Forget records, ready words and the interrupted pass, before a restore.
+        """Forget records, ready words and the interrupted sweep, before a restore.
 
-        The undo area's first word goes first; zero bytes mean that no pass was under way.
+        The undo area's first word goes first; zero bytes mean that no sweep was under way.
         """
         store_u64(self.undo_area, 0, 0)
-        self.end_pass()
+        self.end_sweep()
         self.undo_area[:] = bytes(self.undo_bytes)
-        self._buffer[_RECORDS:_PASS] = bytes(_PASS - _RECORDS)
+        self._buffer[_RECORDS:_SWEEP] = bytes(_SWEEP - _RECORDS)
         for block in range(self.num_blocks):
             for contribution in range(MAX_CONTRIBUTIONS):
                 self.set_ready(block, contribution, epoch=0, attempt=0)
 
-    def begin_pass(self, intent: PassIntent) -> None:
-        """Announce a pass that overwrites state; the active word goes last."""
-        self._store(_PASS + 8, intent.block)
-        self._store(_PASS + 16, intent.state_version)
-        self._store(_PASS, 1)
+    def begin_sweep(self, intent: SweepIntent) -> None:
+        """Announce a sweep that overwrites state; the active word goes last."""
+        self._store(_SWEEP + 8, intent.block)
+        self._store(_SWEEP + 16, intent.state_version)
+        self._store(_SWEEP, 1)
 
-    def end_pass(self) -> None:
-        """The announced pass is complete and its state version written."""
-        self._store(_PASS, 0)
+    def end_sweep(self) -> None:
+        """The announced sweep is complete and its state version written."""
+        self._store(_SWEEP, 0)
 
     @property
-    def interrupted_pass(self) -> PassIntent | None:
-        """The pass that was under way when its optimizerd died, if any."""
-        if not self._load(_PASS):
+    def interrupted_sweep(self) -> SweepIntent | None:
+        """The sweep that was under way when its optimizerd died, if any."""
+        if not self._load(_SWEEP):
             return None
-        return PassIntent(block=self._load(_PASS + 8), state_version=self._load(_PASS + 16))
+        return SweepIntent(block=self._load(_SWEEP + 8), state_version=self._load(_SWEEP + 16))
 
     @property
     def undo_area(self) -> memoryview:
-        """Writable bytes for the native passes' undo slots."""
+        """Writable bytes for the native sweeps' undo slots."""
         return self._buffer[PAGE_BYTES : PAGE_BYTES + self.undo_bytes]
 
     def state_version(self, block: int) -> int:
@@ -305,7 +305,7 @@ class ControlView:
         return self._load(self._block(block))
 
     def set_state_version(self, block: int, version: int) -> None:
-        """After a pass wrote the last element of the block's state."""
+        """After a sweep wrote the last element of the block's state."""
         self._store(self._block(block), version)
 
     def slot_version(self, block: int, slot: int) -> int:

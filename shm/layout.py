@@ -7,14 +7,14 @@ pages between them (:func:`tag`)::
     frozen    | block 0 | block 1 | …                                        weight dtype
     state     | block 0: master | exp_avg | exp_avg_sq | block 1: …          fp32
     grads     | block 0: copy 0: contribution 0, 1, … | copy 1: … | block 1  gradient dtype
-    control   | header, records, pass intent, undo area, block words         penstock.shm.control
+    control   | header, records, sweep intent, undo area, block words         penstock.shm.control
 
 With a split master (:mod:`penstock.shm.memory`) ``state`` is::
 
     state     | block 0: low | exp_avg | exp_avg_sq | block 1: …             low: uint16, rest fp32
 
 and the upper halves of version v of the state are its weights, in slot v mod 2: these bytes are
-state, too, until a pass has led the block's state on to v + 1, whatever the slot's version word
+state, too, until a sweep has led the block's state on to v + 1, whatever the slot's version word
 says (:mod:`penstock.daemons.optimizer.machine.words`).
 
 An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
@@ -250,9 +250,9 @@ def tag(address: int) -> int:
     """The 8 bits of an address that AMD's first-level caches know a line by, beside its set: bits
     12 to 19, each with one of bits 20 to 27 (Lipp et al., "Take A Way", 2020).
 
-    Of addresses with equal tags and sets a cache holds one at a time. A pass reads master, moments
+    Of addresses with equal tags and sets a cache holds one at a time. A sweep reads master, moments
     and gradients at equal distances from their starts: if these were powers of two apart, each load
-    would throw the others' lines out, and passes take up to 2.5 times as long (measured on Zen 4).
+    would throw the others' lines out, and sweeps take up to 2.5 times as long (measured on Zen 4).
     """
     low, high = address >> 12, address >> 20
     mirrored = (high >> 7 & 1) | (high >> 5 & 2) | (high >> 3 & 4)  # 27 is with 12, 26 with 13, …

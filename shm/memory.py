@@ -3,7 +3,7 @@
 A float32 master in two halves: upper ones, which are bf16 weights, and lower ones.
 
 The upper half is the float32, rounded half up in the bits; the lower half its low 16 bits. Together
-they are the very float32, for all bit patterns (``native/storage.h`` has the passes' way)::
+they are the very float32, for all bit patterns (``native/storage.h`` has the sweeps' way)::
 
     split   high = (bits + 0x8000) >> 16           low = bits & 0xFFFF
     join    bits = (high << 16) + low - ((low >> 15) << 16)
@@ -57,7 +57,7 @@ class Halves:
             bits = values[first : first + _CHUNK_ELEMENTS].view(np.uint32)
             place = slice(start + first, start + first + bits.size)
             self.low[place] = bits & 0xFFFF
-            # The carry of the rounding falls out of the upper half, as in the passes.
+            # The carry of the rounding falls out of the upper half, as in the sweeps.
             self.high[place] = (bits >> 16) + ((bits >> 15) & 1)
 
 

@@ -1,7 +1,7 @@
 """A traced run as Chrome-trace JSON, for Perfetto and chrome://tracing.
 
 One process for each device, each node's optimizer and the scheduler; a thread for each lane. Arrows
-lead from a tensor's way to the instruction that takes it, and from published gradients to the pass
+lead from a tensor's way to the instruction that takes it, and from published gradients to the sweep
 over their block. Times are microseconds since the first event.
 
 The format: "Trace Event Format", complete (``X``), metadata (``M``) and flow (``s``, ``f``) events.
@@ -76,7 +76,7 @@ class Range:
 def chrome_trace(run: TracedRun, node_names: tuple[str, ...], attempts: Range | None) -> str:
     """The JSON text; of all attempts, or of a range of them."""
     maker = _ChromeTrace(run, attempts)
-    events = [*maker.names(node_names), *maker.devices(), *maker.passes(), *maker.scheduled()]
+    events = [*maker.names(node_names), *maker.devices(), *maker.sweeps(), *maker.scheduled()]
     return json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": "penstock"}},
         separators=(",", ":"),
@@ -115,7 +115,7 @@ class _ChromeTrace:
         ways = {(m.source, m.target) for trace in self._attempts for m in trace.moved}
         for source, target in sorted(ways):
             yield _thread_name(source + 1, _Thread.LINK + target, f"to device {target}")
-        for node in self._run.passes:
+        for node in self._run.sweeps:
             yield from _named(_OPTIMIZERS + node, f"optimizer {node_names[node]}")
             yield _thread_name(_OPTIMIZERS + node, 1, "passes")
         yield from _named(_SCHEDULER, "scheduler")
@@ -129,8 +129,8 @@ class _ChromeTrace:
                 yield from self._of_device(trace, device, own)
             yield from self._links(trace)
 
-    def passes(self) -> Iterator[Event]:
-        for node, events in self._run.passes.items():
+    def sweeps(self) -> Iterator[Event]:
+        for node, events in self._run.sweeps.items():
             for event in events:
                 if self._all or self._start_s <= event.start_s <= self._end_s:
                     pid = _OPTIMIZERS + node
@@ -202,7 +202,7 @@ class _ChromeTrace:
                 )
 
     def _flow_of_gradients(self, pid: int, event: TraceEvent) -> Iterator[Event]:
-        """From the last publication of the block before the pass, once each."""
+        """From the last publication of the block before the sweep, once each."""
         name, _, block = event.text.partition(" ")
         waiting = self._published.get(int(block), []) if block.isdigit() else []
         before = [item for item in waiting if item[0] <= event.start_s]
@@ -275,7 +275,7 @@ def _firsts(run: TracedRun) -> Iterator[TraceEvent]:
         for own in trace.devices.values():
             for work in (*own.computed[:1], *own.issued[:1]):
                 yield work.event
-    for events in run.passes.values():
+    for events in run.sweeps.values():
         yield from events[:1]
 
 

@@ -42,7 +42,7 @@ class Figures:
     """What is compared; seconds and shares. Overlaps are ``None`` where there is nothing to hide.
 
     ``copies_hidden``: of the devices' copies and sends, the share while the device computes;
-    ``optimizer_hidden``: of the optimizer's passes, the share while a device of the node computes.
+    ``optimizer_hidden``: of the optimizer's sweeps, the share while a device of the node computes.
     """
 
     makespan_s: float
@@ -208,11 +208,11 @@ class TraceReport:
             "memory": [device.to_dict() for device in self.memory],
             "fit": {
                 "stage_seconds": {f"{op.value} {s}": v for (op, s), v in fit.stages.items()},
-                "pass_seconds": {str(block): v for block, v in fit.passes.items()},
+                "pass_seconds": {str(block): v for block, v in fit.sweeps.items()},
                 "overhead_seconds": fit.overhead_s,
                 "latency_seconds": fit.latency_s,
                 "gradients_to_pass_seconds": fit.gradients_s,
-                "pass_to_pass_seconds": fit.pass_hop_s,
+                "pass_to_pass_seconds": fit.sweep_hop_s,
             },
             "opcodes": {
                 times.opcode.name: {
@@ -258,7 +258,7 @@ class TraceReport:
             f" {unit.format(fit.overhead_s, digits=3)} of overhead, per transfer"
             f" {unit.format(fit.latency_s, digits=3)}, from gradients to a pass"
             f" {unit.format(fit.gradients_s, digits=3)}, from pass to pass"
-            f" {unit.format(fit.pass_hop_s, digits=3)}"
+            f" {unit.format(fit.sweep_hop_s, digits=3)}"
         )
 
     def _table(self) -> list[str]:

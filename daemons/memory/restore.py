@@ -166,7 +166,7 @@ def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
 
 
 def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None:
-    """Weights from master, rounded as the optimizer passes round; those that are its upper half
+    """Weights from master, rounded as the optimizer's sweeps round; those that are its upper half
     are there.
     """
     weights = memory.weights(block, slot)
@@ -180,7 +180,7 @@ def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None
 
 
 def _zero_padding(memory: NodeMemory, block: BlockSpec, version: int) -> None:
-    """Padding takes part in passes and norms; it must be zero, whatever was there before."""
+    """Padding takes part in sweeps and norms; it must be zero, whatever was there before."""
     arrays = [memory.state(block.index, name) for name in memory.spec.table.state_arrays]
     if memory.split_master:
         halves = memory.halves(block.index, version)

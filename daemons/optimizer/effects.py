@@ -1,6 +1,6 @@
-"""Carries out what the state machine orders: control words, passes, pulls, messages.
+"""Carries out what the state machine orders: control words, sweeps, pulls, messages.
 
-Words are written by the caller's thread, in the order of the effects; passes run on one thread of
+Words are written by the caller's thread, in the order of the effects; sweeps run on one thread of
 their own, which feeds the threads of the pool.
 """
 
@@ -15,19 +15,18 @@ from typing import Any, Protocol
 
 from penstock._native import undo_state
 from penstock.daemons.optimizer.machine.events import (
-    BeginPass,
+    BeginSweep,
     BlockWords,
     Broken,
     CancelPulls,
     Effect,
-    EndPass,
+    EndSweep,
     Exit,
     FlipCommitted,
     MemoryFacts,
     OwnedBlock,
-    PassDone,
     Pull,
-    RunPass,
+    RunSweep,
     SendAmended,
     SendBlockStatus,
     SendDrained,
@@ -37,17 +36,18 @@ from penstock.daemons.optimizer.machine.events import (
     SetEpoch,
     SetSlot,
     SetState,
+    SweepDone,
     UndoWords,
     WriteRecord,
 )
-from penstock.daemons.optimizer.machine.sweeps import Pass
+from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.plan.step import PassStatus
-from penstock.shm.control import ControlView, PassIntent
+from penstock.protocol.plan.step import SweepStatus
+from penstock.shm.control import ControlView, SweepIntent
 
 
 def read_facts(control: ControlView, blocks: Iterable[OwnedBlock]) -> MemoryFacts:
-    """What the control segment says; only while no pass runs."""
+    """What the control segment says; only while no sweep runs."""
     undo = undo_state(control.undo_area)
     committed = control.committed
     return MemoryFacts(
@@ -55,7 +55,7 @@ def read_facts(control: ControlView, blocks: Iterable[OwnedBlock]) -> MemoryFact
         committed=committed,
         record=control.record(committed),
         next_record=control.record(committed + 1),
-        interrupted=control.interrupted_pass,
+        interrupted=control.interrupted_sweep,
         undo=UndoWords(armed=undo.armed, tag=undo.tag, completed=undo.completed),
         blocks={
             b.index: BlockWords(
@@ -77,10 +77,10 @@ class ControlWords:
             SetEpoch: lambda e: control.set_epoch(e.epoch),
             SetSlot: lambda e: control.set_slot_version(e.block, e.slot, e.version),
             SetState: lambda e: control.set_state_version(e.block, e.version),
-            BeginPass: lambda e: control.begin_pass(
-                PassIntent(block=e.block, state_version=e.state_version)
+            BeginSweep: lambda e: control.begin_sweep(
+                SweepIntent(block=e.block, state_version=e.state_version)
             ),
-            EndPass: lambda e: control.end_pass(),
+            EndSweep: lambda e: control.end_sweep(),
         }
 
     def write(self, effect: Effect) -> bool:
@@ -92,43 +92,43 @@ class ControlWords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedPass:
-    """A pass with its outcome; readings of ``time.perf_counter``."""
+class FinishedSweep:
+    """A sweep with its outcome; readings of ``time.perf_counter``."""
 
-    work: Pass
-    event: PassDone | Broken
+    work: Sweep
+    event: SweepDone | Broken
     start_s: float
     end_s: float
 
 
-class PassRunner(Protocol):
+class SweepRunner(Protocol):
     """What is asked of :class:`penstock.daemons.optimizer.kernels.Kernels`."""
 
-    def run(self, work: Pass) -> PassStatus | None:
-        """Run one pass to its end."""
+    def run(self, work: Sweep) -> SweepStatus | None:
+        """Run one sweep to its end."""
 
 
-class PassThread:
-    """Runs passes one after the other and reports each."""
+class SweepThread:
+    """Runs sweeps one after the other and reports each."""
 
-    def __init__(self, kernels: PassRunner, report: Callable[[FinishedPass], None]) -> None:
+    def __init__(self, kernels: SweepRunner, report: Callable[[FinishedSweep], None]) -> None:
         self._kernels = kernels
         self._report = report
-        self.running: Pass | None = None
-        """The pass under way; for other threads to look at."""
-        self._orders: queue.SimpleQueue[Pass | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="passes")
+        self.running: Sweep | None = None
+        """The sweep under way; for other threads to look at."""
+        self._orders: queue.SimpleQueue[Sweep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sweeps")
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def order(self, work: Pass) -> None:
-        """Start a pass as soon as the one before has ended."""
+    def order(self, work: Sweep) -> None:
+        """Start a sweep as soon as the one before has ended."""
         self._orders.put(work)
 
     def close(self) -> None:
-        """Finish the running pass and end the thread."""
+        """Finish the running sweep and end the thread."""
         self._orders.put(None)
         self._thread.join()
 
@@ -139,9 +139,9 @@ class PassThread:
             self.running = None
             self._report(outcome)
 
-    def _outcome(self, work: Pass) -> FinishedPass:
+    def _outcome(self, work: Sweep) -> FinishedSweep:
         start_s = time.perf_counter()
-        event: PassDone | Broken
+        event: SweepDone | Broken
         try:
             status = self._kernels.run(work)
         except Exception as error:
@@ -149,8 +149,8 @@ class PassThread:
             event, end_s = Broken(error=f"{work}: {error!r}"), time.perf_counter()
         else:
             end_s = time.perf_counter()
-            event = PassDone(status=status, seconds=end_s - start_s)
-        return FinishedPass(work=work, event=event, start_s=start_s, end_s=end_s)
+            event = SweepDone(status=status, seconds=end_s - start_s)
+        return FinishedSweep(work=work, event=event, start_s=start_s, end_s=end_s)
 
 
 class PullOrders(Protocol):
@@ -170,7 +170,7 @@ class Effects:
         self,
         *,
         control: ControlView,
-        passes: PassThread,
+        sweeps: SweepThread,
         pulls: PullOrders | None,
         send: Callable[[pb.MemberMessage], None],
     ) -> None:
@@ -180,7 +180,7 @@ class Effects:
         self._words = ControlWords(control)
         self._send = send
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            RunPass: lambda e: passes.order(e.work),
+            RunSweep: lambda e: sweeps.order(e.work),
             SendDrained: self._send_drained,
             SendReady: self._send_ready,
             SendBlockStatus: self._send_block_status,

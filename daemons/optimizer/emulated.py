@@ -1,6 +1,6 @@
-"""Passes of an emulated node: the same arithmetic on what is stored, in the time of the whole.
+"""Sweeps of an emulated node: the same arithmetic on what is stored, in the time of the whole.
 
-Copies of the node's devices go through the same memory; passes have what these leave
+Copies of the node's devices go through the same memory; sweeps have what these leave
 (:mod:`penstock.protocol.platforms.bandwidth_log`).
 """
 
@@ -9,23 +9,23 @@ from __future__ import annotations
 import time
 
 from penstock.daemons.optimizer.kernels import Kernels
-from penstock.daemons.optimizer.machine.sweeps import Pass
+from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol.plan.step import PassStatus
+from penstock.protocol.plan.step import SweepStatus
 from penstock.protocol.platforms.bandwidth_log import BandwidthLog, finish_at
 
 TURN_S = 5e-3
-"""A pass that is ordered so soon after the last one ended was waiting for its turn: it starts where
-that one ended, so that what happens in between does not add up.
+"""A sweep that is ordered so soon after the last one ended was waiting for its turn: it starts
+where that one ended, so that what happens in between does not add up.
 """
 
 
 _LOOK_S = 2e-3
-"""So often does a pass look for new copies."""
+"""So often does a sweep look for new copies."""
 
 
 class EmulatedKernels:
-    """Wraps :class:`~penstock.daemons.optimizer.kernels.Kernels`: a pass takes at least as long as
+    """Wraps :class:`~penstock.daemons.optimizer.kernels.Kernels`: a sweep takes at least as long as
     on the emulated cluster.
     """
 
@@ -35,8 +35,8 @@ class EmulatedKernels:
         self._bandwidth_log = log
         self._busy_until = 0.0
 
-    def run(self, work: Pass) -> PassStatus | None:
-        """Run the pass, and return when it would have ended."""
+    def run(self, work: Sweep) -> SweepStatus | None:
+        """Run the sweep, and return when it would have ended."""
         now = time.monotonic()
         waited_for_turn = now - self._busy_until < TURN_S
         start = self._busy_until if waited_for_turn else now
@@ -44,9 +44,9 @@ class EmulatedKernels:
         self._busy_until = self._wait(start, work)
         return status
 
-    def _wait(self, start: float, work: Pass) -> float:
-        """Return when a pass that began at ``start`` would have ended; says when that was."""
-        whole = self._emulation.pass_work(work.name, work.block)
+    def _wait(self, start: float, work: Sweep) -> float:
+        """Return when a sweep that began at ``start`` would have ended; says when that was."""
+        whole = self._emulation.sweep_work(work.name, work.block)
         if whole is None:
             return start
         while True:

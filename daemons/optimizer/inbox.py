@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from penstock.daemons.optimizer.effects import FinishedPass
+from penstock.daemons.optimizer.effects import FinishedSweep
 from penstock.daemons.optimizer.machine.events import Broken, Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
@@ -48,7 +48,7 @@ class PullOutcome:
     num_bytes: int
 
 
-Item = pb.SchedulerMessage | GradientReady | BlockUpdated | FinishedPass | PullOutcome | Lost
+Item = pb.SchedulerMessage | GradientReady | BlockUpdated | FinishedSweep | PullOutcome | Lost
 Inbox = queue.SimpleQueue[Item]
 
 

@@ -1,8 +1,8 @@
-"""Turns a pass into one native call on a node's memory.
+"""Turns a sweep into one native call on a node's memory.
 
 Arrays are views of shared memory, made once; contributions computed on other nodes are in private
 buffers (:class:`RemoteGradients`), one for each copy, so that a later settle finds the gradients
-that an earlier pass looked at.
+that an earlier sweep looked at.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock.daemons.optimizer.machine.sweeps import (
     GradientStatus,
     Hold,
     Invert,
-    Pass,
     Preview,
     Settle,
-    pass_tag,
+    Sweep,
+    sweep_tag,
 )
 from penstock.protocol.config.schema import OptimizerConfig
 from penstock.protocol.plan.placement import Placement, array_places
-from penstock.protocol.plan.step import BlockArrays, PassStatus
+from penstock.protocol.plan.step import BlockArrays, SweepStatus
 from penstock.shm.memory import NUMPY_TYPES, Array, NodeMemory
 from penstock.shm.pages import prefer_nodes_if_granted
 
@@ -71,7 +71,7 @@ class RemoteGradients:
             for contribution in block.remote:
                 count = table.blocks[block.index].trainable_elements
                 for copy in range(memory.spec.layout.gradient_copies[block.index]):
-                    # Mapped, not allocated: page-aligned, as the native passes want it.
+                    # Mapped, not allocated: page-aligned, as the native sweeps want it.
                     mapping = mmap.mmap(-1, count * dtype.itemsize)
                     if placement is not None and placement.several:
                         places = array_places(placement, dtype.itemsize, count)
@@ -86,7 +86,7 @@ class RemoteGradients:
 
 
 class Kernels:
-    """Runs passes, one at a time, on the threads of ``pool``."""
+    """Runs sweeps, one at a time, on the threads of ``pool``."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Kernels:
             for b in blocks
             if b.contributions
         }
-        self._calls: dict[type[Any], Callable[[Any], PassStatus | None]] = {
+        self._calls: dict[type[Any], Callable[[Any], SweepStatus | None]] = {
             Preview: self._preview,
             Settle: self._settle,
             Advance: self._advance,
@@ -120,15 +120,15 @@ class Kernels:
         }
 
     def num_elements(self, block: int) -> int:
-        """Parameters that a pass over the block goes through, padding included."""
+        """Parameters that a sweep over the block goes through, padding included."""
         return len(self._arrays[block].master)
 
-    def run(self, work: Pass) -> PassStatus | None:
-        """Run one pass to its end; its status if it looked at new gradients.
+    def run(self, work: Sweep) -> SweepStatus | None:
+        """Run one sweep to its end; its status if it looked at new gradients.
 
         Raises:
             ValueError, RuntimeError: from the native module: arrays, hyper-parameters or the undo
-                area are not what the pass needs. Nothing was written.
+                area are not what the sweep needs. Nothing was written.
         """
         return self._calls[type(work)](work)
 
@@ -137,7 +137,7 @@ class Kernels:
         self._arrays.clear()
         self._undo.release()
 
-    def _preview(self, work: Preview) -> PassStatus:
+    def _preview(self, work: Preview) -> SweepStatus:
         return self._arrays[work.block].preview(self._pool, work.update, self._config)
 
     def _settle(
@@ -168,7 +168,7 @@ class Kernels:
             ranges=arrays.ranges,
             undo=self._undo,
             spans=spans,
-            tag=pass_tag(work.block, version),
+            tag=sweep_tag(work.block, version),
         )
 
     def _finish_invert(self, work: FinishInvert) -> None:
@@ -199,10 +199,10 @@ class Kernels:
             ranges=arrays.ranges,
             undo=self._undo,
             spans=spans,
-            tag=pass_tag(work.block, after),
+            tag=sweep_tag(work.block, after),
         )
 
-    def _advance(self, work: Advance) -> PassStatus:
+    def _advance(self, work: Advance) -> SweepStatus:
         arrays, pending, version = self._arrays[work.block], work.pending, work.update.version
         status = _native.advance(
             self._pool,
@@ -215,11 +215,11 @@ class Kernels:
             weights_dtype=arrays.weights_dtype,
             ranges=arrays.ranges,
             undo=self._undo,
-            tag=pass_tag(work.block, pending.version),
+            tag=sweep_tag(work.block, pending.version),
         )
         return _status(status)
 
-    def _gradient_status(self, work: GradientStatus) -> PassStatus:
+    def _gradient_status(self, work: GradientStatus) -> SweepStatus:
         grads = self._arrays[work.block].gradients(work.version)
         return _status(_native.gradient_status(self._pool, grads=grads))
 
@@ -248,5 +248,5 @@ def _grads(
     return memory.grads(block, copy, contribution)
 
 
-def _status(status: _native.Status) -> PassStatus:
-    return PassStatus(finite=status.finite, sum_squares=status.sum_squares)
+def _status(status: _native.Status) -> SweepStatus:
+    return SweepStatus(finite=status.finite, sum_squares=status.sum_squares)

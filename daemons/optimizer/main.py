@@ -10,7 +10,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from penstock._native import Pool
-from penstock.daemons.optimizer.effects import Effects, PassRunner, PassThread
+from penstock.daemons.optimizer.effects import Effects, SweepRunner, SweepThread
 from penstock.daemons.optimizer.emulated import EmulatedKernels
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
@@ -111,21 +111,21 @@ def _build(
     metrics.placed(placement, local_ratio(memory, placement), sum(memory.huge_bytes().values()))
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks, placement)
-    kernels, passes = _passes(stack, run, placement, memory, blocks, remote, inbox)
+    kernels, sweeps = _sweeps(stack, run, placement, memory, blocks, remote, inbox)
     puller = _puller(stack, run, index, blocks, remote, inbox)
     link = MemberLink(
         address=scheduler,
         hello=lambda: service.hello(server.port, member, gradients.endpoint),
         heartbeat_interval_s=config.cluster.heartbeat_interval_s,
         silence_timeout_s=config.cluster.heartbeat_timeout_s,
-        doing=lambda: service.doing(passes.running),
+        doing=lambda: service.doing(sweeps.running),
     )
     parts = Parts(
         run_id=run.run_id,
         blocks=blocks,
         control=memory.control,
         kernels=kernels,
-        effects=Effects(control=memory.control, passes=passes, pulls=puller, send=link.send),
+        effects=Effects(control=memory.control, sweeps=sweeps, pulls=puller, send=link.send),
         puller=puller,
         status_socket=_status_socket(stack, ipc_address(run.run_id, node, STATUS_SOCKET)),
         metrics=metrics,
@@ -137,7 +137,7 @@ def _build(
     return service, link, (LinkReader(link, inbox), gradients)
 
 
-def _passes(
+def _sweeps(
     stack: ExitStack,
     run: RunDirectory,
     placement: Placement,
@@ -145,22 +145,22 @@ def _passes(
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
     inbox: Inbox,
-) -> tuple[Kernels, PassThread]:
+) -> tuple[Kernels, SweepThread]:
     config = run.config
     pool = stack.enter_context(Pool(placement.optimizer))
     kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
     stack.callback(kernels.close)
-    runner: PassRunner = kernels
+    runner: SweepRunner = kernels
     if config.cluster.emulated is not None:
         node = memory.spec.node_name
         log = BandwidthLog.of_node(run.path, node, config.cluster.workers)
         stack.callback(log.close)
         log.clear()
         runner = EmulatedKernels(kernels, Emulation.of(config), log)
-    passes = PassThread(runner, inbox.put)
-    passes.start()
-    stack.callback(passes.close)
-    return kernels, passes
+    sweeps = SweepThread(runner, inbox.put)
+    sweeps.start()
+    stack.callback(sweeps.close)
+    return kernels, sweeps
 
 
 def _puller(

@@ -14,28 +14,28 @@ class OptimizerMetrics:
     """One set of metrics in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._pass_seconds = Histogram(
+        self._sweep_seconds = Histogram(
             "penstock_optimizer_pass_seconds",
-            "Time of one pass over one block.",
+            "Time of one sweep over one block.",
             ["pass"],
             buckets=_SECONDS,
             registry=registry,
         )
         self._parameters = Counter(
             "penstock_optimizer_parameters",
-            "Parameters that passes went through, padding included.",
+            "Parameters that sweeps went through, padding included.",
             ["pass"],
             registry=registry,
         )
         self._throughput = Gauge(
             "penstock_optimizer_parameters_per_second",
-            "Speed of the last pass.",
+            "Speed of the last sweep.",
             ["pass"],
             registry=registry,
         )
         self.queue_length = Gauge(
             "penstock_optimizer_queue_length",
-            "Blocks that wait for their pass.",
+            "Blocks that wait for their sweep.",
             registry=registry,
         )
         self.committed_version = Gauge(
@@ -99,9 +99,9 @@ class OptimizerMetrics:
             self._epoch = epoch
             self._epochs.inc()
 
-    def pass_done(self, name: str, seconds: float, num_parameters: int) -> None:
-        """Count one pass."""
-        self._pass_seconds.labels(name).observe(seconds)
+    def sweep_done(self, name: str, seconds: float, num_parameters: int) -> None:
+        """Count one sweep."""
+        self._sweep_seconds.labels(name).observe(seconds)
         self._parameters.labels(name).inc(num_parameters)
         if seconds > 0:
             self._throughput.labels(name).set(num_parameters / seconds)

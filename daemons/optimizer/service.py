@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from penstock.daemons.optimizer.effects import Effects, FinishedPass, read_facts
+from penstock.daemons.optimizer.effects import Effects, FinishedSweep, read_facts
 from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.events import (
@@ -29,15 +29,15 @@ from penstock.daemons.optimizer.machine.events import (
     Event,
     GradientsReady,
     OwnedBlock,
-    PassDone,
     Pulled,
     SettleAsked,
     SkipAsked,
     StopAsked,
+    SweepDone,
     UpdatePolicy,
 )
 from penstock.daemons.optimizer.machine.state import OptimizerState
-from penstock.daemons.optimizer.machine.sweeps import Pass
+from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.protocol.errors import (
@@ -48,7 +48,7 @@ from penstock.protocol.errors import (
     StateError,
 )
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.plan.step import PassStatus
+from penstock.protocol.plan.step import SweepStatus
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, now_s
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, OptimizerStatus, encode
@@ -139,7 +139,7 @@ class Service:
             pb.SchedulerMessage: self._on_message,
             GradientReady: self._on_gradients,
             BlockUpdated: self._on_block_updated,
-            FinishedPass: self._on_pass,
+            FinishedSweep: self._on_sweep,
             PullOutcome: self._on_pull,
             Lost: self._on_lost,
         }
@@ -176,8 +176,8 @@ class Service:
             metrics_port=metrics_port,
         )
 
-    def doing(self, running: Pass | None) -> Doing:
-        """For heartbeats, on their thread: the pass under way, or what is being handled; without
+    def doing(self, running: Sweep | None) -> Doing:
+        """For heartbeats, on their thread: the sweep under way, or what is being handled; without
         either it waits for gradients, or for the scheduler.
         """
         activity = f"{running.name} of block {running.block}" if running else self._handling
@@ -256,7 +256,7 @@ class Service:
                 epoch=message.epoch,
                 attempt=message.attempt,
                 block=message.block,
-                status=PassStatus(finite=message.finite, sum_squares=message.sum_squares),
+                status=SweepStatus(finite=message.finite, sum_squares=message.sum_squares),
                 seconds=message.seconds,
             )
         )
@@ -282,18 +282,18 @@ class Service:
         word = self._parts.control.ready(wanted.block, wanted.contribution)
         return word == (wanted.epoch, wanted.attempt)
 
-    def _on_pass(self, finished: FinishedPass) -> None:
+    def _on_sweep(self, finished: FinishedSweep) -> None:
         event = finished.event
         attempt, epoch = self._machine.attempt, self._machine.joined_epoch
         self._feed(event)
-        if isinstance(event, PassDone):
+        if isinstance(event, SweepDone):
             self._publish(finished.work, event, epoch, attempt)
             text = f"{finished.work.name} {finished.work.block}"
             self._trace(TraceLane.OPTIMIZER, text, attempt, finished.start_s, finished.end_s)
             elements = self._parts.kernels.num_elements(finished.work.block)
-            self._parts.metrics.pass_done(finished.work.name, event.seconds, elements)
+            self._parts.metrics.sweep_done(finished.work.name, event.seconds, elements)
 
-    def _publish(self, work: Pass, done: PassDone, epoch: int, attempt: int) -> None:
+    def _publish(self, work: Sweep, done: SweepDone, epoch: int, attempt: int) -> None:
         status = done.status
         message = OptimizerStatus(
             run_id=self._parts.run_id,

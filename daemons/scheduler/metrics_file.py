@@ -145,7 +145,7 @@ def attempt_line(
     the slowest, in which they computed nothing. ``peak_device_bytes`` is that of the device that
     held most, left out where none was measured. ``optimizer_tail_seconds`` runs from the end of the
     last compute instruction of any worker, when the last gradient is there, to the decision: copies
-    to the host, passes, messages, amends. Values that are no finite number become null.
+    to the host, sweeps, messages, amends. Values that are no finite number become null.
     """
     done = list(reports)
     tokens = sum(report.loss_tokens for report in done)

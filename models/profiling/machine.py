@@ -1,7 +1,7 @@
 """What this machine can do beside computing: copies to and from the device, messages between
-workers, optimizer passes.
+workers, optimizer sweeps.
 
-Messages go through ZeroMQ's ipc transport between two sockets, as workers exchange them; passes run
+Messages go through ZeroMQ's ipc transport between two sockets, as workers exchange them; sweeps run
 on shared memory with the native kernels, on as many cores as the optimizer will have.
 """
 
@@ -112,7 +112,7 @@ def _pair(context: zmq.Context[Any], directory: str) -> tuple[zmq.Socket[bytes],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRates:
-    """Parameters/s of the passes of ``native/passes.h``."""
+    """Parameters/s of the sweeps of ``native/sweeps.h``."""
 
     advance: float
     preview: float
@@ -121,9 +121,9 @@ class OptimizerRates:
 
 
 def measure_optimizer(config: Config, *, num_elements: int = _OPTIMIZER_ELEMENTS) -> OptimizerRates:
-    """All four passes over one block, with the configured types, on the configured cores."""
+    """All four sweeps over one block, with the configured types, on the configured cores."""
     with _native.Pool(place(config, 0).optimizer) as pool:
-        seconds = {name: _median(run) for name, run in _passes(pool, config, num_elements).items()}
+        seconds = {name: _median(run) for name, run in _sweeps(pool, config, num_elements).items()}
     return OptimizerRates(**{name: num_elements / took_s for name, took_s in seconds.items()})
 
 
@@ -151,7 +151,7 @@ def measure_update(config: Config, device: torch.device, host: OptimizerRates) -
     return PIECE_ELEMENTS / _median(update)
 
 
-def _passes(
+def _sweeps(
     pool: _native.Pool, config: Config, num_elements: int
 ) -> dict[str, Callable[[], object]]:
     grads_dtype = NUMPY_TYPES[config.optimizer.grad_dtype]

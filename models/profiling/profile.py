@@ -2,7 +2,7 @@
 this machine.
 
 Runs the real blocks with random weights (:mod:`penstock.models.profiling.blocks`), and the
-machine's copies, messages and optimizer passes (:mod:`penstock.models.profiling.machine`), one
+machine's copies, messages and optimizer sweeps (:mod:`penstock.models.profiling.machine`), one
 after the other on an otherwise idle machine: what workers, optimizer and copies take from each
 other while they run together is not in it. Works with the number of threads that a worker will
 have. Makes no run directory and needs no data.

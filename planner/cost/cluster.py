@@ -23,7 +23,7 @@ class Cluster:
 
     ``optimizer_rate``: parameters/s that all optimizer cores of a node can process if DRAM is no
     limit. ``preview_speed``, ``settle_speed``: how many times as fast they preview, or settle, as
-    they do both in one pass. ``device_optimizer_rate``: parameters/s of an UPDATE on a device,
+    they do both in one sweep. ``device_optimizer_rate``: parameters/s of an UPDATE on a device,
     without its copies; ``update_fetch_bytes`` and ``update_offload_bytes``: what it copies per
     parameter.
 
@@ -78,11 +78,12 @@ class OptimizerStart(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerModel:
-    """The optimizer pass of a node's CPU cores.
+    """The optimizer sweep of a node's CPU cores.
 
-    ``tail_bytes``: DRAM traffic per parameter of the pass that must end before the step can commit;
-    ``settle_bytes``: of a second pass that runs during the next attempt's forward (0: none). A pass
-    runs at ``Cluster.optimizer_rate``, or slower where its share of DRAM bandwidth is less.
+    ``tail_bytes``: DRAM traffic per parameter of the sweep that must end before the step can
+    commit; ``settle_bytes``: of a second sweep that runs during the next attempt's forward (0:
+    none). A sweep runs at ``Cluster.optimizer_rate``, or slower where its share of DRAM bandwidth
+    is less.
 
     ``early``: how the blocks in ``Plan.settled_early`` are done; ``None``: like all others.
     """
@@ -94,8 +95,8 @@ class OptimizerModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassBytes:
-    """DRAM traffic of the optimizer's passes, in bytes per parameter: AdamW with float32 moments,
+class SweepBytes:
+    """DRAM traffic of the optimizer's sweeps, in bytes per parameter: AdamW with float32 moments,
     and 16-bit gradients and weights.
     """
 
@@ -105,8 +106,8 @@ class PassBytes:
     hold: float
 
     @classmethod
-    def of_master(cls, *, split: bool) -> PassBytes:
-        """A pass that writes the state of a split master writes its lower halves only: the upper
+    def of_master(cls, *, split: bool) -> SweepBytes:
+        """A sweep that writes the state of a split master writes its lower halves only: the upper
         ones lie in a slot of the weights, written by the preview (``native/storage.h``). It reads
         both, as much as a whole master.
         """
@@ -122,7 +123,7 @@ class PassBytes:
 
     @property
     def advancing(self) -> OptimizerModel:
-        """Settle and preview in one pass, but for blocks that are settled early."""
+        """Settle and preview in one sweep, but for blocks that are settled early."""
         return OptimizerModel(tail_bytes=self.advance, early=self.preview_settle)
 
     @property
@@ -131,14 +132,14 @@ class PassBytes:
         return OptimizerModel(tail_bytes=self.preview, settle_bytes=self.settle)
 
 
-WHOLE_MASTER = PassBytes.of_master(split=False)
-SPLIT_MASTER = PassBytes.of_master(split=True)
+WHOLE_MASTER = SweepBytes.of_master(split=False)
+SPLIT_MASTER = SweepBytes.of_master(split=True)
 
 PREVIEW_SETTLE = WHOLE_MASTER.preview_settle
 """Preview in the tail, settle during the next forward."""
 
 ADVANCE = WHOLE_MASTER.advancing
-"""Settle and preview in one pass, per backward stage, but as the plan says it: what this system
+"""Settle and preview in one sweep, per backward stage, but as the plan says it: what this system
 does.
 """
 

@@ -29,7 +29,7 @@ from penstock.planner.cost.cluster import (
     Cluster,
     OptimizerModel,
     OptimizerStart,
-    PassBytes,
+    SweepBytes,
 )
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.profile import block_costs, cluster_of
@@ -57,16 +57,16 @@ def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
     if config.rollback == "arithmetic":
         # Gradients are looked at before the step: what Inf destroys no arithmetic brings back.
         return replace(IN_PLACE, tail_bytes=IN_PLACE.tail_bytes + _STATUS_BYTES)
-    return _pass_bytes(config).advancing
+    return _sweep_bytes(config).advancing
 
 
-def _pass_bytes(config: OptimizerConfig) -> PassBytes:
+def _sweep_bytes(config: OptimizerConfig) -> SweepBytes:
     return SPLIT_MASTER if config.master == "split" else WHOLE_MASTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassRates:
-    """The optimizer's passes on all cores of an emulated node, by name: parameters/s, or what they
+class SweepRates:
+    """The optimizer's sweeps on all cores of an emulated node, by name: parameters/s, or what they
     move (bytes per parameter) where that many parameters/s are one limit and memory is the other.
     """
 
@@ -74,14 +74,14 @@ class PassRates:
     bytes_per_parameter: Mapping[str, float]
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, passes: PassBytes) -> PassRates:
-        """Each pass at the speed of the cores, and of what copies leave of DRAM."""
+    def of_cluster(cls, cluster: Cluster, sweeps: SweepBytes) -> SweepRates:
+        """Each sweep at the speed of the cores, and of what copies leave of DRAM."""
         moved = {
-            "advance": passes.advance,
-            "preview": passes.preview,
-            "settle": passes.settle,
-            "hold": passes.hold,
-            "invert": passes.hold,
+            "advance": sweeps.advance,
+            "preview": sweeps.preview,
+            "settle": sweeps.settle,
+            "hold": sweeps.hold,
+            "invert": sweeps.hold,
             "gradient_status": _STATUS_BYTES,
             "cast": _CAST_BYTES,
         }
@@ -92,8 +92,8 @@ class PassRates:
         return cls(parameters_per_s=rates, bytes_per_parameter=moved)
 
     @classmethod
-    def measured(cls, profile: Profile) -> PassRates:
-        """Those of a profile; passes that it does not know take a preview's time."""
+    def measured(cls, profile: Profile) -> SweepRates:
+        """Those of a profile; sweeps that it does not know take a preview's time."""
         machine = profile.machine
         rates = {
             "advance": machine.advance_rate,
@@ -106,15 +106,15 @@ class PassRates:
         }
         return cls(parameters_per_s=rates, bytes_per_parameter=dict.fromkeys(rates, 0.0))
 
-    def without(self, name: str) -> PassRates:
-        """Where a pass moves nothing."""
+    def without(self, name: str) -> SweepRates:
+        """Where a sweep moves nothing."""
         rates = {other: rate for other, rate in self.parameters_per_s.items() if other != name}
         return replace(self, parameters_per_s=rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassWork:
-    """A pass on an emulated node: bytes it moves, at most at ``limit`` bytes/s of the clock, while
+class SweepWork:
+    """A sweep on an emulated node: bytes it moves, at most at ``limit`` bytes/s of the clock, while
     the memory moves ``capacity``. (Without memory traffic bytes are parameters.)
     """
 
@@ -127,7 +127,7 @@ class PassWork:
 class Emulation:
     """An emulated cluster: both tables, what blocks take, and the machines. Seconds are emulated
     ones; :attr:`time_scale` makes seconds on the clock of them. ``optimizer``: what the simulator
-    needs to know of the passes. ``offloaded``: the model's state is on the host.
+    needs to know of the sweeps. ``offloaded``: the model's state is on the host.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Emulation:
     costs: Costs
     cluster: Cluster
     optimizer: OptimizerModel
-    passes: PassRates
+    sweeps: SweepRates
     time_scale: float
     offloaded: bool = True
 
@@ -155,14 +155,14 @@ class Emulation:
         made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
         _check_model(config, made.table)
         cluster = _changed(made.cluster, config)
-        moved, way = _pass_bytes(config.optimizer), optimizer_way(config.optimizer)
+        moved, way = _sweep_bytes(config.optimizer), optimizer_way(config.optimizer)
         if wanted.optimizer_bytes is not None:
             moved = replace(moved, advance=wanted.optimizer_bytes)
             if way.early is not None:
                 way = replace(way, tail_bytes=wanted.optimizer_bytes)
-        passes = made.passes or PassRates.of_cluster(cluster, moved)
+        sweeps = made.sweeps or SweepRates.of_cluster(cluster, moved)
         if config.optimizer.master == "split":
-            passes = passes.without("cast")  # weights are there with the state: a word is set
+            sweeps = sweeps.without("cast")  # weights are there with the state: a word is set
         overhead_s = wanted.instruction_s
         return cls(
             name=made.name,
@@ -173,7 +173,7 @@ class Emulation:
             else replace(made.costs, instruction_s=overhead_s),
             cluster=cluster,
             optimizer=replace(way, start=OptimizerStart(wanted.optimizer_start)),
-            passes=passes,
+            sweeps=sweeps,
             time_scale=wanted.time_scale,
             offloaded=made.offloaded,
         )
@@ -187,16 +187,16 @@ class Emulation:
             bytes_per_s=self.cluster.nic_bandwidth / max(growth, 1e-9) / self.time_scale,
         )
 
-    def pass_work(self, name: str, block: int) -> PassWork | None:
-        """An optimizer pass (its name as in its class) over a block, in seconds of the clock."""
-        if name not in self.passes.parameters_per_s:
+    def sweep_work(self, name: str, block: int) -> SweepWork | None:
+        """An optimizer sweep (its name as in its class) over a block, in seconds of the clock."""
+        if name not in self.sweeps.parameters_per_s:
             return None  # also a repair: nobody knows how much of the block was left
         parameters = self.costs.blocks[block].parameters
-        moved, capacity = self.passes.bytes_per_parameter[name], self.cluster.dram_bandwidth
+        moved, capacity = self.sweeps.bytes_per_parameter[name], self.cluster.dram_bandwidth
         if not moved or isinf(capacity):
             moved, capacity = 1.0, inf
-        limit = self.passes.parameters_per_s[name] * moved
-        return PassWork(
+        limit = self.sweeps.parameters_per_s[name] * moved
+        return SweepWork(
             num_bytes=parameters * moved,
             limit=limit / self.time_scale,
             capacity=capacity / self.time_scale,
@@ -205,13 +205,13 @@ class Emulation:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What ``cluster.device`` says; ``passes`` only if they were measured."""
+    """What ``cluster.device`` says; ``sweeps`` only if they were measured."""
 
     name: str
     table: BlockTable
     costs: Costs
     cluster: Cluster
-    passes: PassRates | None = None
+    sweeps: SweepRates | None = None
     offloaded: bool = True
 
 
@@ -303,7 +303,7 @@ def _of_profile(path: Path, config: Config) -> _Source:
         table=table,
         costs=block_costs(table, profile, tokens=config.train.micro_batch * length),
         cluster=cluster_of(profile, devices_per_node=config.cluster.workers),
-        passes=PassRates.measured(profile),
+        sweeps=SweepRates.measured(profile),
     )
 
 

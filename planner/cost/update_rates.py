@@ -114,7 +114,7 @@ def preview_ratio(cluster: Cluster, optimizer: OptimizerModel) -> float:
 
         1 / R_g = max(12 / B_fetch, 2 / B_offload) + 1 / U_g   (one GPU, bytes/s and parameters/s)
 
-    - Conversion is part of the CPU's pass: there is no D_c.
+    - Conversion is part of the CPU's sweep: there is no D_c.
     - n GPUs and the cores share the host's memory. A preview on the CPU moves ``tail_bytes`` (16),
       one on a GPU 14 there. The GPUs can use at most all of it, the CPU what they leave::
 
@@ -178,7 +178,7 @@ def host_rate(cluster: Cluster, optimizer: OptimizerModel, *, alone: bool = Fals
 
 
 def _cores_rate(cluster: Cluster, optimizer: OptimizerModel) -> float:
-    """If DRAM is no limit: of previews, or of passes that settle as well."""
+    """If DRAM is no limit: of previews, or of sweeps that settle as well."""
     speed = cluster.preview_speed if optimizer.settle_bytes else 1.0
     return cluster.optimizer_rate * speed
 

@@ -9,9 +9,9 @@ are reduced there is one contribution, made on the node of the owner
 An UPDATE takes a block from its unit. The block is settled at the start of the attempt; its state
 is fetched when the instruction is issued, its kernel runs on the compute stream when the state is
 there and nothing else can run, and its weights go back when the kernel is over. Its bytes are those
-of a pass that reads the gradients from device memory; on another device than the one that made them
-they are fetched as well. Of a resident no state is fetched; the kernel takes twice as long, since
-it takes the last commit in first.
+of a sweep that reads the gradients from device memory; on another device than the one that made
+them they are fetched as well. Of a resident no state is fetched; the kernel takes twice as long,
+since it takes the last commit in first.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """A pass over some of a unit's parameters; ``speed`` of the cores, relative to their rate."""
+class _Sweep:
+    """A sweep over some of a unit's parameters; ``speed`` of the cores, relative to their rate."""
 
     unit: _Unit
     parameters: float
@@ -67,16 +67,16 @@ def add_optimizer(context: Context, offloads: Offloads, optimizer: OptimizerMode
     settled = _add_settles(context, units)
     updated = _add_updates(context, offloads, settled, flush)
     left = [unit for unit in units if not updated.issuperset(unit.blocks)]
-    passes = _add_passes(context, [_tail(context, u, updated) for u in left], Label.OPTIMIZER)
-    # A node's passes run in the order in which their gradients come, as in optimizerd. Settles were
-    # there first: they run first without being waited for, which would cost a pass its turn.
-    context.builder.need(passes, flush)
-    _await_gradients(context, left, passes)
+    sweeps = _add_sweeps(context, [_tail(context, u, updated) for u in left], Label.OPTIMIZER)
+    # A node's sweeps run in the order in which their gradients come, as in optimizerd. Settles were
+    # there first: they run first without being waited for, which would cost a sweep its turn.
+    context.builder.need(sweeps, flush)
+    _await_gradients(context, left, sweeps)
 
 
-def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Pass:
-    """The pass behind the gradients of what no device updates."""
-    return _Pass(
+def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Sweep:
+    """The sweep behind the gradients of what no device updates."""
+    return _Sweep(
         unit=unit,
         parameters=_parameters(context, (b for b in unit.blocks if b not in updated)),
         bytes_each=unit.way.tail_bytes,
@@ -85,26 +85,26 @@ def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Pass:
 
 
 def _add_settles(context: Context, units: list[_Unit]) -> dict[int, int]:
-    """Settles from the start of the attempt on, by block: of units that are settled in a pass of
+    """Settles from the start of the attempt on, by block: of units that are settled in a sweep of
     its own, and of what devices update.
     """
     updated = frozenset(context.columns.stages[context.columns.rows(Update)].tolist())
-    passes: list[_Pass] = []
+    sweeps: list[_Sweep] = []
     due: list[list[int]] = []
     for unit in units:
         early = unit.way.settle_bytes > 0.0
         blocks = [block for block in unit.blocks if early or block in updated]
         if blocks:
             due.append(blocks)
-            passes.append(
-                _Pass(
+            sweeps.append(
+                _Sweep(
                     unit=unit,
                     parameters=_parameters(context, blocks),
                     bytes_each=unit.way.settle_bytes or PREVIEW_SETTLE.settle_bytes,
                     speed=context.cluster.settle_speed,
                 )
             )
-    tasks = _add_passes(context, passes, Label.SETTLE).tolist()
+    tasks = _add_sweeps(context, sweeps, Label.SETTLE).tolist()
     return {block: task for blocks, task in zip(due, tasks, strict=True) for block in blocks}
 
 
@@ -137,13 +137,13 @@ def _parameters(context: Context, blocks: Iterable[int]) -> float:
     return sum(context.costs.blocks[block].parameters for block in blocks)
 
 
-def _add_passes(context: Context, passes: list[_Pass], label: Label) -> Ints:
-    """Passes of nodes' cores; without limit of DRAM they take the time of the cores."""
+def _add_sweeps(context: Context, sweeps: list[_Sweep], label: Label) -> Ints:
+    """Sweeps of nodes' cores; without limit of DRAM they take the time of the cores."""
     cluster, network = context.cluster, context.network
-    nodes = np.array([one.unit.node for one in passes], dtype=np.int64)
-    seconds, amounts = np.zeros(len(passes)), np.zeros(len(passes))
-    routes = np.full(len(passes), -1, dtype=np.int32)
-    for index, one in enumerate(passes):
+    nodes = np.array([one.unit.node for one in sweeps], dtype=np.int64)
+    seconds, amounts = np.zeros(len(sweeps)), np.zeros(len(sweeps))
+    routes = np.full(len(sweeps), -1, dtype=np.int32)
+    for index, one in enumerate(sweeps):
         rate = cluster.optimizer_rate * one.speed
         if one.bytes_each > 0.0 and not isinf(cluster.dram_bandwidth):
             amounts[index] = one.parameters * one.bytes_each
@@ -151,10 +151,10 @@ def _add_passes(context: Context, passes: list[_Pass], label: Label) -> Ints:
         else:
             seconds[index] = one.parameters / rate
     return context.builder.add(
-        len(passes),
+        len(sweeps),
         lane=Lane.OPTIMIZER,
         queues=context.queues.optimizer(nodes),
-        origins=np.array([one.unit.rows[0] for one in passes], dtype=np.int64),
+        origins=np.array([one.unit.rows[0] for one in sweeps], dtype=np.int64),
         places=nodes,
         label=label,
         seconds=seconds,
@@ -164,12 +164,12 @@ def _add_passes(context: Context, passes: list[_Pass], label: Label) -> Ints:
     )
 
 
-def _await_gradients(context: Context, units: list[_Unit], passes: Ints) -> None:
-    """Passes wait for the offloads of their units, and for gradients to come from other nodes."""
+def _await_gradients(context: Context, units: list[_Unit], sweeps: Ints) -> None:
+    """Sweeps wait for the offloads of their units, and for gradients to come from other nodes."""
     devices, node_of = context.columns.devices, context.cluster.node_of
     waiting: list[int] = []
     needed: list[int] = []
-    for unit, task in zip(units, passes.tolist(), strict=True):
+    for unit, task in zip(units, sweeps.tolist(), strict=True):
         for row, offload in zip(unit.rows, unit.copies, strict=True):
             source = node_of(int(devices[row]))
             waiting.append(task)

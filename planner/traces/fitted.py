@@ -1,7 +1,7 @@
 """Costs from the trace of a run, so that a schedule's own prediction can be judged.
 
 Everything is in seconds, so rates are 1: a block's ``parameters`` are seconds of its optimizer
-pass, its ``output_bytes``, ``weight_bytes`` and ``gradient_bytes`` seconds of a transfer or copy,
+sweep, its ``output_bytes``, ``weight_bytes`` and ``gradient_bytes`` seconds of a transfer or copy,
 and memory figures of a simulation with these costs mean nothing. What is measured per stage is
 shared out evenly among the blocks that the stage computes.
 
@@ -13,8 +13,8 @@ those of compute instructions come
   loads of weights where the device has no copy engine, its own work), per compute instruction;
 - the **latency** of a transfer: from the end of a send (and the arrival of what went before it)
   until a waiting consumer has its input;
-- the **hops** of the optimizer: from the last byte of gradients to the start of the pass, and from
-  one pass to the next.
+- the **hops** of the optimizer: from the last byte of gradients to the start of the sweep, and from
+  one sweep to the next.
 
 As in the simulator they do not depend on what else the machine does at that moment, so where
 workers and optimizer share cores, the fit is an average.
@@ -53,8 +53,8 @@ class Fit:
     """What a trace says about costs.
 
     ``stages``: seconds of each compute opcode and stage (of a BACKWARD_WEIGHT per micro-batch),
-    ``overhead_s``, ``latency_s``, ``gradients_s`` (published to pass) and ``pass_hop_s`` as in the
-    module; ``passes``: seconds by block; ``settle_speed``: of blocks that are settled first,
+    ``overhead_s``, ``latency_s``, ``gradients_s`` (published to sweep) and ``sweep_hop_s`` as in
+    the module; ``sweeps``: seconds by block; ``settle_speed``: of blocks that are settled first,
     relative to these.
     """
 
@@ -64,8 +64,8 @@ class Fit:
     overhead_s: float
     latency_s: float
     gradients_s: float
-    pass_hop_s: float
-    passes: Mapping[int, float]
+    sweep_hop_s: float
+    sweeps: Mapping[int, float]
     settle_speed: float
     offloads: Mapping[int, float]
     fetches: Mapping[tuple[str, int], float]
@@ -73,7 +73,7 @@ class Fit:
     @classmethod
     def of(cls, attempts: Sequence[MeasuredAttempt], devices_per_node: int) -> Fit:
         """From attempts of one plan, at least one."""
-        ready, hops = _pass_hops(attempts)
+        ready, hops = _sweep_hops(attempts)
         return cls(
             plan=attempts[0].plan,
             devices_per_node=devices_per_node,
@@ -81,8 +81,8 @@ class Fit:
             overhead_s=median(map(_overhead_s, attempts)),
             latency_s=median(map(_latency_s, attempts)),
             gradients_s=_median(ready),
-            pass_hop_s=_median(hops),
-            passes=_medians(map(_pass_seconds, attempts)),
+            sweep_hop_s=_median(hops),
+            sweeps=_medians(map(_sweep_seconds, attempts)),
             settle_speed=_settle_speed(attempts),
             offloads=_medians(map(_offload_seconds, attempts)),
             fetches=_medians(map(_fetch_seconds, attempts)),
@@ -133,7 +133,7 @@ class Fit:
         return Costs(blocks=_with_drops(blocks, plan), instruction_s=self.overhead_s)
 
     def _pass_s(self, block: int) -> float:
-        return self.passes[block] + self.pass_hop_s if block in self.passes else 0.0
+        return self.sweeps[block] + self.sweep_hop_s if block in self.sweeps else 0.0
 
     def _of(self, opcode: Opcode) -> dict[int, float]:
         return {stage: seconds for (code, stage), seconds in self.stages.items() if code is opcode}
@@ -223,13 +223,13 @@ def _wakings(works: Iterable[TracedInstruction], moments: Sequence[float]) -> It
             yield work.ready_s - inside[-1]
 
 
-def _pass_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
+def _sweep_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
     """By block, what ran after its gradients were there: a settle before that is not the tail's. Of
     a block that a device updates, that.
     """
     found: dict[int, float] = defaultdict(float)
-    for passes in attempt.passes.values():
-        for event in passes:
+    for sweeps in attempt.sweeps.values():
+        for event in sweeps:
             block = int(event.text.split()[1])
             published_s = attempt.published_s(block)
             if published_s is not None and event.start_s >= published_s - 1e-3:
@@ -244,9 +244,9 @@ def _settle_speed(attempts: Iterable[MeasuredAttempt]) -> float:
     """How many times as fast blocks were settled as what ran behind their gradients."""
     settling_s = passing_s = 0.0
     for attempt in attempts:
-        after = _pass_seconds(attempt)
-        for passes in attempt.passes.values():
-            for event in passes:
+        after = _sweep_seconds(attempt)
+        for sweeps in attempt.sweeps.values():
+            for event in sweeps:
                 name, block = event.text.split()
                 if name == "settle" and int(block) in after:
                     settling_s += event.end_s - event.start_s
@@ -254,13 +254,13 @@ def _settle_speed(attempts: Iterable[MeasuredAttempt]) -> float:
     return passing_s / settling_s if settling_s > 0.0 and passing_s > 0.0 else 1.0
 
 
-def _pass_hops(attempts: Iterable[MeasuredAttempt]) -> tuple[list[float], list[float]]:
-    """From publication to pass where the optimizer was idle; from pass to pass where it was not."""
+def _sweep_hops(attempts: Iterable[MeasuredAttempt]) -> tuple[list[float], list[float]]:
+    """Publication to sweep where the optimizer was idle; sweep to sweep where it was not."""
     ready: list[float] = []
     hops: list[float] = []
     for attempt in attempts:
-        for passes in attempt.passes.values():
-            for before, event in pairwise(passes):
+        for sweeps in attempt.sweeps.values():
+            for before, event in pairwise(sweeps):
                 published_s = attempt.published_s(int(event.text.split()[1]))
                 if published_s is None or event.start_s < published_s:
                     continue

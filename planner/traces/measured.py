@@ -1,7 +1,7 @@
 """Attempts of a real run in the form of simulations: spans, bubbles, tail, time of a step.
 
 Zero is when the first device begins to compute. Makespan, pipeline and tail mean what they mean in
-:class:`~penstock.planner.simulate.Simulation`: the makespan ends with the last pass or copy before
+:class:`~penstock.planner.simulate.Simulation`: the makespan ends with the last sweep or copy before
 the decision. What else belongs to a step lies between two attempts: messages, decision, journal,
 the next batch.
 """
@@ -44,13 +44,13 @@ class MeasuredAttempt:
 
     ``announced_s``: the scheduler tells everyone. ``judged_s``: it has heard all it needs.
     ``step_s``: until the next attempt is announced, ``None`` where something else came between.
-    ``passes`` begin before ``judged_s``, by node. ``copies``: devices copy weights in, which is a
+    ``sweeps`` begin before ``judged_s``, by node. ``copies``: devices copy weights in, which is a
     part of the attempt as it is of simulations; otherwise loads are what waits for the commit.
     """
 
     plan: Plan
     trace: AttemptTrace
-    passes: Mapping[int, tuple[TraceEvent, ...]]
+    sweeps: Mapping[int, tuple[TraceEvent, ...]]
     decision: str
     announced_s: float
     judged_s: float
@@ -203,8 +203,8 @@ class MeasuredAttempt:
                             )
 
     def _pass_spans(self) -> Iterator[Span]:
-        for node, passes in self.passes.items():
-            for event in passes:
+        for node, sweeps in self.sweeps.items():
+            for event in sweeps:
                 name, block = event.text.split()
                 stage = self.plan.backward_stage_of(int(block))
                 label = f"{'S' if name in _SETTLING else 'U'} {stage}"
@@ -260,9 +260,9 @@ def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
             MeasuredAttempt(
                 plan=plan,
                 trace=trace,
-                passes={
-                    node: tuple(between(passes, announced.start_s, announced.end_s))
-                    for node, passes in run.passes.items()
+                sweeps={
+                    node: tuple(between(sweeps, announced.start_s, announced.end_s))
+                    for node, sweeps in run.sweeps.items()
                 },
                 decision=judged.text,
                 announced_s=announced.start_s,

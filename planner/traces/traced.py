@@ -155,13 +155,13 @@ class AttemptTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """``attempts`` by (phase, number); ``passes`` by node; ``scheduled``: the scheduler's events.
+    """``attempts`` by (phase, number); ``sweeps`` by node; ``scheduled``: the scheduler's events.
 
     Events that make no sense (an unknown member or instruction) are counted in ``strange``.
     """
 
     attempts: Mapping[tuple[str, int], AttemptTrace]
-    passes: Mapping[int, tuple[TraceEvent, ...]]
+    sweeps: Mapping[int, tuple[TraceEvent, ...]]
     scheduled: tuple[TraceEvent, ...]
     strange: int
 
@@ -176,7 +176,7 @@ class TracedRun:
                 _put_loads_first(device)
         return cls(
             attempts=sorter.attempts,
-            passes={node: _by_start(events) for node, events in sorted(sorter.passes.items())},
+            sweeps={node: _by_start(events) for node, events in sorted(sorter.sweeps.items())},
             scheduled=_by_start(sorter.scheduled),
             strange=sorter.strange,
         )
@@ -201,7 +201,7 @@ def _by_start(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
 class _Sorter:
     def __init__(self, node_names: Sequence[str]) -> None:
         self.attempts: dict[tuple[str, int], AttemptTrace] = {}
-        self.passes: dict[int, list[TraceEvent]] = defaultdict(list)
+        self.sweeps: dict[int, list[TraceEvent]] = defaultdict(list)
         self.scheduled: list[TraceEvent] = []
         self.strange = 0
         self._nodes = {f"optimizerd.{name}": index for index, name in enumerate(node_names)}
@@ -213,8 +213,8 @@ class _Sorter:
             for event in events:
                 self._of_device(int(number), event)
         elif member in self._nodes:
-            passes = (event for event in events if event.lane is TraceLane.OPTIMIZER)
-            self.passes[self._nodes[member]] += passes
+            sweeps = (event for event in events if event.lane is TraceLane.OPTIMIZER)
+            self.sweeps[self._nodes[member]] += sweeps
         elif member == "schedulerd":
             self.scheduled += events
         else:

@@ -187,10 +187,10 @@ class OptimizerConfig(_Section):
     Lion (usually 0.9 and 0.99), ``momentum`` is SGD's, ``eps`` Adam's and Adagrad's.
 
     ``settle``: when the state of blocks that the CPU updates takes a committed step in: with
-    ``advance`` in one pass with the next one's preview; with ``early`` in a pass of its own during
-    the next forward, which leaves a shorter preview behind the last gradient. With ``auto`` the
-    planner chooses block by block, from the rates of ``schedule.profile`` or of an emulated device
-    (:mod:`penstock.planner.settling`); all blocks advance where it has none. Same bits.
+    ``advance`` in one sweep with the next one's preview; with ``early`` in a sweep of its own
+    during the next forward, which leaves a shorter preview behind the last gradient. With ``auto``
+    the planner chooses block by block, from the rates of ``schedule.profile`` or of an emulated
+    device (:mod:`penstock.planner.settling`); all blocks advance where it has none. Same bits.
 
     ``master``: ``split`` keeps the lower halves of the fp32 masters only, next to bf16 weights that
     are the upper ones, rounded half up. It takes 2 bytes per parameter less; blocks that are
@@ -275,7 +275,7 @@ class ScheduleConfig(_Section):
     Numbers of stages (of one route) default to what the scheme uses with the workers at hand;
     ``stages_per_device`` says ``forward_stages`` per worker. ``replicas``: as many pipelines share
     the workers and the batch (data parallelism). ``reduce_gradients``: devices sum the gradients of
-    such routes, and one of them hands them over; otherwise the optimizer does, in its passes;
+    such routes, and one of them hands them over; otherwise the optimizer does, in its sweeps;
     ``auto``: where routes of a stage are on several nodes. ``drop``: what ``recompute: selective``
     makes again, names of operators or of sets of them (:mod:`penstock.planner.cost.operators`).
     ``weight_gradients``: how a BACKWARD_WEIGHT takes several micro-batches (passes ``2bp`` and
@@ -433,7 +433,7 @@ class EmulationConfig(_Section):
     What else differs from the machines that ``cluster.device`` names: ``machine``, fields of
     :class:`penstock.planner.cost.cluster.Cluster` (bytes, bytes/s, seconds, parameters/s);
     ``instruction_s``, overhead of a compute instruction; ``optimizer_bytes``, memory traffic per
-    parameter of the optimizer's pass; ``optimizer_start``: ``flush`` keeps every node's optimizer
+    parameter of the optimizer's sweep; ``optimizer_start``: ``flush`` keeps every node's optimizer
     waiting for its last gradients, as Mobius and Megatron do.
     """
 

@@ -327,7 +327,7 @@ class SwapIn(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Instruction):
-    """Optimizer pass over block ``block`` on this device instead of its node's CPU cores.
+    """Optimizer sweep over block ``block`` on this device instead of its node's CPU cores.
 
     Waits for the OffloadGradients of every backward stage that contains the block (one of each
     route). Reads its state from host memory, writes its next weights there (Deep Optimizer States,

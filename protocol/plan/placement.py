@@ -3,8 +3,8 @@
 Pure: a function of the configuration, the machine's topology and the CPUs that the process may use.
 Every process of a node comes to the same result by itself. The optimizer's threads are pinned, one
 to a CPU; the first of every physical core before any second one, evenly over NUMA nodes (each has
-memory channels of its own), and in the order of the nodes, because thread i of a pass works on the
-i-th piece of each block (``cut_span`` in ``native/passes.cpp``): a node's threads share a
+memory channels of its own), and in the order of the nodes, because thread i of a sweep works on the
+i-th piece of each block (``cut_span`` in ``native/sweeps.cpp``): a node's threads share a
 contiguous part of every array, and that part is kept on the node.
 """
 
@@ -101,8 +101,8 @@ def check_cores(config: Config) -> None:
 
 
 def pieces(num_elements: int, num_threads: int) -> list[tuple[int, int]]:
-    """The elements [start, end) that each thread of a pass works on; threads at the end have none
-    when there are fewer chunks than threads. As ``cut_span`` in ``native/passes.cpp``.
+    """The elements [start, end) that each thread of a sweep works on; threads at the end have none
+    when there are fewer chunks than threads. As ``cut_span`` in ``native/sweeps.cpp``.
     """
     found, start = [], 0
     for part in range(1, num_threads + 1):

@@ -60,9 +60,9 @@ class Plan:
     REDUCE_GRADIENTS a reduce-scatter (ZeRO-3). ``concatenates_gradients``: BACKWARD_WEIGHT of
     several micro-batches is one product per Linear over all their rows, with other rounding.
 
-    ``settled_early``: blocks, ascending, whose state takes a committed step in by a pass of its own
-    during the next forward, ahead of the preview of their new gradients. The CPU advances all other
-    blocks; those with an UPDATE are settled early anyway.
+    ``settled_early``: blocks, ascending, whose state takes a committed step in by a sweep of its
+    own during the next forward, ahead of the preview of their new gradients. The CPU advances all
+    other blocks; those with an UPDATE are settled early anyway.
     """
 
     scheme: str

@@ -78,7 +78,7 @@ class MachineProfile:
     """Rates of one machine: bytes/s, seconds, parameters/s of all optimizer cores of a node.
 
     ``instruction_s``: overhead of each compute instruction. Bandwidths are ``inf`` where nothing
-    has to move. The four rates are those of the optimizer's passes (``native/passes.h``);
+    has to move. The four rates are those of the optimizer's sweeps (``native/sweeps.h``);
     ``device_update_rate`` is an UPDATE's on one device, without its copies.
     """
 

@@ -8,7 +8,7 @@ turns, stage by stage: a reduce-scatter (ZeRO) whose smallest piece is a stage. 
 owns the blocks.
 
 Where a plan does not reduce, every stage is its own root: each route publishes contributions of its
-own, which the optimizer's passes sum, and the node of route 0 owns the blocks.
+own, which the optimizer's sweeps sum, and the node of route 0 owns the blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One optimizer step, and the preview of a block: what optimizerd and workers with UPDATE share.
 
-How passes read and write memory is in ``native/passes.h``.
+How sweeps read and write memory is in ``native/sweeps.h``.
 
 What decides the bits of an optimizer step beside its commit record, its gradients and the state.
 
@@ -30,7 +30,7 @@ WEIGHTS_DTYPES = {
     DType.BF16: _native.WeightsDtype.BFLOAT16,
     DType.FP16: _native.WeightsDtype.FLOAT16,
 }
-"""What native passes write weights as."""
+"""What native sweeps write weights as."""
 
 
 _OPTIMIZERS = {
@@ -96,8 +96,8 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassStatus:
-    """What a pass over new gradients learned: ``sum_squares`` of their sum, before any factor."""
+class SweepStatus:
+    """What a sweep over new gradients learned: ``sum_squares`` of their sum, before any factor."""
 
     finite: bool
     sum_squares: float
@@ -105,7 +105,7 @@ class PassStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockArrays:
-    """Views of what the passes over one block read and write, flat: ``master`` (its lower halves
+    """Views of what the sweeps over one block read and write, flat: ``master`` (its lower halves
     if ``split``), the optimizer's ``arrays``, ``weights`` by slot (16-bit types as their bits),
     ``grads`` by copy, contributions in order. ``ranges`` are (start, end, weight decay).
     """
@@ -146,7 +146,7 @@ class BlockArrays:
         )
 
     def state(self, version: int) -> dict[str, Any]:
-        """Arguments that every native pass over the block's state, which is at ``version``, has."""
+        """Arguments that every native sweep over the block's state has; it is at ``version``."""
         high = self.weights[version % WEIGHT_SLOTS]
         return {
             "master": (high, self.master) if self.split else self.master,
@@ -159,12 +159,12 @@ class BlockArrays:
 
     def preview(
         self, pool: _native.Pool, step: OptimizerStep, config: OptimizerConfig
-    ) -> PassStatus:
+    ) -> SweepStatus:
         """Write the weights that ``step`` leads to; master and state, which are at the version
         before it, stay.
 
         Raises:
-            ValueError, RuntimeError: arrays or hyper-parameters are not what the pass needs.
+            ValueError, RuntimeError: arrays or hyper-parameters are not what the sweep needs.
                 Nothing was written.
         """
         status = _native.preview(
@@ -176,7 +176,7 @@ class BlockArrays:
             hyper=step.hyper(config),
             ranges=self.ranges,
         )
-        return PassStatus(finite=status.finite, sum_squares=status.sum_squares)
+        return SweepStatus(finite=status.finite, sum_squares=status.sum_squares)
 
 
 def _bits(array: Array) -> Array:

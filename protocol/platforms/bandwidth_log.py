@@ -176,7 +176,7 @@ class NodeReads:
 def finish_at(
     start: float, num_bytes: float, *, limit: float, capacity: float, copies: Sequence[Copy]
 ) -> float:
-    """When a pass that moves ``num_bytes`` ends: it has what copies leave of the memory bandwidth
+    """When a sweep that moves ``num_bytes`` ends: it has what copies leave of the memory bandwidth
     ``capacity``, and ``limit`` at most.
 
     Copies come first because each asks for less than an equal share.

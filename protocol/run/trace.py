@@ -73,7 +73,7 @@ class TraceLane(StrEnum):
     PULL = "pull"
     """Nothing: the moment at which another node's gradients had arrived, ``block contribution``."""
     OPTIMIZER = "optimizer"
-    """A node's optimizer threads with a pass over a block: ``advance 7``."""
+    """A node's optimizer threads with a sweep over a block: ``advance 7``."""
     SCHEDULER = "scheduler"
     """The scheduler: ``attempt`` from its announcement to the decision (or ``broken``),
     ``amending`` while optimizers clip, then ``commit``, ``amend`` or ``skip`` until that is

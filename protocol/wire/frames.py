@@ -99,7 +99,7 @@ class BlockUpdated:
     """Worker to optimizerd of its node: UPDATE has written a block's weights of ``version``.
 
     ``finite`` and ``sum_squares`` are of the summed gradients, as in
-    :class:`penstock.protocol.plan.step.PassStatus`; ``seconds``: how long the preview took.
+    :class:`penstock.protocol.plan.step.SweepStatus`; ``seconds``: how long the preview took.
     """
 
     run_id: str

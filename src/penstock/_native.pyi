@@ -1,21 +1,21 @@
-"""C++ part of Penstock: optimizer passes over shared memory, their threads, and atomic words; the
+"""C++ part of Penstock: optimizer sweeps over shared memory, their threads, and atomic words; the
 simulator's event core.
 
-Arrays of the passes are one-dimensional, contiguous numpy arrays of n elements, n a positive
+Arrays of the sweeps are one-dimensional, contiguous numpy arrays of n elements, n a positive
 multiple of 16, that start at a multiple of 64 bytes; nothing is copied. ``uint16`` arrays hold bf16
 (gradients; weights with ``BFLOAT16``) or fp16 (weights with ``FLOAT16``) bit patterns; gradients in
 fp16 are ``float16`` arrays. Wrong arguments raise ValueError or TypeError (BufferError for buffers)
-before anything is written. Every pass releases the GIL; passes on one pool take turns.
+before anything is written. Every sweep releases the GIL; sweeps on one pool take turns.
 
 ``master`` is a float32 array, or a *split* one: a pair (upper halves, lower halves) of ``uint16``
 arrays. The upper halves, rounded half up in the bits, are the bf16 weights of the state's version;
-a pass writes the lower ones, and those of the next version into ``weights``, another slot (advance:
-the slot that it settles away from). ``arrays`` are the optimizer's own: Adam and AdamW have two
-(exp_avg, exp_avg_sq), SGD (momentum), Lion (exp_avg) and Adagrad (sum of squares) one.
+a sweep writes the lower ones, and those of the next version into ``weights``, another slot
+(advance: the slot that it settles away from). ``arrays`` are the optimizer's own: Adam and AdamW
+have two (exp_avg, exp_avg_sq), SGD (momentum), Lion (exp_avg) and Adagrad (sum of squares) one.
 
-All passes give the same bits on every vector path and with any number of threads, and ``advance``
+All sweeps give the same bits on every vector path and with any number of threads, and ``advance``
 the same as ``settle`` followed by ``preview``, as long as the summed gradients are finite.
-``native/passes.h`` describes the passes, ``native/undo.h`` the undo area.
+``native/sweeps.h`` describes the sweeps, ``native/undo.h`` the undo area.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def compare_exchange_u64(buffer: _Bytes, byte_offset: int, expected: int, desire
     """Atomically replace ``expected`` by ``desired``; says whether the word held ``expected``."""
 
 class WeightsDtype(Enum):
-    """What a pass writes into ``weights``."""
+    """What a sweep writes into ``weights``."""
 
     FLOAT32 = ...
     BFLOAT16 = ...
@@ -101,7 +101,7 @@ class Hyper:
     def optimizer(self) -> Optimizer: ...
 
 class Status:
-    """What a pass learned about the summed gradients (before the coefficient)."""
+    """What a sweep learned about the summed gradients (before the coefficient)."""
 
     @property
     def finite(self) -> bool: ...
@@ -114,15 +114,15 @@ class UndoState:
 
     @property
     def armed(self) -> bool:
-        """A pass runs, was cut short, or was repaired and not yet completed."""
+        """A sweep runs, was cut short, or was repaired and not yet completed."""
 
     @property
     def tag(self) -> int:
-        """Tag of the pass that was armed last."""
+        """Tag of the sweep that was armed last."""
 
     @property
     def completed(self) -> int:
-        """Tag of the pass that finished last."""
+        """Tag of the sweep that finished last."""
 
 class Pool:
     """Threads pinned to cores, one a listed core, until :meth:`close` or the end of ``with``.
@@ -137,7 +137,7 @@ class Pool:
     @property
     def vector_path(self) -> str: ...
     def close(self) -> None:
-        """Wait for a running pass, then stop and join the threads. May be repeated."""
+        """Wait for a running sweep, then stop and join the threads. May be repeated."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -185,11 +185,11 @@ def settle(
     """Write master and state.
 
     ``undo`` is :func:`undo_bytes` of writable memory, zero at first, 64-byte aligned, that
-    outlives the process. ``spans`` restricts the pass to sorted [start, end), bounds multiples of
-    16. ``tag`` names the pass in the undo area; a later pass with a *different* tag can be told
+    outlives the process. ``spans`` restricts the sweep to sorted [start, end), bounds multiples of
+    16. ``tag`` names the sweep in the undo area; a later sweep with a *different* tag can be told
     apart after a crash.
 
-    RuntimeError when the area is armed: :func:`repair` first. After a repair only the pass that
+    RuntimeError when the area is armed: :func:`repair` first. After a repair only the sweep that
     completes it is accepted: ``spans`` as returned by repair, and the same tag.
     """
 
@@ -209,7 +209,7 @@ def advance(
     spans: _Spans | None = None,
     tag: int = 0,
 ) -> Status:
-    """:func:`settle` with the pending gradients and :func:`preview` with the new ones, in one pass.
+    """:func:`settle` with the pending gradients, :func:`preview` with the new ones, in one sweep.
 
     ``pending_grads`` and ``grads`` have one dtype. The status is that of ``grads`` within
     ``spans``. An advance that was cut short is repaired and completed by a settle with the pending
@@ -272,22 +272,22 @@ def cast_weights(
     """Write the weights that belong to a settled ``master``."""
 
 def undo_bytes(num_threads: int) -> int:
-    """Size of an undo area for passes on up to ``num_threads`` threads, or as many spans."""
+    """Size of an undo area for sweeps on up to ``num_threads`` threads, or as many spans."""
 
 def undo_state(undo: _Bytes) -> UndoState:
     """Read an undo area without changing it.
 
-    After a crash, for the pass that was started with tag X: ``armed`` and ``tag == X``: repair,
+    After a crash, for the sweep that was started with tag X: ``armed`` and ``tag == X``: repair,
     then settle the returned spans; not armed and ``completed == X``: it finished; else it wrote
     nothing.
     """
 
 def repair(undo: _Bytes, *, master: _Master, arrays: Sequence[_Floats]) -> list[tuple[int, int]]:
-    """Put back vectors that a killed pass left half-written; returns the spans it did not settle.
+    """Put back vectors that a killed sweep left half-written; returns the spans it did not settle.
 
     Settling these spans with the same gradients, hyper-parameters, ranges and tag gives the state
-    of an undisturbed pass. The area stays armed until then, so that repair, and that settle, may
-    be killed and repeated. Returns [] for an idle area. No process may run a pass on the area
+    of an undisturbed sweep. The area stays armed until then, so that repair, and that settle, may
+    be killed and repeated. Returns [] for an idle area. No process may run a sweep on the area
     meanwhile.
     """
 

@@ -20,7 +20,7 @@ from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_l
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
 from penstock.protocol.errors import CapacityError, ExitCode, StateError
 from penstock.protocol.run.loading import INITIAL_VERSION
-from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
+from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 
@@ -196,7 +196,7 @@ def test_restored_weights_of_other_dtypes(make_run: Any, helpers: Any, dtype: DT
 def test_initial_weights_have_no_history(memory: NodeMemory, helpers: Any) -> None:
     helpers.fill(memory, seed=1)
     helpers.commit(memory, 9)
-    memory.control.begin_pass(PassIntent(block=1, state_version=9))
+    memory.control.begin_sweep(SweepIntent(block=1, state_version=9))
     seen: list[int] = []
 
     def loader(cancelled: Callable[[], bool]) -> None:
@@ -209,7 +209,7 @@ def test_initial_weights_have_no_history(memory: NodeMemory, helpers: Any) -> No
     restore(memory, Filling(incarnation=5, version=0, source=None), loader, never, CORES)
     control = memory.control
     assert seen == [0], "while the memory is filled it holds no model"
-    assert control.interrupted_pass is None
+    assert control.interrupted_sweep is None
     assert control.record(9) is None
     assert control.record(0) == CommitRecord(
         version=0,

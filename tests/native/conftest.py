@@ -83,7 +83,7 @@ class Block:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Keyword arguments of every pass over model state."""
+        """Keyword arguments of every sweep over model state."""
         return {
             "master": self.master,
             "arrays": [self.exp_avg, self.exp_avg_sq],

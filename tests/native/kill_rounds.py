@@ -34,7 +34,7 @@ Arrays = dict[str, Any]  # name -> array
 
 
 def state_of(arrays: Arrays) -> dict[str, Any]:
-    """Arguments of every pass over model state."""
+    """Arguments of every sweep over model state."""
     return {"master": arrays["master"], "arrays": [arrays["exp_avg"], arrays["exp_avg_sq"]]}
 
 
@@ -67,7 +67,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Which pass is repeated, on which path, with which gradients."""
+    """Which sweep is repeated, on which path, with which gradients."""
 
     mode: str
     vector_path: str
@@ -102,7 +102,7 @@ class Job:
             **more,
         )
 
-    def run_pass(self, pool: _native.Pool, shared: Shared, step: int) -> None:
+    def run_sweep(self, pool: _native.Pool, shared: Shared, step: int) -> None:
         """What the victims repeat."""
         if self.mode == "settle":
             self.settle(pool, shared.arrays, shared.undo, step)
@@ -146,13 +146,13 @@ def kill_after(pid: int, delay_s: float) -> bool:
 
 
 def run_until_killed(job: Job, shared: Shared, rng: random.Random) -> None:
-    """A victim that runs pass after pass until it is killed at a random instant."""
+    """A victim that runs sweep after sweep until it is killed at a random instant."""
 
     def repeat() -> None:
         pool = job.pool()
         for step in range(1, 1 << 30):
             shared.started[0] = step
-            job.run_pass(pool, shared, step)
+            job.run_sweep(pool, shared, step)
 
     pid = fork(repeat)
     deadline = time.monotonic() + PATIENCE_S
@@ -160,14 +160,14 @@ def run_until_killed(job: Job, shared: Shared, rng: random.Random) -> None:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            raise TimeoutError(f"the child started no pass within {PATIENCE_S} s")
+            raise TimeoutError(f"the child started no sweep within {PATIENCE_S} s")
         time.sleep(0.0002)
     if not kill_after(pid, rng.uniform(0, 0.012)):
         raise RuntimeError("the child ended by itself")
 
 
 def complete(job: Job, shared: Shared) -> None:
-    """Repair and settle what is left, if a pass was cut short."""
+    """Repair and settle what is left, if a sweep was cut short."""
     with job.pool() as pool:
         step = _native.undo_state(shared.undo).tag
         spans = _native.repair(shared.undo, **state_of(shared.arrays))
@@ -201,7 +201,7 @@ def same(left: Arrays, right: Arrays) -> bool:
 
 
 def undisturbed(job: Job, pool: _native.Pool, initial: Arrays, num_steps: int) -> Arrays:
-    """The state after so many passes that nobody killed."""
+    """The state after so many sweeps that nobody killed."""
     arrays = {name: aligned_copy(values) for name, values in initial.items()}
     undo = aligned_copy(np.zeros(_native.undo_bytes(NUM_THREADS), np.uint8))
     for step in range(1, num_steps + 1):
@@ -210,7 +210,7 @@ def undisturbed(job: Job, pool: _native.Pool, initial: Arrays, num_steps: int) -
 
 
 def run_into_guard(job: Job, shared: Shared, name: str) -> None:
-    """A victim that dies exactly at its first store to one page of one array, in the second pass.
+    """A victim that dies exactly at its first store to one page of one array, in the second sweep.
 
     What it leaves shows whether undo values and index are in place before any array is written.
     """
@@ -218,12 +218,12 @@ def run_into_guard(job: Job, shared: Shared, name: str) -> None:
     def run() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pool = job.pool()
-        job.run_pass(pool, shared, 1)
+        job.run_sweep(pool, shared, 1)
         page = shared.arrays[name].ctypes.data + GUARDED_PAGE * mmap.PAGESIZE
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mprotect(ctypes.c_void_p(page), mmap.PAGESIZE, mmap.PROT_READ) != 0:
             raise OSError(ctypes.get_errno(), "mprotect")
-        job.run_pass(pool, shared, 2)
+        job.run_sweep(pool, shared, 2)
 
     _, status = os.waitpid(fork(run), 0)
     if os.waitstatus_to_exitcode(status) != -signal.SIGSEGV:
@@ -232,14 +232,14 @@ def run_into_guard(job: Job, shared: Shared, name: str) -> None:
 
 def recover(job: Job, shared: Shared, initial: Arrays, rng: random.Random) -> dict[str, int]:
     """Repair and complete what a victim left, killed up to twice on the way; what was seen."""
-    seen = {"killed_in_pass": 0, "needed_restoring": 0, "killed_in_repair": 0}
+    seen = {"killed_in_sweep": 0, "needed_restoring": 0, "killed_in_repair": 0}
     state = _native.undo_state(shared.undo)
     num_steps = state.tag if state.armed else state.completed
     with job.pool() as pool:
         expected = undisturbed(job, pool, initial, num_steps)
         if state.armed:
             naive = complete_without_restoring(job, shared, pool)
-            seen |= {"killed_in_pass": 1, "needed_restoring": int(not same(naive, expected))}
+            seen |= {"killed_in_sweep": 1, "needed_restoring": int(not same(naive, expected))}
     for _ in range(rng.randrange(3)):
         child = fork(lambda: complete(job, shared))
         seen["killed_in_repair"] += kill_after(child, rng.uniform(0, 0.002))
@@ -261,7 +261,7 @@ def run_rounds(job: Job, initial: Arrays, rounds: int, rng: random.Random) -> Co
         shared.reset(initial)
         run_into_guard(job, shared, name)
         seen = recover(job, shared, initial, rng)
-        counts.update({"guarded": seen["killed_in_pass"], "wrong": seen["wrong"]})
+        counts.update({"guarded": seen["killed_in_sweep"], "wrong": seen["wrong"]})
     return counts
 
 

@@ -73,7 +73,7 @@ class Run:
         )
 
     def outcome(self, status: _native.Status) -> tuple[Any, ...]:
-        """Everything a pass leaves, in bits."""
+        """Everything a sweep leaves, in bits."""
         return (*self.block.bits(), self.weights.tobytes(), status.finite, status.sum_squares.hex())
 
 
@@ -130,7 +130,7 @@ def test_previewed_weights_are_those_of_the_settled_master(
 
 @settings(max_examples=30, deadline=None)
 @given(case=case, data=st.data())
-def test_a_pass_over_spans_equals_the_whole_pass(
+def test_a_sweep_over_spans_equals_the_whole_sweep(
     kit: Any, cores: list[int], case: dict[str, Any], data: st.DataObject
 ) -> None:
     vectors = case["num_elements"] // 16

@@ -19,7 +19,7 @@ NUM_ROUNDS = 24
 
 @pytest.mark.parametrize("path", _native.available_vector_paths())
 @pytest.mark.parametrize("mode", ["settle", "advance"])
-def test_killed_passes_are_completed_with_the_same_bytes(mode: str, path: str) -> None:
+def test_killed_sweeps_are_completed_with_the_same_bytes(mode: str, path: str) -> None:
     seed = random.SystemRandom().randrange(2**32)
     command = [sys.executable, str(SCRIPT), mode, path, str(NUM_ROUNDS), str(seed)]
     result = subprocess.run(
@@ -36,5 +36,5 @@ def test_killed_passes_are_completed_with_the_same_bytes(mode: str, path: str) -
     assert counts["wrong"] == 0, message
     assert counts["guarded"] == 3, message
     # The rest shows that the kills land where they matter and that repair is what saves the bytes.
-    assert counts["killed_in_pass"] >= NUM_ROUNDS // 3, message
+    assert counts["killed_in_sweep"] >= NUM_ROUNDS // 3, message
     assert counts["needed_restoring"] >= NUM_ROUNDS // 4, message

@@ -1,4 +1,4 @@
-"""SGD, Lion and Adagrad against torch or float64; every optimizer's passes against each other; the
+"""SGD, Lion and Adagrad against torch or float64; every optimizer's sweeps against each other; the
 arithmetic inverse, and what it loses.
 """
 
@@ -101,7 +101,7 @@ def test_lion_matches_float64(path: str, kit: Any, cores: list[int]) -> None:
     np.testing.assert_allclose(block.exp_avg, momentum, rtol=1e-5, atol=1e-7)
 
 
-def passes(
+def sweeps(
     kit: Any, pool: _native.Pool, optimizer: Optimizer, way: str
 ) -> tuple[tuple[bytes, ...], bytes]:
     """State after one step and weights after another, in one of the ways there."""
@@ -145,7 +145,7 @@ def test_all_ways_and_paths_give_the_same_bits(
     for path in PATHS:
         with _native.Pool([cores[0], cores[-1]], vector_path=path) as pool:
             for way in ("advance", "settle", "in place", "hold"):
-                found.add(passes(kit, pool, optimizer, way))
+                found.add(sweeps(kit, pool, optimizer, way))
     assert len(found) == 1
 
 
@@ -205,7 +205,7 @@ def test_an_infinite_gradient_destroys_what_the_inverse_should_bring_back(
 
 
 def test_what_memory_allows_moves_the_same_arrays(kit: Any, pool: _native.Pool) -> None:
-    """TOUCH reads and writes every array of every pass, and leaves the undo area alone."""
+    """TOUCH reads and writes every array of every sweep, and leaves the undo area alone."""
     block = kit.block(64, 11)
     before = block.copy()
     (grad,) = kit.gradients(64, 12, bf16=False)

@@ -55,7 +55,7 @@ def test_threads_end_with_close_and_with_the_object(cores: list[int], kit: Any) 
     assert kit.num_pool_threads() == 0
 
 
-def test_passes_on_a_closed_pool_are_refused(cores: list[int], kit: Any) -> None:
+def test_sweeps_on_a_closed_pool_are_refused(cores: list[int], kit: Any) -> None:
     block, pool = kit.block(64, 0), _native.Pool(cores[:1])
     grads = kit.gradients(64, 1, bf16=False)
     pool.close()
@@ -92,7 +92,7 @@ def test_the_fastest_path_is_used_unless_another_is_named(cores: list[int]) -> N
 
 
 def share_of_longest_gap(pool: _native.Pool, grads: list[Any]) -> float:
-    """How long this thread was kept from running, as a share of the pass on another thread."""
+    """How long this thread was kept from running, as a share of the sweep on another thread."""
     window: list[float] = []
 
     def run() -> None:
@@ -111,14 +111,14 @@ def share_of_longest_gap(pool: _native.Pool, grads: list[Any]) -> float:
     return max(after - before for before, after in itertools.pairwise(inside)) / (end - start)
 
 
-def test_python_runs_during_a_pass(cores: list[int], kit: Any) -> None:
+def test_python_runs_during_a_sweep(cores: list[int], kit: Any) -> None:
     grads = kit.gradients(1 << 20, 1, bf16=False) * 12
     with _native.Pool(cores[:1], vector_path="portable") as pool:
         shares = [share_of_longest_gap(pool, grads) for _ in range(10)]
     assert min(shares) < 0.8  # holding the GIL makes it nearly 1 each time
 
 
-def test_passes_from_several_threads_take_turns(cores: list[int], kit: Any) -> None:
+def test_sweeps_from_several_threads_take_turns(cores: list[int], kit: Any) -> None:
     num_elements = 4096 * 4
     grads = kit.gradients(num_elements, 1, bf16=True)
     with _native.Pool([cores[0], cores[-1]]) as pool:

@@ -1,4 +1,4 @@
-"""Split masters: two halves hold the very bits, in every pass, and after a kill."""
+"""Split masters: two halves hold the very bits, in every sweep, and after a kill."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Split:
         return cls(slots, kit.aligned_copy(low), block.copy())
 
     def state(self, slot: int) -> dict[str, Any]:
-        """Arguments of passes, with the version's weights in ``slot``."""
+        """Arguments of sweeps, with the version's weights in ``slot``."""
         return {**self.block.state, "master": (self.slots[slot], self.low)}
 
     def repair(self, slot: int) -> list[tuple[int, int]]:
-        """Put back what a killed pass left half-written."""
+        """Put back what a killed sweep left half-written."""
         arrays = self.state(slot)
         return _native.repair(self.block.undo, master=arrays["master"], arrays=arrays["arrays"])
 

@@ -50,7 +50,7 @@ def test_size_grows_by_two_tables_of_pieces() -> None:
         _native.undo_bytes(0)
 
 
-def test_what_a_finished_pass_leaves(pool: _native.Pool, kit: Any) -> None:
+def test_what_a_finished_sweep_leaves(pool: _native.Pool, kit: Any) -> None:
     """Each field at its place: header, pieces of both threads, the last two vectors of each."""
     num_elements = 4 * 4096
     block = kit.block(num_elements, 1)
@@ -87,7 +87,7 @@ def test_an_idle_area_has_nothing_to_repair(pool: _native.Pool, kit: Any) -> Non
 
 
 def arm(block: Any, pieces: list[tuple[int, int]], *, tag: int = 5) -> None:
-    """What a pass writes before it touches any array."""
+    """What a sweep writes before it touches any array."""
     for index, (start, end) in enumerate(pieces):
         struct.pack_into("<2Q", block.undo, piece_offset(block.undo, index), start, end)
     set_header(
@@ -110,7 +110,7 @@ def test_an_armed_area_must_be_repaired_first(pool: _native.Pool, kit: Any) -> N
         with pytest.raises(RuntimeError, match=r"undo is armed \(tag 5\).*repair"):
             settle(pool, block, grads, kit, spans=spans, tag=5)
     assert _native.repair(block.undo, **block.arrays) == [(0, 32), (32, 64)]
-    assert _native.undo_state(block.undo).armed  # until the pass is complete
+    assert _native.undo_state(block.undo).armed  # until the sweep is complete
     for options in ({}, {"tag": 5}, {"spans": [(0, 32), (32, 64)]}, {"spans": [(0, 32)], "tag": 5}):
         with pytest.raises(RuntimeError, match=r"repaired pass \(tag 5\)"):
             settle(pool, block, grads, kit, **options)
@@ -158,7 +158,7 @@ def test_a_slot_outside_its_piece_is_refused(position: int, kit: Any) -> None:
 Store = tuple[Any, int, bytes]
 
 
-def stores_of_a_pass(old: Any, new: Any, block: Any, rng: random.Random) -> Iterator[Store]:
+def stores_of_a_sweep(old: Any, new: Any, block: Any, rng: random.Random) -> Iterator[Store]:
     """The stores of one thread, four bytes each, as undo.h orders them: (array, offset, bytes).
 
     Within a group the order is free, so it is shuffled.
@@ -191,7 +191,7 @@ def test_every_prefix_of_the_stores_can_be_repaired(pool: _native.Pool, kit: Any
     settle(pool, new, grads, kit)
     killed = old.copy()
     arm(killed, [(0, num_elements)])
-    stores = list(stores_of_a_pass(old, new, killed, random.Random(3)))
+    stores = list(stores_of_a_sweep(old, new, killed, random.Random(3)))
     assert len(stores) == 5 * 97
     for array, offset, content in [*stores, (killed.undo, 0, bytes([ARMED]))]:
         found = killed.copy()
@@ -202,8 +202,8 @@ def test_every_prefix_of_the_stores_can_be_repaired(pool: _native.Pool, kit: Any
         array[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
 
 
-def test_a_pass_cut_short_while_it_completes_another(pool: _native.Pool, kit: Any) -> None:
-    """The second pass uses the other table; until it is armed the first still counts."""
+def test_a_sweep_cut_short_while_it_completes_another(pool: _native.Pool, kit: Any) -> None:
+    """The second sweep uses the other table; until it is armed the first still counts."""
     num_elements = 96
     old = kit.block(num_elements, 1)
     grads = kit.gradients(num_elements, 2, bf16=False)
@@ -216,7 +216,7 @@ def test_a_pass_cut_short_while_it_completes_another(pool: _native.Pool, kit: An
     set_header(block.undo, num_pieces_1=1)  # killed while arming again
     assert _native.repair(block.undo, **block.arrays) == spans
     settle(pool, block, grads, kit, spans=spans, tag=5)
-    set_header(block.undo, state=ARMED + 1)  # killed before the last store of the second pass
+    set_header(block.undo, state=ARMED + 1)  # killed before the last store of the second sweep
     spans = _native.repair(block.undo, **block.arrays)
     assert spans == [(32, 48), (80, 96)]  # one vector a piece is done again
     settle(pool, block, grads, kit, spans=spans, tag=5)

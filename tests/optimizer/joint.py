@@ -1,4 +1,4 @@
-"""The scheduler's machine and optimizerd's on real memory with real passes, in one thread.
+"""The scheduler's machine and optimizerd's on real memory with real sweeps, in one thread.
 
 A worker is played: gradients are a function of the attempt's data position. Every run is compared
 with the classic in-place step over what was committed: as if it had waited for each decision.
@@ -19,11 +19,11 @@ from penstock.daemons.optimizer.machine.events import (
     BeginAsked,
     Event,
     GradientsReady,
-    PassDone,
     SettleAsked,
+    SweepDone,
 )
 from penstock.daemons.optimizer.machine.state import OptimizerState
-from penstock.daemons.optimizer.machine.sweeps import Pass
+from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.daemons.optimizer.service import EVENTS
 from penstock.daemons.scheduler.machine.events import JournalDecision, Send
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -39,7 +39,7 @@ Gradients = Callable[[int, int], Any]
 
 
 class Joint:
-    """One run. ``records``: what was journaled; ``passes``: kinds of all passes, in order."""
+    """One run. ``records``: what was journaled; ``sweeps``: kinds of all sweeps, in order."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Joint:
         self.memory, self.gradients = memory, gradients
         self.records: list[CommitRecord] = []
         self.scales: list[float] = []
-        self.passes: list[str] = []
+        self.sweeps: list[str] = []
         self.reference = Reference(memory.spec.table, pool, memory.owned_blocks())
         self.reference.initialize(np.random.default_rng(7))
         self.reference.fill(memory)
@@ -66,10 +66,10 @@ class Joint:
         self._machine = OptimizerState(blocks)
         self._down: deque[pb.SchedulerMessage] = deque()
         self._up: deque[pb.MemberMessage] = deque()
-        self._orders: deque[Pass] = deque()
+        self._orders: deque[Sweep] = deque()
         self._effects = Effects(
             control=memory.control,
-            passes=self,  # type: ignore[arg-type]  # order() is all that is asked of it
+            sweeps=self,  # type: ignore[arg-type]  # order() is all that is asked of it
             pulls=None,
             send=self._up.append,
         )
@@ -85,8 +85,8 @@ class Joint:
         self._up.clear()  # Ready: the driver has said so
         self._collect()
 
-    def order(self, work: Pass) -> None:
-        """A pass is to run."""
+    def order(self, work: Sweep) -> None:
+        """A sweep is to run."""
         self._orders.append(work)
 
     def run(self, commits: int) -> None:
@@ -146,8 +146,8 @@ class Joint:
                 self._feed(EVENTS[kind](getattr(message, kind)))
             elif self._orders:
                 work = self._orders.popleft()
-                self.passes.append(work.name)
-                self._feed(PassDone(status=self.kernels.run(work), seconds=0.0))
+                self.sweeps.append(work.name)
+                self._feed(SweepDone(status=self.kernels.run(work), seconds=0.0))
             elif self._up:
                 answer = self._up.popleft()
                 kind = str(answer.WhichOneof("body"))

@@ -9,20 +9,20 @@ from penstock.daemons.optimizer.machine.events import (
     GradientsReady,
     MemoryFacts,
     OwnedBlock,
-    PassDone,
     SendBlockStatus,
     SendReady,
     SetEpoch,
     SetSlot,
+    SweepDone,
     UndoWords,
 )
 from penstock.daemons.optimizer.machine.state import OptimizerState
-from penstock.protocol.plan.step import OptimizerStep, PassStatus
-from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
+from penstock.protocol.plan.step import OptimizerStep, SweepStatus
+from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
 
-OK = PassStatus(finite=True, sum_squares=2.0)
-DONE = PassDone(status=OK, seconds=0.25)
-QUIET = PassDone(status=None, seconds=0.25)
+OK = SweepStatus(finite=True, sum_squares=2.0)
+DONE = SweepDone(status=OK, seconds=0.25)
+QUIET = SweepDone(status=None, seconds=0.25)
 IDLE_UNDO = UndoWords(armed=False, tag=0, completed=0)
 ONE_BLOCK = (OwnedBlock(index=0, contributions=1),)
 TWO_BLOCKS = (OwnedBlock(index=0, contributions=1), OwnedBlock(index=3, contributions=1))
@@ -54,7 +54,7 @@ def facts(
     committed: int,
     blocks: dict[int, tuple[int, int, int]],
     *,
-    interrupted: PassIntent | None = None,
+    interrupted: SweepIntent | None = None,
     undo: UndoWords = IDLE_UNDO,
     found: CommitRecord | None = None,
 ) -> MemoryFacts:

@@ -19,18 +19,17 @@ import pytest
 from penstock import _native
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
-    BeginPass,
+    BeginSweep,
     CancelPulls,
     CommitAsked,
     Effect,
-    EndPass,
+    EndSweep,
     FlipCommitted,
     MemoryFacts,
     OwnedBlock,
-    PassDone,
     Pull,
     Pulled,
-    RunPass,
+    RunSweep,
     SendAmended,
     SendBlockStatus,
     SendFailed,
@@ -41,6 +40,7 @@ from penstock.daemons.optimizer.machine.events import (
     SetState,
     SettleAsked,
     SkipAsked,
+    SweepDone,
     UndoWords,
     UpdatePolicy,
     WriteRecord,
@@ -52,10 +52,10 @@ from penstock.daemons.optimizer.machine.sweeps import (
     GradientStatus,
     Hold,
     Invert,
-    pass_tag,
+    sweep_tag,
 )
-from penstock.protocol.plan.step import PassStatus
-from penstock.shm.control import CommitRecord, Decision, PassIntent
+from penstock.protocol.plan.step import SweepStatus
+from penstock.shm.control import CommitRecord, Decision, SweepIntent
 from penstock.shm.layout import Ownership, Storage
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
@@ -79,10 +79,10 @@ CASES = 30
 IN_PLACE = UpdatePolicy.IN_PLACE
 ONE_BLOCK = (OwnedBlock(index=0, contributions=1, policy=IN_PLACE),)
 TWO_BLOCKS = tuple(OwnedBlock(index=b, contributions=1, policy=IN_PLACE) for b in (0, 3))
-OVERFLOW = PassDone(status=PassStatus(finite=False, sum_squares=float("inf")), seconds=0.25)
+OVERFLOW = SweepDone(status=SweepStatus(finite=False, sum_squares=float("inf")), seconds=0.25)
 READY = [SetEpoch(epoch=1), SendReady(epoch=1)]
 ANNOUNCED = WriteRecord(record=record(6, 11))
-LOOK = RunPass(work=GradientStatus(block=0, version=6))
+LOOK = RunSweep(work=GradientStatus(block=0, version=6))
 SKIP = SkipAsked(epoch=1, attempt=11)
 
 
@@ -95,7 +95,7 @@ def live(blocks: tuple[OwnedBlock, ...] = ONE_BLOCK) -> OptimizerState:
     return machine
 
 
-def reported(block: int = 0, seconds: float = 0.5, status: PassStatus = OK) -> SendBlockStatus:
+def reported(block: int = 0, seconds: float = 0.5, status: SweepStatus = OK) -> SendBlockStatus:
     """The status of the gradients, with the seconds of look and step."""
     return SendBlockStatus(epoch=1, attempt=11, block=block, status=status, seconds=seconds)
 
@@ -103,24 +103,24 @@ def reported(block: int = 0, seconds: float = 0.5, status: PassStatus = OK) -> S
 def stepping(block: int = 0, coefficient: float = 0.25) -> list[Effect]:
     """A step of a block from 5 to 6."""
     hold = Hold(block=block, update=update(6, coefficient))
-    return [invalid(block, 0), BeginPass(block=block, state_version=6), RunPass(work=hold)]
+    return [invalid(block, 0), BeginSweep(block=block, state_version=6), RunSweep(work=hold)]
 
 
 def stepped(block: int = 0) -> list[Effect]:
     """The words behind it."""
     version = SetState(block=block, version=6)
-    return [version, EndPass(), SetSlot(block=block, slot=0, version=6)]
+    return [version, EndSweep(), SetSlot(block=block, slot=0, version=6)]
 
 
 def inverting(block: int = 0) -> list[Effect]:
     """Its inverse."""
     invert = Invert(block=block, update=update(6))
-    return [BeginPass(block=block, state_version=5), RunPass(work=invert)]
+    return [BeginSweep(block=block, state_version=5), RunSweep(work=invert)]
 
 
 def inverted(block: int = 0) -> list[Effect]:
     """The words behind that."""
-    return [SetState(block=block, version=5), EndPass()]
+    return [SetState(block=block, version=5), EndSweep()]
 
 
 def ahead() -> OptimizerState:
@@ -226,10 +226,10 @@ def found(
     armed: bool = False,
     completed: bool = False,
 ) -> MemoryFacts:
-    """Memory at version 5 with a block at ``state``; ``to``: where its interrupted pass led."""
-    tag = 0 if to is None else pass_tag(0, to)
+    """Memory at version 5 with a block at ``state``; ``to``: where its interrupted sweep led."""
+    tag = 0 if to is None else sweep_tag(0, to)
     undo = UndoWords(armed=armed, tag=tag, completed=tag if completed else 0)
-    intent = None if to is None else PassIntent(block=0, state_version=to)
+    intent = None if to is None else SweepIntent(block=0, state_version=to)
     words = facts(5, {0: (state, 6 if state == 6 else 4, 5)}, interrupted=intent, undo=undo)
     return replace(words, next_record=announced)
 
@@ -238,25 +238,25 @@ def found(
     ("memory", "effects"),
     [
         pytest.param(found(6), [invalid(0, 0), *inverting()], id="broken attempt"),
-        pytest.param(found(5, to=6), [EndPass(), *READY], id="not stepped yet"),
+        pytest.param(found(5, to=6), [EndSweep(), *READY], id="not stepped yet"),
         pytest.param(
             found(5, to=6, completed=True),
-            [SetState(block=0, version=6), EndPass(), *inverting()],
+            [SetState(block=0, version=6), EndSweep(), *inverting()],
             id="stepped, the word missing",
         ),
         pytest.param(
             found(5, to=6, armed=True),
-            [invalid(0, 0), RunPass(work=FinishHold(block=0, update=update(6)))],
+            [invalid(0, 0), RunSweep(work=FinishHold(block=0, update=update(6)))],
             id="amid the step",
         ),
         pytest.param(
             found(6, to=5, armed=True),
-            [invalid(0, 0), RunPass(work=FinishInvert(block=0, update=update(6)))],
+            [invalid(0, 0), RunSweep(work=FinishInvert(block=0, update=update(6)))],
             id="amid the inverse",
         ),
         pytest.param(
             found(6, to=5, completed=True),
-            [SetState(block=0, version=5), EndPass(), invalid(0, 0), *READY],
+            [SetState(block=0, version=5), EndSweep(), invalid(0, 0), *READY],
             id="inverted, the word missing",
         ),
     ],
@@ -294,7 +294,7 @@ def test_begin_keeps_the_step_that_was_journaled(announced: CommitRecord | None)
         pytest.param(found(6, announced=None), record(5, 50), id="no record of the step"),
         pytest.param(found(6), record(6, 11, 0.5), id="another step was journaled"),
         pytest.param(found(7), record(5, 50), id="two steps ahead"),
-        pytest.param(found(5, to=7), record(5, 50), id="a pass two steps ahead"),
+        pytest.param(found(5, to=7), record(5, 50), id="a sweep two steps ahead"),
     ],
 )
 def test_begin_refuses_what_cannot_be(memory: MemoryFacts, commit: CommitRecord) -> None:
@@ -406,8 +406,8 @@ def test_any_life_ends_with_the_numbers_of_its_commits(
 
 
 def under_way(rig: Rig, *, inverse: bool) -> bool:
-    """Whether a pass over state is under way, or one that takes a step back."""
-    intent = rig.nodes[0].memory.control.interrupted_pass
+    """Whether a sweep over state is under way, or one that takes a step back."""
+    intent = rig.nodes[0].memory.control.interrupted_sweep
     return intent is not None and (not inverse or intent.state_version <= rig.version)
 
 
@@ -424,7 +424,7 @@ def interrupt(rig: Rig, fate: random.Random) -> list[str]:
         time.sleep(fate.random() * 0.004)
         rig.kill(node)
         armed = _native.undo_state(node.memory.control.undo_area).armed
-        intent = node.memory.control.interrupted_pass
+        intent = node.memory.control.interrupted_sweep
         rig.start(node)
         if not armed:
             break

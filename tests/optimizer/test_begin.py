@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from penstock.daemons.optimizer.machine.events import (
-    BeginPass,
+    BeginSweep,
     DrainAsked,
     Effect,
-    EndPass,
+    EndSweep,
     Exit,
     FlipCommitted,
     MemoryFacts,
-    RunPass,
+    RunSweep,
     SendDrained,
     SendFailed,
     SendReady,
@@ -30,10 +30,10 @@ from penstock.daemons.optimizer.machine.sweeps import (
     FinishHold,
     FinishSettle,
     Hold,
-    pass_tag,
+    sweep_tag,
 )
 from penstock.protocol.errors import ExitCode
-from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, PassIntent
+from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
 from tests.optimizer.machine import (
     DONE,
     ONE_BLOCK,
@@ -70,13 +70,13 @@ def test_begin_completes_a_held_commit() -> None:
         WriteRecord(record=commit),
         FlipCommitted(version=6),
         invalid(0, 0),
-        BeginPass(block=0, state_version=6),
-        RunPass(work=Hold(block=0, update=update(6, 0.125))),
+        BeginSweep(block=0, state_version=6),
+        RunSweep(work=Hold(block=0, update=update(6, 0.125))),
     ]
     assert machine.phase is Phase.RECOVERING
     assert machine.handle(DONE) == [
         SetState(block=0, version=6),
-        EndPass(),
+        EndSweep(),
         SetSlot(block=0, slot=0, version=6),
         SetEpoch(epoch=1),
         SendReady(epoch=1),
@@ -87,7 +87,7 @@ def test_begin_casts_the_weights_of_a_settled_block() -> None:
     machine = OptimizerState(ONE_BLOCK)
     assert machine.handle(begin(facts(5, {0: (5, 4, INVALID_VERSION)}))) == [
         invalid(0, 1),
-        RunPass(work=CastWeights(block=0, version=5)),
+        RunSweep(work=CastWeights(block=0, version=5)),
     ]
 
 
@@ -110,41 +110,43 @@ def test_begin_writes_a_record_that_was_cut_short() -> None:
     ]
 
 
-TAG = pass_tag(0, 5)
+TAG = sweep_tag(0, 5)
 
 
-def test_begin_drops_the_intent_of_a_pass_that_never_started() -> None:
+def test_begin_drops_the_intent_of_a_sweep_that_never_started() -> None:
     machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
+    intent = SweepIntent(block=0, state_version=5)
     found = facts(5, {0: (4, INVALID_VERSION, 5)}, interrupted=intent)
-    assert machine.handle(begin(found)) == [EndPass(), SetEpoch(epoch=1), SendReady(epoch=1)]
+    assert machine.handle(begin(found)) == [EndSweep(), SetEpoch(epoch=1), SendReady(epoch=1)]
 
 
 @pytest.mark.parametrize(("state", "words"), [(4, [SetState(block=0, version=5)]), (5, [])])
-def test_begin_writes_the_words_that_a_complete_pass_lacks(state: int, words: list[Effect]) -> None:
+def test_begin_writes_the_words_that_a_complete_sweep_lacks(
+    state: int, words: list[Effect]
+) -> None:
     machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
+    intent = SweepIntent(block=0, state_version=5)
     undo = UndoWords(armed=False, tag=TAG, completed=TAG)
     found = facts(5, {0: (state, INVALID_VERSION, 5)}, interrupted=intent, undo=undo)
     assert machine.handle(begin(found)) == [
         *words,
-        EndPass(),
+        EndSweep(),
         SetEpoch(epoch=1),
         SendReady(epoch=1),
     ]
 
 
-def test_begin_finishes_an_interrupted_pass_as_settle_only() -> None:
+def test_begin_finishes_an_interrupted_sweep_as_settle_only() -> None:
     machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
+    intent = SweepIntent(block=0, state_version=5)
     undo = UndoWords(armed=True, tag=TAG, completed=7)
     found = facts(5, {0: (4, INVALID_VERSION, 5)}, interrupted=intent, undo=undo)
     assert machine.handle(begin(found)) == [
-        RunPass(work=FinishSettle(block=0, update=update(5))),
+        RunSweep(work=FinishSettle(block=0, update=update(5))),
     ]
     assert machine.handle(QUIET) == [
         SetState(block=0, version=5),
-        EndPass(),
+        EndSweep(),
         SetEpoch(epoch=1),
         SendReady(epoch=1),
     ]
@@ -153,23 +155,23 @@ def test_begin_finishes_an_interrupted_pass_as_settle_only() -> None:
 def test_begin_finishes_an_interrupted_hold_as_a_hold() -> None:
     """Told by the slot: upper halves of a split master exist nowhere else."""
     machine = OptimizerState(ONE_BLOCK)
-    intent = PassIntent(block=0, state_version=5)
+    intent = SweepIntent(block=0, state_version=5)
     undo = UndoWords(armed=True, tag=TAG, completed=7)
     found = facts(5, {0: (4, 4, INVALID_VERSION)}, interrupted=intent, undo=undo)
     assert machine.handle(begin(found)) == [
         invalid(0, 1),
-        RunPass(work=FinishHold(block=0, update=update(5))),
+        RunSweep(work=FinishHold(block=0, update=update(5))),
     ]
     assert machine.handle(QUIET) == [
         SetState(block=0, version=5),
-        EndPass(),
+        EndSweep(),
         SetSlot(block=0, slot=1, version=5),
         SetEpoch(epoch=1),
         SendReady(epoch=1),
     ]
 
 
-INTENT = PassIntent(block=0, state_version=5)
+INTENT = SweepIntent(block=0, state_version=5)
 ARMED = UndoWords(armed=True, tag=TAG, completed=0)
 
 
@@ -184,11 +186,11 @@ ARMED = UndoWords(armed=True, tag=TAG, completed=0)
         (facts(5, {0: (6, 4, 5)}), record(6, 60), "block 0: state version 6"),
         (facts(5, {0: (4, 4, 5)}), record(5, 50, decision=Decision.RESTORE), "no gradients"),
         (facts(5, {0: (4, 4, 5)}, undo=ARMED), record(5, 50), "undo area is armed"),
-        (facts(5, {0: (5, 4, 5)}, interrupted=INTENT), record(6, 60), "a pass led block 0"),
+        (facts(5, {0: (5, 4, 5)}, interrupted=INTENT), record(6, 60), "a sweep led block 0"),
         (
-            facts(5, {0: (4, 4, 5)}, interrupted=PassIntent(block=1, state_version=5)),
+            facts(5, {0: (4, 4, 5)}, interrupted=SweepIntent(block=1, state_version=5)),
             record(5, 50),
-            "a pass led block 1",
+            "a sweep led block 1",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Random lives of optimizerd's machine on real memory with real passes.
+"""Random lives of optimizerd's machine on real memory with real sweeps.
 
 A random interpreter plays scheduler, workers, the other node and fate: attempts that are committed,
 amended, held or skipped, epochs that break off, and kills between any two effects. Each block gets
@@ -30,10 +30,9 @@ from penstock.daemons.optimizer.machine.events import (
     Event,
     Exit,
     GradientsReady,
-    PassDone,
     Pull,
     Pulled,
-    RunPass,
+    RunSweep,
     SendAmended,
     SendBlockStatus,
     SendDrained,
@@ -42,10 +41,11 @@ from penstock.daemons.optimizer.machine.events import (
     SendSettled,
     SettleAsked,
     SkipAsked,
+    SweepDone,
     UpdatePolicy,
 )
 from penstock.daemons.optimizer.machine.state import OptimizerState, Phase
-from penstock.daemons.optimizer.machine.sweeps import CastWeights, Pass, Preview, pass_tag
+from penstock.daemons.optimizer.machine.sweeps import CastWeights, Preview, Sweep, sweep_tag
 from penstock.protocol.config.schema import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
@@ -126,7 +126,7 @@ class World:
         """A fresh machine; what only the old process knew is gone. Its plan may be another, too."""
         self.blocks = owned_blocks(self.memory, self.choose_policy)
         self.machine = OptimizerState(self.blocks)
-        self.running: Pass | None = None
+        self.running: Sweep | None = None
         self.pulls: list[Pull] = []
         self.sent: list[Effect] = []
         for block in self.blocks:
@@ -135,17 +135,17 @@ class World:
                     self.scribble(self.remote.array(block.index, contribution, copy))
             if block.contributions:
                 for slot in (0, 1):
-                    # A pass that was cut short leaves anything in the slot it wrote.
+                    # A sweep that was cut short leaves anything in the slot it wrote.
                     invalid = self.control.slot_version(block.index, slot) == INVALID_VERSION
                     if invalid and not self.holds_state(block.index, slot):
                         self.scribble(self.memory.weights(block.index, slot))
 
     def holds_state(self, block: int, slot: int) -> bool:
         """Whether a slot's bytes are the upper halves of the block's state."""
-        version, intent = self.control.state_version(block), self.control.interrupted_pass
+        version, intent = self.control.state_version(block), self.control.interrupted_sweep
         if intent is not None and intent.block == block:
             completed = _native.undo_state(self.control.undo_area).completed
-            if completed == pass_tag(block, intent.state_version):
+            if completed == sweep_tag(block, intent.state_version):
                 version = intent.state_version  # only the word is missing
         return self.memory.split_master and version % 2 == slot
 
@@ -171,8 +171,8 @@ class World:
         assert not isinstance(effect, SendFailed | Exit), effect
         if self.words.write(effect):
             return
-        if isinstance(effect, RunPass):
-            assert self.running is None, "two passes at once"
+        if isinstance(effect, RunSweep):
+            assert self.running is None, "two sweeps at once"
             self.running = effect.work
         elif isinstance(effect, Pull):
             self.pulls.append(effect)
@@ -185,7 +185,7 @@ class World:
         """Let optimizerd do one thing, if there is one."""
         choices: list[Callable[[], None]] = []
         if self.running is not None:
-            choices.append(self.finish_pass)
+            choices.append(self.finish_sweep)
         choices += [lambda p=pull: self.finish_pull(p) for pull in self.pulls if self.there(pull)]  # type: ignore[misc]
         choices += [lambda b=b: self.update_on_device(b) for b in self.updatable()]  # type: ignore[misc]
         if not choices:
@@ -193,7 +193,7 @@ class World:
         self.fate.choice(choices)()
         return True
 
-    def finish_pass(self) -> None:
+    def finish_sweep(self) -> None:
         work, self.running = self.running, None
         assert work is not None
         self.perhaps_die()  # before its first byte
@@ -206,7 +206,7 @@ class World:
             raise KilledError  # amid the weights it writes; amid state: tests of the process
         status = self.kernels.run(work)
         self.perhaps_die()  # after its last
-        self.deliver(PassDone(status=status, seconds=0.5))
+        self.deliver(SweepDone(status=status, seconds=0.5))
 
     def updatable(self) -> list[int]:
         """Blocks for which a worker's UPDATE has nothing to wait for any more."""

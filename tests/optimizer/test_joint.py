@@ -110,19 +110,19 @@ def test_200_steps_of_fp16_from_a_loss_scale_of_2_to_32(new_run: Callable[..., J
 def test_clipping_has_the_bits_of_the_waiting_run(
     rate: Callable[[int], bool], clipped: int, new_run: Callable[..., Joint]
 ) -> None:
-    ends, passes = [], {}
+    ends, sweeps = [], {}
     for mode in MODES:
         gradients = normed(lambda n: 3.0 if rate(n) else 0.5)
         run = new_run(gradients, DType.BF16, DType.BF16, optimizer={"speculate": mode})
         run.run(60)
         assert decisions(run)[Decision.AMEND] == clipped
         ends.append(run.content(slot=0))
-        passes[mode] = set(run.passes)
+        sweeps[mode] = set(run.sweeps)
     assert ends[0] == ends[1] == ends[2]
-    assert not passes["always"] & WAITED
-    assert not passes["never"] & SPECULATED
-    assert bool(passes["auto"] & WAITED) is (clipped > 30), "11 of 20 begin a hold"
-    assert passes["auto"] & SPECULATED
+    assert not sweeps["always"] & WAITED
+    assert not sweeps["never"] & SPECULATED
+    assert bool(sweeps["auto"] & WAITED) is (clipped > 30), "11 of 20 begin a hold"
+    assert sweeps["auto"] & SPECULATED
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])

@@ -22,9 +22,9 @@ from penstock.daemons.optimizer.machine.sweeps import (
     FinishSettle,
     Hold,
     Invert,
-    Pass,
     Preview,
     Settle,
+    Sweep,
 )
 from penstock.protocol.config.schema import OptimizerConfig, OptimizerName
 from penstock.protocol.plan.step import OptimizerStep
@@ -142,11 +142,11 @@ def test_training_follows_the_formulas(
     wide = [array.astype(np.float64) for array in arrays]
     wanted = Formulas(config_of(name), master.astype(np.float64), wide, decay)
 
-    def train(version: int, *passes: Pass) -> None:
+    def train(version: int, *sweeps: Sweep) -> None:
         parts = [memory.grads(0, version % 2, k) for k in (0, 1)]
         for part in parts:
             part[:] = numbers.standard_normal(part.size, np.float32)
-        for work in passes:
+        for work in sweeps:
             kernels.run(work)
         wanted.step(COEFFICIENT * (parts[0] + parts[1]).astype(np.float64), version)
         close = {"rtol": 1e-5, "atol": 1e-5}
@@ -189,18 +189,18 @@ with _native.Pool([0]) as pool:
     T.Kernels(pool, memory, config, blocks, remote).run(T.WAYS[way][0])
 print("missed")
 """
-WAYS: dict[str, tuple[Pass, Pass]] = {
+WAYS: dict[str, tuple[Sweep, Sweep]] = {
     "settle": (Settle(block=0, update=step_to(1)), FinishSettle(block=0, update=step_to(1))),
     "hold": (Hold(block=0, update=step_to(1)), FinishHold(block=0, update=step_to(1))),
     "invert": (Invert(block=0, update=step_to(1)), FinishInvert(block=0, update=step_to(1))),
 }
-"""A pass, and what finishes it."""
+"""A sweep, and what finishes it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("name", ONE_ARRAY)
-def test_a_killed_pass_is_repaired_and_finished_with_its_bytes(
+def test_a_killed_sweep_is_repaired_and_finished_with_its_bytes(
     name: OptimizerName, way: str, new_memory: Any, new_kernels: NewKernels
 ) -> None:
     table = table_of(name, [4_000_000])

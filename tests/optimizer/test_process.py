@@ -211,18 +211,18 @@ def test_memory_of_another_incarnation_is_reported(new_rig: RigFactory, tools: A
 
 
 def interrupt(rig: Rig, node: Node, fate: random.Random) -> bool:
-    """SIGKILL at a random instant; whether it hit in the middle of a pass that writes state."""
+    """SIGKILL at a random instant; whether it hit in the middle of a sweep that writes state."""
     control = node.memory.control
-    if fate.random() < 0.75:  # aim at a pass that writes state; on a busy machine it may be missed
+    if fate.random() < 0.75:  # aim at a sweep that writes state; on a busy machine it may be missed
         deadline = time.monotonic() + 0.5
-        while control.interrupted_pass is None and time.monotonic() < deadline:
+        while control.interrupted_sweep is None and time.monotonic() < deadline:
             time.sleep(0.0005)
         time.sleep(fate.random() * 0.004)
     else:
         time.sleep(fate.random() * 0.05)
     rig.kill(node)
     hit = _native.undo_state(control.undo_area).armed
-    if hit and fate.random() < 0.7:  # once more, while the pass is being finished
+    if hit and fate.random() < 0.7:  # once more, while the sweep is being finished
         rig.start(node)
         rig.begin(wait=False)
         time.sleep(fate.random() * 0.01)
@@ -231,7 +231,7 @@ def interrupt(rig: Rig, node: Node, fate: random.Random) -> bool:
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_sigkill_amid_a_pass_changes_no_byte(split: bool, new_rig: RigFactory, tools: Any) -> None:
+def test_sigkill_amid_a_sweep_changes_no_byte(split: bool, new_rig: RigFactory, tools: Any) -> None:
     blocks = [tools.make_block(0, [6_000_000, 64]), tools.make_block(1, [1_500_000])]
     rig = new_rig(tools.make_table(blocks, DType.BF16, DType.BF16), [0, 0], split=split)
     [node] = rig.nodes

@@ -9,13 +9,13 @@ import pytest
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     BeginAsked,
-    BeginPass,
+    BeginSweep,
     Broken,
     CancelPulls,
     CommitAsked,
     DeviceUpdated,
     DrainAsked,
-    EndPass,
+    EndSweep,
     Event,
     Exit,
     FlipCommitted,
@@ -23,7 +23,7 @@ from penstock.daemons.optimizer.machine.events import (
     OwnedBlock,
     Pull,
     Pulled,
-    RunPass,
+    RunSweep,
     SendAmended,
     SendDrained,
     SendFailed,
@@ -47,11 +47,11 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Hold,
     Preview,
     Settle,
-    pass_tag,
+    sweep_tag,
 )
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.plan.step import OptimizerStep
-from penstock.shm.control import INVALID_VERSION, Decision, PassIntent
+from penstock.shm.control import INVALID_VERSION, Decision, SweepIntent
 from tests.optimizer.machine import (
     DONE,
     OK,
@@ -77,12 +77,12 @@ def test_pending_state_is_advanced() -> None:
     work = Advance(block=0, pending=update(5), update=update(6))
     assert machine.handle(ready(51)) == [
         invalid(0, 0),
-        BeginPass(block=0, state_version=5),
-        RunPass(work=work),
+        BeginSweep(block=0, state_version=5),
+        RunSweep(work=work),
     ]
     assert machine.handle(DONE) == [
         SetState(block=0, version=5),
-        EndPass(),
+        EndSweep(),
         SetSlot(block=0, slot=0, version=6),
         status(51),
     ]
@@ -93,12 +93,12 @@ def test_settled_state_is_previewed() -> None:
     machine.handle(attempt(51, 5))
     assert machine.handle(ready(51)) == [
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=update(6))),
+        RunSweep(work=Preview(block=0, update=update(6))),
     ]
     assert machine.handle(DONE) == [SetSlot(block=0, slot=0, version=6), status(51)]
 
 
-def test_one_pass_at_a_time_in_order_of_arrival() -> None:
+def test_one_sweep_at_a_time_in_order_of_arrival() -> None:
     machine = live(state=5, blocks=TWO_BLOCKS)
     machine.handle(attempt(51, 5))
     assert len(machine.handle(ready(51, block=3))) == 2
@@ -108,7 +108,7 @@ def test_one_pass_at_a_time_in_order_of_arrival() -> None:
         SetSlot(block=3, slot=0, version=6),
         status(51, block=3),
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=update(6))),
+        RunSweep(work=Preview(block=0, update=update(6))),
     ]
 
 
@@ -118,7 +118,7 @@ def test_a_synchronous_optimizer_waits_for_the_last_gradient_of_all_blocks() -> 
     assert machine.handle(ready(51, block=3)) == []
     assert machine.handle(ready(51, block=0)) == [
         invalid(3, 0),
-        RunPass(work=Preview(block=3, update=update(6))),
+        RunSweep(work=Preview(block=3, update=update(6))),
     ]
     assert machine.queue_length == 1
 
@@ -129,7 +129,7 @@ def test_a_block_waits_for_all_contributions_and_counts_each_once() -> None:
     assert machine.handle(ready(51, contribution=1)) == []
     assert machine.handle(ready(51, contribution=1)) == []
     assert machine.awaited() == (ready(51, contribution=0),)
-    assert machine.handle(ready(51, contribution=0))[-1] == RunPass(
+    assert machine.handle(ready(51, contribution=0))[-1] == RunSweep(
         work=Preview(block=0, update=update(6))
     )
     assert machine.awaited() == ()
@@ -157,21 +157,21 @@ def test_gradients_may_come_before_their_attempt() -> None:
     assert machine.handle(ready(51)) == []
     assert machine.handle(attempt(51, 5)) == [
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=update(6))),
+        RunSweep(work=Preview(block=0, update=update(6))),
     ]
 
 
 def test_a_hold_settles_at_once_and_only_looks_at_the_gradients() -> None:
     machine = live()
     assert machine.handle(attempt(51, 5, hold=True)) == [
-        BeginPass(block=0, state_version=5),
-        RunPass(work=Settle(block=0, update=update(5))),
+        BeginSweep(block=0, state_version=5),
+        RunSweep(work=Settle(block=0, update=update(5))),
     ]
     assert machine.handle(ready(51)) == []
     assert machine.handle(QUIET) == [
         SetState(block=0, version=5),
-        EndPass(),
-        RunPass(work=GradientStatus(block=0, version=6)),
+        EndSweep(),
+        RunSweep(work=GradientStatus(block=0, version=6)),
     ]
     assert machine.handle(DONE) == [status(51)]
 
@@ -188,22 +188,22 @@ def test_a_held_commit_flips_then_takes_the_step_in_forward_order() -> None:
         WriteRecord(record=commit),
         FlipCommitted(version=6),
         invalid(0, 0),
-        BeginPass(block=0, state_version=6),
-        RunPass(work=Hold(block=0, update=update(6, 0.125))),
+        BeginSweep(block=0, state_version=6),
+        RunSweep(work=Hold(block=0, update=update(6, 0.125))),
     ]
     machine.validate()
     assert machine.handle(attempt(52, 6)) == []
     assert machine.handle(DONE) == [
         SetState(block=0, version=6),
-        EndPass(),
+        EndSweep(),
         SetSlot(block=0, slot=0, version=6),
         invalid(3, 0),
-        BeginPass(block=3, state_version=6),
-        RunPass(work=Hold(block=3, update=update(6, 0.125))),
+        BeginSweep(block=3, state_version=6),
+        RunSweep(work=Hold(block=3, update=update(6, 0.125))),
     ]
     assert machine.handle(DONE) == [
         SetState(block=3, version=6),
-        EndPass(),
+        EndSweep(),
         SetSlot(block=3, slot=0, version=6),
     ]
 
@@ -225,8 +225,8 @@ def test_weights_of_another_step_than_the_committed_one_never_become_readable() 
         WriteRecord(record=commit),
         FlipCommitted(version=6),
         invalid(0, 0),
-        BeginPass(block=0, state_version=6),
-        RunPass(work=Hold(block=0, update=promised)),
+        BeginSweep(block=0, state_version=6),
+        RunSweep(work=Hold(block=0, update=promised)),
     ]
 
 
@@ -235,7 +235,7 @@ def test_an_amend_previews_again_and_the_commit_only_flips() -> None:
     commit = record(6, 51, coefficient=0.5, decision=Decision.AMEND)
     assert machine.handle(AmendAsked(epoch=1, attempt=51, record=commit)) == [
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=update(6, 0.125))),
+        RunSweep(work=Preview(block=0, update=update(6, 0.125))),
     ]
     assert machine.handle(DONE) == [
         SetSlot(block=0, slot=0, version=6),
@@ -253,7 +253,7 @@ def test_a_skip_forgets_the_preview_and_keeps_the_version() -> None:
     assert machine.committed == 5
     assert machine.handle(SkipAsked(epoch=1, attempt=51)) == []
     machine.handle(attempt(52, 5))
-    assert machine.handle(ready(52))[-1] == RunPass(work=Preview(block=0, update=update(6)))
+    assert machine.handle(ready(52))[-1] == RunSweep(work=Preview(block=0, update=update(6)))
 
 
 def test_a_skip_amid_an_advance_keeps_the_settle_and_drops_the_weights() -> None:
@@ -261,31 +261,31 @@ def test_a_skip_amid_an_advance_keeps_the_settle_and_drops_the_weights() -> None
     machine.handle(attempt(51, 5))
     machine.handle(ready(51))
     assert machine.handle(SkipAsked(epoch=1, attempt=51)) == []
-    assert machine.handle(DONE) == [SetState(block=0, version=5), EndPass()]
+    assert machine.handle(DONE) == [SetState(block=0, version=5), EndSweep()]
 
 
 def test_settle_brings_every_block_up_once() -> None:
     machine = live(blocks=TWO_BLOCKS)
     assert machine.handle(SettleAsked(epoch=1, version=5)) == [
-        BeginPass(block=0, state_version=5),
-        RunPass(work=Settle(block=0, update=update(5))),
+        BeginSweep(block=0, state_version=5),
+        RunSweep(work=Settle(block=0, update=update(5))),
     ]
     assert machine.handle(SettleAsked(epoch=1, version=5)) == []
     assert machine.handle(QUIET) == [
         SetState(block=0, version=5),
-        EndPass(),
-        BeginPass(block=3, state_version=5),
-        RunPass(work=Settle(block=3, update=update(5))),
+        EndSweep(),
+        BeginSweep(block=3, state_version=5),
+        RunSweep(work=Settle(block=3, update=update(5))),
     ]
     assert machine.handle(QUIET) == [
         SetState(block=3, version=5),
-        EndPass(),
+        EndSweep(),
         SendSettled(epoch=1, version=5),
     ]
     assert machine.handle(SettleAsked(epoch=1, version=5)) == [SendSettled(epoch=1, version=5)]
 
 
-def test_drain_lets_the_running_pass_finish_and_drops_the_rest() -> None:
+def test_drain_lets_the_running_sweep_finish_and_drops_the_rest() -> None:
     machine = live(blocks=TWO_BLOCKS)
     machine.handle(attempt(51, 5))
     machine.handle(ready(51, block=0))
@@ -293,7 +293,7 @@ def test_drain_lets_the_running_pass_finish_and_drops_the_rest() -> None:
     assert machine.handle(DrainAsked(epoch=2)) == []
     assert machine.handle(ready(51, block=3)) == []
     # The weights belong to an attempt that is no more; the state is one commit further for good.
-    assert machine.handle(DONE) == [SetState(block=0, version=5), EndPass(), SendDrained(epoch=2)]
+    assert machine.handle(DONE) == [SetState(block=0, version=5), EndSweep(), SendDrained(epoch=2)]
 
 
 def test_drain_when_idle_is_answered_at_once_old_ones_never() -> None:
@@ -304,7 +304,7 @@ def test_drain_when_idle_is_answered_at_once_old_ones_never() -> None:
     assert machine.handle(attempt(51, 5)) == []
 
 
-def test_frozen_blocks_follow_the_commits_without_a_pass() -> None:
+def test_frozen_blocks_follow_the_commits_without_a_sweep() -> None:
     blocks = (OwnedBlock(index=0, contributions=0),)
     machine = OptimizerState(blocks)
     machine.handle(begin(facts(5, {0: (5, 4, 5)})))
@@ -343,7 +343,7 @@ def test_a_remote_contribution_is_pulled_from_the_start_of_the_attempt() -> None
     assert machine.handle(attempt(51, 5)) == [pull(6, 51, since=1)]
     assert machine.handle(ready(51)) == []
     assert machine.handle(ready(51, contribution=1)) == []
-    assert machine.handle(arrived(6, 51))[-1] == RunPass(work=Preview(block=0, update=update(6)))
+    assert machine.handle(arrived(6, 51))[-1] == RunSweep(work=Preview(block=0, update=update(6)))
 
 
 def test_pulls_follow_the_backward() -> None:
@@ -357,15 +357,17 @@ def test_pulls_follow_the_backward() -> None:
 
 def test_begin_pulls_pending_remote_gradients_again_of_whatever_epoch() -> None:
     machine = OptimizerState(REMOTE)
-    undo = UndoWords(armed=True, tag=pass_tag(0, 5), completed=0)
+    undo = UndoWords(armed=True, tag=sweep_tag(0, 5), completed=0)
     found = facts(
         5,
         {0: (4, INVALID_VERSION, 5)},
-        interrupted=PassIntent(block=0, state_version=5),
+        interrupted=SweepIntent(block=0, state_version=5),
         undo=undo,
     )
     assert machine.handle(begin(found)) == [CancelPulls(), pull(5, 50, since=0)]
-    assert machine.handle(arrived(5, 50)) == [RunPass(work=FinishSettle(block=0, update=update(5)))]
+    assert machine.handle(arrived(5, 50)) == [
+        RunSweep(work=FinishSettle(block=0, update=update(5)))
+    ]
     assert machine.handle(QUIET)[-1] == SendReady(epoch=1)
 
 
@@ -386,7 +388,7 @@ def test_pulled_gradients_survive_a_change_of_epoch() -> None:
     ]
 
 
-def test_stop_waits_for_the_running_pass() -> None:
+def test_stop_waits_for_the_running_sweep() -> None:
     machine = live()
     machine.handle(attempt(51, 5))
     machine.handle(ready(51))
@@ -394,7 +396,7 @@ def test_stop_waits_for_the_running_pass() -> None:
     assert machine.handle(DrainAsked(epoch=2)) == []
     assert machine.handle(DONE) == [
         SetState(block=0, version=5),
-        EndPass(),
+        EndSweep(),
         Exit(code=ExitCode.DONE),
     ]
     assert live().handle(StopAsked()) == [Exit(code=ExitCode.DONE)]
@@ -406,8 +408,8 @@ def test_stop_waits_for_the_running_pass() -> None:
         (attempt(52, 5), "attempt 52 begins, but 51 is undecided"),
         (CommitAsked(epoch=1, record=record(6, 52)), "attempt 52 is decided"),
         (CommitAsked(epoch=1, record=record(7, 51)), "leads to version 6"),
-        (CommitAsked(epoch=1, record=record(6, 51)), "before the pass of blocks [0]"),
-        (AmendAsked(epoch=1, attempt=51, record=record(6, 51)), "before the pass of blocks [0]"),
+        (CommitAsked(epoch=1, record=record(6, 51)), "before the sweep of blocks [0]"),
+        (AmendAsked(epoch=1, attempt=51, record=record(6, 51)), "before the sweep of blocks [0]"),
         (SettleAsked(epoch=1, version=6), "settled at version 6, but 5 is"),
         (begin(facts(5, {0: (5, 4, 5)}), epoch=2), "before the old one has drained"),
     ],
@@ -427,7 +429,7 @@ def test_an_attempt_must_be_based_on_the_committed_version() -> None:
     assert isinstance(failed, SendFailed) and "based on version 4, but 5" in failed.error
 
 
-def test_a_pass_that_cannot_run_ends_the_run() -> None:
+def test_a_sweep_that_cannot_run_ends_the_run() -> None:
     machine = live()
     assert machine.handle(Broken(error="no such array")) == [
         SendFailed(error="no such array", exit_code=ExitCode.LOST_MEMBERS),
@@ -454,15 +456,15 @@ def updated(number: int, block: int = 0, epoch: int = 1) -> DeviceUpdated:
 def test_a_block_that_settles_early_does_so_when_the_next_attempt_begins() -> None:
     machine = live(blocks=(EARLY_BLOCK, *ONE_BLOCK))
     assert machine.handle(attempt(51, 5)) == [
-        BeginPass(block=3, state_version=5),
-        RunPass(work=Settle(block=3, update=update(5))),
+        BeginSweep(block=3, state_version=5),
+        RunSweep(work=Settle(block=3, update=update(5))),
     ]
     assert machine.handle(ready(51, block=3)) == [], "its next gradients wait for the settle"
     assert machine.handle(QUIET) == [
         SetState(block=3, version=5),
-        EndPass(),
+        EndSweep(),
         invalid(3, 0),
-        RunPass(work=Preview(block=3, update=update(6))),
+        RunSweep(work=Preview(block=3, update=update(6))),
     ]
 
 
@@ -470,11 +472,11 @@ def test_a_block_of_a_device_is_settled_and_vacated_and_then_left_to_the_worker(
     machine = live(blocks=(DEVICE_BLOCK,))
     assert machine.handle(attempt(51, 5)) == [
         invalid(0, 0),
-        BeginPass(block=0, state_version=5),
-        RunPass(work=Settle(block=0, update=update(5))),
+        BeginSweep(block=0, state_version=5),
+        RunSweep(work=Settle(block=0, update=update(5))),
     ]
     assert machine.handle(ready(51)) == []
-    assert machine.handle(QUIET) == [SetState(block=0, version=5), EndPass()]
+    assert machine.handle(QUIET) == [SetState(block=0, version=5), EndSweep()]
     assert machine.handle(updated(51)) == [SetSlot(block=0, slot=0, version=6), status(51)]
     assert machine.handle(updated(51)) == [], "said twice"
     machine.validate()
@@ -499,7 +501,7 @@ def test_clipping_previews_blocks_of_devices_again_and_a_skip_forgets_them() -> 
     commit = record(6, 51, coefficient=0.5, decision=Decision.AMEND)
     assert machine.handle(AmendAsked(epoch=1, attempt=51, record=commit)) == [
         invalid(0, 0),
-        RunPass(work=Preview(block=0, update=update(6, 0.125))),
+        RunSweep(work=Preview(block=0, update=update(6, 0.125))),
     ]
     assert machine.handle(DONE) == [
         SetSlot(block=0, slot=0, version=6),
@@ -518,7 +520,7 @@ def test_in_an_attempt_that_holds_the_cpu_looks_at_the_gradients_of_all_blocks()
     machine = live(state=5, blocks=(DEVICE_BLOCK,))
     assert machine.handle(attempt(51, 5, hold=True)) == []
     assert machine.handle(updated(51)) == [], "no worker was asked"
-    assert machine.handle(ready(51)) == [RunPass(work=GradientStatus(block=0, version=6))]
+    assert machine.handle(ready(51)) == [RunSweep(work=GradientStatus(block=0, version=6))]
     assert machine.handle(DONE) == [status(51)]
 
 
@@ -549,6 +551,6 @@ def test_a_settle_that_is_asked_for_counts_those_that_are_under_way_already() ->
     assert machine.handle(SettleAsked(epoch=1, version=5)) == []
     assert machine.handle(QUIET) == [
         SetState(block=0, version=5),
-        EndPass(),
+        EndSweep(),
         SendSettled(epoch=1, version=5),
     ]

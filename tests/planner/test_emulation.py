@@ -14,7 +14,7 @@ from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.prepare import look_ahead, table_of
 from penstock.planner.build import build_plan
 from penstock.planner.cost.cluster import ADVANCE, SPLIT_MASTER, OptimizerStart
-from penstock.planner.cost.emulation import Emulation, PassWork, stored_table
+from penstock.planner.cost.emulation import Emulation, SweepWork, stored_table
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.profile import KindProfile, LinearFit, MachineProfile, Profile
@@ -45,16 +45,16 @@ def test_a_named_model_is_stored_at_a_thousandth_and_reckoned_in_full() -> None:
     assert (layer.name, layer.kind, layer.layer_index) == ("layer.0", "layer", 0)
     assert (layer.trainable_elements, stored.trainable_elements) == (200_810_496, 200_816)
     assert stored.forward_flops == layer.forward_flops
-    assert emulation.pass_work("advance", 1) == PassWork(
+    assert emulation.sweep_work("advance", 1) == SweepWork(
         num_bytes=200_810_496 * 30, limit=2e10 * 30, capacity=1.64e11
     )
-    assert emulation.pass_work("finish", 1) is None
+    assert emulation.sweep_work("finish", 1) is None
 
 
-def test_time_scale_shortens_passes_and_a_scale_of_one_stores_everything() -> None:
+def test_time_scale_shortens_sweeps_and_a_scale_of_one_stores_everything() -> None:
     whole = Emulation.of(config())
     slow = Emulation.of(config(emulation={"time_scale": 0.25, "scale": 1}))
-    (before, after) = (e.pass_work("preview", 3) for e in (whole, slow))
+    (before, after) = (e.sweep_work("preview", 3) for e in (whole, slow))
     assert before is not None and after is not None
     assert (after.num_bytes, after.capacity) == (before.num_bytes, before.capacity * 4)
     assert slow.stored.num_parameters == slow.table.num_parameters
@@ -82,7 +82,7 @@ def test_a_model_on_the_device_counts_there_and_moves_nothing() -> None:
     assert emulation.costs == case.costs
     assert not emulation.offloaded
     assert emulation.table.num_parameters > 2.8e9, "tables know them all the same"
-    work = emulation.pass_work("advance", 1)
+    work = emulation.sweep_work("advance", 1)
     assert work is not None and work.num_bytes == 0.0
 
 
@@ -134,7 +134,7 @@ def test_machines_and_systems_can_differ_from_the_named_ones() -> None:
     assert emulation.costs.instruction_s == 0.0065
     way = replace(ADVANCE, start=OptimizerStart.FLUSH, tail_bytes=64)
     assert emulation.optimizer == way
-    work = emulation.pass_work("advance", 1)
+    work = emulation.sweep_work("advance", 1)
     assert work is not None
     assert (work.num_bytes, work.capacity) == (200_810_496 * 64, 128e9)
 
@@ -145,12 +145,12 @@ def test_a_split_master_is_read_whole_and_written_by_its_lower_halves() -> None:
     whole = Emulation.of(config(**wanted))
     split = Emulation.of(config(**wanted, optimizer={"master": "split"}))
     moved = {
-        name: [e.pass_work(name, 1).num_bytes / 200_810_496 for e in (whole, split)]  # type: ignore[union-attr]
+        name: [e.sweep_work(name, 1).num_bytes / 200_810_496 for e in (whole, split)]  # type: ignore[union-attr]
         for name in ("preview", "settle", "advance", "hold")
     }
     assert moved == {"preview": [16, 16], "settle": [26, 24], "advance": [30, 28], "hold": [28, 26]}
     assert (whole.optimizer, split.optimizer) == (ADVANCE, SPLIT_MASTER.advancing)
-    assert (whole.pass_work("cast", 1) is None, split.pass_work("cast", 1)) == (False, None)
+    assert (whole.sweep_work("cast", 1) is None, split.sweep_work("cast", 1)) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
     assert emulation.name == "a small GPU"
     assert emulation.costs.blocks[3].forward_s == pytest.approx(1e-5 * 2048)
     parameters = emulation.table.blocks[3].trainable_elements
-    assert emulation.pass_work("settle", 3) == PassWork(
+    assert emulation.sweep_work("settle", 3) == SweepWork(
         num_bytes=parameters, limit=3e9, capacity=inf
     )
     assert emulation.cluster.device_memory_bytes == 8e9

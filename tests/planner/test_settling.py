@@ -63,8 +63,8 @@ def chosen(parameters: float, from_plan: Plan | None = None, **cluster: float) -
 @pytest.mark.parametrize(
     ("parameters", "cluster", "early"),
     [
-        # Advances take 2 and end at 13. Three settles of 26/15 end at 5.2, a pass later at 7.2, and
-        # previews of 16/15 at 10.4; a fourth settle would keep all waiting until 6.9.
+        # Advances take 2 and end at 13. Three settles of 26/15 end at 5.2, a sweep later at 7.2,
+        # and previews of 16/15 at 10.4; a fourth settle would keep all waiting until 6.9.
         pytest.param(2.0, {"dram_bandwidth": 30.0}, (0, 1, 2), id="saturated memory"),
         # The same times, measured: of advance 2, preview 2/1.25, settle 2/1.3.
         pytest.param(
@@ -77,7 +77,7 @@ def chosen(parameters: float, from_plan: Plan | None = None, **cluster: float) -
         pytest.param(2.0, {"dram_bandwidth": 3.0}, (), id="nothing but optimizer work"),
         # A preview takes as long as an advance.
         pytest.param(2.0, {"optimizer_rate": 1.0}, (), id="cores are the limit"),
-        # Passes of 1/4, so only the last one is behind the backwards.
+        # Sweeps of 1/4, so only the last one is behind the backwards.
         pytest.param(0.25, {"dram_bandwidth": 30.0}, (0,), id="hidden but for the last"),
         pytest.param(2.0, {"optimizer_rate": inf}, (), id="no tail"),
     ],

@@ -180,7 +180,7 @@ def test_optimizers_of_a_node_share_its_cores() -> None:
     assert (shared.makespan_s, shared.optimizer_tail_s) == (23.0, 19.0)
 
 
-def test_passes_run_in_the_order_in_which_gradients_come() -> None:
+def test_sweeps_run_in_the_order_in_which_gradients_come() -> None:
     """Those of block 0 at 4, those of block 1 only at 5; both before they are settled."""
     early, late = (
         BlockCost(forward_s=1.0, backward_input_s=1.0, parameters=10.0, gradient_bytes=num_bytes)

@@ -206,7 +206,7 @@ def test_broken_transformations_are_rejected(
 
 
 @pytest.mark.parametrize("name", list(PASSES))
-def test_broken_results_of_passes_are_rejected(
+def test_broken_results_of_sweeps_are_rejected(
     name: str, execute: Execute, execution_failed: type[Exception]
 ) -> None:
     """Of the first scheme that the pass can work on."""

@@ -157,7 +157,7 @@ def test_the_topology_of_this_machine_covers_what_this_process_may_use() -> None
     assert {cpu for core in Topology.read().cores(allowed) for cpu in core.cpus} == allowed
 
 
-def test_pieces_are_those_of_the_native_passes() -> None:
+def test_pieces_are_those_of_the_native_sweeps() -> None:
     # The undo area lists the pieces of the last pass: end behind start, 576 bytes a piece.
     count, cores = 5 * 4096 + 16, [min(os.sched_getaffinity(0))]
     arrays = [np.frombuffer(mmap.mmap(-1, count * 4), dtype=np.float32) for _ in range(4)]

@@ -51,7 +51,7 @@ def test_only_the_last_copies_are_remembered(board: BandwidthLog) -> None:
         ((Copy(0.0, 10.0, 99.0),), inf, 11.0),  # over before it begins
     ],
 )
-def test_a_pass_has_what_copies_leave(copies: tuple[Copy, ...], limit: float, end: float) -> None:
+def test_a_sweep_has_what_copies_leave(copies: tuple[Copy, ...], limit: float, end: float) -> None:
     found = finish_at(10.0, 100.0, limit=limit, capacity=100.0, copies=copies)
     assert found == pytest.approx(end)
 

@@ -13,7 +13,7 @@ from penstock.shm.control import (
     CommitRecord,
     ControlView,
     Decision,
-    PassIntent,
+    SweepIntent,
     control_bytes,
 )
 from penstock.shm.layout import PAGE_BYTES
@@ -160,13 +160,13 @@ def test_a_record_with_an_unknown_decision_counts_as_absent() -> None:
     assert CommitRecord.unpack(bytes(72)) is None
 
 
-def test_pass_intent(buffer: memoryview, view: ControlView) -> None:
-    assert view.interrupted_pass is None
-    view.begin_pass(PassIntent(block=2, state_version=8))
+def test_sweep_intent(buffer: memoryview, view: ControlView) -> None:
+    assert view.interrupted_sweep is None
+    view.begin_sweep(SweepIntent(block=2, state_version=8))
     assert [word(buffer, offset) for offset in (512, 520, 528)] == [1, 2, 8]
-    assert view.interrupted_pass == PassIntent(block=2, state_version=8)
-    view.end_pass()
-    assert view.interrupted_pass is None
+    assert view.interrupted_sweep == SweepIntent(block=2, state_version=8)
+    view.end_sweep()
+    assert view.interrupted_sweep is None
 
 
 def test_undo_area_lies_between_header_and_blocks(buffer: memoryview, view: ControlView) -> None:
@@ -191,15 +191,15 @@ def test_readable_needs_version_and_commit(view: ControlView) -> None:
     assert not view.readable(0, 1)
 
 
-def test_clear_history_forgets_records_passes_and_gradients(view: ControlView) -> None:
+def test_clear_history_forgets_records_sweeps_and_gradients(view: ControlView) -> None:
     view.write_record(record(7))
-    view.begin_pass(PassIntent(block=1, state_version=3))
+    view.begin_sweep(SweepIntent(block=1, state_version=3))
     view.undo_area[:] = b"\1" * UNDO_BYTES
     view.set_ready(2, 11, epoch=1, attempt=1)
     view.set_state_version(1, 5)
     view.clear_history()
     assert view.record(7) is None
-    assert view.interrupted_pass is None
+    assert view.interrupted_sweep is None
     assert bytes(view.undo_area) == bytes(UNDO_BYTES)
     assert view.ready(2, 11) == (0, 0)
     assert view.state_version(1) == 5

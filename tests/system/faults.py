@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
     START = "while the run starts"
     STEP = "while it trains"
-    PASS = "inside a native pass"
+    SWEEP = "inside a native sweep"
     PAIR = "two processes at once"
     RECOVERY = "one more while the run recovers"
     EVALUATION = "while it evaluates"
@@ -124,7 +124,7 @@ def _fault(source: random.Random, cast: Cast, kind: Kind) -> Fault:
             return Fault(kind=kind, step=boundary - 1, strikes=(first,))
         case Kind.ENDING:
             return Fault(kind=kind, step=cast.steps, strikes=(first,))
-        case Kind.PASS:
+        case Kind.SWEEP:
             victim = source.choice(cast.members("optimizerd"))
             killed = Strike(target=victim, blow=Blow.KILL, after_s=wait_s)
             return Fault(kind=kind, step=step // 2, strikes=(killed,))  # it takes some tries

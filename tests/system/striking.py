@@ -66,8 +66,8 @@ class DisturbedRun:
         reached = self._instants.get(fault.kind, lambda step: self._step >= step)
         try:
             self._wait(lambda: reached(fault.step), f"the instant of: {fault}", RUN_TIMEOUT_S, 1e-3)
-            if fault.kind is Kind.PASS:
-                self._kill_inside_pass(fault.strikes[0].target)
+            if fault.kind is Kind.SWEEP:
+                self._kill_inside_sweep(fault.strikes[0].target)
             else:
                 self._strike(fault)
         except RunEndedError:
@@ -186,8 +186,8 @@ class DisturbedRun:
         finally:
             os.close(descriptors[0])
 
-    def _kill_inside_pass(self, target: str) -> None:
-        """Stop an optimizerd; kill it if its undo area says that a native pass writes state, else
+    def _kill_inside_sweep(self, target: str) -> None:
+        """Stop an optimizerd; kill it if its undo area says that a native sweep writes state, else
         wake it and try again, with the other nodes' in turn: one may own nothing.
         """
         tried: list[str] = []
@@ -200,8 +200,8 @@ class DisturbedRun:
                 members[tried[-1]], tried[-1].partition(".")[2]
             )
 
-        self._wait(killed, f"a native pass of {target}", RUN_TIMEOUT_S, 1e-3)
-        self._say(f"step {self._step}: kill {tried[-1]} inside a pass (try {len(tried)})")
+        self._wait(killed, f"a native sweep of {target}", RUN_TIMEOUT_S, 1e-3)
+        self._say(f"step {self._step}: kill {tried[-1]} inside a sweep (try {len(tried)})")
 
     def _killed_inside(self, pid: int, node: str) -> bool:
         run_id = RunDirectory(self.run.run_dir).run_id

@@ -6,7 +6,7 @@ itself (optimizerd settles it). The device's copy is a cache that takes the same
 gradients that it kept, and the step that the commit record says, so it has the same bits and
 nothing is fetched. Whenever that is not possible the state is read from host memory again: at the
 start of an epoch (whatever was restored or repaired, there was an epoch for it), after attempts
-that held, and after a pass that was broken off.
+that held, and after a sweep that was broken off.
 """
 
 from __future__ import annotations

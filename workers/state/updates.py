@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike
 
 from penstock import _native
 from penstock.protocol.config.schema import OptimizerConfig
-from penstock.protocol.plan.step import BlockArrays, OptimizerStep, PassStatus
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep, SweepStatus
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory
@@ -36,7 +36,7 @@ from penstock.workers.waiting import POLL_S, Abort, wait_until
 class PreviewedBlock:
     """What a preview led to, and when it was at work (readings of ``time.perf_counter``)."""
 
-    status: PassStatus
+    status: SweepStatus
     start_s: float
     end_s: float
 
@@ -239,7 +239,7 @@ class NativePreviewer:
         """It is there."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """One pass, of residents one or two; an abort waits for its end."""
+        """One sweep, of residents one or two; an abort waits for its end."""
         scope.abort.check()
         arrays = self._arrays.get(block)
         if arrays is None:
@@ -292,7 +292,7 @@ def _private(shared: BlockArrays) -> BlockArrays:
 
 
 def _mapped(count: int, dtype: DTypeLike) -> Array:
-    """A zeroed array that is mapped, not allocated: page-aligned, as native passes want it."""
+    """A zeroed array that is mapped, not allocated: page-aligned, as native sweeps want it."""
     size = count * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(1, size)), dtype=dtype, count=count)
 

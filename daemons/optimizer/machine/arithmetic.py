@@ -8,7 +8,7 @@ steps with the clipped coefficient; SKIP and broken attempts take back what was 
 what a SIGKILL leaves: :mod:`penstock.daemons.optimizer.machine.words`.
 
 No arithmetic brings back what Inf or NaN destroyed. So the gradients are looked at before the step
-(a pass that reads nothing else), and a block with such gradients is not stepped.
+(a sweep that reads nothing else), and a block with such gradients is not stepped.
 
 Attempts that hold are those of the exact way: they step after the commit.
 """
@@ -25,8 +25,8 @@ from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
     CommitAsked,
-    PassDone,
     SkipAsked,
+    SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError
 from penstock.daemons.optimizer.machine.sweeps import (
@@ -35,7 +35,7 @@ from penstock.daemons.optimizer.machine.sweeps import (
     GradientStatus,
     Hold,
     Invert,
-    Pass,
+    Sweep,
 )
 from penstock.daemons.optimizer.machine.words import Ledger
 from penstock.daemons.optimizer.machine.work import CHOOSERS, Attempt, Chooser, Kind, Work
@@ -43,28 +43,28 @@ from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.control import CommitRecord, Decision
 
 
-def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     assert attempt is not None, "updates are dropped with their attempt"
     if attempt.hold or block not in attempt.looked_at:
         return GradientStatus(block=block, version=attempt.update.version)
     return Hold(block=block, update=attempt.update)
 
 
-def _amend(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+def _amend(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     assert attempt is not None and attempt.amended is not None, "amends go with their attempt"
     return Hold(block=block, update=attempt.amended)
 
 
-def _revert(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass | None:
+def _revert(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep | None:
     ahead = ledger.ahead(block)
     return None if ahead is None else Invert(block=block, update=ahead)
 
 
-def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     return FinishHold(block=block, update=ledger.pending(block) or ledger.announced)
 
 
-def _finish_revert(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+def _finish_revert(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     return FinishInvert(block=block, update=ledger.announced)
 
 
@@ -113,11 +113,11 @@ class ArithmeticEpoch(Epoch):
         )
         self.ledger.announce(step)
 
-    def _finish_update(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+    def _finish_update(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
         attempt = self._attempt
         assert attempt is not None and done is not None
-        if isinstance(pass_, Hold):
-            attempt.previewed[work.block] = pass_.update
+        if isinstance(sweep, Hold):
+            attempt.previewed[work.block] = sweep.update
             status, seconds = attempt.looked_at[work.block]
             self._report(attempt, work.block, status, seconds + done.seconds)
             return
@@ -152,7 +152,7 @@ class ArithmeticEpoch(Epoch):
         missing = set(self._blocks.active) - attempt.reported
         if missing:
             raise ImpossibleError(
-                f"attempt {event.attempt} is skipped before the pass of blocks {sorted(missing)}"
+                f"attempt {event.attempt} is skipped before the sweep of blocks {sorted(missing)}"
             )
         super()._on_skip(event)
         self._plan(Kind.REVERT, self._ahead())
@@ -162,9 +162,9 @@ class ArithmeticEpoch(Epoch):
         ahead = set(self._ahead())
         return super()._queue_settles(blocks) | ahead
 
-    def _finish_revert(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
-        self._finish_recovery(work, pass_, done)
-        self._finish_settle(work, pass_, done)
+    def _finish_revert(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+        self._finish_recovery(work, sweep, done)
+        self._finish_settle(work, sweep, done)
         if self._amendment is not None and not self._ahead():
             self.ledger.announce(self._amendment)
             self._amendment = None

@@ -1,15 +1,15 @@
 """What optimizerd does within one epoch: recovery, then attempts, decisions and settles.
 
 A part of the pure machine in :mod:`penstock.daemons.optimizer.machine.state`, which decides whether
-an epoch may hear of an event. Here is what the event means: which blocks are queued, which pass
+an epoch may hear of an event. Here is what the event means: which blocks are queued, which sweep
 runs next, what is reported when it has ended.
 
 Blocks that are settled early are queued for it when an attempt begins, ahead of the new gradients
-of all blocks. Those that a device updates get no other pass of an attempt, unless it holds: what
+of all blocks. Those that a device updates get no other sweep of an attempt, unless it holds: what
 the worker reports stands for their preview.
 
-One pass runs at a time, on all threads of the pool; work waits in order of arrival, and what is
-due for every block is queued in forward order. Which pass a piece of work needs is decided when
+One sweep runs at a time, on all threads of the pool; work waits in order of arrival, and what is
+due for every block is queued in forward order. Which sweep a piece of work needs is decided when
 its turn comes, from the block's state version.
 """
 
@@ -28,20 +28,20 @@ from penstock.daemons.optimizer.machine.events import (
     DeviceUpdated,
     Effect,
     GradientsReady,
-    PassDone,
     Pulled,
-    RunPass,
+    RunSweep,
     SendAmended,
     SendBlockStatus,
     SendSettled,
     SettleAsked,
     SkipAsked,
+    SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, begin_recovery
-from penstock.daemons.optimizer.machine.sweeps import Advance, Hold, Pass, Preview
+from penstock.daemons.optimizer.machine.sweeps import Advance, Hold, Preview, Sweep
 from penstock.daemons.optimizer.machine.words import Ledger
 from penstock.daemons.optimizer.machine.work import CHOOSERS, Attempt, Chooser, Kind, Running, Work
-from penstock.protocol.plan.step import OptimizerStep, PassStatus
+from penstock.protocol.plan.step import OptimizerStep, SweepStatus
 
 LiveEvent: TypeAlias = (
     AttemptAsked
@@ -55,7 +55,7 @@ LiveEvent: TypeAlias = (
 """What an epoch may hear of once it has recovered."""
 
 Handlers: TypeAlias = Mapping[type[Any], Callable[[Any, Any], None]]
-Finishers: TypeAlias = Mapping[Kind, Callable[[Any, Work, Pass | None, PassDone | None], None]]
+Finishers: TypeAlias = Mapping[Kind, Callable[[Any, Work, Sweep | None, SweepDone | None], None]]
 
 
 class Epoch:
@@ -91,7 +91,7 @@ class Epoch:
 
     @property
     def busy(self) -> bool:
-        """Whether a pass is running."""
+        """Whether a sweep is running."""
         return self._running is not None
 
     @property
@@ -145,7 +145,7 @@ class Epoch:
         self._HANDLERS[type(event)](self, event)
 
     def abandon(self) -> None:
-        """Forget all that is planned; the running pass goes on, and its words follow it."""
+        """Forget all that is planned; the running sweep goes on, and its words follow it."""
         self._queue.clear()
         self._settling.clear()
         self._attempt = None
@@ -253,7 +253,7 @@ class Epoch:
         missing = (set(self._blocks.active) - current.reported) | current.amending
         if missing:
             raise ImpossibleError(
-                f"attempt {attempt} is decided before the pass of blocks {sorted(missing)}"
+                f"attempt {attempt} is decided before the sweep of blocks {sorted(missing)}"
             )
         return current
 
@@ -318,51 +318,51 @@ class Epoch:
         if not self._settling:
             self._out.append(SendSettled(epoch=self.number, version=self.ledger.committed))
 
-    # ---- passes ----
+    # ---- sweeps ----
 
     def _plan(self, kind: Kind, blocks: Iterable[int]) -> None:
         self._queue.extend(Work(kind=kind, block=block) for block in blocks)
 
     def start_next(self) -> None:
-        """Start the pass whose turn it is, unless one is running."""
+        """Start the sweep whose turn it is, unless one is running."""
         while self._running is None and self._queue:
             work = self._queue.popleft()
-            pass_ = self._CHOOSERS[work.kind](work.block, self.ledger, self._attempt)
-            if pass_ is None:
+            sweep = self._CHOOSERS[work.kind](work.block, self.ledger, self._attempt)
+            if sweep is None:
                 self._finish(work, None, None)
                 continue
             attempt = self._attempt if work.kind in (Kind.UPDATE, Kind.AMEND) else None
             if attempt is not None:
                 attempt.previewed.pop(work.block, None)
             number = None if attempt is None else attempt.number
-            self._running = Running(work=work, pass_=pass_, attempt=number)
-            self.ledger.open_pass(pass_)
-            self._out.append(RunPass(work=pass_))
+            self._running = Running(work=work, sweep=sweep, attempt=number)
+            self.ledger.open_sweep(sweep)
+            self._out.append(RunSweep(work=sweep))
 
-    def pass_done(self, event: PassDone) -> None:
-        """The running pass has ended; its words are written even if the epoch is abandoned."""
+    def sweep_done(self, event: SweepDone) -> None:
+        """The running sweep has ended; its words are written even if the epoch is abandoned."""
         running, self._running = self._running, None
-        assert running is not None, "no pass was running"
+        assert running is not None, "no sweep was running"
         # Weights of an attempt that was skipped or abandoned meanwhile stay invalid.
         current = running.attempt is None or running.attempt == self.attempt
-        self.ledger.close_pass(running.pass_, keep_weights=current)
+        self.ledger.close_sweep(running.sweep, keep_weights=current)
         if current:
-            self._finish(running.work, running.pass_, event)
+            self._finish(running.work, running.sweep, event)
 
-    def _finish(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
-        """``pass_`` and ``done`` are None if nothing was left to do."""
-        self._FINISHERS[work.kind](self, work, pass_, done)
+    def _finish(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+        """``sweep`` and ``done`` are None if nothing was left to do."""
+        self._FINISHERS[work.kind](self, work, sweep, done)
 
-    def _finish_update(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+    def _finish_update(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
         assert self._attempt is not None and done is not None
         if done.status is None:
             self._queue.appendleft(work)  # settled first; its new gradients are looked at now
             return
-        if isinstance(pass_, Preview | Advance):
-            self._attempt.previewed[work.block] = pass_.update
+        if isinstance(sweep, Preview | Advance):
+            self._attempt.previewed[work.block] = sweep.update
         self._report(self._attempt, work.block, done.status, done.seconds)
 
-    def _report(self, attempt: Attempt, block: int, status: PassStatus, seconds: float) -> None:
+    def _report(self, attempt: Attempt, block: int, status: SweepStatus, seconds: float) -> None:
         attempt.reported.add(block)
         self._out.append(
             SendBlockStatus(
@@ -374,18 +374,18 @@ class Epoch:
             )
         )
 
-    def _finish_amend(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
-        assert self._attempt is not None and isinstance(pass_, Preview | Hold)
-        self._attempt.previewed[work.block] = pass_.update
+    def _finish_amend(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+        assert self._attempt is not None and isinstance(sweep, Preview | Hold)
+        self._attempt.previewed[work.block] = sweep.update
         self._attempt.amending.discard(work.block)
         self._report_amended(self._attempt)
 
-    def _finish_settle(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+    def _finish_settle(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
         if work.block in self._settling:
             self._settling.discard(work.block)
             self._report_settled()
 
-    def _finish_recovery(self, work: Work, pass_: Pass | None, done: PassDone | None) -> None:
+    def _finish_recovery(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
         """Of what a commit during the epoch left to complete, nobody waits for the end."""
         self._recovery.left.pop(work, None)
 

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from penstock.daemons.optimizer.machine.sweeps import Pass
+from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.protocol.errors import ExitCode
-from penstock.protocol.plan.step import PassStatus
-from penstock.shm.control import CommitRecord, PassIntent
+from penstock.protocol.plan.step import SweepStatus
+from penstock.shm.control import CommitRecord, SweepIntent
 
 
 class UpdatePolicy(Enum):
     """How a block gets from one version to the next."""
 
     ADVANCE = auto()
-    """Settle and preview in one pass, when the next gradients are there."""
+    """Settle and preview in one sweep, when the next gradients are there."""
     SETTLE_EARLY = auto()
     """Preview when the gradients are there, settle during the next forward."""
     DEVICE = auto()
@@ -31,7 +31,7 @@ class UpdatePolicy(Enum):
 class OwnedBlock:
     """A block whose weights and state live on this node.
 
-    ``contributions`` is 0 for a block without trainable elements, which needs no pass. ``remote``
+    ``contributions`` is 0 for a block without trainable elements, which needs no sweep. ``remote``
     are the contributions that another node computes.
     """
 
@@ -68,7 +68,7 @@ class MemoryFacts:
     committed: int
     record: CommitRecord | None
     next_record: CommitRecord | None
-    interrupted: PassIntent | None
+    interrupted: SweepIntent | None
     undo: UndoWords
     blocks: Mapping[int, BlockWords]
 
@@ -121,7 +121,7 @@ class DeviceUpdated:
     epoch: int
     attempt: int
     block: int
-    status: PassStatus
+    status: SweepStatus
     seconds: float
 
 
@@ -137,16 +137,16 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassDone:
-    """The pass that was running has written its last byte."""
+class SweepDone:
+    """The sweep that was running has written its last byte."""
 
-    status: PassStatus | None
+    status: SweepStatus | None
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """A pass or a pull cannot be done at all."""
+    """A sweep or a pull cannot be done at all."""
 
     error: str
 
@@ -186,7 +186,7 @@ class SettleAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked:
-    """Finish the running pass, then exit: a signal, or the scheduler's Shutdown."""
+    """Finish the running sweep, then exit: a signal, or the scheduler's Shutdown."""
 
 
 Event = (
@@ -196,7 +196,7 @@ Event = (
     | GradientsReady
     | DeviceUpdated
     | Pulled
-    | PassDone
+    | SweepDone
     | Broken
     | AmendAsked
     | CommitAsked
@@ -248,23 +248,23 @@ class SetState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginPass:
-    """Announce a pass that overwrites state."""
+class BeginSweep:
+    """Announce a sweep that overwrites state."""
 
     block: int
     state_version: int
 
 
 @dataclass(frozen=True, slots=True)
-class EndPass:
-    """The announced pass needs no repair any more."""
+class EndSweep:
+    """The announced sweep needs no repair any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPass:
-    """Start a pass; PassDone follows. Never two at once."""
+class RunSweep:
+    """Start a sweep; SweepDone follows. Never two at once."""
 
-    work: Pass
+    work: Sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +310,7 @@ class SendBlockStatus:
     epoch: int
     attempt: int
     block: int
-    status: PassStatus
+    status: SweepStatus
     seconds: float
 
 
@@ -351,9 +351,9 @@ Effect = (
     | SetEpoch
     | SetSlot
     | SetState
-    | BeginPass
-    | EndPass
-    | RunPass
+    | BeginSweep
+    | EndSweep
+    | RunSweep
     | Pull
     | CancelPulls
     | SendDrained

@@ -1,8 +1,8 @@
-"""What a ``Begin`` finds in memory: can it be true, what did a cut pass leave, what is due.
+"""What a ``Begin`` finds in memory: can it be true, what did a cut sweep leave, what is due.
 
 The questions are pure functions over
 :class:`~penstock.daemons.optimizer.machine.events.MemoryFacts`; :func:`begin_recovery` then
-corrects the words. The passes that are due are run by
+corrects the words. The sweeps that are due are run by
 :mod:`penstock.daemons.optimizer.machine.epoch`; each step may be cut short by a SIGKILL and is
 found again here.
 """
@@ -16,12 +16,12 @@ from enum import Enum, auto
 from penstock.daemons.optimizer.machine.contributions import Blocks, Pulls
 from penstock.daemons.optimizer.machine.events import (
     BeginAsked,
-    EndPass,
+    EndSweep,
     MemoryFacts,
     OwnedBlock,
     UpdatePolicy,
 )
-from penstock.daemons.optimizer.machine.sweeps import pass_tag
+from penstock.daemons.optimizer.machine.sweeps import sweep_tag
 from penstock.daemons.optimizer.machine.words import Ledger
 from penstock.daemons.optimizer.machine.work import Kind, Work
 from penstock.protocol.plan.step import OptimizerStep
@@ -33,7 +33,7 @@ class ImpossibleError(Exception):
 
 
 class Interrupted(Enum):
-    """What became of the pass that the intent names."""
+    """What became of the sweep that the intent names."""
 
     NONE = auto()
     NOT_STARTED = auto()
@@ -41,17 +41,17 @@ class Interrupted(Enum):
     COMPLETE = auto()
 
 
-def interrupted_pass(facts: MemoryFacts) -> Interrupted:
+def interrupted_sweep(facts: MemoryFacts) -> Interrupted:
     """Tell the cases apart that are drawn in :mod:`penstock.daemons.optimizer.machine.words`.
 
     Raises:
-        ImpossibleError: the undo area is armed for a pass that was never announced.
+        ImpossibleError: the undo area is armed for a sweep that was never announced.
     """
     intent, undo = facts.interrupted, facts.undo
-    tag = 0 if intent is None else pass_tag(intent.block, intent.state_version)
+    tag = 0 if intent is None else sweep_tag(intent.block, intent.state_version)
     if undo.armed and undo.tag != tag:
         raise ImpossibleError(
-            f"the undo area is armed for pass {undo.tag:#x}, but the pass under way was"
+            f"the undo area is armed for sweep {undo.tag:#x}, but the sweep under way was"
             f" {tag:#x}: the control segment is damaged"
         )
     if intent is None:
@@ -111,10 +111,10 @@ def _stepped_ahead(begin: BeginAsked, state: int) -> bool:
 
 def _check_intent(begin: BeginAsked) -> None:
     facts, intent = begin.facts, begin.facts.interrupted
-    if interrupted_pass(facts) is Interrupted.NONE or intent is None:
+    if interrupted_sweep(facts) is Interrupted.NONE or intent is None:
         return
     words = facts.blocks.get(intent.block)
-    # A pass leads to the committed version, and no later commit is possible before it has ended;
+    # A sweep leads to the committed version, and no later commit is possible before it has ended;
     # a step in place leads to the version after it, its inverse back.
     stepping = facts.next_record is not None and facts.committed == begin.record.version
     highest = begin.record.version + stepping
@@ -126,8 +126,8 @@ def _check_intent(begin: BeginAsked) -> None:
     ):
         found = None if words is None else words.state_version
         raise ImpossibleError(
-            f"a pass led block {intent.block} to state version {intent.state_version}, but it is at"
-            f" {found} and the scheduler at {begin.record.version}"
+            f"a sweep led block {intent.block} to state version {intent.state_version}, but it is"
+            f" at {found} and the scheduler at {begin.record.version}"
         )
 
 
@@ -136,8 +136,8 @@ class Recovery:
     """What is still missing before Ready.
 
     ``awaited``: contributions (block, contribution) being pulled; nothing is written before they
-    are there. ``left``: the work to be done then, in order: the pass that was cut short, the blocks
-    that are ahead of the commit, and those without their committed weights.
+    are there. ``left``: the work to be done then, in order: the sweep that was cut short, the
+    blocks that are ahead of the commit, and those without their committed weights.
     """
 
     awaited: set[tuple[int, int]]
@@ -153,7 +153,7 @@ def begin_recovery(begin: BeginAsked, ledger: Ledger, blocks: Blocks, pulls: Pul
     """Apply the commit of a ``Begin`` that has been checked, and find out what it still lacks."""
     record = begin.record
     work = _resolve_intent(begin.facts, ledger)
-    # A pass that was cut short leads to the committed version, so then this changes nothing
+    # A sweep that was cut short leads to the committed version, so then this changes nothing
     # that finishing it needs; it only makes sure of the record.
     ledger.commit(record)
     for block in blocks.active:
@@ -185,17 +185,17 @@ def _pull_again(
 
 
 def _ahead(begin: BeginAsked, ledger: Ledger, active: Iterable[int]) -> list[int]:
-    """Blocks whose step is to be taken back, that of a pass which was cut short among them."""
+    """Blocks whose step is to be taken back, that of a sweep which was cut short among them."""
     intent, facts = begin.facts.interrupted, begin.facts
     stepping = None
-    if intent is not None and interrupted_pass(facts) is Interrupted.CUT_SHORT:
+    if intent is not None and interrupted_sweep(facts) is Interrupted.CUT_SHORT:
         stepping = intent.block if intent.state_version > ledger.committed else None
     return [b for b in active if b == stepping or ledger.ahead(b) is not None]
 
 
 def _resolve_intent(facts: MemoryFacts, ledger: Ledger) -> list[Work]:
-    """Clear the intent of a pass that needs no repair; else the work that repairs its block."""
-    intent, found = facts.interrupted, interrupted_pass(facts)
+    """Clear the intent of a sweep that needs no repair; else the work that repairs its block."""
+    intent, found = facts.interrupted, interrupted_sweep(facts)
     if intent is None:
         return []
     if found is Interrupted.CUT_SHORT:
@@ -203,5 +203,5 @@ def _resolve_intent(facts: MemoryFacts, ledger: Ledger) -> list[Work]:
         return [Work(kind=Kind.FINISH_REVERT if back else Kind.FINISH, block=intent.block)]
     if found is Interrupted.COMPLETE:
         ledger.set_state(intent.block, intent.state_version)
-    ledger.effects.append(EndPass())
+    ledger.effects.append(EndSweep())
     return []

@@ -11,7 +11,7 @@ Life (``Phase``)::
     IDLE -- Begin --> RECOVERING -- all the commit promises is there --> LIVE
      ^                     |                                               |
      +------- Drain -------+-----------------------------------------------+
-    any -- stop asked --> STOPPING -- the running pass has ended --> STOPPED
+    any -- stop asked --> STOPPING -- the running sweep has ended --> STOPPED
     any -- a contradiction --> STOPPED
 """
 
@@ -37,7 +37,6 @@ from penstock.daemons.optimizer.machine.events import (
     Exit,
     GradientsReady,
     OwnedBlock,
-    PassDone,
     Pulled,
     SendDrained,
     SendFailed,
@@ -46,6 +45,7 @@ from penstock.daemons.optimizer.machine.events import (
     SettleAsked,
     SkipAsked,
     StopAsked,
+    SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, check_begin
 from penstock.protocol.errors import ExitCode
@@ -73,7 +73,7 @@ class OptimizerState:
         self._pulls = Pulls(self._blocks, self._out)
         self._joined: Epoch | None = None  # of the last Begin; abandoned by a Drain or a stop
         self._newest = 0  # epoch of the last Drain or Begin: nothing older is obeyed
-        self._farewell: Effect | None = None  # due when the running pass has ended
+        self._farewell: Effect | None = None  # due when the running sweep has ended
 
     # ---- looking from outside ----
 
@@ -178,7 +178,7 @@ class OptimizerState:
         self._say_farewell()
 
     def _say_farewell(self) -> None:
-        """Say what is due once no pass is running."""
+        """Say what is due once no sweep is running."""
         if self._farewell is None or (self._joined is not None and self._joined.busy):
             return
         self._out.append(self._farewell)
@@ -199,9 +199,9 @@ class OptimizerState:
         if self._joined is not None and entered and event.epoch == self._joined.number:
             self._joined.pulled(event)
 
-    def _on_pass_done(self, event: PassDone) -> None:
-        assert self._joined is not None, "no epoch, no pass"
-        self._joined.pass_done(event)
+    def _on_sweep_done(self, event: SweepDone) -> None:
+        assert self._joined is not None, "no epoch, no sweep"
+        self._joined.sweep_done(event)
         self._say_farewell()
 
     # ---- the end ----
@@ -218,7 +218,7 @@ class OptimizerState:
         BeginAsked: _on_begin,
         StopAsked: _on_stop,
         Pulled: _on_pulled,
-        PassDone: _on_pass_done,
+        SweepDone: _on_sweep_done,
         Broken: _on_broken,
         AttemptAsked: _on_live,
         GradientsReady: _on_live,

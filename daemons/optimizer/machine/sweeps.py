@@ -1,6 +1,6 @@
-"""The passes over one block: what the state machine orders, as values.
+"""The sweeps over one block: what the state machine orders, as values.
 
-How they read and write memory is in ``native/passes.h``; :mod:`penstock.daemons.optimizer.kernels`
+How they read and write memory is in ``native/sweeps.h``; :mod:`penstock.daemons.optimizer.kernels`
 turns each value into one native call.
 """
 
@@ -109,7 +109,7 @@ class CastWeights:
     version: int
 
 
-Pass = (
+Sweep = (
     Preview
     | Settle
     | Advance
@@ -123,11 +123,11 @@ Pass = (
 )
 
 
-def pass_tag(block: int, state_version: int) -> int:
-    """Name, in the undo area, of a pass that leads a block's state to ``state_version``.
+def sweep_tag(block: int, state_version: int) -> int:
+    """Name, in the undo area, of a sweep that leads a block's state to ``state_version``.
 
-    Never 0, and never that of the pass before; a restore clears the undo area. Steps in place and
+    Never 0, and never that of the sweep before; a restore clears the undo area. Steps in place and
     their inverses lead to a version again and again, but between two that lead to the same one
-    another pass led the block's state away from it.
+    another sweep led the block's state away from it.
     """
     return (block << 40) | state_version

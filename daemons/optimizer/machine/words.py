@@ -3,25 +3,25 @@
 From ``Begin`` on nobody else writes these words, so the copy is exact. Every change is recorded as
 an effect, in the order in which it must reach shared memory.
 
-Order of the words around a pass, and what a SIGKILL at each point leaves (recovery is in
+Order of the words around a sweep, and what a SIGKILL at each point leaves (recovery is in
 :mod:`penstock.daemons.optimizer.machine.recovery`)::
 
     Advance of block b: state c-1 -> c, weights t = c+1 into slot t % 2
 
     SetSlot(b, t % 2, INVALID)    killed before: nothing has happened
-    BeginPass(b, c)               killed before: the slot is invalid, nothing else has happened
+    BeginSweep(b, c)               killed before: the slot is invalid, nothing else has happened
       undo area armed             killed before: intent, undo idle, its completed tag another:
                                   the state was not touched, the intent is dropped
       vectors written             killed here: undo armed: repaired, then settled to the end
       undo area idle, completed   killed before: like the line above
-    SetState(b, c)                killed before: undo idle, completed tag is this pass: the state
+    SetState(b, c)                killed before: undo idle, completed tag is this sweep: the state
                                   is complete, only this word is missing
-    EndPass                       killed before: the same, the word is merely written again
+    EndSweep                       killed before: the same, the word is merely written again
     SetSlot(b, t % 2, t)          killed before: the weights stay invalid and are made again
-    BlockStatus is sent           so no decision can rest on a pass whose words are not all there
+    BlockStatus is sent           so no decision can rest on a sweep whose words are not all there
 
-The undo area is armed only between BeginPass and EndPass, so an armed area always comes with an
-intent that names the same pass. A preview writes nothing but its slot, which is invalid meanwhile.
+The undo area is armed only between BeginSweep and EndSweep, so an armed area always comes with an
+intent that names the same sweep. A preview writes nothing but its slot, which is invalid meanwhile.
 A hold writes state c and its weights, whose slot is invalid meanwhile: by that, one cut short is
 told from the others, and finished by another hold. Killed before the slot's word, its weights are
 cast from the master.
@@ -56,7 +56,7 @@ so a block whose state version is c + 1 contains that very step::
                                   short leaves no record of c + 1 beside blocks ahead: then the
                                   scheduler's commit is what they contain
 
-A block that a worker's UPDATE previews is settled, by a pass of its own, and its slot vacated when
+A block that a worker's UPDATE previews is settled, by a sweep of its own, and its slot vacated when
 the attempt begins; the worker waits for both words. It writes none itself: a kill of either process
 finds the slot invalid until the worker has said that its last byte is written::
 
@@ -72,9 +72,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.daemons.optimizer.machine.events import (
-    BeginPass,
+    BeginSweep,
     Effect,
-    EndPass,
+    EndSweep,
     FlipCommitted,
     MemoryFacts,
     SetSlot,
@@ -89,9 +89,9 @@ from penstock.daemons.optimizer.machine.sweeps import (
     FinishSettle,
     Hold,
     Invert,
-    Pass,
     Preview,
     Settle,
+    Sweep,
 )
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord
@@ -190,25 +190,25 @@ class Ledger:
             self.set_state(block, self.committed)
             self.set_slot(block, self.committed)
 
-    def open_pass(self, work: Pass) -> None:
-        """Write the words that must stand before a pass starts."""
+    def open_sweep(self, work: Sweep) -> None:
+        """Write the words that must stand before a sweep starts."""
         written = _weights_version(work)
         if written is not None:
             self._write_slot(work.block, written % 2, INVALID_VERSION)
         if isinstance(work, Invert):
             self.forget(work.block, work.update.version)
-        # What finishes a pass works under its intent.
+        # What finishes a sweep works under its intent.
         if isinstance(work, Settle | Advance | Hold | Invert):
             settled = _settled_version(work)
             assert settled is not None
-            self.effects.append(BeginPass(block=work.block, state_version=settled))
+            self.effects.append(BeginSweep(block=work.block, state_version=settled))
 
-    def close_pass(self, work: Pass, *, keep_weights: bool) -> None:
-        """Write the words that say a pass is complete; its weights only if they are wanted."""
+    def close_sweep(self, work: Sweep, *, keep_weights: bool) -> None:
+        """Write the words that say a sweep is complete; its weights only if they are wanted."""
         settled, written = _settled_version(work), _weights_version(work)
         if settled is not None:
             self.set_state(work.block, settled)
-            self.effects.append(EndPass())
+            self.effects.append(EndSweep())
         if written is not None and keep_weights:
             self.set_slot(work.block, written)
 
@@ -236,8 +236,8 @@ class Ledger:
         self.effects.append(SetSlot(block=block, slot=slot, version=version))
 
 
-def _settled_version(work: Pass) -> int | None:
-    """The version of the state that a pass leads to."""
+def _settled_version(work: Sweep) -> int | None:
+    """The version of the state that a sweep leads to."""
     if isinstance(work, Advance):
         return work.pending.version
     if isinstance(work, Invert | FinishInvert):
@@ -247,7 +247,7 @@ def _settled_version(work: Pass) -> int | None:
     return None
 
 
-def _weights_version(work: Pass) -> int | None:
+def _weights_version(work: Sweep) -> int | None:
     if isinstance(work, Preview | Advance | Hold | FinishHold):
         return work.update.version
     return work.version if isinstance(work, CastWeights) else None

@@ -1,4 +1,4 @@
-"""What waits for its turn, and which pass it needs when its turn comes."""
+"""What waits for its turn, and which sweep it needs when its turn comes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.daemons.optimizer.machine.sweeps import (
     FinishSettle,
     GradientStatus,
     Hold,
-    Pass,
     Preview,
     Settle,
+    Sweep,
 )
 from penstock.daemons.optimizer.machine.words import Ledger
-from penstock.protocol.plan.step import OptimizerStep, PassStatus
+from penstock.protocol.plan.step import OptimizerStep, SweepStatus
 
 
 class Kind(Enum):
@@ -35,11 +35,11 @@ class Kind(Enum):
     SETTLE = auto()
     """Bring its state to the committed version."""
     FINISH = auto()
-    """Finish the pass over the state that a killed optimizerd left half done."""
+    """Finish the sweep over the state that a killed optimizerd left half done."""
     REVERT = auto()
     """Take back, by arithmetic, the step that its state is ahead of the committed version."""
     FINISH_REVERT = auto()
-    """Finish such a pass that a killed optimizerd left half done."""
+    """Finish such a sweep that a killed optimizerd left half done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The pass that the threads are busy with; ``attempt`` is that of an UPDATE or AMEND."""
+    """The sweep that the threads are busy with; ``attempt`` is that of an UPDATE or AMEND."""
 
     work: Work
-    pass_: Pass
+    sweep: Sweep
     attempt: int | None
 
 
@@ -77,14 +77,14 @@ class Attempt:
     previewed: dict[int, OptimizerStep] = field(default_factory=dict)
     amended: OptimizerStep | None = None
     amending: set[int] = field(default_factory=set)
-    looked_at: dict[int, tuple[PassStatus, float]] = field(default_factory=dict)
+    looked_at: dict[int, tuple[SweepStatus, float]] = field(default_factory=dict)
 
 
-Chooser: TypeAlias = Callable[[int, Ledger, Attempt | None], Pass | None]
-"""The pass that brings work on a block forward, None if nothing is left to do."""
+Chooser: TypeAlias = Callable[[int, Ledger, Attempt | None], Sweep | None]
+"""The sweep that brings work on a block forward, None if nothing is left to do."""
 
 
-def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     """One that holds may need two: a settle first, then the look at the new gradients."""
     assert attempt is not None, "updates are dropped with their attempt"
     pending = ledger.pending(block)
@@ -97,12 +97,12 @@ def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
     return Preview(block=block, update=attempt.update)
 
 
-def _amend(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+def _amend(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     assert attempt is not None and attempt.amended is not None, "amends go with their attempt"
     return Preview(block=block, update=attempt.amended)
 
 
-def _complete(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass | None:
+def _complete(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep | None:
     if ledger.holds(block, ledger.committed):
         return None
     pending = ledger.pending(block)
@@ -111,17 +111,17 @@ def _complete(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass | Non
     return CastWeights(block=block, version=ledger.committed)
 
 
-def _settle(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass | None:
+def _settle(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep | None:
     pending = ledger.pending(block)
     return None if pending is None else Settle(block=block, update=pending)
 
 
-def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Pass:
+def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     pending = ledger.pending(block)
-    assert pending is not None, "a pass that was cut short has not set the state version"
+    assert pending is not None, "a sweep that was cut short has not set the state version"
     if ledger.holds(block, pending.version):
         return FinishSettle(block=block, update=pending)
-    # A hold: a split master has nothing to make its weights from but this very pass.
+    # A hold: a split master has nothing to make its weights from but this very sweep.
     return FinishHold(block=block, update=pending)
 
 

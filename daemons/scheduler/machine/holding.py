@@ -3,7 +3,7 @@ clipped.
 
 Speculation hides the update behind the backward, and pays for every clipped attempt with a second
 preview of all blocks. A holding attempt only looks at its gradients and takes the whole step, once,
-after the decision; its passes delay the next forward, more or less of which they overlap with.
+after the decision; its sweeps delay the next forward, more or less of which they overlap with.
 What is cheaper depends on the rate of clipping, on machine and schedule. The rate is counted in
 both modes: a holding attempt over the limit is an AMEND, too, only that nothing is done again. The
 rest is measured: until it is, a hold begins above one half.

@@ -25,7 +25,7 @@ import torch
 
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.protocol.config.schema import OptimizerConfig
-from penstock.protocol.plan.step import BlockArrays, OptimizerStep, PassStatus
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep, SweepStatus
 from penstock.protocol.plan.updating import PIECE_ELEMENTS, PIECES
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
@@ -132,7 +132,7 @@ class CudaPreviewer:
                 raise
         if work.resident is not None:
             self._residents.keep(block, scope.step.version - 1, scope.attempt)
-        status = PassStatus(finite=math.isfinite(total), sum_squares=total)
+        status = SweepStatus(finite=math.isfinite(total), sum_squares=total)
         return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
 
     def close(self) -> None:

@@ -64,10 +64,10 @@ class EmulatedPreviewer:
             gradient_bytes = device.emulation.costs.blocks[block].gradient_bytes
             self._here_at[block] = self._copy_in(block, issued_at, lag, gradient_bytes)
         cluster = device.emulation.cluster
-        passes = 1 if lag.step is None else 2
+        sweeps = 1 if lag.step is None else 2
         start, end = device.compute_between(
             self._here_at.pop(block),
-            passes * parameters / cluster.device_optimizer_rate,
+            sweeps * parameters / cluster.device_optimizer_rate,
             scope.abort,
         )
         done = self._stored.preview(block, scope)

@@ -1,4 +1,4 @@
-// The passes over one block of model state: how they are cut into pieces, run and summed up.
+// The sweeps over one block of model state: how they are cut into pieces, run and summed up.
 //
 // Arrays have n elements, a multiple of 16, and start at 64-byte boundaries. What the caller passes
 // must have been checked (arguments.h); what concerns the undo area is checked here.
@@ -52,7 +52,7 @@ struct Block {
   std::vector<WeightDecayRange> ranges;
 };
 
-// What a pass over new gradients learned about them.
+// What a sweep over new gradients learned about them.
 struct Status {
   bool finite;         // every summed gradient
   double sum_squares;  // of the summed gradients, before the coefficient
@@ -60,7 +60,7 @@ struct Status {
 
 struct Settlement {
   Undo undo;
-  std::vector<Span> spans;  // what the pass is restricted to; the whole block: {{0, n}}
+  std::vector<Span> spans;  // what the sweep is restricted to; the whole block: {{0, n}}
   std::uint64_t tag;
 };
 

@@ -1,4 +1,4 @@
-#include "passes.h"
+#include "sweeps.h"
 
 #include <algorithm>
 #include <cmath>
@@ -52,7 +52,7 @@ Decay derive_decay(const Hyper& hyper, double weight_decay) {
   return decay;
 }
 
-// A null hyper leaves its half of the ranges neutral: the pass does not read it.
+// A null hyper leaves its half of the ranges neutral: the sweep does not read it.
 std::vector<DecayRange> derive_ranges(const std::vector<WeightDecayRange>& ranges,
                                       const Hyper* pending, const Hyper* next) {
   std::vector<DecayRange> derived;
@@ -101,7 +101,7 @@ std::size_t num_chunks(const Span& span) {
   return (span.end + kChunk - 1) / kChunk - span.start / kChunk;
 }
 
-// The pieces of a pass and the sums they write, one per span and chunk whatever the pieces are.
+// The pieces of a sweep and the sums they write, one per span and chunk whatever the pieces are.
 struct Plan {
   std::vector<Piece> pieces;
   std::vector<double> partials;
@@ -123,7 +123,7 @@ Plan make_plan(const std::vector<Span>& spans) {
 // Piece i runs on thread i modulo the number of threads. Partial sums are added in order, so that
 // neither threads nor pieces change the result. Must not throw: an undo area may be armed.
 Status run_pieces(const ThreadPool::Turn& turn, std::size_t num_threads, PieceFunction function,
-                  const PassArguments& args, const Plan& plan) noexcept {
+                  const SweepArguments& args, const Plan& plan) noexcept {
   turn.run([&](std::size_t thread) {
     for (std::size_t i = thread; i < plan.pieces.size(); i += num_threads) {
       function(args, plan.pieces[i]);
@@ -134,7 +134,7 @@ Status run_pieces(const ThreadPool::Turn& turn, std::size_t num_threads, PieceFu
   return Status{std::isfinite(sum_squares), sum_squares};
 }
 
-Status run_whole(Pool& pool, PieceFunction function, const PassArguments& args,
+Status run_whole(Pool& pool, PieceFunction function, const SweepArguments& args,
                  std::uint64_t num_elements) {
   const ThreadPool::Turn turn(pool.threads);
   const std::size_t num_threads = pool.threads.num_threads();
@@ -142,7 +142,7 @@ Status run_whole(Pool& pool, PieceFunction function, const PassArguments& args,
   return run_pieces(turn, num_threads, function, args, plan);
 }
 
-Status run_undoable(Pool& pool, PieceFunction function, const PassArguments& args,
+Status run_undoable(Pool& pool, PieceFunction function, const SweepArguments& args,
                     std::uint64_t num_elements, Settlement& settlement) {
   const ThreadPool::Turn turn(pool.threads);
   const std::size_t num_threads = pool.threads.num_threads();
@@ -158,8 +158,8 @@ Status run_undoable(Pool& pool, PieceFunction function, const PassArguments& arg
   return status;
 }
 
-PassArguments state_arguments(const Block& block, const std::vector<DecayRange>& ranges) {
-  PassArguments args;
+SweepArguments state_arguments(const Block& block, const std::vector<DecayRange>& ranges) {
+  SweepArguments args;
   args.master = block.state.master;
   args.high = block.state.high;
   args.low = block.state.low;
@@ -171,9 +171,9 @@ PassArguments state_arguments(const Block& block, const std::vector<DecayRange>&
 }
 
 // What steps on new gradients read and write.
-PassArguments step_arguments(const Block& block, const std::vector<DecayRange>& ranges,
-                             const Gradients& grads, const Hyper& hyper, const Weights& weights) {
-  PassArguments args = state_arguments(block, ranges);
+SweepArguments step_arguments(const Block& block, const std::vector<DecayRange>& ranges,
+                              const Gradients& grads, const Hyper& hyper, const Weights& weights) {
+  SweepArguments args = state_arguments(block, ranges);
   args.grads = grads.contributions;
   args.grad_type = grads.type;
   args.next = derive_scalars(hyper);
@@ -183,7 +183,7 @@ PassArguments step_arguments(const Block& block, const std::vector<DecayRange>& 
 }
 
 PieceFunction find(const Pool& pool, Mode mode, const Block& block, const Hyper& hyper,
-                   const PassArguments& args) {
+                   const SweepArguments& args) {
   return pool.kernels.find(Choice{mode, hyper.optimizer, args.grad_type, args.weights_type,
                                   block.state.master == nullptr});
 }
@@ -197,14 +197,14 @@ std::size_t num_arrays(Optimizer optimizer) {
 Status preview(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                const Weights& weights) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
-  const PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
+  const SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   return run_whole(pool, find(pool, Mode::kPreview, block, hyper, args), args, block.num_elements);
 }
 
 void settle(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
             Settlement settlement) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &hyper, nullptr);
-  PassArguments args = state_arguments(block, ranges);
+  SweepArguments args = state_arguments(block, ranges);
   args.pending_grads = grads.contributions;
   args.grad_type = grads.type;
   args.pending = derive_scalars(hyper);
@@ -216,7 +216,7 @@ Status advance(Pool& pool, const Block& block, const Gradients& pending_grads,
                const Hyper& pending_hyper, const Gradients& grads, const Hyper& hyper,
                const Weights& weights, Settlement settlement) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &pending_hyper, &hyper);
-  PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
+  SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   args.pending_grads = pending_grads.contributions;
   args.pending = derive_scalars(pending_hyper);
   return run_undoable(pool, find(pool, Mode::kAdvance, block, hyper, args), args,
@@ -226,14 +226,14 @@ Status advance(Pool& pool, const Block& block, const Gradients& pending_grads,
 Status step_in_place(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                      const Weights& weights) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
-  const PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
+  const SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   return run_whole(pool, find(pool, Mode::kInPlace, block, hyper, args), args, block.num_elements);
 }
 
 Status hold(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
             const Weights& weights, Settlement settlement) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
-  const PassArguments args = step_arguments(block, ranges, grads, hyper, weights);
+  const SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   return run_undoable(pool, find(pool, Mode::kHold, block, hyper, args), args, block.num_elements,
                       settlement);
 }
@@ -241,13 +241,13 @@ Status hold(Pool& pool, const Block& block, const Gradients& grads, const Hyper&
 void invert(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
             Settlement settlement) {
   const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
-  const PassArguments args = step_arguments(block, ranges, grads, hyper, Weights{});
+  const SweepArguments args = step_arguments(block, ranges, grads, hyper, Weights{});
   run_undoable(pool, find(pool, Mode::kInvert, block, hyper, args), args, block.num_elements,
                settlement);
 }
 
 Status gradient_status(Pool& pool, const Gradients& grads, std::uint64_t num_elements) {
-  PassArguments args;
+  SweepArguments args;
   args.grads = grads.contributions;
   args.grad_type = grads.type;
   Choice choice{Mode::kStatus};
@@ -257,8 +257,8 @@ Status gradient_status(Pool& pool, const Gradients& grads, std::uint64_t num_ele
 
 void cast_weights(Pool& pool, const float* master, const Weights& weights,
                   std::uint64_t num_elements) {
-  PassArguments args;
-  args.master = const_cast<float*>(master);  // this pass only reads it
+  SweepArguments args;
+  args.master = const_cast<float*>(master);  // this sweep only reads it
   args.weights = weights.data;
   args.weights_type = weights.type;
   run_whole(pool, pool.kernels.find(Choice{Mode::kCast}), args, num_elements);
