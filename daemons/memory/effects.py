@@ -10,20 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
+from penstock.daemons.kit.messages import answer
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.machine.events import (
     CancelJob,
     Effect,
     Event,
-    Exit,
-    Ignore,
     JobCancelled,
     JobFailed,
     Restored,
     Saved,
-    SendDrained,
-    SendFailed,
-    SendReady,
     SendRestored,
     SendSaved,
     StartRestore,
@@ -109,7 +106,7 @@ class JobThread:
 
 
 class MemoryEffects:
-    """Carries out effects; ``exit_code`` is set by the last one."""
+    """Carries out what the machine decides, on the machine's thread."""
 
     def __init__(
         self,
@@ -127,11 +124,13 @@ class MemoryEffects:
         self._load_initial = load_initial
         self._cores = cores
         self.jobs = jobs
-        self.exit_code: int | None = None
+        self.exit: Exit | None = None
 
-    def perform(self, effect: Effect) -> None:
-        """Carry out one effect."""
-        _PERFORMERS[type(effect)](self, effect)
+    def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
+        """Carry out effects in order. Jobs answer later: no event follows at once."""
+        for effect in effects:
+            _HANDLERS[type(effect)](self, effect)
+        return ()
 
     def close(self) -> None:
         """End the running job, if any."""
@@ -140,15 +139,15 @@ class MemoryEffects:
 
     def _send_drained(self, effect: SendDrained) -> None:
         control = self._memory.control
-        state = pb.MemoryState(incarnation=control.incarnation, committed=control.committed)
-        self._link.send(pb.MemberMessage(drained=pb.Drained(epoch=effect.epoch, memory=state)))
+        memory = pb.MemoryState(incarnation=control.incarnation, committed=control.committed)
+        self._link.send(answer(effect, memory))
 
     def _send_restored(self, effect: SendRestored) -> None:
         restored = pb.Restored(epoch=effect.epoch, incarnation=effect.incarnation)
         self._link.send(pb.MemberMessage(restored=restored))
 
-    def _send_ready(self, effect: SendReady) -> None:
-        self._link.send(pb.MemberMessage(ready=pb.Ready(epoch=effect.epoch)))
+    def _send(self, effect: SendReady | SendFailed) -> None:
+        self._link.send(answer(effect))
 
     def _send_saved(self, effect: SendSaved) -> None:
         if effect.error:
@@ -161,10 +160,6 @@ class MemoryEffects:
             epoch=effect.epoch, version=effect.version, files=files, error=effect.error
         )
         self._link.send(pb.MemberMessage(saved=saved))
-
-    def _send_failed(self, effect: SendFailed) -> None:
-        failed = pb.Failed(error=effect.error, exit_code=effect.exit_code, epoch=effect.epoch)
-        self._link.send(pb.MemberMessage(failed=failed))
 
     def _start_restore(self, effect: StartRestore) -> None:
         filling = Filling(
@@ -201,12 +196,12 @@ class MemoryEffects:
     def _unlink(self, effect: UnlinkMemory) -> None:
         self._memory.unlink()
 
-    def _ignore(self, effect: Ignore) -> None:
-        _log.info("ignored: %s", effect.why)
+    def _say(self, effect: Say) -> None:
+        _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
 
     def _exit(self, effect: Exit) -> None:
-        _log.info("ending with code %d: %s", effect.exit_code, effect.reason)
-        self.exit_code = effect.exit_code
+        _log.info("ending with code %d: %s", effect.code, effect.reason)
+        self.exit = effect
 
 
 def _outcome(job: Job, cancelled: Callable[[], bool]) -> Event:
@@ -224,16 +219,16 @@ def _outcome(job: Job, cancelled: Callable[[], bool]) -> Event:
         return JobFailed(error=f"memoryd: {error!r}", exit_code=ExitCode.LOST_MEMBERS)
 
 
-_PERFORMERS: dict[type, Callable[[MemoryEffects, Any], None]] = {
+_HANDLERS: dict[type, Callable[[MemoryEffects, Any], None]] = {
     SendDrained: MemoryEffects._send_drained,
     SendRestored: MemoryEffects._send_restored,
-    SendReady: MemoryEffects._send_ready,
+    SendReady: MemoryEffects._send,
     SendSaved: MemoryEffects._send_saved,
-    SendFailed: MemoryEffects._send_failed,
+    SendFailed: MemoryEffects._send,
     StartRestore: MemoryEffects._start_restore,
     StartSave: MemoryEffects._start_save,
     CancelJob: MemoryEffects._cancel_job,
     UnlinkMemory: MemoryEffects._unlink,
-    Ignore: MemoryEffects._ignore,
+    Say: MemoryEffects._say,
     Exit: MemoryEffects._exit,
 }

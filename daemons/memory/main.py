@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.memory.effects import JobThread, LoadInitial, MemoryEffects
-from penstock.daemons.memory.machine.state import MemoryState
+from penstock.daemons.memory.machine.machine import MemoryMachine
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
@@ -66,7 +66,7 @@ def _run(
     index = node_index(config, node)
     configure_logging(member, directory.path, config.observability.log_level)
     registry = CollectorRegistry()
-    metrics, state, jobs = MemoryMetrics(registry), MemoryState(), JobThread()
+    metrics, machine, jobs = MemoryMetrics(registry), MemoryMachine(), JobThread()
     with ExitStack() as cleanup:
         exporter = serve_metrics(registry, directory, member)
         cleanup.callback(exporter.close)
@@ -78,7 +78,7 @@ def _run(
             host=config.cluster.nodes[index].host,
         )
         cleanup.callback(server.close)
-        link = _link(directory, node, scheduler, state, jobs, server.endpoint, exporter.port)
+        link = _link(directory, node, scheduler, machine, jobs, server.endpoint, exporter.port)
         link.start()
         cleanup.callback(link.close)
         try:
@@ -97,7 +97,9 @@ def _run(
             cores=place(config, index).optimizer,
             jobs=jobs,
         )
-        service = MemoryService(state=state, effects=effects, link=link, server=server, stop=stop)
+        service = MemoryService(
+            machine=machine, effects=effects, link=link, server=server, stop=stop
+        )
         # Unmapped only when nobody can touch it any more: jobs and block server have ended.
         cleanup.callback(memory.close)
         cleanup.callback(server.close)
@@ -109,7 +111,7 @@ def _link(
     directory: RunDirectory,
     node: str,
     scheduler: str,
-    state: MemoryState,
+    machine: MemoryMachine,
     jobs: JobThread,
     endpoint: str,
     port: int,
@@ -121,7 +123,7 @@ def _link(
             run_id=directory.run_id,
             member=memoryd_name(node),
             pid=os.getpid(),
-            epoch=state.epoch,
+            epoch=machine.epoch,
             data_endpoint=endpoint,
             metrics_port=port,
         ),

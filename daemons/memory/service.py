@@ -6,18 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from penstock.daemons.kit.events import StopAsked
+from penstock.daemons.kit.loop import Loop
+from penstock.daemons.kit.messages import COMMON_EVENTS, event_of
 from penstock.daemons.memory.effects import MemoryEffects
-from penstock.daemons.memory.machine.events import (
-    BeginOrdered,
-    DrainOrdered,
-    Event,
-    RefusedByScheduler,
-    RestoreOrdered,
-    SaveOrdered,
-    ShutdownOrdered,
-    StopAsked,
-)
-from penstock.daemons.memory.machine.state import MemoryState
+from penstock.daemons.memory.machine.events import Event, RestoreAsked, SaveAsked
+from penstock.daemons.memory.machine.machine import MemoryMachine
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -29,15 +23,12 @@ BUSY_POLL_S = 0.005
 
 _log = logging.getLogger(__name__)
 
-_MESSAGES: dict[str, Callable[[Any], Event]] = {
-    "drain": lambda m: DrainOrdered(epoch=m.epoch),
-    "restore": lambda m: RestoreOrdered(
+_EVENTS: dict[str, Callable[[Any], Event]] = {
+    **COMMON_EVENTS,
+    "restore": lambda m: RestoreAsked(
         epoch=m.epoch, incarnation=m.incarnation, source=m.source, version=m.version
     ),
-    "begin": lambda m: BeginOrdered(epoch=m.epoch),
-    "save": lambda m: SaveOrdered(epoch=m.epoch, version=m.version, directory=m.directory),
-    "shutdown": lambda m: ShutdownOrdered(keep_memory=m.keep_memory, reason=m.reason),
-    "refused": lambda m: RefusedByScheduler(reason=m.reason),
+    "save": lambda m: SaveAsked(epoch=m.epoch, version=m.version, directory=m.directory),
 }
 
 
@@ -54,14 +45,14 @@ class MemoryService:
     def __init__(
         self,
         *,
-        state: MemoryState,
+        machine: MemoryMachine,
         effects: MemoryEffects,
         link: Receiver,
         server: BlockServer,
         stop: StopSignal,
     ) -> None:
-        self._state = state
-        self._effects = effects
+        self._loop = Loop(machine, effects)
+        self._jobs = effects.jobs
         self._link = link
         self._server = server
         self._stop = stop
@@ -73,32 +64,23 @@ class MemoryService:
         Raises:
             PenstockError: the block server failed.
         """
-        while self._effects.exit_code is None:
+        while self._loop.exit is None:
             if self._server.failure is not None:
                 raise PenstockError(
                     f"block server ended: {self._server.failure!r}"
                 ) from self._server.failure
             for event in self._events():
-                for effect in self._state.handle(event):
-                    self._effects.perform(effect)
-        return self._effects.exit_code
+                self._loop.feed(event)
+        return self._loop.exit.code
 
     def _events(self) -> Iterator[Event]:
-        message = self._link.receive(BUSY_POLL_S if self._effects.jobs.running else IDLE_POLL_S)
-        answer = self._effects.jobs.answer()
+        message = self._link.receive(BUSY_POLL_S if self._jobs.running else IDLE_POLL_S)
+        answer = self._jobs.answer()
         if answer is not None:
             yield answer
-        if message is not None:
-            event = _event(message)
-            if event is not None:
-                yield event
+        event = None if message is None else event_of(message, _EVENTS)
+        if event is not None:
+            yield event
         if self._stop.is_set and not self._stop_seen:
             self._stop_seen = True
             yield StopAsked()
-
-
-def _event(message: pb.SchedulerMessage) -> Event | None:
-    """None for what concerns other members only."""
-    kind = message.WhichOneof("body")
-    build = _MESSAGES.get(kind or "")
-    return None if build is None else build(getattr(message, kind or ""))

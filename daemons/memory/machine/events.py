@@ -1,23 +1,31 @@
-"""What reaches a memoryd (events) and what it does about it (effects): plain values."""
+"""What reaches a memoryd (events) and what it does about it (effects): plain values.
+
+Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.daemons.kit.events import (
+    BeginAsked,
+    DrainAsked,
+    Exit,
+    RefusedByScheduler,
+    Say,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    ShutdownAsked,
+    StopAsked,
+)
 from penstock.daemons.memory.tensorfile import WrittenFile
 
 # ---- events ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainOrdered:
-    """Leave the old epoch."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOrdered:
+class RestoreAsked:
     """Fill the memory. ``source``: directory of a saved state, empty for initial weights."""
 
     epoch: int
@@ -27,39 +35,12 @@ class RestoreOrdered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginOrdered:
-    """Enter a new epoch."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOrdered:
+class SaveAsked:
     """Write the committed state of the node's blocks into ``directory``."""
 
     epoch: int
     version: int
     directory: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShutdownOrdered:
-    """The run ends."""
-
-    keep_memory: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedByScheduler:
-    """The scheduler does not accept this process."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopAsked:
-    """SIGTERM or SIGINT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +69,11 @@ class JobCancelled:
 
 
 Event = (
-    DrainOrdered
-    | RestoreOrdered
-    | BeginOrdered
-    | SaveOrdered
-    | ShutdownOrdered
+    DrainAsked
+    | RestoreAsked
+    | BeginAsked
+    | SaveAsked
+    | ShutdownAsked
     | RefusedByScheduler
     | StopAsked
     | Restored
@@ -106,25 +87,11 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendDrained:
-    """Acknowledge a drain, with what the control segment says."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SendRestored:
     """The memory holds the incarnation."""
 
     epoch: int
     incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendReady:
-    """Acknowledge an epoch."""
-
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +102,6 @@ class SendSaved:
     version: int
     files: tuple[WrittenFile, ...]
     error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendFailed:
-    """The run cannot go on."""
-
-    epoch: int
-    error: str
-    exit_code: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,21 +131,6 @@ class UnlinkMemory:
     """Remove the names of the segments."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ignore:
-    """An event that is out of date or out of order; logged."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
-    """The process ends."""
-
-    exit_code: int
-    reason: str
-
-
 Effect = (
     SendDrained
     | SendRestored
@@ -198,6 +141,6 @@ Effect = (
     | StartSave
     | CancelJob
     | UnlinkMemory
-    | Ignore
+    | Say
     | Exit
 )

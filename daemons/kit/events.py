@@ -1,0 +1,111 @@
+"""Events and effects that the machines of several daemons know: plain values.
+
+A machine takes one event at a time and returns a list of effects, which are carried out in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.protocol.errors import ExitCode
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """The scheduler asks this member to leave the old epoch; ``epoch`` is the next one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginAsked:
+    """The scheduler asks this member to enter ``epoch``."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutdownAsked:
+    """The scheduler ends the run, and every member hears it. ``code`` says how the run ended."""
+
+    reason: str
+    code: int = ExitCode.DONE
+    keep_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedByScheduler:
+    """The scheduler does not accept this process."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    """A signal (SIGTERM or SIGINT) asks this process to stop; ``again``: somebody insists.
+
+    ``within_s`` is how long the stop may take, None for as long as it takes.
+    """
+
+    again: bool = False
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectFailed:
+    """An effect could not be carried out, and those after it in its list did not happen.
+
+    ``code`` is what the error would end a process with.
+    """
+
+    error: str
+    code: ExitCode = ExitCode.LOST_MEMBERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; machines with deadlines hear it regularly."""
+
+
+# ---- effects ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDrained:
+    """Tell the scheduler that nothing of an older epoch runs in this process."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReady:
+    """Tell the scheduler that this process takes part in ``epoch``."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFailed:
+    """Tell the scheduler that the run cannot go on, and with which exit code it should end."""
+
+    error: str
+    code: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """Write to the log what an operator wants to read there."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """End the process with ``code``; ``reason`` is for the log, and may be empty."""
+
+    code: int
+    reason: str = ""

@@ -1,0 +1,177 @@
+"""The machine of memoryd: a few events in, the whole list of effects out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.daemons.kit.events import (
+    BeginAsked,
+    DrainAsked,
+    Exit,
+    RefusedByScheduler,
+    Say,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    ShutdownAsked,
+    StopAsked,
+)
+from penstock.daemons.memory.machine.events import (
+    CancelJob,
+    Effect,
+    Event,
+    JobCancelled,
+    JobFailed,
+    RestoreAsked,
+    Restored,
+    SaveAsked,
+    Saved,
+    SendRestored,
+    SendSaved,
+    StartRestore,
+    StartSave,
+    UnlinkMemory,
+)
+from penstock.daemons.memory.machine.machine import MemoryMachine, MemoryPhase
+from penstock.daemons.memory.tensorfile import WrittenFile
+
+DRAIN = DrainAsked(epoch=1)
+RESTORE = RestoreAsked(epoch=1, incarnation=4, source="", version=0)
+BEGIN = BeginAsked(epoch=1)
+SAVE = SaveAsked(epoch=1, version=7, directory="d")
+SHUTDOWN = ShutdownAsked(keep_memory=False, reason="done")
+KEEP = ShutdownAsked(keep_memory=True, reason="stopped")
+FILES = (WrittenFile(name="block-0000.safetensors", num_bytes=5, sha256="00"),)
+END = Exit(code=0, reason="done")
+
+
+@pytest.fixture
+def machine() -> Iterator[MemoryMachine]:
+    found = MemoryMachine()
+    yield found
+    found.validate()
+
+
+def feed(machine: MemoryMachine, *events: Event) -> list[Effect]:
+    """The effects of the last event."""
+    effects: list[Effect] = []
+    for event in events:
+        effects = machine.handle(event, now_s=0.0)
+        machine.validate()
+    return effects
+
+
+def test_first_epoch(machine: MemoryMachine) -> None:
+    assert feed(machine, DRAIN) == [SendDrained(epoch=1)]
+    assert feed(machine, RESTORE) == [StartRestore(incarnation=4, source="", version=0)]
+    assert feed(machine, Restored()) == [SendRestored(epoch=1, incarnation=4)]
+    assert feed(machine, BEGIN) == [SendReady(epoch=1)]
+    assert machine.phase is MemoryPhase.READY
+
+
+def test_adopted_memory_needs_no_restore(machine: MemoryMachine) -> None:
+    assert feed(machine, DRAIN, BEGIN) == [SendReady(epoch=1)]
+
+
+def test_save(machine: MemoryMachine) -> None:
+    assert feed(machine, DRAIN, BEGIN, SAVE) == [StartSave(version=7, directory="d")]
+    assert feed(machine, Saved(files=FILES)) == [
+        SendSaved(epoch=1, version=7, files=FILES, error="")
+    ]
+    assert feed(machine, SAVE) == [StartSave(version=7, directory="d")]
+    feed(machine, JobCancelled())
+
+
+def test_a_failed_save_does_not_end_the_run(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, BEGIN, SAVE)
+    assert feed(machine, JobFailed(error="disk full", exit_code=3)) == [
+        SendSaved(epoch=1, version=7, files=(), error="disk full")
+    ]
+    assert machine.phase is MemoryPhase.READY
+
+
+def test_a_failed_restore_ends_the_process(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, RESTORE)
+    assert feed(machine, JobFailed(error="block-0001 is damaged", exit_code=2)) == [
+        SendFailed(epoch=1, error="block-0001 is damaged", code=2),
+        Exit(code=2, reason="block-0001 is damaged"),
+    ]
+    assert feed(machine, DRAIN) == [Say(text="ignored: DrainAsked after the end")]
+
+
+@pytest.mark.parametrize("last", [JobCancelled(), Restored(), JobFailed(error="x", exit_code=2)])
+def test_a_drain_waits_for_the_end_of_a_restore(machine: MemoryMachine, last: Event) -> None:
+    feed(machine, DRAIN, RESTORE)
+    assert feed(machine, DrainAsked(epoch=2)) == [CancelJob()]
+    assert feed(machine, DrainAsked(epoch=3)) == []
+    assert feed(machine, last) == [SendDrained(epoch=3)]
+    assert (machine.epoch, machine.phase) == (3, MemoryPhase.DRAINED)
+
+
+@pytest.mark.parametrize(
+    "last", [JobCancelled(), Saved(files=FILES), JobFailed(error="x", exit_code=2)]
+)
+def test_a_drain_waits_for_the_end_of_a_save(machine: MemoryMachine, last: Event) -> None:
+    feed(machine, DRAIN, BEGIN, SAVE)
+    assert feed(machine, DrainAsked(epoch=2)) == [CancelJob()]
+    assert feed(machine, last) == [SendDrained(epoch=2)]
+
+
+def test_shutdown(machine: MemoryMachine) -> None:
+    assert feed(machine, DRAIN, BEGIN, SHUTDOWN) == [UnlinkMemory(), END]
+
+
+def test_shutdown_that_keeps_memory(machine: MemoryMachine) -> None:
+    assert feed(machine, DRAIN, KEEP) == [Exit(code=0, reason="stopped")]
+
+
+def test_shutdown_before_the_first_drain(machine: MemoryMachine) -> None:
+    assert feed(machine, SHUTDOWN) == [UnlinkMemory(), END]
+
+
+def test_shutdown_during_a_restore_outweighs_a_drain(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, RESTORE, DrainAsked(epoch=2))
+    assert feed(machine, SHUTDOWN) == []
+    assert feed(machine, DrainAsked(epoch=3)) == []
+    assert feed(machine, JobCancelled()) == [UnlinkMemory(), END]
+
+
+def test_stop_keeps_memory(machine: MemoryMachine) -> None:
+    assert feed(machine, DRAIN, BEGIN, StopAsked()) == [
+        Exit(code=130, reason="asked to stop; memory is kept")
+    ]
+
+
+def test_refused(machine: MemoryMachine) -> None:
+    assert feed(machine, RefusedByScheduler(reason="fenced")) == [Exit(code=4, reason="fenced")]
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [
+        ((), RESTORE),
+        ((), BEGIN),
+        ((), SAVE),
+        ((DRAIN,), SAVE),
+        ((DRAIN,), RestoreAsked(epoch=2, incarnation=4, source="", version=0)),
+        ((DRAIN, BEGIN), RESTORE),
+        ((DRAIN, BEGIN), SaveAsked(epoch=0, version=1, directory="d")),
+        ((DRAIN, DrainAsked(epoch=5)), DrainAsked(epoch=4)),
+        ((DRAIN, DrainAsked(epoch=5)), BEGIN),
+    ],
+)
+def test_stale_and_early_orders_are_ignored(
+    machine: MemoryMachine, before: tuple[Event, ...], event: Event
+) -> None:
+    feed(machine, *before)
+    phase = machine.phase
+    (effect,) = feed(machine, event)
+    assert isinstance(effect, Say)
+    assert type(event).__name__ in effect.text
+    assert machine.phase is phase
+
+
+def test_a_repeated_drain_is_answered_again(machine: MemoryMachine) -> None:
+    assert feed(machine, DRAIN, DRAIN) == [SendDrained(epoch=1)]
