@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from penstock.protocol.config.schema import OptimizerConfig, OptimizerName
+from penstock.protocol.config.training import OptimizerConfig, OptimizerName
 from penstock.protocol.plan.step import OptimizerStep
 
 

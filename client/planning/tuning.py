@@ -28,7 +28,8 @@ from penstock.planner.settling import settle_as_configured
 from penstock.planner.tuning.auto import settler_of, trainable_plan, trainable_schemes
 from penstock.planner.tuning.search import Limits, Outcome, Planner, Pricer, Search, fragment
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
-from penstock.protocol.config.schema import Config, ScheduleConfig, parse_config
+from penstock.protocol.config.execution import ScheduleConfig
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.executable import check_executable
 from penstock.protocol.plan.plan import Plan

@@ -30,7 +30,7 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Sweep,
     sweep_tag,
 )
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.placement import Placement, array_places
 from penstock.protocol.plan.step import BlockArrays, SweepStatus
 from penstock.shm.memory import NUMPY_TYPES, Array, NodeMemory

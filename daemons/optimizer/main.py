@@ -21,7 +21,7 @@ from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import Parts, Service
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.placement import Placement, place
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.platforms.bandwidth_log import BandwidthLog

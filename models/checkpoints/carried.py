@@ -15,7 +15,6 @@ from pathlib import Path
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.models.data.tokenizer_folder import tokenizer_files
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import tokenizer_of
 from penstock.protocol.errors import StateError
 
 _FOLDER = "tokenizer"
@@ -37,7 +36,7 @@ def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> 
     elif own is not None:
         files = tokenizer_files(own)
     # It names tokens by their ids, which mean others in another tokenizer.
-    if own is not None and tokenizer_of(config) in (None, str(own)):
+    if own is not None and config.tokenizer in (None, str(own)):
         generation = own / _GENERATION
         if generation.is_file():
             files[_GENERATION] = generation.read_bytes()

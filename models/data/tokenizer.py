@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.models.data.tokenizer_folder import FolderTokenizer
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import BYTE, tokenizer_of
+from penstock.protocol.config.values import BYTE
 from penstock.protocol.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -135,7 +135,7 @@ def open_tokenizer(config: Config) -> Tokenizer | None:
     Raises:
         ConfigError: there is none where the configuration says, or it cannot be used.
     """
-    name = tokenizer_of(config)
+    name = config.tokenizer
     if name is None:
         return None
     if name == BYTE:

@@ -23,7 +23,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from penstock import _native
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
-from penstock.protocol.config.schema import Config, OptimizerName
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.training import OptimizerName
 from penstock.protocol.plan.placement import place
 from penstock.protocol.plan.step import WEIGHTS_DTYPES, OptimizerStep
 from penstock.protocol.plan.updating import PIECE_ELEMENTS

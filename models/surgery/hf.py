@@ -15,7 +15,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import tokenizer_of
 from penstock.protocol.errors import ConfigError, PenstockError, StateError, reason
 from penstock.protocol.run.seal import check_sealed
 
@@ -65,7 +64,7 @@ def resolve_hf_config(
     vocab_size = int(hf_config.vocab_size)
     if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
         raise ConfigError(
-            f"{vocab_key} = {vocab_size}: tokenizer {tokenizer_of(config)!r} has ids up to"
+            f"{vocab_key} = {vocab_size}: tokenizer {config.tokenizer!r} has ids up to"
             f" {tokenizer_vocab_size - 1}; give {remedy}"
         )
     _check_positions(hf_config, config.data.sequence_length)

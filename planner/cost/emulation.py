@@ -34,7 +34,8 @@ from penstock.planner.cost.cluster import (
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.profile import block_costs, cluster_of
 from penstock.planner.cost.sources import AnalyticSource, parse_costs
-from penstock.protocol.config.schema import Config, OptimizerConfig
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import Profile
 from penstock.protocol.plan.profile_file import load_profile

@@ -23,7 +23,9 @@ from penstock.planner.schemes import SCHEMES
 from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.planner.tuning.search import Limits, Progress, Search, Settler, fragment
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
-from penstock.protocol.config.schema import AUTO, Config, ScheduleConfig
+from penstock.protocol.config.execution import ScheduleConfig
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.executable import check_executable, check_updates
 from penstock.protocol.plan.plan import Plan

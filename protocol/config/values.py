@@ -1,26 +1,47 @@
-"""Values of the configuration that people write in more than one way, or leave out: sizes, shares,
-cores, the tokenizer.
+"""Types of the configuration's values: units, and what people write in more than one way (sizes,
+shares, cores).
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from penstock.shm.topology import parse_cpus
-
-if TYPE_CHECKING:
-    from penstock.protocol.config.schema import Config
 
 BYTE = "byte"
 """The tokenizer whose tokens are bytes."""
 
-_AUTO = "auto"
+AUTO = "auto"
+"""Value of keys that Penstock decides; as ``schedule.scheme``, the tuner does."""
+
 _CORES = "auto, a list of CPU numbers, or ranges such as 0-3,8"
 _LEFT = "auto or a share of the physical cores, 0 or more and below 1, such as 1/4"
+_FRACTION = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*/\s*\d+(\.\d+)?\s*$"}
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """Words for what a key accepts, where type and limits alone say it too dryly."""
+
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The unit in which a number is given."""
+
+    name: str
+
+
+Steps = Annotated[int, Unit("steps")]
+Attempts = Annotated[int, Unit("attempts")]
+Sequences = Annotated[int, Unit("sequences")]
+Seconds = Annotated[float, Unit("seconds")]
 
 
 def parse_size(value: Any) -> int:
@@ -38,7 +59,19 @@ def parse_size(value: Any) -> int:
 
 
 Size = Annotated[
-    int, BeforeValidator(parse_size), Field(ge=0, description="a size such as 20G or 512M")
+    int,
+    BeforeValidator(parse_size),
+    Field(ge=0),
+    Accepts("a size such as 20G or 512M"),
+    Unit("bytes"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]?)(i?B)?\s*$"},
+            ]
+        }
+    ),
 ]
 
 
@@ -58,7 +91,9 @@ def parse_share(value: Any) -> float:
 Share = Annotated[
     float,
     BeforeValidator(parse_share),
-    Field(gt=0.0, le=1.0, description="a share above 0 and at most 1, such as 1/1000"),
+    Field(gt=0.0, le=1.0),
+    Accepts("a share above 0 and at most 1, such as 1/1000"),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, _FRACTION]}),
 ]
 
 
@@ -68,7 +103,7 @@ def parse_cores(value: Any) -> Any:
     Raises:
         ValueError: neither, or a number twice.
     """
-    if value == _AUTO:
+    if value == AUTO:
         return value
     cores = tuple(value) if isinstance(value, (list, tuple)) else parse_cpus(str(value))
     if not cores or not all(type(core) is int and core >= 0 for core in cores):
@@ -84,8 +119,8 @@ def parse_leave(value: Any) -> Any:
     Raises:
         ValueError: neither.
     """
-    share = value if value == _AUTO else parse_share(value)
-    if share != _AUTO and not 0.0 <= share < 1.0:
+    share = value if value == AUTO else parse_share(value)
+    if share != AUTO and not 0.0 <= share < 1.0:
         raise ValueError(f"accepted is {_LEFT}")
     return share
 
@@ -93,21 +128,29 @@ def parse_leave(value: Any) -> Any:
 Cores = Annotated[
     Literal["auto"] | tuple[int, ...],
     BeforeValidator(parse_cores),
-    Field(description=_CORES),
+    Accepts(_CORES),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": AUTO},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$"},
+            ]
+        }
+    ),
 ]
 LeftShare = Annotated[
-    Literal["auto"] | float, BeforeValidator(parse_leave), Field(description=_LEFT)
+    Literal["auto"] | float,
+    BeforeValidator(parse_leave),
+    Accepts(_LEFT),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": AUTO},
+                {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+                _FRACTION,
+            ]
+        }
+    ),
 ]
-
-
-def tokenizer_of(config: Config) -> str | None:
-    """``byte`` or a path: what ``data.tokenizer`` says or, unset, stands for; ``None`` where tokens
-    come from a file.
-    """
-    if config.data.tokens is not None:
-        return None
-    if config.data.tokenizer is not None:
-        return config.data.tokenizer
-    # Emulated devices bring their model, and any tokens will do.
-    own = config.model.path if config.cluster.emulated is None else None
-    return BYTE if own is None else str(own)

@@ -2,7 +2,7 @@
 
 pydantic says what it checked ("String should match pattern"); people want to know which key has
 which value, and what would do. All of that follows from the annotations of the sections: types,
-limits, choices, and a field's ``description`` where these say too little.
+limits, choices, and :class:`~penstock.protocol.config.values.Accepts` where these say too little.
 
 Keys given on the command line: ``section.key=value`` over a configuration's mapping.
 """
@@ -15,16 +15,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from penstock.protocol.config.values import Accepts, Unit
 from penstock.protocol.errors import ConfigError, reason
 
 _ALIASES = dict(float32="fp32", float="fp32", bfloat16="bf16", float16="fp16", half="fp16")
@@ -36,48 +45,48 @@ _SHOWN_LETTERS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a place in the configuration accepts: an annotation with its limits.
-
-    ``description``: words that say it better than type and limits do.
+    """What a place in the configuration accepts: an annotation with its limits, and with the words
+    (:class:`Accepts`) and the :class:`Unit` that it was given.
     """
 
     annotation: Any
     limits: tuple[Any, ...] = ()
-    description: str | None = None
 
     @classmethod
     def of(cls, annotation: Any) -> Form:
         """Of an annotation or of a section's field, with what ``Annotated`` says taken off."""
         if isinstance(annotation, FieldInfo):
-            inner = cls.of(annotation.annotation)
-            metadata, description = annotation.metadata, annotation.description
+            inner, said = cls.of(annotation.annotation), annotation.metadata
         elif get_origin(annotation) is Annotated:
-            first, *metadata = get_args(annotation)
-            inner, description = cls.of(first), None
-            for field in [item for item in metadata if isinstance(item, FieldInfo)]:
-                metadata, description = [*metadata, *field.metadata], field.description
+            first, *said = get_args(annotation)
+            inner = cls.of(first)
         else:
             return cls(annotation=annotation)
-        return cls(
-            annotation=inner.annotation,
-            limits=(*inner.limits, *metadata),
-            description=description or inner.description,
-        )
+        flat = (item.metadata if isinstance(item, FieldInfo) else [item] for item in said)
+        return cls(annotation=inner.annotation, limits=(*inner.limits, *chain(*flat)))
 
     @property
     def members(self) -> tuple[Form, ...]:
-        """Of a union its members, else itself alone."""
+        """Of a union its members, each with the limits of the union, else itself alone."""
         if get_origin(self.annotation) not in (Union, UnionType):
             return (self,)
+        limits = tuple(item for item in self.limits if not isinstance(item, Accepts))
         members = (Form.of(member) for member in get_args(self.annotation))
         return tuple(
-            Form(
-                annotation=member.annotation,
-                limits=(*member.limits, *self.limits),
-                description=member.description,
-            )
+            Form(annotation=member.annotation, limits=(*member.limits, *limits))
             for member in members
         )
+
+    @property
+    def accepted(self) -> str | None:
+        """Words that say better than type and limits what is accepted, if there are any."""
+        return next((item.words for item in self.limits if isinstance(item, Accepts)), None)
+
+    @property
+    def unit(self) -> str | None:
+        """The unit of the number, if it has one."""
+        limits = chain(*(member.limits for member in self.members))
+        return next((item.name for item in limits if isinstance(item, Unit)), None)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -106,8 +115,8 @@ class Form:
 
     def __str__(self) -> str:
         """Such as ``a whole number, 1 or more`` or ``true, false or auto``."""
-        if self.description is not None:
-            return self.description
+        if self.accepted is not None:
+            return self.accepted
         words = [word for member in self.members for word in _words(member)]
         return _joined(words, "or")
 
@@ -255,8 +264,8 @@ _PLAIN_WORDS: dict[Any, tuple[str, ...]] = {
 def _words(form: Form) -> tuple[str, ...]:
     """One member of a union in words, its choices one by one."""
     annotation, arguments = form.annotation, get_args(form.annotation)
-    if form.description is not None:
-        return (form.description,)
+    if form.accepted is not None:
+        return (form.accepted,)
     if annotation in _PLAIN_WORDS:
         return _PLAIN_WORDS[annotation]
     if annotation in (int, float):
@@ -305,6 +314,26 @@ def _joined(words: Sequence[str], last: str) -> str:
         return "".join(unique)
     comma = "," if any("," in word for word in unique) else ""
     return f"{', '.join(unique[:-1])}{comma} {last} {unique[-1]}"
+
+
+class Section(BaseModel):
+    """A mapping with known keys. Nothing under its name stands for all defaults."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_enum_values=False, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, data: Any) -> Any:
+        return {} if data is None else data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        form = Form.of(cls.model_fields[str(info.field_name)])
+        check_booleans(form, value)
+        return spelled(form, value)
 
 
 def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ a test holds the two together). Whether a plan makes sense at all is decided by
 
 from __future__ import annotations
 
-from penstock.protocol.config.schema import Config, OptimizerName
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.training import OptimizerName
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Instruction, Opcode, SwapIn, SwapOut
 from penstock.protocol.plan.plan import Plan

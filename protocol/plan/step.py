@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from penstock import _native
-from penstock.protocol.config.schema import Config, OptimizerConfig, OptimizerName
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.training import OptimizerConfig, OptimizerName
 from penstock.shm.control import CommitRecord
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory

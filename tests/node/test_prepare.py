@@ -23,7 +23,8 @@ from penstock.daemons.node.preparing.changes import check_resume, find_changes
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.planner.memory.table import MemoryRow, Resource
-from penstock.protocol.config.schema import Config, OptimizerConfig, parse_config
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.errors import CapacityError, ConfigError, StateError
 from penstock.protocol.plan.step import STEP_TERMS, OptimizerStep, step_terms

@@ -46,7 +46,7 @@ from penstock.daemons.optimizer.machine.events import (
 )
 from penstock.daemons.optimizer.machine.state import OptimizerState, Phase
 from penstock.daemons.optimizer.machine.sweeps import CastWeights, Preview, Sweep, sweep_tag
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.layout import Ownership, Storage

@@ -26,7 +26,7 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Settle,
     Sweep,
 )
-from penstock.protocol.config.schema import OptimizerConfig, OptimizerName
+from penstock.protocol.config.training import OptimizerConfig, OptimizerName
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory

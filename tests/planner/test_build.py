@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from penstock.planner.build import build_plan
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import PlanError, validate
-from penstock.protocol.config.schema import Config, ScheduleConfig
+from penstock.protocol.config.execution import ScheduleConfig
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.executable import check_executable, check_updates
 from penstock.protocol.plan.instructions import Backward, Forward, Opcode, Recompute, Update

@@ -11,7 +11,7 @@ import pytest
 from penstock.daemons.scheduler.machine.events import AppendMetrics, JournalDecision, Send
 from penstock.daemons.scheduler.machine.position import LossScaling, Position, learning_rate
 from penstock.daemons.scheduler.machine.transaction import judge
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision

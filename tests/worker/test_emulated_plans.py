@@ -26,7 +26,8 @@ from penstock.models.runtime import ModelRuntime
 from penstock.planner.build import build_plan
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.simulate import simulate
-from penstock.protocol.config.schema import Config, OptimizerConfig, parse_config
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.instructions import Instruction, OffloadGradients, Opcode, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep

@@ -13,7 +13,7 @@ import torch
 
 from penstock import _native
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.errors import LostMemberError
 from penstock.protocol.plan.instructions import OffloadGradients, Update
 from penstock.protocol.plan.plan import Plan

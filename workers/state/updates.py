@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from penstock import _native
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, SweepStatus
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import WEIGHT_SLOTS

@@ -13,7 +13,8 @@ from typing import Any
 
 from penstock.planner.tuning.auto import Fits, asked_of, choose, describe, settings_of
 from penstock.planner.tuning.search import Outcome
-from penstock.protocol.config.schema import AUTO, Config
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO
 from penstock.shm.table import BlockTable
 
 SAY_EVERY_S = 5.0

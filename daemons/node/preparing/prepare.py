@@ -37,8 +37,8 @@ from penstock.planner.cost.sources import Prices
 from penstock.planner.memory.table import MemoryRow, memory_table
 from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.planner.tuning.smallest import plan_within_limit
-from penstock.protocol.config.schema import AUTO, Config, load_config
-from penstock.protocol.config.values import BYTE, tokenizer_of
+from penstock.protocol.config.schema import Config, load_config
+from penstock.protocol.config.values import AUTO, BYTE
 from penstock.protocol.errors import StateError
 from penstock.protocol.plan.placement import check_cores
 from penstock.protocol.plan.plan import Plan
@@ -270,7 +270,7 @@ def _name_tokenizer(
     """
     if config.data.tokenizer is not None:
         return config
-    name = standard = tokenizer_of(config)
+    name = standard = config.tokenizer
     if previous is not None and _inputs_exist(run_dir) and previous.model.path == config.model.path:
         name = previous.data.tokenizer
         if name != standard and standard is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.daemons.scheduler.machine.holding import AMENDED, HOLD_WINDOW, HoldLimits
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.errors import StateError
 from penstock.shm.control import Decision
 

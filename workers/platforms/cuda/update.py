@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, SweepStatus
 from penstock.protocol.plan.updating import PIECE_ELEMENTS, PIECES
 from penstock.shm.layout import WEIGHT_SLOTS

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from penstock.protocol.config.schema import OptimizerConfig
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
 from penstock.shm.memory import NodeMemory

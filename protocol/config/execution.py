@@ -1,0 +1,303 @@
+"""The sections that say how and where a model is trained: schedule, cluster, memory, emulation,
+observability. Keys are explained as in :mod:`penstock.protocol.config.training`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.protocol.config.values import Accepts, Seconds, Share, Size, Unit
+from penstock.protocol.config.words import Section
+
+
+class ScheduleConfig(Section):
+    """The pipeline schedule; `schedule: NAME` is short for `scheme: NAME`. What `auto` chose is
+    kept by resumes unless workers, limits, batches or the request changed.
+    """
+
+    scheme: Literal[
+        "auto",
+        "naive",
+        "gpipe",
+        "1f1b",
+        "1f1b-2",
+        "interleaved",
+        "chimera",
+        "hanayo",
+        "zb-h1",
+        "zb-v",
+        "dualpipe-v",
+        "bpipe",
+        "mobius",
+        "megatron-offload",
+        "spipe",
+        "zero3-offload",
+    ] = Field(
+        default="spipe",
+        description="A scheme by name (`penstock plan --list`; bpipe within one node). With auto,"
+        " the fastest that the tuner finds within all memory limits; other keys of this section"
+        " that are given restrict its search.",
+    )
+    forward_stages: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stages that the forward is cut into, for each pipeline; unset, what the scheme"
+        " uses with the workers at hand.",
+    )
+    backward_stages: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stages that the backward is cut into, in schemes that cut it differently.",
+    )
+    stages_per_device: int | None = Field(
+        default=None, ge=1, description="Says `forward_stages` for each worker."
+    )
+    replicas: Annotated[int, Unit("pipelines")] = Field(
+        default=1,
+        ge=1,
+        description="Data parallelism: so many pipelines share the workers and the batch.",
+    )
+    reduce_gradients: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Whether devices sum the gradients of replicas (or of both directions of"
+        " chimera), and one of them hands over the sum; otherwise the optimizer sums them. With"
+        " auto, where the replicas of a stage are on several nodes.",
+    )
+    recompute: Literal["full", "selective", "none"] | None = Field(
+        default=None,
+        description="What backwards make again instead of keeping it: everything between stage"
+        " inputs, the operators in `drop`, or nothing. Unset, what the scheme is known for.",
+    )
+    drop: tuple[str, ...] = Field(
+        default=(),
+        description="With `recompute: selective`: operators such as norm, or sets such as cmb, mlp,"
+        " attention, core.",
+    )
+    weight_gradients: Literal["looped", "concatenated"] = Field(
+        default="looped",
+        description="How a split backward takes several micro-batches at once (passes 2bp and"
+        " concatenate): looped leaves the bits of an unsplit one; concatenated is one product over"
+        " the rows of all, faster where these are few, with other rounding.",
+    )
+    passes: tuple[str, ...] = Field(
+        default=(),
+        description="Optimising passes over the schedule, in this order (`penstock plan --list`).",
+    )
+    update_stride: Annotated[int | None, Unit("blocks")] = Field(
+        default=None,
+        ge=1,
+        description="Of the pass interleave-updates: every so many-th block is updated on its"
+        " device; unset, what is fastest by the rates of `profile`.",
+    )
+    resident_share: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Of each device's parameters, the share whose optimizer state stays on the"
+        " device: the last to be updated with interleave-updates, the first with twinflow.",
+    )
+    file: Path | None = Field(
+        default=None,
+        description="A finished schedule instead of a scheme: a plan.json, or the action text of"
+        " torch.distributed.pipelining as .csv.",
+    )
+    profile: Path | None = Field(
+        default=None,
+        description="What `penstock profile` measured, for the costs of simulations; unset, a guess"
+        " at the device.",
+    )
+    asked: dict[str, Any] | None = Field(
+        default=None,
+        description="Written to resolved.yaml, not by users: the keys that restricted the search of"
+        " `scheme: auto`.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, data: Any) -> Any:
+        return {"scheme": data} if isinstance(data, str) else data
+
+
+class NodeConfig(Section):
+    """One node of the cluster."""
+
+    name: Annotated[str, Accepts("a text of 1 to 16 small letters, digits and hyphens")] = Field(
+        pattern=r"^[a-z0-9][a-z0-9-]{0,15}$", description="As in `penstock node --node NAME`."
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address where the node's daemons listen, which the other nodes reach.",
+    )
+
+
+class ClusterConfig(Section):
+    """Nodes, workers, and how they talk."""
+
+    workers: int = Field(
+        default=2, ge=1, le=64, description="Workers (devices) of each node, one process each."
+    )
+    device: Annotated[
+        str, Accepts("cpu, cuda, emulated:analytic:GPU:MODEL or emulated:PROFILE.json")
+    ] = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda|emulated:.+)$",
+        description="What workers compute on. More cuda workers than a node has GPUs share them."
+        " Emulated devices only take the time of the GPU and model that are named, or that"
+        " `penstock profile` measured.",
+    )
+    transport: Literal["auto", "zmq", "gloo", "nccl"] = Field(
+        default="auto",
+        description="How tensors get from worker to worker: zmq, messages through host memory;"
+        " gloo, through host memory, and nccl, from GPU to GPU, process groups of"
+        " torch.distributed. With auto, nccl where each worker of a node has a GPU of its own, else"
+        " zmq; nodes must be alike. Between two workers of a machine gloo takes 0.6 to 0.8 of zmq's"
+        " time for transfers of up to 64 KiB, 1.5 to 1.9 of it from 1 MiB on.",
+    )
+    nodes: Annotated[
+        tuple[NodeConfig, ...],
+        Accepts("a list of nodes such as [{name: a}, {name: b, host: 10.0.0.2}]"),
+    ] = Field(
+        default=(NodeConfig(name="a"),),
+        description="The machines; the first prepares the run and hosts the scheduler.",
+    )
+    scheduler_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port of the scheduler on the first node; 0: one that is free.",
+    )
+    threads_per_worker: Annotated[int, Unit("threads")] = Field(
+        default=0, ge=0, description="Threads that a worker computes with; 0: its share of cores."
+    )
+    heartbeat_interval_s: Seconds = Field(
+        default=0.5, gt=0.0, description="Between two signs of life of a process."
+    )
+    heartbeat_timeout_s: Seconds = Field(
+        default=10.0,
+        gt=0.0,
+        description="A process that was silent for so long is killed and replaced; at least twice"
+        " `heartbeat_interval_s`.",
+    )
+    attempt_timeout_s: Seconds = Field(
+        default=600.0,
+        gt=0.0,
+        description="An attempt or evaluation in which nobody gets on for so long is broken off,"
+        " and who holds it up is killed and replaced. Longer than any single instruction takes.",
+    )
+    max_restarts: int = Field(
+        default=20, ge=0, description="Replacements of each process before the run gives up."
+    )
+    grace_seconds: Seconds | None = Field(
+        default=None,
+        gt=0.0,
+        description="A run that is asked to stop is killed from outside so much later; unset:"
+        " never, or at the end of its Slurm job.",
+    )
+
+    @model_validator(mode="after")
+    def _values(self) -> ClusterConfig:
+        names = [node.name for node in self.nodes]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"cluster.nodes need distinct names, at least one; got {names}")
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                "cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s"
+            )
+        if self.transport == "nccl" and self.device != "cuda":
+            raise ValueError(
+                f"cluster.transport nccl is for cluster.device: cuda, which is {self.device!r};"
+                " auto, zmq and gloo work there"
+                if self.emulated is None
+                else "cluster.transport nccl is for cluster.device: cuda; emulated devices take"
+                " auto or zmq"
+            )
+        if self.transport == "gloo" and self.emulated is not None:
+            raise ValueError(
+                "cluster.transport gloo: emulated devices take auto or zmq, and reckon with the"
+                " links of the cluster that they emulate"
+            )
+        if self.emulated is not None and len({node.host for node in self.nodes}) > 1:
+            raise ValueError(
+                "cluster.nodes of an emulated cluster run on one machine; give them one host"
+            )
+        return self
+
+    @property
+    def emulated(self) -> str | None:
+        """Where the costs of emulated devices come from; ``None``: devices are real."""
+        return self.device.removeprefix("emulated:") if ":" in self.device else None
+
+
+class MemoryConfig(Section):
+    """Limits that plans are held against; unset means what the machine has."""
+
+    host_limit: Size | None = Field(default=None, description="Of the memory of each node.")
+    device_limit: Size | None = Field(default=None, description="Of the memory of each device.")
+
+
+class EmulationConfig(Section):
+    """Emulated devices (`cluster.device: emulated:…`), and what differs from the machines that
+    `cluster.device` names.
+    """
+
+    scale: Share = Field(
+        default=1e-3,
+        description="Share of each block's parameters that is stored, computed with and sent.",
+    )
+    time_scale: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1e3,
+        description="Seconds on the clock for one second of the emulated cluster.",
+    )
+    machine: Annotated[
+        dict[str, float], Accepts("a mapping of numbers such as {nic_bandwidth: 1.25e+10}")
+    ] = Field(
+        default={},
+        description="Sizes (bytes), bandwidths (bytes/s), latencies (seconds) and rates"
+        " (parameters/s) that differ, by the names of the fields in `planner/cost/cluster.py`.",
+    )
+    instruction_s: Seconds | None = Field(
+        default=None, ge=0.0, description="Overhead of each compute instruction."
+    )
+    optimizer_bytes: Annotated[float | None, Unit("bytes per parameter")] = Field(
+        default=None, gt=0.0, description="Memory traffic of the optimizer's update."
+    )
+    optimizer_start: Literal["offload", "flush"] = Field(
+        default="offload",
+        description="With flush, every node's optimizer waits for its last gradients, as in Mobius"
+        " and Megatron; with offload it starts with the first.",
+    )
+
+
+class ObservabilityConfig(Section):
+    """Metrics, traces and logs."""
+
+    metrics_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="Prometheus port of the scheduler, those of the others follow; 0 lets each"
+        " process choose a free one (`penstock status` lists them).",
+    )
+    metrics_host: Annotated[
+        str, Accepts("an address of the machine, such as 127.0.0.1 or 0.0.0.0")
+    ] = Field(
+        default="127.0.0.1",
+        description="Where metrics are served, on every node; 0.0.0.0 for a Prometheus on another"
+        " machine. Who gets there may read them.",
+    )
+    trace: bool = Field(
+        default=False, description="Records what every process does when, for `penstock trace`."
+    )
+    memory: bool = Field(
+        default=False,
+        description="CPU workers count the bytes of live tensors, some 10 µs an operator; GPUs and"
+        " emulated devices are always measured.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least that is logged."
+    )

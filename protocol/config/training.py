@@ -1,0 +1,343 @@
+"""The sections that say what is trained: run, model, data, train, optimizer.
+
+What is said about a key is said here, once: ``description`` explains it (``penstock config``,
+``docs/CONFIGURATION.md`` and the JSON schema print it), :class:`~.values.Accepts` puts into words
+what types and limits say too dryly, :class:`~.values.Unit` names the unit. What must hold across
+sections is checked in :mod:`penstock.protocol.config.schema`; the sections that say how and where
+are in :mod:`penstock.protocol.config.execution`.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.protocol.config.values import (
+    AUTO,
+    Accepts,
+    Attempts,
+    Cores,
+    LeftShare,
+    Sequences,
+    Steps,
+    Unit,
+)
+from penstock.protocol.config.words import Section
+from penstock.shm.table import DType
+
+ONE_MODEL = "give exactly one of model.hf and model.path"
+
+
+class RunConfig(Section):
+    """Identity and place of a run."""
+
+    name: Annotated[
+        str, Accepts("a text of 1 to 64 letters, digits, dots, underscores and hyphens")
+    ] = Field(
+        default="penstock",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Name of the run, shown by all commands and labels of metrics.",
+    )
+    seed: int = Field(
+        default=1234,
+        ge=0,
+        lt=2**63,
+        description="Initial weights, the order of the data and dropout follow from it.",
+    )
+    dir: Path | None = Field(
+        default=None,
+        description="Directory of the run's files; unset, runs/NAME below the current folder."
+        " Several nodes use the same directory, at the same path.",
+    )
+
+
+class ModelConfig(Section):
+    """The model: give `hf` or `path`. Emulated devices know their model by themselves."""
+
+    hf: Annotated[
+        dict[str, Any] | None,
+        Accepts("a mapping such as {model_type: llama, hidden_size: 256}, or null"),
+    ] = Field(
+        default=None,
+        description="A Hugging Face configuration; the model is trained from the start.",
+    )
+    path: Path | None = Field(
+        default=None,
+        description="A local directory as the Hub has them: config.json, *.safetensors, and the"
+        " tokenizer. Every machine reads it.",
+    )
+    dtype: DType = Field(default=DType.FP32, description="Type in which weights are computed with.")
+    compile: bool = Field(
+        default=False,
+        description="Runs the layers through torch.compile, but for forwards whose plan splits the"
+        " backward, drops operators, swaps, or binds weights anew.",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if self.hf is not None and self.path is not None:
+            raise ValueError(ONE_MODEL)
+        if self.hf is not None and "model_type" not in self.hf:
+            raise ValueError("model.hf needs model_type, such as llama, gpt2, qwen2, mistral")
+        return self
+
+
+class DataConfig(Section):
+    """The training text: give `path` or `tokens`."""
+
+    path: str | None = Field(
+        default=None,
+        description="@stdlib (the text of Python's own library), or a file or glob of .txt, .jsonl"
+        " and .py files. The first machine reads it.",
+    )
+    tokens: Path | None = Field(
+        default=None,
+        description="A binary file of token numbers, as of `token_dtype`. Every machine reads it.",
+    )
+    token_dtype: Literal["uint16", "uint32"] = Field(
+        default="uint16", description="Type of the numbers in `tokens`, little-endian."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="byte, or a tokenizer.json or the folder of one. Unset, that of `model.path`;"
+        " byte for a model made from `model.hf`.",
+    )
+    sequence_length: Annotated[int, Unit("tokens")] = Field(
+        default=256, ge=1, description="Length of each training sequence."
+    )
+    shuffle: bool = Field(
+        default=True,
+        description="Each pass over the data takes the sequences in an order of its own.",
+    )
+    document_masks: bool = Field(
+        default=False,
+        description="Tokens attend to those of their own document only. A model type that cannot"
+        " keep documents apart refuses it.",
+    )
+    eval_path: str | None = Field(
+        default=None,
+        description="Text for evaluations, as `path`; unset, the end of the training text.",
+    )
+    eval_fraction: float = Field(
+        default=0.02,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the sequences, taken from the end, that is held out when"
+        " `train.eval_every` is set and `eval_path` is not.",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.path is None) == (self.tokens is None):
+            raise ValueError("give exactly one of data.path and data.tokens")
+        return self
+
+
+class TrainConfig(Section):
+    """Length and batch of the run."""
+
+    steps: Steps = Field(
+        default=200, ge=1, description="The run ends after so many committed steps."
+    )
+    global_batch: Sequences = Field(
+        default=8, ge=1, description="Batch of a step, over all replicas and micro-batches."
+    )
+    micro_batch: Sequences = Field(
+        default=1,
+        ge=1,
+        description="Sequences that a device computes at once; divides `global_batch`.",
+    )
+    clip_grad_norm: float | None = Field(
+        default=1.0,
+        gt=0.0,
+        description="Limit of the global norm of the gradients; null: no clipping.",
+    )
+    freeze: Annotated[
+        tuple[str, ...], Accepts("a list of regular expressions such as [^model.embed]")
+    ] = Field(
+        default=(),
+        description="Parameters whose names one of the expressions finds are not trained.",
+    )
+    eval_every: Steps = Field(default=0, ge=0, description="Evaluates every so often; 0: never.")
+    eval_batches: Annotated[int, Unit("global batches")] = Field(
+        default=2, ge=1, description="Length of an evaluation."
+    )
+    save_every: Steps = Field(
+        default=0, ge=0, description="Saves the state every so often; 0: only when the run ends."
+    )
+    keep_snapshots: Annotated[int, Unit("saved states")] = Field(
+        default=2, ge=1, description="Older ones are removed."
+    )
+    max_skips: Attempts = Field(
+        default=20,
+        ge=1,
+        description="More attempts in a row whose gradients overflow end the run, but not before"
+        " the lowest loss scale was tried.",
+    )
+
+    @model_validator(mode="after")
+    def _divisible(self) -> TrainConfig:
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"train.global_batch {self.global_batch} is not divisible by"
+                f" train.micro_batch {self.micro_batch}"
+            )
+        for pattern in self.freeze:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"train.freeze: {pattern!r} is no regular expression: {error}"
+                ) from error
+        return self
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per attempt."""
+        return self.global_batch // self.micro_batch
+
+
+class OptimizerName(StrEnum):
+    """Optimizers with a native kernel."""
+
+    ADAMW = "adamw"
+    ADAM = "adam"
+    SGD = "sgd"
+    LION = "lion"
+    ADAGRAD = "adagrad"
+
+    @property
+    def state_arrays(self) -> tuple[str, ...]:
+        """What it keeps per parameter beside master, by torch's names."""
+        return _STATE_ARRAYS[self]
+
+
+_STATE_ARRAYS = {
+    OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.ADAM: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.SGD: ("momentum_buffer",),
+    OptimizerName.LION: ("exp_avg",),
+    OptimizerName.ADAGRAD: ("sum",),
+}
+
+
+class OptimizerConfig(Section):
+    """The optimizer, its learning-rate schedule, and the CPU cores that run it."""
+
+    name: OptimizerName = Field(
+        default=OptimizerName.ADAMW,
+        description="adamw and lion decouple weight decay from the gradient, the others add it.",
+    )
+    lr: float = Field(
+        default=3.0e-4, gt=0.0, description="Learning rate at the top of the curve, after warmup."
+    )
+    betas: Annotated[
+        tuple[float, float], Accepts("two numbers, 0 or more and below 1, such as [0.9, 0.95]")
+    ] = Field(default=(0.9, 0.95), description="Of Adam and Lion; for Lion 0.9 and 0.99 are usual.")
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Of SGD.")
+    eps: float = Field(default=1.0e-8, gt=0.0, description="Of Adam and Adagrad.")
+    weight_decay: float = Field(
+        default=0.1, ge=0.0, description="Acts on parameters with two or more axes."
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine",
+        description="The learning rate's way from `lr`, after warmup, to `min_lr` at the last"
+        " step.",
+    )
+    warmup_steps: Steps = Field(
+        default=0, ge=0, description="The learning rate rises in a straight line for so long."
+    )
+    min_lr: float = Field(default=0.0, ge=0.0, description="Where the learning rate ends.")
+    grad_dtype: DType = Field(
+        default=DType.FP32, description="Type in which gradients reach the optimizer."
+    )
+    rollback: Literal["exact", "arithmetic"] = Field(
+        default="exact",
+        description="With exact, weights are computed ahead of the state, so that nothing has to"
+        " be undone. With arithmetic, steps are taken in place and inverted when they do not count"
+        " (SPipe, DeepSpeed): one copy of the gradients is enough, but bits are lost. Not with"
+        " fp16, `settle: early`, `master: split`, or updates on devices.",
+    )
+    settle: Literal["auto", "advance", "early"] = Field(
+        default="auto",
+        description="When the state of blocks that the CPU updates takes a committed step in: with"
+        " advance, together with the next step's preview; with early, during the next forward,"
+        " which leaves a shorter tail behind the last gradient. With auto the planner chooses how"
+        " many of the last blocks are settled early, from the rates of `schedule.profile` or of an"
+        " emulated device; all blocks advance where it has none. Same bits; `penstock plan` shows"
+        " the choice.",
+    )
+    master: Literal["fp32", "split"] = Field(
+        default="fp32",
+        description="With split, for bf16 models, the weights are the upper halves of the fp32"
+        " masters, rounded half up, and only the lower halves are stored beside them: 2 bytes per"
+        " parameter less. Blocks that are settled early have one copy of the gradients, too, if"
+        " their owner's node computes all of them: 16 instead of 20 bytes per parameter with bf16"
+        " gradients. Rollback stays exact.",
+    )
+    threads: Annotated[int, Unit("threads")] = Field(
+        default=0, ge=0, description="Of each node's optimizer; 0: one for each physical core."
+    )
+    cores: Cores = Field(
+        default="auto",
+        description="CPUs that the optimizer's threads are pinned to, one thread each. With auto,"
+        " as many as `threads` says, with the share `leave_cores` left to the workers;"
+        " `penstock doctor CONFIG` shows which.",
+    )
+    leave_cores: LeftShare = Field(
+        default="auto",
+        description="Share of the physical cores that is left to workers. With auto, one core for"
+        " each GPU worker, and none where workers compute on the cores themselves.",
+    )
+    speculate: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether weights are computed before the gradients' norm is known; with auto,"
+        " as long as little enough is clipped. Same bits.",
+    )
+    initial_loss_scale: float = Field(
+        default=65536.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Of fp16 models: the loss scale at the start. It halves with every attempt"
+        " whose gradients overflow.",
+    )
+    loss_scale_min: float = Field(
+        default=1.0, gt=0.0, description="Of fp16 models: the loss scale is not halved below it."
+    )
+    loss_scale_growth_interval: Steps = Field(
+        default=2000,
+        ge=1,
+        description="Of fp16 models: the loss scale doubles after so many steps in a row without"
+        " overflow.",
+    )
+
+    @model_validator(mode="after")
+    def _in_place(self) -> OptimizerConfig:
+        if self.rollback == "arithmetic" and self.settle == "early":
+            raise ValueError(
+                "optimizer.rollback arithmetic steps in place, and optimizer.settle early leaves"
+                " the state for later; use settle advance, or rollback exact"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _values(self) -> OptimizerConfig:
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"optimizer.betas {list(self.betas)}: each must be in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}")
+        if self.cores != AUTO and (self.threads or self.leave_cores != AUTO):
+            raise ValueError(
+                f"optimizer.cores {list(self.cores)} says which cores, one thread each; leave out"
+                " optimizer.threads and optimizer.leave_cores, or use cores: auto"
+            )
+        if self.loss_scale_min > self.initial_loss_scale:
+            raise ValueError(
+                f"optimizer.loss_scale_min {self.loss_scale_min} is above"
+                f" optimizer.initial_loss_scale {self.initial_loss_scale}"
+            )
+        return self
