@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.client.training.train import TrainResult, run_training
+from penstock.client.train import TrainResult, run_training
 from penstock.client.watching.display import Display, Silent
 from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.config.words import apply_overrides

@@ -132,7 +132,7 @@ def train(
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
     with errors_explained():
-        from penstock.client.training.train import run_training
+        from penstock.client.train import run_training
         from penstock.client.watching.display import choose_display
         from penstock.protocol.run.logs import forgive_streams
         from penstock.protocol.run.rundir import run_of
@@ -392,7 +392,7 @@ def doctor(
 ) -> None:
     """List what Penstock left on this machine, and what the machine offers."""
     with errors_explained():
-        from penstock.client.doctor.doctor import clean, examine
+        from penstock.client.doctor import clean, examine
 
         if force and not remove:
             raise ConfigError("--force: goes with --clean")

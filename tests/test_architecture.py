@@ -31,7 +31,7 @@ LIGHT_MODULES = (
     "penstock.client.launch",
     "penstock.client.main",
     "penstock.client.api",
-    "penstock.client.doctor.doctor",
+    "penstock.client.doctor",
     "penstock.client.watching.control",
     "penstock.client.planning.configured",
     "penstock.client.export",

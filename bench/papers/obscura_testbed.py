@@ -36,10 +36,11 @@ from penstock.planner.memory.footprint import footprints
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura import Grain, obscura, obscura_any_swap
-from penstock.planner.passes.obscura.adjust import identify, identify_cost_effective
 from penstock.planner.passes.obscura.aware import swap_aware_recompute
 from penstock.planner.passes.obscura.memory import stage_memory
 from penstock.planner.passes.obscura.migrate import (
+    identify,
+    identify_cost_effective,
     migrate_forwards,
     refine_migration,
     relax_dependencies,

@@ -11,8 +11,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from penstock.client.watching.display import Interactive, Plain
-from penstock.client.watching.picture import describe, duration, member_table
+from penstock.client.watching.display import Interactive, Plain, describe, duration, member_table
 from penstock.client.watching.snapshots import ENDED_PHASES, RunView, saved_states
 from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb

@@ -14,7 +14,6 @@ from penstock.planner.passes import (
     mario,
     obscura,
     own,
-    reorder,
     spipe,
     two_bp,
 )
@@ -28,7 +27,6 @@ _ALL: tuple[Pass, ...] = (
     *deep_optimizer_states.PASSES,
     *own.PASSES,
     *keeping.PASSES,
-    *reorder.PASSES,
 )
 
 PASSES: Mapping[str, Pass] = MappingProxyType({one.name: one for one in _ALL})

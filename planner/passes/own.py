@@ -1,9 +1,14 @@
-"""Passes of our own for decoupled schedules (SPipe) with full recomputation.
+"""Passes of our own that cut stages anew or search for an order.
 
-``match-stages`` cuts both directions anew, ``skip-dead-forward`` leaves out what the backward
-repeats anyway. They go together with ``overlap-recompute`` (:mod:`.mario`): a recomputation runs
-while its gradient is on its way, so a gradient passes a backward stage in two thirds of the time
-that SPipe takes, and forward stages, which need not be longer than that, can be finer.
+``match-stages`` and ``skip-dead-forward`` are for decoupled schedules (SPipe) with full
+recomputation. The first cuts both directions anew; the second leaves out what the backward repeats
+anyway. They go together with ``overlap-recompute`` (:mod:`.mario`): a recomputation runs while its
+gradient is on its way, so a gradient passes a backward stage in two thirds of the time that SPipe
+takes, and forward stages, which need not be longer than that, can be finer.
+
+``reorder`` takes the best order that :mod:`penstock.planner.orders.search` finds. It follows no
+rule but searches, so it is for small cases: a few devices and micro-batches. It moves no work to
+another device and keeps the micro-batches of a stage in order.
 
 Updates on devices are in :mod:`.deep_optimizer_states`, selective recomputation in :mod:`.keeping`.
 """
@@ -15,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from penstock.planner.cost.costs import Costs
-from penstock.planner.layout import StageLayout
+from penstock.planner.layout import ComputeInstruction, StageLayout
+from penstock.planner.orders.search import Effort, gap
 from penstock.planner.partition import partition
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.spipe import require_decouplable
@@ -156,6 +162,31 @@ def _placed(
     )
 
 
+_EFFORT = Effort(beam_width=16, max_states=20_000, time_limit_s=60.0)
+"""States end the search, so that every machine finds the same order."""
+
+
+def reorder(schedule: Schedule, context: PassContext) -> Schedule:
+    """The schedule in the best order found, or as it is if none is faster or if it swaps or updates
+    on devices (the search does not place those).
+
+    Raises:
+        ConfigError: the schedule itself is over the memory limit.
+    """
+    if any(not isinstance(i, ComputeInstruction) for order in schedule.orders for i in order):
+        return schedule
+    found = gap(
+        schedule,
+        context.costs,
+        memory_limit_bytes=context.memory_limit_bytes,
+        hop_s=context.hop_s,
+        effort=_EFFORT,
+    )
+    if found.best.makespan_s >= found.makespan_s:
+        return schedule
+    return replace(schedule, orders=found.best.orders)
+
+
 PASSES = (
     Pass(
         name="match-stages",
@@ -166,6 +197,11 @@ PASSES = (
         name="skip-dead-forward",
         summary="leave out the forward that the last backward stage repeats anyway (ours)",
         run=skip_dead_forward,
+    ),
+    Pass(
+        name="reorder",
+        summary="ours: the best order that a search finds (small cases)",
+        run=reorder,
     ),
 )
 """In the order in which they are meant to run."""

@@ -5,8 +5,7 @@ The instructions themselves, side by side, are :mod:`penstock.planner.validate.c
 
 from __future__ import annotations
 
-from penstock.planner.render.as_png import png
-from penstock.planner.render.as_svg import svg
+from penstock.planner.render.as_files import png, svg
 from penstock.planner.render.as_text import timeline
 from penstock.planner.render.chart import Caption, chart
 from penstock.planner.render.units import ABSTRACT, SECONDS, TimeUnit, format_bytes

@@ -1,27 +1,31 @@
-"""A Gantt chart of a simulation as a drawing.
+"""A Gantt chart of a simulation as a drawing, alone or below another one on the same time axis.
 
-Per device one tall row, its compute stream, and below it thin ones for what it copies, swaps and
-sends; then one row for the optimizer of each node. Colours tell the kind of work, shades the stage
-among the stages of its device, numbers the micro-batch; hatched is idle.
+Each device has one tall row, its compute stream, and below it thin ones for what it copies, swaps
+and sends. The rows of the nodes' optimizers follow. Colours tell the kind of work, shades the stage
+among the stages of its device, numbers the micro-batch. Idle time is hatched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from penstock.planner.render.colours import (
+from penstock.planner.render.drawing import (
     FAINT_INK,
     GRID,
     IDLE,
     KINDS,
+    Anchor,
+    Drawing,
+    LineSegment,
+    Rectangle,
+    Text,
     WorkKind,
     ink_on,
     kind_of,
     shade,
 )
-from penstock.planner.render.drawing import Anchor, Drawing, LineSegment, Rectangle, Text
 from penstock.planner.render.lanes import ChartRow, Picturable, numbers_of, rows_of, shades_of
 from penstock.planner.render.units import SECONDS, TimeUnit
 from penstock.planner.simulate import Lane, Span
@@ -340,3 +344,57 @@ class _Box:
         room = 0.6 * text.size * max(self.digits, len(self.text)) + 2.0
         if self.text and height >= 8.0 and room <= width:
             yield text
+
+
+Panel = tuple[Picturable, Caption]
+"""A time line and what stands above it."""
+
+_BELOW = 30.0
+"""Pixels between the upper panel's axis and the lower panel."""
+
+
+def compared(upper: Panel, lower: Panel) -> Drawing:
+    """Both charts; the axis is as long as the longer of the two."""
+    axis_s = max(upper[0].makespan_s, lower[0].makespan_s)
+    shapes: list[Shape] = []
+    y = 0.0
+    panels = [_Panel(simulation, caption, axis_s) for simulation, caption in (upper, lower)]
+    for panel in panels:
+        drawn, height = panel.body()
+        shapes += (_lowered(shape, y) for shape in drawn)
+        y += height
+    legend, end = panels[1].legend_with(panels[0], y + 4.0)
+    width = _LABEL_WIDTH + _CHART_WIDTH + _RIGHT_WIDTH
+    return Drawing(width=width, height=end, shapes=(*shapes, *legend))
+
+
+class _Panel(_Chart):
+    """A chart whose axis may be longer than its time line, without a legend of its own."""
+
+    def __init__(self, simulation: Picturable, caption: Caption, axis_s: float) -> None:
+        super().__init__(simulation, caption)
+        self._axis_s = axis_s
+        self._scale = _CHART_WIDTH / axis_s if axis_s > 0.0 else 0.0
+
+    def body(self) -> tuple[list[Shape], float]:
+        """Its shapes from 0 down, and its height."""
+        rows, bottom = self._all_rows()
+        shapes = [*self._title(), *self._axis(bottom), *rows, *self._marks(bottom)]
+        return shapes, bottom + _BELOW
+
+    def legend_with(self, other: _Panel, y: float) -> tuple[list[Shape], float]:
+        """The legend of both."""
+        self._rows = (*other._rows, *self._rows)
+        return self._legend(y)
+
+    def _axis(self, bottom: float) -> Iterator[Shape]:
+        for time_s, text in self._caption.unit.ticks(self._axis_s, at_most=16):
+            x = self._x(time_s)
+            yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
+            yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
+
+
+def _lowered(shape: Shape, by: float) -> Shape:
+    if isinstance(shape, LineSegment):
+        return replace(shape, y1=shape.y1 + by, y2=shape.y2 + by)
+    return replace(shape, y=shape.y + by)

@@ -1,13 +1,16 @@
 """A picture as data: rectangles, lines and texts in pixels, from the top left corner down.
 
-Made by :mod:`penstock.planner.render.chart`, written by :mod:`penstock.planner.render.svg` and
-:mod:`penstock.planner.render.png`, so that both show the same.
+:mod:`penstock.planner.render.chart` makes drawings, and :mod:`penstock.planner.render.as_files`
+writes them as SVG and as PNG, so that both show the same. The colours of pieces of work are here
+too: the kind of work gives the hue, its stage the shade.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class Anchor(StrEnum):
@@ -69,3 +72,78 @@ class Drawing:
     width: float
     height: float
     shapes: tuple[Rectangle | LineSegment | Text, ...]
+
+
+GRID = "#d9dee3"
+"""Lines of the time axis."""
+IDLE = "#e9ecef"
+"""Where a device does not compute."""
+INK = "#222222"
+FAINT_INK = "#6b7480"
+
+_WHITE = (255, 255, 255)
+_BLACK = (0, 0, 0)
+_LIGHTEST = 0.38
+_DARKEST = 0.22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkKind:
+    """A kind of work: its name in the legend and in titles, and its colour."""
+
+    name: str
+    colour: str
+
+
+KINDS: Mapping[str, WorkKind] = MappingProxyType(
+    {
+        "F": WorkKind(name="forward", colour="#4285d6"),
+        "R": WorkKind(name="recompute", colour="#f2bb2e"),
+        "B": WorkKind(name="backward", colour="#2e9e6b"),
+        "BI": WorkKind(name="backward, input (p1)", colour="#34b3a6"),
+        "BW": WorkKind(name="backward, weights (p2)", colour="#8f6cc4"),
+        "U": WorkKind(name="optimizer", colour="#d1495b"),
+        "S": WorkKind(name="optimizer, settle", colour="#b07aa1"),
+        "FW": WorkKind(name="fetch weights", colour="#7d93ab"),
+        "OG": WorkKind(name="offload gradients", colour="#a6813c"),
+        "RD": WorkKind(name="reduce gradients", colour="#c26d2d"),
+        "SO": WorkKind(name="swap out", colour="#c75a9c"),
+        "SI": WorkKind(name="swap in", colour="#e394c1"),
+        "activation": WorkKind(name="send activation", colour="#8fb8ea"),
+        "gradient": WorkKind(name="send gradient", colour="#86cfae"),
+        "checkpoint": WorkKind(name="send checkpoint", colour="#f3d98b"),
+    }
+)
+"""By the first word of a span's label, in the order of the legend."""
+
+_OTHER = WorkKind(name="other", colour="#999999")
+
+
+def kind_of(label: str) -> WorkKind:
+    """The kind of a span by its label, such as ``F 3 0``."""
+    return KINDS.get(label.split(" ", 1)[0], _OTHER)
+
+
+def shade(colour: str, index: int, count: int) -> str:
+    """Shade ``index`` of ``count``: from light to dark, the colour itself where there is one."""
+    if count <= 1:
+        return colour
+    position = index / (count - 1)
+    if position < 0.5:
+        return _mix(colour, _WHITE, _LIGHTEST * (1.0 - 2.0 * position))
+    return _mix(colour, _BLACK, _DARKEST * (2.0 * position - 1.0))
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour."""
+    red, green, blue = _channels(colour)
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140.0 else INK
+
+
+def _mix(colour: str, other: tuple[int, int, int], share: float) -> str:
+    mixed = (round(a + (b - a) * share) for a, b in zip(_channels(colour), other, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -6,9 +6,16 @@ has run.
 
 from __future__ import annotations
 
-from penstock.planner.validate.events import Event
-from penstock.planner.validate.weights import wait_for_weights, weights_of_backward
-from penstock.planner.validate.world import Buffer, DeviceState, Graph, RuleBroken, Side, World
+from penstock.planner.validate.moves import wait_for_weights, weights_of_backward
+from penstock.planner.validate.world import (
+    Buffer,
+    DeviceState,
+    Event,
+    Graph,
+    RuleBroken,
+    Side,
+    World,
+)
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,

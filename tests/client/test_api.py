@@ -12,7 +12,7 @@ import yaml
 
 import penstock
 from penstock.client import api
-from penstock.client.training.train import TrainResult
+from penstock.client.train import TrainResult
 from penstock.client.watching.display import Display, Plain, Silent
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError

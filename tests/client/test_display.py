@@ -11,8 +11,14 @@ import pytest
 from rich.console import Console
 
 from penstock.client.watching.control import status_dict
-from penstock.client.watching.display import Interactive, Plain
-from penstock.client.watching.picture import Smoothed, duration, member_table, render
+from penstock.client.watching.display import (
+    Interactive,
+    Plain,
+    Smoothed,
+    duration,
+    member_table,
+    render,
+)
 from penstock.client.watching.snapshots import ABSENCE_S, MetricsTail, Observer, RunView, numbers
 from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb

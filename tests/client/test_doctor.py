@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client.doctor.doctor import LAUNCH_MODULE, Finding, _is_about, clean, examine
-from penstock.client.doctor.placement import PlacementFacts, PlacementReport
+from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, clean, examine
+from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.daemons.node.home import RunLock, train_lock_path
 from penstock.protocol.config.schema import load_config
 from penstock.shm.control import ControlView, control_bytes
@@ -165,7 +165,7 @@ def test_run_directory_leftovers(tmp_path: Path) -> None:
 
 def test_machine_facts_need_no_torch() -> None:
     program = (
-        "import sys; from penstock.client.doctor.doctor import examine; report = examine(None);"
+        "import sys; from penstock.client.doctor import examine; report = examine(None);"
         "assert report.machine['torch'][0].isdigit() and report.to_text() and report.to_dict();"
         "sys.exit('torch' in sys.modules)"
     )

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.client.training.nodes import console_path
-from penstock.client.training.supervision import exit_code
-from penstock.client.training.train import TrainResult, closing_words, complaints, loss_words
+from penstock.client.supervision import console_path, exit_code
+from penstock.client.train import TrainResult, closing_words, complaints, loss_words
 from penstock.protocol.config.schema import Config, parse_config
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.papers.obscura_testbed import SEQUENCE_LENGTH, Case
+from bench.papers.obscura_testbed import SEQUENCE_LENGTH, PaperCase
 from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.prepare import look_ahead, table_of
 from penstock.planner.build import build_plan
@@ -78,7 +78,9 @@ def test_a_model_on_the_device_counts_there_and_moves_nothing() -> None:
         "train": {"micro_batch": 1},
     }
     emulation = Emulation.of(config(f"{device}:{options}", **sections))
-    case = Case(family="llama2", layers=8, num_stages=4, num_microbatches=16, gpu="A800-PCIE-80")
+    case = PaperCase(
+        family="llama2", layers=8, num_stages=4, num_microbatches=16, gpu="A800-PCIE-80"
+    )
     assert emulation.costs == case.costs
     assert not emulation.offloaded
     assert emulation.table.num_parameters > 2.8e9, "tables know them all the same"

@@ -18,13 +18,14 @@ from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.orders.timing import order_times
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
-from penstock.planner.passes.obscura.adjust import identify, identify_cost_effective
 from penstock.planner.passes.obscura.migrate import (
+    identify,
+    identify_cost_effective,
     migrate_forwards,
     refine_migration,
     relax_dependencies,
 )
-from penstock.planner.passes.obscura.model import StageTimes, execution_times
+from penstock.planner.passes.obscura.recompute import StageTimes, execution_times
 from penstock.planner.passes.obscura.shape import (
     NONE,
     Bubbles,

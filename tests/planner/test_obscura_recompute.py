@@ -15,8 +15,7 @@ from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura import Grain, obscura
-from penstock.planner.passes.obscura.adjust import cost_effective, identify_cost_effective
-from penstock.planner.passes.obscura.aware import swap_aware_recompute
+from penstock.planner.passes.obscura.aware import SwapRule, swap_aware_recompute, with_swaps
 from penstock.planner.passes.obscura.memory import (
     away_microbatches,
     held_microbatches,
@@ -25,24 +24,24 @@ from penstock.planner.passes.obscura.memory import (
     stage_memory,
 )
 from penstock.planner.passes.obscura.migrate import (
+    cost_effective,
+    identify_cost_effective,
     migrate_forwards,
     refine_migration,
     relax_dependencies,
-)
-from penstock.planner.passes.obscura.model import (
-    StageTimes,
-    Transfers,
-    communication_s,
-    execution_times,
 )
 from penstock.planner.passes.obscura.partition import adjust_partition, move_block, partitions
 from penstock.planner.passes.obscura.recompute import (
     RecomputeProblem,
     StageProblem,
+    StageTimes,
     Swap,
     SwapStyle,
-    best_choice,
+    Transfers,
+    best_solution,
+    communication_s,
     evictions_of,
+    execution_times,
     solve,
     swaps,
 )
@@ -55,7 +54,6 @@ from penstock.planner.passes.obscura.shape import (
     stage_orders,
     with_orders,
 )
-from penstock.planner.passes.obscura.swap import SwapRule, with_swaps
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
@@ -205,15 +203,15 @@ def test_the_integer_program_finds_what_brute_force_finds() -> None:
 
 def test_the_fastest_combination_wins_and_moves_least() -> None:
     problem = _random_problem(1)
-    best = best_choice(problem, (1, 3))
+    best = best_solution(problem, (1, 3))
     times = [_brute_force(problem, swap) for swap in swaps(problem, (1, 3))]
     assert best is not None
     assert best.time_s == pytest.approx(min(time for time in times if time is not None))
     roomy = replace(problem, limit_bytes=1e6)
-    untouched = best_choice(roomy, (1, 3))
+    untouched = best_solution(roomy, (1, 3))
     assert untouched is not None
     assert (untouched.drop, untouched.swap) == ((), Swap())
-    assert best_choice(replace(problem, limit_bytes=1.0), (1, 3)) is None
+    assert best_solution(replace(problem, limit_bytes=1.0), (1, 3)) is None
 
 
 def test_communication_by_hand() -> None:

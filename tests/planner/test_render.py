@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, chart, png, svg, timeline
-from penstock.planner.render.colours import ink_on, shade
-from penstock.planner.render.drawing import LineSegment, Rectangle, Text
+from penstock.planner.render.drawing import LineSegment, Rectangle, Text, ink_on, shade
 from penstock.planner.simulate import DeviceTimes, Lane, Span
 
 SVG = "{http://www.w3.org/2000/svg}"

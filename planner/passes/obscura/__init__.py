@@ -6,12 +6,12 @@ Models with Bubble-filling Pipeline Transformation", USENIX ATC 2025.
 =======================  ===============================================  =================
 pass                     what it does                                     section, module
 =======================  ===============================================  =================
-identify                 stages over the memory limit recompute fully     3.2, ``adjust``
-identify-cmb             they drop cost-effective operators if enough     8, ``adjust``
+identify                 stages over the memory limit recompute fully     3.2, ``migrate``
+identify-cmb             they drop cost-effective operators if enough     8, ``migrate``
 migrate-forwards         forwards of adjusted stages into their bubbles   3.2, ``migrate``
 relax-dependencies       their other forwards follow one by one           5.2, ``migrate``
 refine-migration         only as many as the last adjusted stage needs    5.3, ``migrate``
-swap-aware-recompute     the integer program: operators, lambda, beta     6, ``recompute``
+swap-aware-recompute     the integer program: operators, lambda, beta     6, ``aware``
 adjust-partition         half layers to stages that do not recompute      7, ``partition``
 obscura                  all of these in this order (identify-cmb)        4
 obscura-any-swap         the same with any number of evicted blocks       ours
@@ -28,10 +28,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.planner.passes.base import Pass, PassContext
-from penstock.planner.passes.obscura.adjust import identify, identify_cost_effective
 from penstock.planner.passes.obscura.aware import swap_aware_recompute
 from penstock.planner.passes.obscura.memory import Grain
 from penstock.planner.passes.obscura.migrate import (
+    identify,
+    identify_cost_effective,
     migrate_forwards,
     refine_migration,
     relax_dependencies,

@@ -1,7 +1,16 @@
-"""Move forwards of adjusted stages among their backwards (sections 3.2 and 5).
+"""Which stages are adjusted, and where their forwards go (sections 3.2, 5 and 8).
 
-Every pass sets how many forwards run before each backward (``StageOrder.ahead``); times follow
-from that. Let stage s of p run w forwards in the warm-up of 1F1B (w = p - s).
+A stage over the memory limit becomes an *adjusted stage*: it recomputes everything, and the other
+passes change its order. :func:`identify` is this first step of the strawman.
+:func:`identify_cost_effective` (CMB-identifying) first lets such a stage drop the outputs of
+operators that are large and quick to make again; only if that is not enough does it become an
+adjusted stage. Fewer adjusted stages mean a larger distance from the last of them to the end of
+the pipeline, and that distance is what conceals recomputation. All stages up to the last adjusted
+one are made adjusted stages: forwards that run early there need forwards that run early in the
+stages before. With even stages that is what happens anyway.
+
+The passes that migrate set how many forwards run before each backward (``StageOrder.ahead``); times
+follow from that. Let stage s of p run w forwards in the warm-up of 1F1B (w = p - s).
 
 =====================  ==========================================================
 1F1B                   ``ahead[m] = w + m``
@@ -10,7 +19,7 @@ relaxed                ``ahead[m] = w + n + m``: the others follow, one by one
 refined                the same with the n of the last adjusted stage
 =====================  ==========================================================
 
-(each at most the number of micro-batches). With forward time 1 and backward time 2 stage s of 1F1B
+Each is at most the number of micro-batches. With forward time 1 and backward time 2 stage s of 1F1B
 has 2 (p - s - 1) forward and p - s - 1 backward bubbles (section 3.1); n = 2 (p - s - 1) turns all
 forward bubbles into backward bubbles, of which there are then min(m - 1, 3 (p - s - 1)) (section
 5.3), unless the stage waits for earlier ones.
@@ -18,12 +27,16 @@ forward bubbles into backward bubbles, of which there are then min(m - 1, 3 (p -
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import floor
 
+from penstock.planner.cost.costs import BlockCost
 from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.base import PassContext
+from penstock.planner.passes.obscura.memory import Grain, order_memory
 from penstock.planner.passes.obscura.shape import (
+    FULL,
     NONE,
     StageOrder,
     adjusted_stages,
@@ -33,6 +46,8 @@ from penstock.planner.passes.obscura.shape import (
     with_orders,
 )
 from penstock.planner.schedule import Schedule
+from penstock.planner.schemes.base import Recomputation
+from penstock.protocol.errors import ConfigError
 
 _ROUNDING = 1e-6
 """Share of a forward by which a bubble may be short of a whole number of forwards."""
@@ -122,3 +137,72 @@ def _alternating(order: StageOrder) -> tuple[int, ...]:
 def _forward_s(schedule: Schedule, context: PassContext, stage: int) -> float:
     costs = context.costs
     return costs.of(schedule.layout.forward[stage].blocks).forward_s + costs.instruction_s
+
+
+COST_EFFECTIVE = frozenset({"norm", "silu", "gelu", "mul"})
+"""The operators of the CMB strategy by name (sections 8 and 9.1)."""
+
+
+def cost_effective(stage: BlockCost) -> Recomputation:
+    """The CMB strategy for a stage: its cost-effective operators, nothing if it has none."""
+    found = dict.fromkeys(op.name for op in stage.operators if op.name in COST_EFFECTIVE)
+    return Recomputation(mode="selective", drop=tuple(found)) if found else NONE
+
+
+def identify(schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE) -> Schedule:
+    """Stages over the limit recompute fully (section 3.2, step 1).
+
+    Raises:
+        ConfigError: no 1F1B shape, or it recomputes already.
+    """
+    return _identify(schedule, context, grain, lambda order: (FULL,))
+
+
+def identify_cost_effective(
+    schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE
+) -> Schedule:
+    """Stages over the limit drop cost-effective operators if that is enough (section 8).
+
+    Raises:
+        ConfigError: no 1F1B shape, or it recomputes already.
+    """
+
+    def remedies(order: StageOrder) -> Iterable[Recomputation]:
+        stage = context.costs.of(schedule.layout.forward[order.stage].blocks)
+        return cost_effective(stage), FULL
+
+    return _identify(schedule, context, grain, remedies)
+
+
+def _identify(
+    schedule: Schedule,
+    context: PassContext,
+    grain: Grain,
+    remedies: Callable[[StageOrder], Iterable[Recomputation]],
+) -> Schedule:
+    orders = stage_orders(schedule)
+    if any(order.recompute != NONE for order in orders):
+        raise ConfigError(
+            "schedule.recompute: the passes of Obscura choose what is recomputed; start from"
+            " recompute: none"
+        )
+    limit, total = context.memory_limit_bytes, schedule.layout.num_microbatches
+    if any(o.ahead != one_f_one_b_ahead(len(orders), o.stage, total) for o in orders):
+        raise ConfigError(
+            f"schedule.scheme = {schedule.scheme!r}: the passes of Obscura start from the order of"
+            " 1f1b"
+        )
+    if limit is None:
+        return schedule
+
+    def fits(order: StageOrder) -> bool:
+        return order_memory(schedule.layout, context.costs, order, grain) <= limit
+
+    def remedied(order: StageOrder) -> StageOrder:
+        choices = (order, *(replace(order, recompute=one) for one in remedies(order)))
+        return next((choice for choice in choices if fits(choice)), choices[-1])
+
+    chosen = [remedied(order) for order in orders]
+    last = max((order.stage for order in chosen if order.recompute == FULL), default=-1)
+    chosen = [replace(o, recompute=FULL) if o.stage <= last else o for o in chosen]
+    return with_orders(schedule, chosen)

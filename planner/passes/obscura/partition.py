@@ -23,7 +23,7 @@ from penstock.planner.layout import StageLayout
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.aware import stage_times
 from penstock.planner.passes.obscura.memory import Grain, schedule_memory
-from penstock.planner.passes.obscura.model import execution_times
+from penstock.planner.passes.obscura.recompute import execution_times
 from penstock.planner.passes.obscura.shape import adjusted_stages
 from penstock.planner.schedule import Schedule
 from penstock.protocol.plan.plan import StageRange

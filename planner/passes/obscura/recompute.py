@@ -1,10 +1,18 @@
-"""Swapping-aware recomputation: which operators to drop, how much to swap (section 6.2).
+"""Swapping-aware recomputation as mathematics: the model of time, and the integer program.
 
-For a swapping design (:class:`SwapStyle`), a number of evicted blocks (lambda) and a fraction
-(beta), the operators of the adjusted stages that are made again are the integer program of Equation
-4: minimise T_0 (Equations 2, 3), subject to memory (Equation 1) and bandwidth. All adjusted stages
-drop the same operators, as in the paper. Lambda and beta are enumerated, HiGHS solves each program,
-the fastest combination wins; among equals that which moves least.
+The model of time (sections 6.2 and 7.1) reckons with execution, communication and uneven stages.
+Where the paper writes f, 2f and r, a stage's own forward, backward and recomputation are taken. Let
+k be the last adjusted stage, and the *busy* time of a stage the sum of the three. Adjusted stages
+work at the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non
+(Equation 5). Without recomputation in stages after k and without swaps the model agrees with
+:func:`penstock.planner.orders.timing.order_times` to the last bit where recomputation waits for the
+gradient; a test shows it.
+
+The integer program (section 6.2) chooses, for a swapping design (:class:`SwapStyle`), a number of
+evicted blocks (lambda) and a fraction (beta), the operators that adjusted stages make again. It is
+Equation 4: minimise T_0 (Equations 2, 3), subject to memory (Equation 1) and bandwidth. All
+adjusted stages drop the same operators, as in the paper. Lambda and beta are enumerated, HiGHS
+solves each program, and the fastest combination wins; among equals the one that moves least.
 
 Every maximum of Equations 2, 3 and 5 becomes a variable with one lower bound per argument, which
 is exact because the objective presses it down. Beyond the equations, memory holds what
@@ -275,3 +283,65 @@ class _Rows:
             (operators, -evicted * (saved + remake)),
             (t + 2, -1.0),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds per micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """3f + r."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """Swapping of a stage: ``evicted`` activation blocks (lambda) in the warm-up, ``block_s`` for
+    one of them one way (a beta / B).
+    """
+
+    evicted: int = 0
+    block_s: float = 0.0
+
+
+def communication_s(times: StageTimes, transfers: Transfers, *, stages_after: int) -> float:
+    """Communication that computation cannot hide, T^C of Equation 2; ``stages_after``: k - s.
+
+    In the warm-up a transfer hides behind one forward and the forward bubbles that stage s < k
+    keeps; in the end behind recomputation and backward. Each of both terms is at least 0 here
+    (the paper bounds the first only). Epsilon, what swapping designs add, is taken as 0.
+    """
+    spare_s = stages_after * (times.backward_s + times.recompute_s)
+    warmup_s = transfers.evicted * (transfers.block_s - times.forward_s) - spare_s
+    ending_s = transfers.evicted * (transfers.block_s - times.backward_s - times.recompute_s)
+    return max(warmup_s, 0.0) + max(ending_s, 0.0)
+
+
+def execution_times(
+    stages: Sequence[StageTimes],
+    num_microbatches: int,
+    last_adjusted: int,
+    transfers: Sequence[Transfers] = (),
+) -> tuple[float, ...]:
+    """T_s of every stage: seconds from its first forward to its last backward (Equations 3, 5).
+
+    ``transfers`` of the adjusted stages 0 … k; none without swapping. The first entry is the time
+    of the pipeline.
+    """
+    adjusted = range(last_adjusted + 1)
+    adjusted_s = max((stages[s].busy_s for s in adjusted), default=0.0)
+    other_s = max((stage.busy_s for stage in stages[last_adjusted + 1 :]), default=0.0)
+    times = [other_s * (num_microbatches + len(stages) - s - 1) for s in range(len(stages))]
+    for s in reversed(adjusted):
+        after = last_adjusted - s
+        moved_s = 0.0
+        if transfers:
+            moved_s = communication_s(stages[s], transfers[s], stages_after=after)
+        following_s = times[s + 1] + adjusted_s if s + 1 < len(stages) else 0.0
+        times[s] = max(following_s, adjusted_s * (num_microbatches + after) + moved_s)
+    return tuple(times)

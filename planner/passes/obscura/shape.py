@@ -3,7 +3,7 @@
 A stage's order is a warm-up of forwards, then backwards with forwards between them, both in the
 order of micro-batches. All that Obscura's passes change is *where* forwards are among the
 backwards (:attr:`StageOrder.ahead`) and what forwards keep. Swaps are
-:mod:`penstock.planner.passes.obscura.swap`'s matter.
+:mod:`penstock.planner.passes.obscura.aware`'s matter.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.client.doctor.placement import PlacementFacts, PlacementReport
+from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.client.watching.snapshots import saved_states
 from penstock.daemons.node.home import committed_version, original_of
 from penstock.daemons.node.preparing.capacity import human_bytes

@@ -1,7 +1,7 @@
 """``penstock train``: prepare a run, supervise its nodes on this machine, show what happens.
 
 One ``penstock node`` process per cluster node does the work; each dies with this process. Here are
-only the lock, preparation, and the words at the end; :mod:`penstock.client.training.supervision`
+only the lock, preparation, and the words at the end; :mod:`penstock.client.supervision`
 watches.
 """
 
@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.client.training.nodes import Interruptions, console_path, empty_console
-from penstock.client.training.supervision import Supervision
+from penstock.client.supervision import Interruptions, Supervision, console_path, empty_console
 from penstock.client.watching.display import Display
 from penstock.client.watching.snapshots import Metrics, Observer, all_metrics, numbers, saved_states
 from penstock.daemons.node.home import RunLock, node_lock_path, train_lock_path
