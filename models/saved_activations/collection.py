@@ -1,4 +1,4 @@
-"""All that one forward saved: storages once, weights and constants told apart."""
+"""All that one forward saved: each storage once, weights and constants told apart."""
 
 from __future__ import annotations
 
@@ -13,21 +13,31 @@ from penstock.models.saved_activations.weights import BoundWeights
 
 
 class SavedTensor(Protocol):
-    """A tensor that is somewhere: over a slot, among the weights, or simply held."""
+    """A tensor that was saved: now over a slot, among the weights, or simply held."""
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, made again or waited for where needed.
+        """Returns the tensor, with the shape, strides and dtype that were saved, without a graph;
+        made again or waited for where needed.
 
         Raises:
-            SavedActivationError: it cannot be had.
+            SavedActivationError: the tensor cannot be had.
         """
 
     def check(self) -> None:
-        """Raise if it cannot be had."""
+        """Raise if the tensor cannot be had; changes nothing.
+
+        Raises:
+            SavedActivationError: as :meth:`tensor`.
+        """
 
 
 class SavedTensors:
-    """Slots by storage. Refers to them weakly: they live as long as somebody needs them."""
+    """The slots of one forward, by storage. Refers to them weakly: a slot lives as long as a graph
+    or a recorded kernel needs it.
+
+    ``constants`` are tensors of any shape that outlive the forward: saved ones are referred to, not
+    counted and not swapped. ``rebind``: weights are looked up again, not held.
+    """
 
     def __init__(
         self, weights: BoundWeights, constants: Iterable[torch.Tensor], *, rebind: bool
@@ -35,13 +45,20 @@ class SavedTensors:
         self.block: int | None = None
         self._weights = weights
         self._rebind = rebind
+        # Addresses do for constants: they live on, so none of theirs is used again meanwhile.
         self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
         self._slots: list[weakref.ref[StorageSlot]] = []
+        # By the address of the storage object, which cannot be used again while a slot in here
+        # holds the storage. Slots let go of theirs only when the forward is over (swaps), or after
+        # forget_place.
         self._held: weakref.WeakValueDictionary[int, StorageSlot] = weakref.WeakValueDictionary()
         self._num_slots = 0
 
     def view(self, tensor: torch.Tensor) -> SavedTensor:
-        """Hold the tensor's memory, if it is not a weight's that will be looked up again."""
+        """Returns where the tensor, of any shape and dtype, will be found.
+
+        Its memory is held from now on, unless it is a weight's that will be looked up again.
+        """
         storage = storage_of(tensor)
         if storage is None:
             return Opaque(tensor)
@@ -56,17 +73,20 @@ class SavedTensors:
         return view_of(slot, tensor)
 
     def held(self, storage: torch.UntypedStorage) -> StorageSlot | None:
-        """The slot that holds this storage."""
+        """Returns the slot that holds this storage; None if none does."""
         return self._held.get(storage._cdata)
 
     def forget_place(self, storage: torch.UntypedStorage) -> None:
-        """The storage is no longer the slot's."""
+        """Note that the storage is no longer its slot's: the slot has a copy of the bytes."""
         self._held.pop(storage._cdata, None)
 
     def new_slot(
         self, storage: torch.UntypedStorage, label: str, *, movable: bool = True
     ) -> StorageSlot:
-        """A slot over this storage that nothing refers to yet."""
+        """Returns a new slot over this storage, of any bytes; nothing but the caller refers to it.
+
+        ``label`` says in errors what the bytes are.
+        """
         where = "" if self.block is None else f" of block {self.block}"
         slot = StorageSlot(
             storage,
@@ -79,14 +99,14 @@ class SavedTensors:
         return slot
 
     def slots(self) -> list[StorageSlot]:
-        """Those still needed, in the order in which they were first saved or made."""
+        """Returns the slots still needed, in the order in which they were first saved or made."""
         found = [slot for reference in self._slots if (slot := reference()) is not None]
         self._slots = [weakref.ref(slot) for slot in found]
         return found
 
 
 def view_of(slot: StorageSlot, tensor: torch.Tensor) -> SlotView:
-    """The view of a slot that ``tensor`` is of the slot's storage."""
+    """Returns the view of ``slot`` that ``tensor``, of any shape and dtype, is of its storage."""
     return SlotView(
         slot=slot,
         dtype=tensor.dtype,

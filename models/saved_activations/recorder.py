@@ -38,7 +38,11 @@ again without the product before it.
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """A kernel's name, which arguments it changes, and whether it draws random numbers."""
+    """A kernel's name, which arguments it changes, and whether it draws random numbers.
+
+    All from torch's schema and tags of the kernel; ``written`` are positions, for arguments that
+    can have one.
+    """
 
     name: str
     written: tuple[int, ...]
@@ -57,7 +61,7 @@ class _Traits:
         )
 
     def changed(self, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
-        """Storages that this call changes."""
+        """Returns the storages that a call with these arguments changes."""
         tensors = [args[i] for i in self.written if i < len(args)]
         tensors += [kwargs[name] for name in self.written_by_name if name in kwargs]
         return [s for tensor in tensors_in(tensors) if (s := storage_of(tensor)) is not None]
@@ -76,7 +80,11 @@ class _Seen:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the kernels of dropped operators on the current tape."""
+    """Records the kernels of dropped operators on the current tape.
+
+    ``drop`` names operators; ``saved`` takes what is held; ``tracker`` tells which operator a
+    kernel belongs to. ``tape`` is that of the block that runs now. One thread's forward at a time.
+    """
 
     supports_higher_order_operators = True
 
@@ -113,15 +121,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def view(self, tensor: torch.Tensor) -> SavedTensor:
-        """Where the tensor will be found; it is held if nobody can make it again."""
+        """Returns where the tensor, of any shape and dtype, will be found; its memory is held if
+        no recorded kernel can make it again.
+        """
         storage = storage_of(tensor)
         slot = None if storage is None else self.tape.made(storage)
         return self._saved.view(tensor) if slot is None else view_of(slot, tensor)
 
     def _protect(self, storage: torch.UntypedStorage) -> None:
-        """Somebody is about to change this storage: whoever needs its bytes gets a copy."""
+        """Copy the bytes of a storage that a kernel is about to change, if a slot holds them."""
         slot = self._saved.held(storage)
         if slot is not None:
+            # The copy comes before the kernel in the order of the stream that both run on.
             slot.fill(storage.clone())  # type: ignore[no-untyped-call]
             self._saved.forget_place(storage)
 
@@ -141,6 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = [self.view(tensor) for tensor in inputs] if changed else []
         result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
+        # Storage objects are told apart by address: all of these are alive here.
         known = {s._cdata for t in inputs if (s := storage_of(t)) is not None}
         new = [(s := storage_of(t)) is not None and s._cdata not in known for t in outputs]
         if changed:

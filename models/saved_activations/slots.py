@@ -1,4 +1,4 @@
-"""One stored activation: present, elsewhere, or to be made again.
+"""The storage of one saved activation: on the device, elsewhere, or to be made again.
 
 A slot stands for one storage, however many views of it were saved. It lives as long as the
 autograd graph (or an operator to be run again) refers to it, so that memory is freed while the
@@ -15,28 +15,30 @@ import torch
 
 
 class SavedActivationError(RuntimeError):
-    """What a forward kept is used while it is not there. A valid plan does not do that."""
+    """A saved activation or a weight is needed while it is not there; no valid plan does that."""
 
 
 class Arrival(Protocol):
-    """A point behind copies."""
+    """A point in a copy stream, behind all copies that were asked for before it."""
 
     def wait(self) -> None:
-        """What the compute stream does from now on comes after the copies."""
+        """Order whatever the compute stream is given from now on after the copies."""
 
 
 class Maker(Protocol):
-    """Makes dropped slots again."""
+    """Whoever can make the bytes of dropped slots again."""
 
     def make(self) -> None:
-        """Fill the slot, and those of the same block."""
+        """Fill the slot that asks, and all others of the same block that are still needed."""
 
 
 class StorageSlot:
-    """The bytes of one storage.
+    """The bytes of one storage, of any device.
 
     ``movable``: an activation, which counts and may be swapped; otherwise a reference to something
-    that outlives the forward. ``label`` names it in errors.
+    that outlives the forward. ``order`` numbers the slots of a forward from 0; ``label`` names the
+    slot in errors. States: ``_storage`` is set (present), ``_elsewhere`` alone is set (swapped
+    out), ``maker`` is set (dropped), or none of them (discarded).
     """
 
     __slots__ = (
@@ -59,19 +61,20 @@ class StorageSlot:
 
     @property
     def present(self) -> bool:
-        """The bytes are on the device, or on their way to it."""
+        """Whether the bytes are on the device, or on their way to it."""
         return self._storage is not None
 
     @property
     def elsewhere(self) -> bool:
-        """Swapped out."""
+        """Whether the bytes are swapped out, and not on their way back."""
         return self._storage is None and self._elsewhere is not None
 
     def bytes_now(self) -> torch.UntypedStorage:
-        """The storage; made again if it was dropped, after its arrival if it was swapped.
+        """Returns the storage, of ``num_bytes`` bytes: made again if it was dropped; if it was
+        swapped, the compute stream is ordered after the copy back.
 
         Raises:
-            SavedActivationError: it is out, or was discarded.
+            SavedActivationError: the bytes are swapped out, or were discarded.
         """
         if self._storage is None and self.maker is not None:
             self.maker.make()
@@ -79,11 +82,13 @@ class StorageSlot:
         assert self._storage is not None
         if self._arrival is not None:
             self._arrival.wait()
+            # The copy back is ordered, not over. The memory elsewhere may go all the same: whoever
+            # has it next copies into it after the compute stream (CopyStream.copy), so after this.
             self._arrival = self._elsewhere = None
         return self._storage
 
     def check(self) -> None:
-        """Raise if the bytes are neither here nor can be made.
+        """Raise if the bytes are neither here nor can be made; changes nothing.
 
         Raises:
             SavedActivationError: as :meth:`bytes_now`.
@@ -97,48 +102,59 @@ class StorageSlot:
             raise SavedActivationError(f"{self.label} ({self.num_bytes} bytes) {why}")
 
     def drop(self, maker: Maker) -> None:
-        """Do not hold the bytes; ``maker`` can make them."""
+        """Stop holding the bytes, which ``maker`` can make again."""
+        # They are freed during the forward, as soon as the model's code lets go of its tensors.
         self._storage, self.maker = None, maker
 
     def fill(self, storage: torch.UntypedStorage) -> None:
-        """The bytes are here again (or in another place); nobody needs to make them."""
+        """Hold the same bytes in ``storage``: they were made again, or copied to another place."""
         self._storage, self.maker = storage, None
 
     def take(self) -> None:
-        """Somebody else has the bytes now and changes them."""
+        """Give the bytes up: another slot takes the storage and a kernel changes it in place."""
         self._storage = None
 
     def move_out(self, elsewhere: torch.Tensor, copy: Callable[..., None]) -> None:
-        """Start copying to ``elsewhere``, flat bytes; the storage is let go of at once."""
+        """Start copying to ``elsewhere``, flat uint8 of shape (num_bytes,).
+
+        The storage is let go of at once.
+
+        Raises:
+            SavedActivationError: as :meth:`bytes_now`.
+        """
         copy(elsewhere, as_bytes(self.bytes_now()))
+        # The copy may still read the storage: the copy stream has told the allocator.
         self._storage, self._elsewhere = None, elsewhere
 
     @property
     def left_with(self) -> Arrival | None:
-        """The point behind the copy that :meth:`move_out` started."""
+        """The point behind the copy that :meth:`move_out` started, while the bytes are out."""
         return self._arrival if self.elsewhere else None
 
     def move_in(self, copy: Callable[..., None]) -> None:
-        """Start copying back into new memory of the device."""
+        """Start copying the bytes back into new memory of the device.
+
+        They count as present at once, and may be used only behind :meth:`arrives_with`.
+        """
         assert self._elsewhere is not None
         target = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         copy(target, self._elsewhere)
         self._storage = target.untyped_storage()
 
     def arrives_with(self, arrival: Arrival) -> None:
-        """The copy started last is over then. The first use waits for it; till then the bytes
-        elsewhere are left alone.
+        """Note where the copy that was started last ends. The first use waits for that point; the
+        bytes elsewhere are left alone until then.
         """
         self._arrival = arrival
 
     def discard(self) -> None:
-        """Free everything; using it is an error from now on."""
+        """Free everything; using the slot is an error from now on."""
         self._storage = self.maker = self._elsewhere = self._arrival = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotView:
-    """A tensor over a slot."""
+    """A strided tensor over a slot; ``offset`` and ``stride`` count elements of ``dtype``."""
 
     slot: StorageSlot
     dtype: torch.dtype
@@ -147,7 +163,7 @@ class SlotView:
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, without a graph.
+        """Returns the tensor, of shape ``size``, without a graph; nothing is copied.
 
         Raises:
             SavedActivationError: see :meth:`StorageSlot.bytes_now`.
@@ -158,27 +174,27 @@ class SlotView:
         )
 
     def check(self) -> None:
-        """Raise if :meth:`tensor` cannot work."""
+        """Raise what :meth:`tensor` would; nothing is made or waited for."""
         self.slot.check()
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A tensor without plain strided memory, kept as it is."""
+    """A tensor without plain strided memory (sparse, quantized, wrapped), held as it is."""
 
     value: torch.Tensor
 
     def tensor(self) -> torch.Tensor:
-        """The tensor."""
+        """Returns the very tensor that was saved."""
         return self.value
 
     def check(self) -> None:
-        """Always there."""
+        """Never raises: the tensor is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blank:
-    """A tensor of which only the shape is needed: nothing is held."""
+    """A tensor of which a kernel needs shape and type, not the values: no memory is held."""
 
     dtype: torch.dtype
     device: torch.device
@@ -187,27 +203,31 @@ class Blank:
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Blank:
-        """The tensor's shape."""
+        """Returns the blank of a tensor's shape, strides, dtype and device."""
         return cls(
             dtype=tensor.dtype, device=tensor.device, size=tensor.size(), stride=tensor.stride()
         )
 
     def tensor(self) -> torch.Tensor:
-        """Uninitialized memory."""
+        """Returns uninitialized memory of that shape, strides and dtype."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def check(self) -> None:
-        """Always possible."""
+        """Never raises: memory can always be asked for."""
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage as flat uint8."""
+    """Returns all of a storage as a flat uint8 tensor, of shape (bytes,); nothing is copied."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory of a plain strided tensor; None for sparse, quantized and wrapped ones."""
+    """Returns the memory of a plain strided tensor of any shape and dtype.
+
+    None for sparse, quantized and wrapped ones, and for those that are conjugated or negated
+    lazily: their values are not the bytes of a storage.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized:
         return None
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():

@@ -45,7 +45,8 @@ from penstock.models.saved_activations.weights import BoundWeights
 class SavePolicy:
     """What stays of a forward.
 
-    ``drop``: operators (:mod:`~penstock.models.saved_activations.operators`) whose outputs do not.
+    ``drop``: operators (:mod:`~penstock.models.saved_activations.operators`) whose outputs do not
+    stay: their kernels run again.
     ``rebind``: weights are looked up when they are needed, so that their memory may have changed
     hands; otherwise the forward's memory is referred to, as autograd would.
     """
@@ -57,7 +58,8 @@ class SavePolicy:
 class SavedActivations:
     """What one forward of one stage on one micro-batch keeps. Made by :func:`saving_activations`.
 
-    Used by one thread at a time (the backward's may be another than the forward's).
+    Used by one thread at a time (the backward's may be another than the forward's). ``constants``
+    are tensors of any shape and dtype, see there.
     """
 
     def __init__(
@@ -79,12 +81,12 @@ class SavedActivations:
 
     @property
     def bytes_elsewhere(self) -> int:
-        """Bytes of activations that are swapped out now."""
+        """Bytes of activations that are swapped out now, and not on their way back."""
         return sum(slot.num_bytes for slot in self._activations() if slot.elsewhere)
 
     @contextmanager
     def block(self, index: int) -> Iterator[None]:
-        """Block ``index`` of the model runs inside, within :func:`saving_activations`.
+        """Run block ``index`` of the model inside, within :func:`saving_activations`.
 
         What goes into a block is kept, even if a dropped operator of the block before made it (so
         the planner counts, too): every block can be recomputed by itself. Without this, all of the
@@ -106,8 +108,8 @@ class SavedActivations:
         """Start moving ``fraction`` (0 to 1) of :attr:`bytes` elsewhere; returns bytes moved.
 
         Whole storages, the largest first (:func:`~penstock.models.saved_activations.swap.chosen`).
-        The device's memory is let go of at once; ``copies`` sees to it that it is not used again
-        too early.
+        ``allocate`` gives flat uint8 memory elsewhere. The device's memory is let go of at once;
+        ``copies`` sees to it that it is not used again too early.
 
         Raises:
             ValueError: the fraction is not one.
@@ -124,10 +126,12 @@ class SavedActivations:
     def swap_in(self, *, copies: CopyStream | None = None) -> int:
         """Start bringing back everything that is out; returns its bytes.
 
-        Each first use waits for the copies by itself, and lets go of the memory elsewhere.
+        The first use of each storage orders itself after the copies, and lets go of the memory
+        elsewhere.
         """
         stream = copies or PlainCopies()
         moved = [slot for slot in self._activations() if slot.elsewhere]
+        # Out and back may be two streams: no copy back may read what is still being written.
         for arrival in {id(left): left for slot in moved if (left := slot.left_with)}.values():
             stream.follow(arrival)
         for slot in moved:
@@ -137,7 +141,7 @@ class SavedActivations:
     def recompute(self) -> int:
         """Make what was dropped and is still needed, now; returns the number of kernels run.
 
-        Otherwise each block's part is made when the backward first needs any of it.
+        Without this call each block's part is made when the backward first needs any of it.
 
         Raises:
             SavedActivationError: a kernel needs an activation that is swapped out, or a weight
@@ -146,7 +150,10 @@ class SavedActivations:
         return sum(tape.run_again() for tape in self._tapes)
 
     def discard(self) -> None:
-        """Free everything, though a graph may still refer to it; its backward is an error then."""
+        """Free everything, though a graph may still refer to it; its backward is an error then.
+
+        For a micro-batch that is given up.
+        """
         for tape in self._tapes:
             tape.forget()
         for slot in self._saved.slots():
@@ -182,7 +189,7 @@ class SavedActivations:
 def saving_activations(
     policy: SavePolicy, weights: BoundWeights, constants: Iterable[torch.Tensor] = ()
 ) -> Iterator[SavedActivations]:
-    """One forward with autograd runs inside; what it saves goes into the SavedActivations.
+    """Run one forward with autograd inside; what it saves goes into the SavedActivations.
 
     ``weights``: where the stage's weights are; with ``policy.rebind`` they may be bound elsewhere
     afterwards, and are looked up there by backward and recomputation. ``constants``: tensors that
@@ -199,10 +206,12 @@ def saving_activations(
 
 
 def let_go(leaf: torch.Tensor) -> None:
-    """Make a leaf of a graph refer to one element, seen in the leaf's shape.
+    """Make a leaf of a graph, of any shape and dtype, refer to one element, seen in that shape.
 
-    Its gradient still arrives in ``leaf.grad``; its values live on only in what was kept.
+    Its gradient still arrives in ``leaf.grad``, in full; its values live on only in what was saved.
     """
+    # Autograd looks at the leaf's shape, dtype and device when a gradient arrives, not at its
+    # values.
     with torch.no_grad():
         leaf.data = leaf.new_zeros(()).expand(leaf.shape)
 

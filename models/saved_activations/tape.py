@@ -38,7 +38,8 @@ _HOLE = _Hole()
 class RecordedCall:
     """A kernel with its arguments but for the tensors.
 
-    ``random_state``: of the generator of ``random_device`` before it ran; None if it draws nothing.
+    ``random_state`` is that of the generator of ``random_device`` before the kernel ran, a flat
+    uint8 tensor on the host (5,056 bytes for a CPU's, 16 for a GPU's); None if it draws nothing.
     """
 
     kernel: Callable[..., Any]
@@ -57,17 +58,26 @@ class RecordedCall:
         device: torch.device,
         random: bool,
     ) -> RecordedCall:
-        """The call that is about to be made; tensors among the arguments are not held."""
+        """Returns the record of the call that is about to be made; tensors among the arguments are
+        not held. ``random``: the kernel draws numbers from the generator of ``device``.
+        """
+        # Before the kernel runs: it moves the generator on.
+        state = _generator(device).get_state() if random else None
         return cls(
             kernel=kernel,
             args=_mapped(args, _without_tensor),
             kwargs=_mapped(kwargs, _without_tensor),
             random_device=device,
-            random_state=_generator(device).get_state() if random else None,
+            random_state=state,
         )
 
     def repeat(self, tensors: Iterator[torch.Tensor]) -> Any:
-        """Call it with these tensors, in the order of :func:`tensors_in`, and the same numbers."""
+        """Call the kernel with these tensors and the random numbers of the first time; returns its
+        results, of the shapes and dtypes that they had.
+
+        ``tensors`` come in the order of :func:`tensors_in`, with the shapes, strides and dtypes of
+        the first time: the same kernel then gives the same bits.
+        """
 
         def with_tensor(item: Any) -> Any:
             return next(tensors) if item is _HOLE else item
@@ -81,7 +91,7 @@ class RecordedCall:
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class RecordedKernel:
-    """A recorded kernel. It lives as long as a slot that it makes is needed.
+    """A kernel that was recorded. It lives as long as a slot that it makes is needed.
 
     ``makes``: the slot of each tensor that it returns (None: nobody's, or not new). ``changes``:
     slots whose storage it changed, and the slots that stand for the result.
@@ -94,13 +104,19 @@ class RecordedKernel:
     changes: list[tuple[StorageSlot, weakref.ref[StorageSlot]]] = field(default_factory=list)
 
     def make(self) -> None:
-        """Run everything again that the block still needs."""
+        """Run all recorded kernels again that the block still needs."""
         self.tape.run_again()
 
     def run(self) -> None:
-        """Run the kernel and fill its slots."""
+        """Run the kernel and fill its slots.
+
+        Raises:
+            SavedActivationError: a kernel reads something that is not there.
+        """
         result = self.call.repeat(iter([view.tensor() for view in self.reads]))
         for before, after in self.changes:
+            # The kernel has changed this storage in place: the bytes are those of ``after`` now,
+            # and the slot before must not offer them any more.
             storage = before.bytes_now()
             before.take()
             _fill(after, storage)
@@ -118,16 +134,18 @@ class Tape:
         self._since_prune = 0
 
     def made(self, storage: torch.UntypedStorage) -> StorageSlot | None:
-        """The slot of a storage that a recorded kernel made."""
+        """Returns the slot of a storage that a recorded kernel made; None if none did."""
         found = self._made.get(storage._cdata)
         return None if found is None else found[1]
 
     def add(self, node: RecordedKernel) -> None:
-        """The next kernel in order."""
+        """Append the next kernel, in the order in which they ran."""
         self._nodes.append(weakref.ref(node))
 
     def enter(self, storage: torch.UntypedStorage, slot: StorageSlot) -> None:
-        """A recorded kernel made this storage; from now on it is this slot's."""
+        """Note that a recorded kernel made what this storage has now, and that ``slot`` stands for
+        it.
+        """
         # The weak reference also keeps the address from being used for another storage.
         self._made[storage._cdata] = (StorageWeakRef(storage), slot)  # type: ignore[no-untyped-call]
         self._since_prune += 1
@@ -140,19 +158,18 @@ class Tape:
             }
 
     def leave(self, storage: torch.UntypedStorage) -> None:
-        """No recorded kernel makes what this storage has now."""
+        """Note that no recorded kernel makes what this storage has now."""
         self._made.pop(storage._cdata, None)
 
     def close(self) -> None:
-        """The block is over: what nothing refers to is forgotten."""
+        """Forget kernels whose results nothing refers to: the block is over."""
         self._made.clear()
         self._nodes = deque(node for node in self._nodes if node() is not None)
 
     def run_again(self) -> int:
         """Make everything dropped that is still needed; returns the number of kernels run.
 
-        In the recorded order, so that changes in place happen as in the forward. A slot between
-        two kernels is freed after the second one.
+        In the recorded order, so that changes in place happen as in the forward.
 
         Raises:
             SavedActivationError: a kernel reads something that is swapped out, or a weight that is
@@ -164,19 +181,21 @@ class Tape:
                 view.check()
         self._nodes.clear()
         count = len(nodes)
+        # Each node goes right after its run, and with it the slots that only it read: what lies
+        # between two dropped operators is freed as soon as the second one has it.
         with torch.no_grad():
             while nodes:
                 nodes.popleft().run()
         return count
 
     def forget(self) -> None:
-        """Nothing will be made again."""
+        """Forget all kernels: nothing will be made again."""
         self._nodes.clear()
         self._made.clear()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested lists, tuples and dictionaries, in order."""
+    """Yields the tensors, of any shape and dtype, in nested lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -188,7 +207,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting with every item changed."""
+    """Returns the same nesting of lists, tuples and dictionaries with every item changed."""
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(item, change) for item in value)
     if isinstance(value, dict):
@@ -201,7 +220,7 @@ def _without_tensor(item: Any) -> Any:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The generator that kernels on this device draw from unless told otherwise."""
+    """Returns the generator that kernels on this device draw from unless told otherwise."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -210,7 +229,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def _state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
-    """The generator starts from ``state``; afterwards it is where it was."""
+    """Let the generator start from ``state`` inside; afterwards it goes on where it was."""
     before = generator.get_state()
     generator.set_state(state)
     try:

@@ -18,7 +18,10 @@ from penstock.models.saved_activations.slots import SavedActivationError
 
 
 class BoundWeights:
-    """Where the weights of one stage are now. Shared by all micro-batches of the stage."""
+    """Where the weights of one stage are now. Shared by all micro-batches of the stage.
+
+    Nothing is held but the leaves of the blocks bound last.
+    """
 
     def __init__(self, blocks: Iterable[BoundBlock] = ()) -> None:
         self._leaves: dict[int, Mapping[str, torch.Tensor]] = {}
@@ -27,7 +30,7 @@ class BoundWeights:
         self.bind(blocks)
 
     def bind(self, blocks: Iterable[BoundBlock]) -> None:
-        """From now on these blocks, and no others, are where their leaves are.
+        """Take these blocks, and no others, for the place of the stage's weights from now on.
 
         The leaves' ``.grad`` is not looked at: gradients go to the leaves of the forward.
         """
@@ -41,12 +44,15 @@ class BoundWeights:
         self._starts = [start for start, *_ in self._ranges]
 
     def release(self) -> None:
-        """The memory belongs to others; no reference to it is left here."""
+        """Let go of all weights, because their memory is going to belong to others."""
         self.bind(())
 
     def find(self, tensor: torch.Tensor, block: int | None) -> WeightView | None:
-        """The view of a weight that ``tensor`` is, or None if its memory is no weight's.
+        """Returns the view of a weight that ``tensor``, of any shape and dtype, is; None if its
+        memory is no weight's.
 
+        Goes by address alone: while a forward runs, its weights stay bound, so no other tensor can
+        have memory among theirs.
         Where a tied tensor is the same memory in several blocks, ``block`` is preferred.
         """
         address = tensor.data_ptr()
@@ -67,7 +73,8 @@ class BoundWeights:
         )
 
     def leaf(self, block: int, name: str) -> torch.Tensor:
-        """Where a weight is now.
+        """Returns a weight where it is now: the leaf, of the tensor's own shape, in the compute
+        dtype.
 
         Raises:
             SavedActivationError: its block is not bound.
@@ -83,7 +90,10 @@ class BoundWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightView:
-    """A weight, or a part or transposition of it: nothing is held."""
+    """A weight, or a part or transposition of it, by place: none of its memory is held.
+
+    ``offset_bytes`` counts from the start of the weight; ``stride`` counts elements of ``dtype``.
+    """
 
     weights: BoundWeights
     block: int
@@ -94,9 +104,14 @@ class WeightView:
     stride: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """The view of the weights bound now."""
+        """Returns the view, of shape ``size``, over the weights that are bound now.
+
+        Raises:
+            SavedActivationError: the weight's block is not bound.
+        """
         leaf = self.weights.leaf(self.block, self.name)
         offset = leaf.storage_offset() * leaf.itemsize + self.offset_bytes
+        # The leaf may lie anywhere in its flat array, so its own offset counts, too.
         return torch.empty(0, dtype=self.dtype, device=leaf.device).set_(
             leaf.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride
         )
