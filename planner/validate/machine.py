@@ -12,22 +12,12 @@ from typing import Any
 
 from penstock.planner.layout import StageLayout
 from penstock.planner.tensors import Send, transferred
-from penstock.planner.validate import (
-    compute,
-)
-from penstock.planner.validate import (
-    machine as endings,
-)
-from penstock.planner.validate import (
-    moves as gradients,
-)
+from penstock.planner.validate import compute
+from penstock.planner.validate import machine as endings
+from penstock.planner.validate import moves as gradients
 from penstock.planner.validate import moves as swaps
-from penstock.planner.validate import (
-    moves as transfers,
-)
-from penstock.planner.validate import (
-    moves as weights,
-)
+from penstock.planner.validate import moves as transfers
+from penstock.planner.validate import moves as weights
 from penstock.planner.validate.moves import places_of
 from penstock.planner.validate.world import (
     DeviceState,

@@ -36,9 +36,8 @@ from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
 from penstock.workers.attempt import EpochContext, Job
-from penstock.workers.channels.base import Channel
+from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
-from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.opening import means_here, open_channel
 from penstock.workers.channels.transport import Transport
 from penstock.workers.collectives import collective_receives

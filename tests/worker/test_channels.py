@@ -16,9 +16,8 @@ from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.wire.frames import GroupAddress, TensorHeader, TransferShape
 from penstock.workers.channels.group import GroupChannel, TCPStore
-from penstock.workers.channels.inbox import TransferKey
+from penstock.workers.channels.inbox import Notices, TransferKey
 from penstock.workers.channels.nccl import NcclWire
-from penstock.workers.channels.notices import Notices
 from penstock.workers.channels.opening import means_of, open_channel, told_by
 from penstock.workers.channels.order import (
     MAX_TRANSFERS,

@@ -37,8 +37,8 @@ from penstock.protocol.run.names import node_of_device, ownership
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.workers.attempt import EpochContext, Job
+from penstock.workers.channels.base import MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
-from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.transport import Transport
 from penstock.workers.collectives import collective_receives
 from penstock.workers.interpreter import run_job

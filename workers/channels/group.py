@@ -22,9 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.wire.frames import TensorHeader, TransferShape
-from penstock.workers.channels.inbox import NamedTensors, TransferKey
-from penstock.workers.channels.messages import MessageChannel
-from penstock.workers.channels.notices import ShapeKey
+from penstock.workers.channels.base import MessageChannel
+from penstock.workers.channels.inbox import NamedTensors, ShapeKey, TransferKey
 from penstock.workers.channels.order import Direction, OrderedTransfer, Place, TransferOrder
 from penstock.workers.channels.tensors import Packing, headers_of
 from penstock.workers.channels.transport import Transport

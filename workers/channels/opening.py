@@ -15,9 +15,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import node_of_device
 from penstock.workers.channels import gloo, nccl
-from penstock.workers.channels.base import Channel
+from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.group import GroupChannel, Wire
-from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.channels.order import TransferOrder
 from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
 from penstock.workers.channels.transport import Transport

@@ -2,7 +2,7 @@
 
 One PULL socket per worker lives as long as the process; a communication thread empties it into the
 :class:`~penstock.workers.channels.inbox.Inbox`, and what concerns process groups into
-:class:`~penstock.workers.channels.notices.Notices`. PUSH sockets, one per peer, are made at each
+:class:`~penstock.workers.channels.inbox.Notices`. PUSH sockets, one per peer, are made at each
 Begin and closed at each Drain, unsent messages with them. Bytes that are no message are dropped and
 counted.
 """
@@ -28,8 +28,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
-from penstock.workers.channels.inbox import Inbox, NamedTensors
-from penstock.workers.channels.notices import Notices
+from penstock.workers.channels.inbox import Inbox, NamedTensors, Notices
 from penstock.workers.channels.tensors import from_frames, num_bytes, to_frames
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.waiting import POLL_S, Abort, WaitBudget

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.workers.channels.base import MessageChannel
 from penstock.workers.channels.inbox import TransferKey
-from penstock.workers.channels.messages import MessageChannel
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 
 
