@@ -45,7 +45,7 @@ def export(run_dir: Path, output: Path, step: int | None) -> StateFolder:
     """
     state = choose_state(run_dir, step)
     cluster = RunDirectory(run_dir).config.cluster
-    if cluster.emulated is not None:
+    if cluster.platform.brings_model:
         raise ConfigError(
             f"{run_dir}: ran on {cluster.device!r}; what an emulated run saves is no model"
         )

@@ -23,6 +23,7 @@ from penstock.planner.simulate import Lane, Simulation, simulate
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.platforms.registry import CoreUse
 from penstock.shm.table import BlockTable
 
 MATTERS = 1e-3
@@ -58,14 +59,15 @@ def settle_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
 def is_to_choose(config: Config) -> bool:
     """Whether ``auto`` has something to choose, and something to choose by."""
     optimizer, schedule, emulation = config.optimizer, config.schedule, config.emulation
+    platform = config.cluster.platform
     complete = schedule.file is not None and schedule.file.suffix.lower() != ".csv"
     foreign = emulation.optimizer_bytes is not None or emulation.optimizer_start != "offload"
     return (
         optimizer.settle == "auto"
         and optimizer.rollback == "exact"
         and optimizer.speculate != "never"
-        and (schedule.profile is not None or config.cluster.emulated is not None)
-        and config.cluster.device != "cpu"
+        and (schedule.profile is not None or platform.models_time)
+        and platform.cores is not CoreUse.COMPUTE
         and not complete
         and not foreign
     )

@@ -2,8 +2,8 @@
 
 - Gradient sums, from the other routes of a stage to the one that publishes them
   (:mod:`penstock.protocol.plan.reduction`).
-- On emulated devices that share out weights, when each enters a collective, to all others: that is
-  what its time follows from (:mod:`penstock.workers.platforms.emulated.collectives`).
+- On devices whose time is modelled, if they share out weights, when each enters a collective, to
+  all others: its time follows from that (:mod:`penstock.workers.platforms.emulated`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Received = tuple[str, str, int, int]
 
 
 def collective_receives(
-    plan: Plan, flow: Flow, device: int, *, emulated: bool
+    plan: Plan, flow: Flow, device: int, *, modelled: bool
 ) -> frozenset[Received]:
     """What collectives bring to a device."""
     found: set[Received] = {
@@ -27,15 +27,15 @@ def collective_receives(
         for stage in flow.layout.backward_stages_on(device)
         for sender in flow.reduction.senders(stage)
     }
-    if emulated and plan.shards_weights:
+    if modelled and plan.shards_weights:
         found.update(_entries("train", plan.programs, device))
         found.update(_entries("eval", plan.evaluation, device))
     return frozenset(found)
 
 
-def collective_peers(plan: Plan, flow: Flow, device: int, *, emulated: bool) -> frozenset[int]:
+def collective_peers(plan: Plan, flow: Flow, device: int, *, modelled: bool) -> frozenset[int]:
     """Whom collectives make a device send to."""
-    if emulated and plan.shards_weights:
+    if modelled and plan.shards_weights:
         return frozenset(range(plan.num_devices)) - {device}
     return frozenset(
         flow.reduction.root_device(stage)

@@ -90,7 +90,7 @@ def make_device(
         ConfigError: there is no such GPU.
     """
     weight_dtype, grad_dtype = table.weight_dtype, table.grad_dtype
-    if config.cluster.emulated is not None:
+    if config.cluster.platform.models_time:
         assert run_dir is not None, "emulated devices share a run directory"
         node, nodes = node_of_device(config, device_index), config.cluster.nodes
         log = BandwidthLog.of_node(run_dir, nodes[node].name, config.cluster.workers)
@@ -186,7 +186,7 @@ class EpochBuilder:
         )
         self._trace = TraceRing(log)
         self._pace: NodeReads | None = None
-        if self._config.cluster.emulated is not None:
+        if self._config.cluster.platform.models_time:
             self._pace = Emulation.of(self._config).reads(files.path, self._config, self._node)
         self._runtime: ModelRuntime | None = None
         self._means = means_here(files.config)
@@ -293,7 +293,7 @@ class EpochBuilder:
 
     def runtime(self) -> ModelRuntime:
         """The model without weights; made once, takes seconds."""
-        if self._runtime is None and self._config.cluster.emulated is not None:
+        if self._runtime is None and self._config.cluster.platform.models_time:
             # It has the methods of a model's runtime, over blocks of its own.
             self._runtime = cast(
                 ModelRuntime, EmulatedRuntime(self._table, seed=self._config.run.seed)
@@ -317,8 +317,8 @@ class EpochBuilder:
     ) -> None:
         """Accept what peers send in the epoch, and connect to those that are sent to."""
         program, evaluation = self._programs(plan)
-        emulated = self._config.cluster.emulated is not None
-        beside = collective_peers(plan, flow, self._device_index, emulated=emulated)
+        modelled = self._config.cluster.platform.models_time
+        beside = collective_peers(plan, flow, self._device_index, modelled=modelled)
         beside |= told_by(self._device_index, group_members(plan, self._means))
         self._transport.expect(largest_transfer(self._config, self._table, plan), plan.num_devices)
         self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)
@@ -329,7 +329,7 @@ class EpochBuilder:
                 program,
                 evaluation,
                 self._config.train.eval_batches,
-                collective_receives(plan, flow, self._device_index, emulated=emulated),
+                collective_receives(plan, flow, self._device_index, modelled=modelled),
                 first_attempt=begin.next_attempt,
                 first_evaluation=begin.next_evaluation,
             ),

@@ -104,7 +104,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             fence=fence,
             metrics=metrics,
             global_batch=config.train.global_batch,
-            handlers=HANDLERS if config.cluster.emulated is None else EMULATED_HANDLERS,
+            handlers=HANDLERS if not config.cluster.platform.models_time else EMULATED_HANDLERS,
         )
         session.run(lambda: stop.is_set)
 

@@ -27,7 +27,7 @@ class PlanReport:
     prospect: Prospect
     simulation: Simulation
     measured: bool
-    emulated: bool = False
+    modelled: bool = False
     choice: str = ""
     """What ``schedule: auto`` came to."""
 
@@ -70,7 +70,7 @@ class PlanReport:
     def _rates(self) -> str:
         if self.measured:
             return "with measured costs"
-        if self.emulated:
+        if self.modelled:
             return "with the costs of the emulated cluster"
         return "default rates, not measured on this machine"
 
@@ -121,7 +121,7 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
         prospect=prospect,
         simulation=try_plan(prospect.plan, config_terms(config, prospect.table)),
         measured=config.schedule.profile is not None,
-        emulated=config.cluster.emulated is not None,
+        modelled=config.cluster.platform.models_time,
         choice="".join(said[-1:]),
     )
 

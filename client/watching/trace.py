@@ -341,14 +341,14 @@ def make_trace_report(
             file cannot be read or written.
     """
     run, trace = RunDirectory(run_dir), read_traces(run_dir)
-    if run.config.cluster.emulated is not None:
+    if run.config.cluster.platform.models_time:
         trace = trace.slowed(1.0 / run.config.emulation.time_scale)
     names = tuple(node.name for node in run.config.cluster.nodes)
     traced = TracedRun.of(trace, names)
     _check_wanted(traced, wanted)
     if outputs.chrome is not None:
         write_file(outputs.chrome, chrome_trace(traced, names, wanted).encode())
-    measurement = measure(traced, run.plan, copies=run.config.cluster.device != "cpu")
+    measurement = measure(traced, run.plan, copies=run.config.cluster.platform.own_memory)
     chosen = _choose(measurement, wanted)
     fit = Fit.of(chosen, run.config.cluster.workers)
     report = TraceReport(
@@ -358,7 +358,7 @@ def make_trace_report(
         chosen=chosen,
         fit=fit,
         simulation=_simulate(run, fit, profile),
-        costs=str(profile) if profile is not None else run.config.cluster.emulated,
+        costs=str(profile) if profile is not None else run.config.cluster.device_parameter,
         memory=compare_memory(run, chosen, profile),
     )
     _draw(report, outputs)
@@ -391,7 +391,7 @@ def _choose(measurement: Measurement, wanted: Range | None) -> tuple[MeasuredAtt
 
 
 def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
-    if profile is None and run.config.cluster.emulated is None:
+    if profile is None and not run.config.cluster.platform.models_time:
         return simulate(fit.plan, fit.costs, fit.cluster, stops_early=True)
     prices = config_prices(run.config, run.table, profile)
     optimizer = optimizer_of(run.config)

@@ -19,7 +19,6 @@ from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
 from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.service import MemoryService
-from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.placement import page_places, place
@@ -88,12 +87,12 @@ def _run(
             raise
         server.start(memory, metrics)
         metrics.watch(memory)
+        loader = (sys.executable, "-m", config.cluster.platform.loader)
         effects = MemoryEffects(
             memory=memory,
             link=link,
             metrics=metrics,
-            load_initial=load_initial
-            or partial(run_loader, directory.path, node, command=_loader(config)),
+            load_initial=load_initial or partial(run_loader, directory.path, node, loader),
             cores=place(config, index).optimizer,
             jobs=jobs,
         )
@@ -139,13 +138,6 @@ def _acquire(directory: RunDirectory, node: int) -> NodeMemory:
     spec = directory.memory_spec(node)
     several = placement.several
     return acquire(spec, page_places(placement, spec.layout, spec.table) if several else {})
-
-
-def _loader(config: Config) -> tuple[str, ...]:
-    """Who makes initial weights: the model's code, or what emulated devices have instead."""
-    if config.cluster.emulated is None:
-        return ()
-    return (sys.executable, "-m", "penstock.workers.platforms.emulated.loader")
 
 
 def _report(link: MemberLink, error: PenstockError) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +80,9 @@ def restore(
 
 
 def run_loader(
-    run_dir: Path, node: str, cancelled: Callable[[], bool], command: Sequence[str] = ()
+    run_dir: Path, node: str, command: Sequence[str], cancelled: Callable[[], bool]
 ) -> None:
-    """Run the torch process that writes initial weights; it dies with this process.
+    """Run the process that writes initial weights; it dies with this one.
 
     Raises:
         LoaderError: it failed; the message ends with what it said last.
@@ -92,7 +91,7 @@ def run_loader(
     arguments = ["--config", str(run_dir / "resolved.yaml"), "--node", node]
     arguments += ["--parent-pid", str(os.getpid())]
     process = subprocess.Popen(
-        [*(command or (sys.executable, "-m", "penstock.models.checkpoints.loader")), *arguments],
+        [*command, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -151,7 +151,7 @@ def _sweeps(
     kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
     stack.callback(kernels.close)
     runner: SweepRunner = kernels
-    if config.cluster.emulated is not None:
+    if config.cluster.platform.models_time:
         node = memory.spec.node_name
         log = BandwidthLog.of_node(run.path, node, config.cluster.workers)
         stack.callback(log.close)
@@ -176,7 +176,7 @@ def _puller(
     if not sources:
         return None
     pace = None
-    if run.config.cluster.emulated is not None:
+    if run.config.cluster.platform.models_time:
         pace = Emulation.of(run.config).reads(run.path, run.config, node)
         stack.callback(pace.board.close)
         pace.board.clear(node)

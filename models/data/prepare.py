@@ -43,14 +43,14 @@ def prepare(
     """Make the files of a run directory. ``table_only`` leaves the data out; ``progress`` is told
     about what takes long.
 
-    Emulated devices bring their model; then only the data is made here.
+    Where the platform brings its model, only the data is made here.
 
     Raises:
         ConfigError: the configuration, the model or the data cannot be used; names key and value.
         StateError: files of a local model directory are damaged.
     """
     tokenizer = open_tokenizer(config)
-    if config.cluster.emulated is None:
+    if not config.cluster.platform.brings_model:
         _prepare_model(config, run_dir, tokenizer, table_only=table_only)
     if not table_only:
         _prepare_data(config, run_dir, tokenizer, progress)

@@ -113,7 +113,7 @@ def _machine(
 
 
 def _device(config: Config) -> torch.device:
-    if config.cluster.emulated is not None:
+    if config.cluster.platform.models_time:
         raise ConfigError(
             f"cluster.device = {config.cluster.device!r}: there is nothing to measure on an"
             " emulated device; use --set cluster.device=cpu or cuda"

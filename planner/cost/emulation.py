@@ -148,8 +148,8 @@ class Emulation:
         Raises:
             ConfigError: no emulated device, an unknown GPU or model, a profile that does not fit.
         """
-        text = config.cluster.emulated
-        if text is None:
+        text = config.cluster.device_parameter
+        if text is None or not config.cluster.platform.models_time:
             raise ConfigError(f"cluster.device = {config.cluster.device!r}: is no emulated device")
         _check_supported(config)
         wanted = config.emulation

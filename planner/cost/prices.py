@@ -18,25 +18,26 @@ def config_prices(
 ) -> Prices:
     """Costs and cluster of a configuration, for its micro-batches or those of so many sequences.
 
-    From ``profile``, or the one that ``schedule.profile`` names; else what ``cluster.device``
-    emulates, or a guess at it.
+    From ``profile``, or the one that ``schedule.profile`` names; else those of the
+    cluster that ``cluster.device`` models, or a guess.
 
     Raises:
         ConfigError: the profile cannot be read, or is of another model.
     """
     profile = profile or config.schedule.profile
     micro_batch = micro_batch or config.train.micro_batch
-    if profile is None and config.cluster.emulated is not None:
+    platform = config.cluster.platform
+    if profile is None and platform.models_time:
         train = config.train.model_copy(update={"micro_batch": micro_batch})
         emulation = Emulation.of(config.model_copy(update={"train": train}))
         return Prices(costs=emulation.costs, cluster=emulation.cluster)
-    source = load_profile(profile) if profile is not None else guess_of(config.cluster.device)
+    source = load_profile(profile) if profile is not None else guess_of(platform)
     return Prices(
         costs=table_costs(
             table,
             source,
             tokens=micro_batch * config.data.sequence_length,
-            on_cpu=config.cluster.device == "cpu",
+            own_memory=platform.own_memory,
         ),
         cluster=cluster_of(source, devices_per_node=config.cluster.workers),
     )
@@ -44,6 +45,6 @@ def config_prices(
 
 def optimizer_of(config: Config) -> OptimizerModel:
     """How a configuration's optimizer works on its nodes' cores."""
-    if config.cluster.emulated is not None:
+    if config.cluster.platform.models_time:
         return Emulation.of(config).optimizer
     return optimizer_way(config.optimizer)

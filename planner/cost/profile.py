@@ -14,6 +14,7 @@ from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost, Workspaces
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import KindProfile, MachineProfile, Profile
+from penstock.protocol.platforms.registry import Platform
 from penstock.shm.table import BlockSpec, BlockTable
 
 _GRADIENT_ITEMSIZE = 4
@@ -71,9 +72,9 @@ CPU_GUESS = Guess(
 """One CPU core per worker."""
 
 
-def guess_of(device: str) -> Guess:
-    """What to assume of ``cluster.device`` until a profile says better."""
-    return CPU_GUESS if device == "cpu" else GPU_GUESS
+def guess_of(platform: Platform) -> Guess:
+    """Returns what to assume of a platform until a profile says better."""
+    return GPU_GUESS if platform.own_memory else CPU_GUESS
 
 
 def block_costs(table: BlockTable, source: Profile | Guess, *, tokens: int) -> Costs:
@@ -152,11 +153,11 @@ class TableCosts(Costs):
 
 
 def table_costs(
-    table: BlockTable, source: Profile | Guess, *, tokens: int, on_cpu: bool
+    table: BlockTable, source: Profile | Guess, *, tokens: int, own_memory: bool
 ) -> TableCosts:
-    """Costs of a table's blocks on devices that compute in a weight's own type, or ``on_cpu``: in
-    fp32, whatever weights are stored in, and in the host's memory. The one model of what devices
-    hold: passes, checks, searches and tables all reckon with it.
+    """Costs of a table's blocks. Devices with ``own_memory`` compute in the type of the weights;
+    those without compute in fp32, whatever weights are stored in, and in the host's memory. The one
+    model of what devices hold: passes, checks, searches and tables all reckon with it.
 
     Raises:
         ConfigError: a kind of block is not in the profile.
@@ -165,9 +166,9 @@ def table_costs(
     return TableCosts(
         blocks=plain.blocks,
         instruction_s=plain.instruction_s,
-        separate_memory=not on_cpu,
+        separate_memory=own_memory,
         table=table,
-        widening=_COMPUTE_ITEMSIZE_OF_CPUS / table.weight_dtype.itemsize if on_cpu else 1.0,
+        widening=1.0 if own_memory else _COMPUTE_ITEMSIZE_OF_CPUS / table.weight_dtype.itemsize,
     )
 
 

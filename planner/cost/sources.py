@@ -126,9 +126,9 @@ class ProfileSource:
         """Costs of the model that was measured, however it is cut; all devices in one node."""
         del forward_stages, backward_stages
         profile = self.profile
-        on_cpu = not profile.machine.separate_memory
+        own_memory = profile.machine.separate_memory
         return Prices(
-            costs=table_costs(profile.table, profile, tokens=profile.tokens, on_cpu=on_cpu),
+            costs=table_costs(profile.table, profile, tokens=profile.tokens, own_memory=own_memory),
             cluster=cluster_of(profile, devices_per_node=num_devices),
         )
 

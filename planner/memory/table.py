@@ -90,7 +90,7 @@ def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ..
     """Memory of all devices, and of hosts for what they swap out."""
     all_footprints = footprints(plan, costs)
     rows = list(_swap_rows(config, all_footprints))
-    resource = Resource.HOST if config.cluster.device == "cpu" else Resource.DEVICE
+    resource = Resource.DEVICE if config.cluster.platform.own_memory else Resource.HOST
     for device, footprint in enumerate(all_footprints):
         rows += _device_rows(f"device {device}", resource, footprint.peak)
     return tuple(rows)

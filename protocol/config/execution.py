@@ -11,6 +11,14 @@ from pydantic import Field, model_validator
 
 from penstock.protocol.config.values import Accepts, Seconds, Share, Size, Unit
 from penstock.protocol.config.words import Section
+from penstock.protocol.platforms.registry import (
+    DEVICE_CHOICES,
+    DEVICE_PATTERN,
+    PLATFORMS,
+    Platform,
+    parameter_of,
+    platform_of,
+)
 
 
 class ScheduleConfig(Section):
@@ -139,11 +147,9 @@ class ClusterConfig(Section):
     workers: int = Field(
         default=2, ge=1, le=64, description="Workers (devices) of each node, one process each."
     )
-    device: Annotated[
-        str, Accepts("cpu, cuda, emulated:analytic:GPU:MODEL or emulated:PROFILE.json")
-    ] = Field(
+    device: Annotated[str, Accepts(DEVICE_CHOICES)] = Field(
         default="cpu",
-        pattern=r"^(cpu|cuda|emulated:.+)$",
+        pattern=DEVICE_PATTERN,
         description="What workers compute on. More cuda workers than a node has GPUs share them."
         " Emulated devices only take the time of the GPU and model that are named, or that"
         " `penstock profile` measured.",
@@ -206,29 +212,29 @@ class ClusterConfig(Section):
             raise ValueError(
                 "cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s"
             )
-        if self.transport == "nccl" and self.device != "cuda":
+        *others, last = "auto", *self.platform.transports
+        if self.transport not in (*others, last):
+            able = [name for name, p in PLATFORMS.items() if self.transport in p.transports]
             raise ValueError(
-                f"cluster.transport nccl is for cluster.device: cuda, which is {self.device!r};"
-                " auto, zmq and gloo work there"
-                if self.emulated is None
-                else "cluster.transport nccl is for cluster.device: cuda; emulated devices take"
-                " auto or zmq"
+                f"cluster.transport {self.transport} is for cluster.device: {', '.join(able)},"
+                f" which is {self.device!r}; {', '.join(others)} and {last} work there"
             )
-        if self.transport == "gloo" and self.emulated is not None:
+        if self.platform.models_time and len({node.host for node in self.nodes}) > 1:
             raise ValueError(
-                "cluster.transport gloo: emulated devices take auto or zmq, and reckon with the"
-                " links of the cluster that they emulate"
-            )
-        if self.emulated is not None and len({node.host for node in self.nodes}) > 1:
-            raise ValueError(
-                "cluster.nodes of an emulated cluster run on one machine; give them one host"
+                f"cluster.nodes of an {self.platform.name} cluster run on one machine; give them"
+                " one host"
             )
         return self
 
     @property
-    def emulated(self) -> str | None:
-        """Where the costs of emulated devices come from; ``None``: devices are real."""
-        return self.device.removeprefix("emulated:") if ":" in self.device else None
+    def platform(self) -> Platform:
+        """What the devices can do."""
+        return platform_of(self.device)
+
+    @property
+    def device_parameter(self) -> str | None:
+        """What ``device`` says beyond the platform's name: where modelled costs come from."""
+        return parameter_of(self.device)
 
 
 class MemoryConfig(Section):

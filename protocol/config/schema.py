@@ -88,17 +88,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _emulated_or_real(self) -> Config:
-        if self.cluster.emulated is not None:
-            if self.schedule.profile is not None:
-                raise ValueError(
-                    f"schedule.profile = {str(self.schedule.profile)!r}: emulated devices have the"
-                    " costs that cluster.device names (emulated:FILE.json takes a profile)"
-                )
-            return self
-        if self.model.hf is None and self.model.path is None:
+    def _modelled_or_real(self) -> Config:
+        platform = self.cluster.platform
+        if platform.models_time and self.schedule.profile is not None:
+            raise ValueError(
+                f"schedule.profile = {str(self.schedule.profile)!r}: emulated devices have the"
+                " costs that cluster.device names (emulated:FILE.json takes a profile)"
+            )
+        if not platform.brings_model and self.model.hf is None and self.model.path is None:
             raise ValueError(ONE_MODEL)
-        if self.emulation != EmulationConfig():
+        if not platform.models_time and self.emulation != EmulationConfig():
             raise ValueError(
                 f"emulation: is for cluster.device: emulated:…, which is {self.cluster.device!r}"
             )
@@ -123,8 +122,8 @@ class Config(Section):
             return None
         if self.data.tokenizer is not None:
             return self.data.tokenizer
-        # Emulated devices bring their model, and any tokens will do.
-        own = self.model.path if self.cluster.emulated is None else None
+        # A model that the platform brings takes any tokens.
+        own = None if self.cluster.platform.brings_model else self.model.path
         return BYTE if own is None else str(own)
 
     def to_yaml(self) -> str:

@@ -87,7 +87,8 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
             f"plan: UPDATE of block {min(plan.updates)}, and optimizer.master is split: devices"
             f" update whole masters only: {advice}, or set optimizer.master: fp32"
         )
-    if config.cluster.device == "cuda" and config.optimizer.name not in _ON_GPUS:
+    own_kernels = config.cluster.platform.own_update_kernels
+    if own_kernels and config.optimizer.name not in _ON_GPUS:
         raise ConfigError(
             f"optimizer.name = {config.optimizer.name.value}: GPUs update with"
             f" {' and '.join(_ON_GPUS)} only (block {min(plan.updates)}): {advice}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.platforms.registry import CoreUse
 from penstock.protocol.run.rundir import MAX_OPTIMIZER_THREADS
 from penstock.shm.layout import NodeLayout, SegmentKind
 from penstock.shm.pages import NodeRange
@@ -79,7 +80,7 @@ def place(
         optimizer, taken = wanted, set(wanted)
     optimizer = tuple(sorted(optimizer, key=lambda cpu: topology.node_of[cpu]))
     workers = tuple(sorted(cpu for core in cores for cpu in core.cpus))
-    if config.cluster.device == "cuda":
+    if config.cluster.platform.cores is CoreUse.FEED:
         free = [cpu for core in cores if not taken & set(core.cpus) for cpu in core.cpus]
         workers = tuple(sorted(free)) or workers
     return Placement(
@@ -181,7 +182,7 @@ def _num_left(config: Config, num_cores: int) -> int:
     share, threads = config.optimizer.leave_cores, config.optimizer.threads
     if share != "auto":
         return min(round(share * num_cores), num_cores - 1)
-    if config.cluster.device != "cuda":
+    if config.cluster.platform.cores is not CoreUse.FEED:
         return 0
     # As many threads as asked for have cores of their own, as far as there are.
     return min(config.cluster.workers, num_cores // 2, max(num_cores - threads, 0))

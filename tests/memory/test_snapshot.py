@@ -352,16 +352,16 @@ def test_compare(memory: NodeMemory, saved: Path, tmp_path: Path, helpers: Any) 
 def test_a_failing_loader_is_quoted(tmp_path: Path) -> None:
     script = ["sh", "-c", "echo noise; echo 'no such model' >&2; exit 2"]
     with pytest.raises(LoaderError, match=r"node a: .*exit code 2\): no such model") as error:
-        run_loader(tmp_path, "a", never, script)
+        run_loader(tmp_path, "a", script, never)
     assert error.value.exit_code is ExitCode.BAD_CONFIG
     with pytest.raises(LoaderError, match=r"exit code 130") as error:
-        run_loader(tmp_path, "a", never, ["sh", "-c", "exit 130"])
+        run_loader(tmp_path, "a", ["sh", "-c", "exit 130"], never)
     assert error.value.exit_code is ExitCode.LOST_MEMBERS, "no failure passes for a clean end"
     with pytest.raises(LoaderError, match="SIGKILL") as error:
-        run_loader(tmp_path, "a", never, ["sh", "-c", "kill -9 $$"])
+        run_loader(tmp_path, "a", ["sh", "-c", "kill -9 $$"], never)
     assert error.value.exit_code is ExitCode.LOST_MEMBERS
 
 
 def test_a_loader_is_killed_when_the_restore_is_cancelled(tmp_path: Path) -> None:
     with pytest.raises(CancelledError):
-        run_loader(tmp_path, "a", lambda: True, ["sh", "-c", "exec sleep 60"])
+        run_loader(tmp_path, "a", ["sh", "-c", "exec sleep 60"], lambda: True)

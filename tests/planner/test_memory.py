@@ -21,7 +21,7 @@ Configs = Callable[..., Config]
 
 
 def gpu_costs(table: BlockTable, tokens: int) -> TableCosts:
-    return table_costs(table, GPU_GUESS, tokens=tokens, on_cpu=False)
+    return table_costs(table, GPU_GUESS, tokens=tokens, own_memory=True)
 
 
 def test_rows_of_two_nodes(make_table: Tables, make_config: Configs) -> None:

@@ -32,6 +32,7 @@ from penstock.protocol.plan.profile import (
     Profile,
 )
 from penstock.protocol.plan.profile_file import from_json, to_json
+from penstock.protocol.platforms.registry import CPU, CUDA
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]
@@ -152,7 +153,7 @@ def test_the_file_reads_back(profile: Profile, tmp_path: Path) -> None:
     source = parse_costs(str(path))
     assert source == ProfileSource(profile=profile)
     prices = source.price(forward_stages=1, backward_stages=1, num_devices=3)
-    assert prices.costs == table_costs(profile.table, profile, tokens=16, on_cpu=True)
+    assert prices.costs == table_costs(profile.table, profile, tokens=16, own_memory=False)
     assert prices.cluster == cluster_of(profile, devices_per_node=3)
 
 
@@ -235,4 +236,4 @@ def test_guesses_follow_the_table(make_table: Tables) -> None:
     )
     assert block_costs(make_table(1), guess, tokens=10) == Costs(blocks=(block,), instruction_s=0.5)
     assert cluster_of(guess, devices_per_node=2).optimizer_rate == 4.0
-    assert (guess_of("cpu"), guess_of("cuda")) == (CPU_GUESS, GPU_GUESS)
+    assert (guess_of(CPU), guess_of(CUDA)) == (CPU_GUESS, GPU_GUESS)

@@ -174,7 +174,7 @@ def test_a_plan_for_another_model_is_refused(small: Plan, make_table: Tables) ->
 
 def test_device_memory_over_the_limit(small: Plan, make_table: Tables) -> None:
     """Buffers of two blocks; a graph (4096), three checkpoints and a gradient (512 each)."""
-    costs = table_costs(make_table(8), GPU_GUESS, tokens=8, on_cpu=False)
+    costs = table_costs(make_table(8), GPU_GUESS, tokens=8, own_memory=True)
     validate(small, costs=costs, memory_limit=10**6)
     with pytest.raises(PlanError) as caught:
         validate(small, costs=costs, memory_limit=30000)

@@ -321,10 +321,10 @@ class Cluster:
         self.epoch = epoch
         peers = {d: w.context.transport.address for d, w in enumerate(self.workers)}
         optimizers = {n: s.get_string(zmq.LAST_ENDPOINT) for n, s in enumerate(self.optimizers)}
-        emulated = self.config.cluster.emulated is not None
+        modelled = self.config.cluster.platform.models_time
         for device, worker in enumerate(self.workers):
             transport, flow = worker.context.transport, worker.context.flow
-            collective = collective_receives(self.plan, flow, device, emulated=emulated)
+            collective = collective_receives(self.plan, flow, device, modelled=modelled)
             transport.connect({d: a for d, a in peers.items() if d != device}, optimizers)
             transport.inbox.open(
                 run_id=worker.context.run_id,

@@ -344,7 +344,7 @@ def _connect(contexts: list[EpochContext], plan: Plan, optimizers: list[str]) ->
                 plan.programs[index],
                 plan.evaluation[index],
                 2,
-                collective_receives(plan, context.flow, index, emulated=True),
+                collective_receives(plan, context.flow, index, modelled=True),
             ),
         )
 

@@ -46,7 +46,7 @@ def means_of(config: Config, num_gpus: int, *, nccl_built: bool) -> Means:
         )
     if cluster.transport != "auto":
         return cluster.transport
-    return "nccl" if cluster.device == "cuda" and nccl_built and not shared else "zmq"
+    return "nccl" if "nccl" in cluster.platform.transports and nccl_built and not shared else "zmq"
 
 
 def means_here(config: Config) -> Means:

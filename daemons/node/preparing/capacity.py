@@ -88,7 +88,7 @@ def needs(
         limit = config.memory.host_limit
         table.append(Need(place=place, what="memory.host_limit", needed=needed, there=limit))
     table += _device_needs(config, rows)
-    if config.cluster.device == "cuda":
+    if config.cluster.platform.pins_host_memory:
         needed = sum(shm.values())
         table.append(
             Need(place="machine", what="memlock limit", needed=needed, there=machine.memlock)
@@ -97,11 +97,13 @@ def needs(
 
 
 def _device_needs(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Need]:
-    """Of CPU workers, whose memory is the host's, only where they have a limit of their own."""
-    on_cpu, limit = config.cluster.device == "cpu", config.memory.device_limit
-    if on_cpu and limit is None:
+    """Yields what each device needs; of devices whose memory is the host's only where they have a
+    limit of their own.
+    """
+    own_memory, limit = config.cluster.platform.own_memory, config.memory.device_limit
+    if not own_memory and limit is None:
         return
-    resource = Resource.HOST if on_cpu else Resource.DEVICE
+    resource = Resource.DEVICE if own_memory else Resource.HOST
     for place in (f"device {device}" for device in range(config.num_workers)):
         needed = _sum(rows, place, resource)
         if needed:

@@ -71,8 +71,8 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
     """All keys with different values, in the order of the configuration."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     same_split = _held_out(old) == _held_out(new)
-    # An emulated device brings its model: another one would be another model.
-    emulated = any(config.cluster.emulated is not None for config in (old, new))
+    # Where the device brings its model, another device would be another model.
+    brings_model = any(config.cluster.platform.brings_model for config in (old, new))
     found = []
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) == after.get(key):
@@ -80,7 +80,7 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
         objection = _objection(key)
         if not same_split and key in SPLITTING:
             objection = "it changes how many sequences are held out of the training text"
-        if key == "cluster.device" and emulated:
+        if key == "cluster.device" and brings_model:
             objection = "an emulated device brings its model"
         allowed = not objection
         note = NOTES.get(key, "") if allowed else objection

@@ -102,7 +102,7 @@ def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -
         directory.unseal()
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         progress("preparing the model's block table and the data")
-        if config.cluster.emulated is not None:
+        if config.cluster.platform.brings_model:
             write_model(Emulation.of(config), run_dir)
         run_models_prepare(run_dir, progress=progress, keeps=(lock.descriptor,))
         directory.seal(fixed_values(config))
@@ -162,7 +162,7 @@ class _Place:
     @classmethod
     def of(cls, config: Config, table: BlockTable, run_id: str | None) -> _Place:
         machine = MachineMemory.probe(run_id)
-        emulation = None if config.cluster.emulated is None else Emulation.of(config)
+        emulation = Emulation.of(config) if config.cluster.platform.models_time else None
         table = table if emulation is None else emulation.table
         prices = config_prices(config, table)
         return cls(table=table, prices=prices, emulation=emulation, machine=machine)
@@ -188,7 +188,7 @@ def table_of(config: Config) -> BlockTable:
     Raises:
         ConfigError: the model is impossible.
     """
-    if config.cluster.emulated is not None:
+    if config.cluster.platform.brings_model:
         return Emulation.of(_absolute_paths(config)).table
     directory = Path(tempfile.mkdtemp(prefix="penstock-plan-"))
     try:
@@ -327,9 +327,9 @@ def _absolute_paths(config: Config) -> Config:
         for name in ("file", "profile")
         if (path := getattr(config.schedule, name)) is not None
     }
-    device = config.cluster.device
-    if (config.cluster.emulated or "").endswith(".json"):
-        device = f"emulated:{Path(str(config.cluster.emulated)).absolute()}"
+    device, parameter = config.cluster.device, config.cluster.device_parameter
+    if parameter is not None and parameter.endswith(".json"):
+        device = f"{config.cluster.platform.name}:{Path(parameter).absolute()}"
     return config.model_copy(
         update={
             "model": model.model_copy(update={"path": model_path}),
