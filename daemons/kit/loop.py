@@ -90,7 +90,8 @@ class Loop:
         now_s, effects = self._clock(), list[Any]()
         try:
             effects += self._machine.handle(event, now_s)
-            self._machine.validate()
+            if effects:  # nothing is done on the word of a state that contradicts itself
+                self._machine.validate()
         finally:  # the event that led to an error is part of the story
             number = self.story.add(event, effects, cause=cause, at_s=now_s)
         return number, effects

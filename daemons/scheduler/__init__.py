@@ -1,6 +1,6 @@
 """schedulerd: one per job; owns the journal and decides, attempt by attempt, what counts.
 
 ``state`` decides (with ``membership``, ``barrier``, ``transaction``, ``interludes``, ``agenda`` and
-``ledger``; ``events`` is its vocabulary), ``service`` listens, ``effects`` acts (with ``journal``,
+``mirror``; ``events`` is its vocabulary), ``service`` listens, ``effects`` acts (with ``journal``,
 ``saved`` and ``metrics_file``), ``main`` wires.
 """

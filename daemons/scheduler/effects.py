@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from penstock.daemons.kit.events import EffectFailed, Exit, Say
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import (
     Accept,
     AppendMetrics,
     Beat,
-    Broken,
     CompleteSave,
     Disconnect,
     Effect,
     Event,
-    Exit,
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
@@ -29,13 +28,12 @@ from penstock.daemons.scheduler.machine.events import (
     ReplyError,
     SaveFinished,
     SavePrepared,
-    Say,
     Send,
 )
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.daemons.scheduler.service import Service
+from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -44,7 +42,7 @@ from penstock.protocol.run.ended import RunEnd
 _log = logging.getLogger("penstock.scheduler")
 
 
-class Executor:
+class SchedulerEffects:
     """Everything an effect can touch. ``exit`` is set when the machine has ended. ``myself``: the
     scheduler's own line among the members of a status, which the machine does not know.
     """
@@ -53,7 +51,7 @@ class Executor:
         self,
         *,
         run_dir: Path,
-        service: Service,
+        service: SchedulerServer,
         journal: Journal,
         saved: SavedStates,
         metrics_file: MetricsFile,
@@ -71,8 +69,8 @@ class Executor:
         self._metrics = metrics
         self._trace = trace
 
-    def perform(self, effects: list[Effect]) -> list[Event]:
-        """Carry out effects; what happened is to be fed to the machine before anything else.
+    def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
+        """Carry out effects in order; returns what happened by them.
 
         When one fails, those after it do not happen: a commit that could not be journaled is not
         announced.
@@ -81,10 +79,10 @@ class Executor:
         for effect in effects:
             self._trace.begins(effect)
             try:
-                event = self._PERFORMERS[type(effect)](self, effect)
+                event = self._HANDLERS[type(effect)](self, effect)
             except PenstockError as error:
                 _log.exception("cannot carry out %s", type(effect).__name__)
-                return [*events, Broken(code=error.exit_code, error=str(error))]
+                return [*events, EffectFailed(code=error.exit_code, error=str(error))]
             if event is not None:
                 events.append(event)
         self._trace.done()
@@ -146,7 +144,7 @@ class Executor:
     def _exit(self, effect: Exit) -> None:
         self.exit = effect
 
-    _PERFORMERS: ClassVar[Mapping[type, Callable[[Executor, Any], Event | None]]] = {
+    _HANDLERS: ClassVar[Mapping[type, Callable[[SchedulerEffects, Any], Event | None]]] = {
         Accept: _accept,
         Refuse: _refuse,
         Disconnect: _disconnect,

@@ -23,7 +23,7 @@ MAX_TEXT = 16384
 _LOOK_S = 0.5
 
 
-class Room:
+class StreamCredit:
     """How many more messages of one stream may wait."""
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Room:
         self._free.release()
 
 
-class Events:
+class EventQueue:
     """The queue before the machine. ``put`` may be called by any thread, and by signal handlers."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Event, Room | None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Event, StreamCredit | None]] = queue.SimpleQueue()
 
-    def put(self, event: Event, room: Room | None = None) -> None:
+    def put(self, event: Event, room: StreamCredit | None = None) -> None:
         """Queue an event; ``room`` is given back when it is taken."""
         self._queue.put((event, room))
 

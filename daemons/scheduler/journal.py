@@ -28,7 +28,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
 )
-from penstock.daemons.scheduler.machine.ledger import JournalFacts
+from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.run.files import no_room

@@ -8,23 +8,25 @@ import queue
 import secrets
 import sys
 import time
-from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
-from penstock.daemons.scheduler.effects import Executor, leave_word
-from penstock.daemons.scheduler.intake import Events
+from penstock.daemons.kit.events import StopAsked, Tick
+from penstock.daemons.kit.loop import Loop
+from penstock.daemons.kit.story import Story
+from penstock.daemons.scheduler.effects import SchedulerEffects, leave_word
+from penstock.daemons.scheduler.intake import EventQueue
 from penstock.daemons.scheduler.journal import Journal
-from penstock.daemons.scheduler.machine.events import Event, Joined, NoteEnd, StopSignalled, Tick
-from penstock.daemons.scheduler.machine.ledger import Ledger
+from penstock.daemons.scheduler.machine.events import Event, Joined, NoteEnd, abridged, is_routine
+from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules
-from penstock.daemons.scheduler.machine.state import Machine
 from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.daemons.scheduler.service import Service
+from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -59,7 +61,7 @@ def main(
 def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: float | None) -> int:
     config = run.config
     configure_logging(SCHEDULERD, run.path, config.observability.log_level)
-    events = Events()
+    events = EventQueue()
     _hear_stops(
         events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
     )
@@ -67,7 +69,7 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
     if parent_pid is None:  # otherwise whoever starts the run does it
         forget_end(run.path)
     with ExitStack() as stack:
-        service = Service(events, config.cluster.nodes[0].host, port, len(rules.members))
+        service = SchedulerServer(events, config.cluster.nodes[0].host, port, len(rules.members))
         stack.callback(service.close)
         service.start()
         _log.info("listening", extra={"port": service.port})
@@ -85,12 +87,12 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         return loop.run()
 
 
-def _hear_stops(events: Events, grace: Grace, parent_pid: int | None) -> None:
+def _hear_stops(events: EventQueue, grace: Grace, parent_pid: int | None) -> None:
     """Stop signals become events, with the time that is left when they come."""
 
     def heard(demand: Demand) -> None:
         within_s = grace.left_s(time.time())
-        events.put(StopSignalled(again=demand is Demand.NOW, within_s=within_s))
+        events.put(StopAsked(again=demand is Demand.NOW, within_s=within_s))
 
     StopRequests(heard, parent_pid).install()
 
@@ -98,10 +100,10 @@ def _hear_stops(events: Events, grace: Grace, parent_pid: int | None) -> None:
 def _open(
     run: RunDirectory,
     rules: Rules,
-    service: Service,
-    events: Events,
+    service: SchedulerServer,
+    events: EventQueue,
     stack: ExitStack,
-) -> _Loop:
+) -> SchedulerLoop:
     """Open and check the run's files; ``stack`` closes them.
 
     Raises:
@@ -127,7 +129,7 @@ def _open(
     stack.callback(metrics_file.close)
     metrics_file.reconcile()
     saved_states.remove_temporary()
-    executor = Executor(
+    effects = SchedulerEffects(
         run_dir=run.path,
         service=service,
         journal=journal,
@@ -137,11 +139,11 @@ def _open(
         myself=_status_of_scheduler(server.port),
         trace=DecisionTrace(TraceLog.of_run(run.path, SCHEDULERD, run.config.observability.trace)),
     )
-    ledger = Ledger(rules, facts, newest, _draw_incarnation)
-    machine = Machine(
-        rules, ledger, Membership(rules, facts.pids), monotonic_s(), RunEnd.read(run.path)
+    mirror = JournalMirror(rules, facts, newest, _draw_incarnation)
+    machine = SchedulerMachine(
+        rules, mirror, Membership(rules, facts.pids), monotonic_s(), RunEnd.read(run.path)
     )
-    return _Loop(machine, executor, events, metrics)
+    return SchedulerLoop(machine, effects, events, metrics)
 
 
 def _status_of_scheduler(metrics_port: int) -> pb.MemberStatus:
@@ -152,7 +154,7 @@ def _status_of_scheduler(metrics_port: int) -> pb.MemberStatus:
 
 
 def _turn_away(
-    run_dir: Path, rules: Rules, service: Service, events: Events, error: PenstockError
+    run_dir: Path, rules: Rules, service: SchedulerServer, events: EventQueue, error: PenstockError
 ) -> None:
     """The run cannot start: tell members to shut down as they come, for a while."""
     _log.error("cannot start: %s", error)
@@ -173,46 +175,39 @@ def _turn_away(
             awaited.discard(event.hello.member)
 
 
-class _Loop:
+class SchedulerLoop:
     """Feeds the machine: events as they come, ticks in between."""
 
     def __init__(
         self,
-        machine: Machine,
-        executor: Executor,
-        events: Events,
+        machine: SchedulerMachine,
+        effects: SchedulerEffects,
+        events: EventQueue,
         metrics: SchedulerMetrics,
     ) -> None:
         self._machine = machine
-        self._executor = executor
+        self._loop = Loop(machine, effects, story=Story(routine=is_routine, abridged=abridged))
         self._events = events
         self._metrics = metrics
 
     def run(self) -> int:
-        """Until the machine ends; the exit code."""
-        try:
-            return self._run()
-        except Exception:
-            _log.exception("the scheduler has an error and dies; it is to be started again")
-            raise
-
-    def _run(self) -> int:
+        """Run until the machine ends; returns the exit code."""
         tick_due_s = status_due_s = monotonic_s()
-        while self._executor.exit is None:
+        while self._loop.exit is None:
             event = self._next(tick_due_s - monotonic_s())
             if event is not None:
-                self._feed(event)
+                self._loop.feed(event)
             now_s = monotonic_s()
             if now_s >= tick_due_s:
                 tick_due_s = now_s + TICK_S
-                self._feed(Tick())
+                self._loop.feed(Tick())
             if now_s >= status_due_s:
                 status_due_s = now_s + STATUS_INTERVAL_S
                 self._metrics.status(status_reply(self._machine, now_s))
-        ended = self._executor.exit
-        if ended.error:
-            _log.error("stopping: %s", ended.error)
-            sys.stderr.write(f"penstock: {ended.error}\n")
+        ended = self._loop.exit
+        if ended.reason:
+            _log.error("stopping: %s", ended.reason)
+            sys.stderr.write(f"penstock: {ended.reason}\n")
         return ended.code
 
     def _next(self, timeout_s: float) -> Event | None:
@@ -220,13 +215,6 @@ class _Loop:
             return self._events.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
-
-    def _feed(self, event: Event) -> None:
-        """One event and all that its effects lead to, before anything else."""
-        pending = deque([event])
-        while pending and self._executor.exit is None:
-            effects = self._machine.handle(pending.popleft(), monotonic_s())
-            pending.extend(self._executor.perform(effects))
 
 
 def _draw_incarnation() -> int:

@@ -21,7 +21,7 @@ from penstock.daemons.memory.snapshot import (
     read_manifest,
 )
 from penstock.daemons.scheduler.machine.events import CompleteSave
-from penstock.daemons.scheduler.machine.ledger import SavedState
+from penstock.daemons.scheduler.machine.mirror import SavedState
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.errors import StateError
 from penstock.protocol.run.files import make_directory, sync_directory, writing

@@ -22,14 +22,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock.daemons.scheduler.doorkeeper import Doorkeeper, Strangers
-from penstock.daemons.scheduler.intake import Events, Room, cut_short, malformed
+from penstock.daemons.scheduler.intake import EventQueue, StreamCredit, cut_short, malformed
 from penstock.daemons.scheduler.machine.events import (
-    Asked,
+    ControlAsked,
+    ControlCall,
     Joined,
     Received,
     Reply,
     ReplyError,
-    Request,
     StreamClosed,
 )
 from penstock.protocol.errors import ConfigError
@@ -67,7 +67,7 @@ _OPTIONS = (
 _log = logging.getLogger(__name__)
 
 
-class _Stream:
+class _MemberStream:
     """The server's end of one member's stream. ``due_s``: when it is cut; None while it may go on.
     ``stranger``: its number among those until the machine has accepted it.
     """
@@ -76,7 +76,7 @@ class _Stream:
         self.number = number
         self.due_s: float | None = None
         self.stranger = 0
-        self.room = Room()
+        self.room = StreamCredit()
         self._context = context
         self._outgoing: queue.Queue[pb.SchedulerMessage | None] = queue.Queue(MAX_QUEUED)
 
@@ -117,7 +117,7 @@ class _Stream:
 class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     """Turns calls into events."""
 
-    def __init__(self, events: Events, strangers: Strangers) -> None:
+    def __init__(self, events: EventQueue, strangers: Strangers) -> None:
         self._events = events
         self._strangers = strangers
         self._complaints = Complaints(_log)
@@ -125,7 +125,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         self._lock = threading.Lock()
         self._next_stream = self._next_ticket = 1
         self._readers: set[threading.Thread] = set()
-        self.streams: dict[int, _Stream] = {}
+        self.streams: dict[int, _MemberStream] = {}
         self.calls: dict[int, futures.Future[Any]] = {}
 
     # ---- members ----
@@ -134,7 +134,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         self, request_iterator: Iterator[pb.MemberMessage], context: grpc.ServicerContext
     ) -> Iterator[pb.SchedulerMessage]:
         with self._lock:
-            stream = _Stream(self._next_stream, context)
+            stream = _MemberStream(self._next_stream, context)
             self._next_stream += 1
             self.streams[stream.number] = stream
             reader = threading.Thread(
@@ -149,7 +149,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         # Not cancelled when the messages end: that could overtake the last of them.
         yield from stream.messages()
 
-    def _read(self, stream: _Stream, requests: Iterator[pb.MemberMessage]) -> None:
+    def _read(self, stream: _MemberStream, requests: Iterator[pb.MemberMessage]) -> None:
         try:
             self._read_until_end(stream, requests)
         except grpc.RpcError:
@@ -165,7 +165,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
                 self._readers.discard(threading.current_thread())
             self._strangers.leave(stream.stranger)
 
-    def _read_until_end(self, stream: _Stream, requests: Iterator[pb.MemberMessage]) -> None:
+    def _read_until_end(self, stream: _MemberStream, requests: Iterator[pb.MemberMessage]) -> None:
         first = next(requests, None)
         if first is None or not first.HasField("hello"):
             self._complaints.say(f"stream {stream.number}: no Hello: cut")
@@ -210,31 +210,31 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     # ---- control ----
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        reply: pb.StatusReply = self._ask(Request.STATUS, context)
+        reply: pb.StatusReply = self._ask(ControlCall.STATUS, context)
         return reply
 
     def Pause(self, request: pb.PauseRequest, context: grpc.ServicerContext) -> pb.ControlReply:
-        reply: pb.ControlReply = self._ask(Request.PAUSE, context)
+        reply: pb.ControlReply = self._ask(ControlCall.PAUSE, context)
         return reply
 
     def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> pb.ControlReply:
-        reply: pb.ControlReply = self._ask(Request.RESUME, context)
+        reply: pb.ControlReply = self._ask(ControlCall.RESUME, context)
         return reply
 
     def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> pb.ControlReply:
-        reply: pb.ControlReply = self._ask(Request.STOP, context, _within(request))
+        reply: pb.ControlReply = self._ask(ControlCall.STOP, context, _within(request))
         return reply
 
     def Snapshot(
         self, request: pb.SnapshotRequest, context: grpc.ServicerContext
     ) -> pb.SnapshotReply:
-        reply: pb.SnapshotReply = self._ask(Request.SNAPSHOT, context)
+        reply: pb.SnapshotReply = self._ask(ControlCall.SNAPSHOT, context)
         return reply
 
     def _ask(
-        self, request: Request, context: grpc.ServicerContext, within_s: float | None = None
+        self, request: ControlCall, context: grpc.ServicerContext, within_s: float | None = None
     ) -> Any:
-        snapshot = request is Request.SNAPSHOT
+        snapshot = request is ControlCall.SNAPSHOT
         with self._lock:
             full = len(self.calls) >= MAX_CALLS or (
                 snapshot and self._num_snapshots >= MAX_SNAPSHOTS
@@ -252,7 +252,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         left_s = context.time_remaining()
         timeout_s = own_s if left_s is None else min(own_s, left_s)
         context.add_callback(lambda: _forget(future))  # the client went away
-        self._events.put(Asked(ticket=ticket, request=request, within_s=within_s))
+        self._events.put(ControlAsked(ticket=ticket, request=request, within_s=within_s))
         try:
             return future.result(timeout=timeout_s)
         except (TimeoutError, futures.CancelledError):
@@ -297,10 +297,10 @@ class _Ending(_CallFailed):
     """There is no machine any more to answer a call."""
 
 
-class Service:
+class SchedulerServer:
     """The listening server. All methods are for the machine's thread."""
 
-    def __init__(self, events: Events, host: str, port: int, num_members: int) -> None:
+    def __init__(self, events: EventQueue, host: str, port: int, num_members: int) -> None:
         """Listen.
 
         Raises:

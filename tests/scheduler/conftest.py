@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from penstock.daemons.kit.events import Exit, Say, Tick
 from penstock.daemons.scheduler.machine.events import (
     Accept,
     AppendMetrics,
-    Asked,
     CompleteSave,
+    ControlAsked,
+    ControlCall,
     Disconnect,
     Effect,
     Event,
-    Exit,
     Joined,
     JournalDecision,
     JournalEpoch,
@@ -27,19 +28,16 @@ from penstock.daemons.scheduler.machine.events import (
     Refuse,
     Reply,
     ReplyError,
-    Request,
     SaveFinished,
     SavePrepared,
-    Say,
     Send,
     StreamClosed,
-    Tick,
 )
-from penstock.daemons.scheduler.machine.ledger import JournalFacts, Ledger, SavedState
+from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.mirror import JournalFacts, JournalMirror, SavedState
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.rules import Rules, member_specs
-from penstock.daemons.scheduler.machine.state import Machine
 from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -201,17 +199,17 @@ class Driver:
         self._numbers = itertools.count(1)
         incarnations = itertools.count(INCARNATION)
         facts = facts or JournalFacts()
-        ledger = Ledger(self.rules, facts, saved, lambda: next(incarnations))
+        mirror = JournalMirror(self.rules, facts, saved, lambda: next(incarnations))
         members = Membership(self.rules, facts.pids)
-        self.machine = Machine(self.rules, ledger, members, self.now_s)
+        self.machine = SchedulerMachine(self.rules, mirror, members, self.now_s)
 
     @property
     def epoch(self) -> int:
-        return self.machine.ledger.epoch
+        return self.machine.mirror.epoch
 
     @property
     def attempt(self) -> int:
-        return self.machine.ledger.next_attempt - 1
+        return self.machine.mirror.next_attempt - 1
 
     @property
     def status(self) -> pb.StatusReply:
@@ -310,8 +308,8 @@ class Driver:
         """From nothing, or from a broken epoch with everyone back, to a live epoch."""
         if self.machine.phase.value == "gathering":
             self.join_all()
-        version = self.machine.ledger.version
-        empty = self.machine.ledger.record is None
+        version = self.machine.mirror.version
+        empty = self.machine.mirror.record is None
         self.drained(None if empty else version)
         if self.machine.phase.value == "restoring":
             self.restored()
@@ -343,7 +341,7 @@ class Driver:
 
     def save(self, error: str = "") -> list[str]:
         """Settle, write, complete; the lines after the last event."""
-        version = self.machine.ledger.version
+        version = self.machine.mirror.version
         settled = pb.Settled(epoch=self.epoch, version=version)
         self.each(self.rules.optimizerds, settled=settled)
         lines = self.feed(SavePrepared())
@@ -357,9 +355,9 @@ class Driver:
         directory = f"/run/state/step-{version:08d}"
         return self.feed(SaveFinished(version=version, directory=directory))
 
-    def ask(self, request: Request, ticket: int = 1) -> list[str]:
+    def ask(self, request: ControlCall, ticket: int = 1) -> list[str]:
         """A control call."""
-        return self.feed(Asked(ticket=ticket, request=request))
+        return self.feed(ControlAsked(ticket=ticket, request=request))
 
     def leave_all(self) -> list[str]:
         """Everyone's stream ends; the last lines."""

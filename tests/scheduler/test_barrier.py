@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.daemons.scheduler.machine.events import (
-    JournalDecision,
-    JournalEpoch,
-    Refuse,
-    Say,
-    Send,
-)
+from penstock.daemons.kit.events import Say
+from penstock.daemons.scheduler.machine.events import JournalDecision, JournalEpoch, Refuse, Send
 from penstock.daemons.scheduler.machine.rules import Deadlines
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.daemons.kit.events import Exit, Tick
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import (
     Accept,
@@ -27,7 +28,6 @@ from penstock.daemons.scheduler.machine.events import (
     Disconnect,
     Effect,
     Event,
-    Exit,
     Joined,
     JournalDecision,
     JournalEpoch,
@@ -38,12 +38,11 @@ from penstock.daemons.scheduler.machine.events import (
     SavePrepared,
     Send,
     StreamClosed,
-    Tick,
 )
-from penstock.daemons.scheduler.machine.ledger import Ledger, SavedState
+from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.membership import Membership
-from penstock.daemons.scheduler.machine.rules import Phase
-from penstock.daemons.scheduler.machine.state import Machine
+from penstock.daemons.scheduler.machine.mirror import JournalMirror, SavedState
+from penstock.daemons.scheduler.machine.rules import RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_config, make_rules
@@ -153,7 +152,7 @@ class World:
                     actions.append((self._read, process))
                 if process.stream is None:
                     actions.append((self._connect, process))
-            if not process.alive and self._node_works(process) and not self._ending:
+            if not process.alive and self._node_works(process) and not self._shut_down:
                 actions.append((self._restart, process))
         if disturb and self.choose.random() < 0.015:
             victim = self.choose.choice(list(self.processes.values()))
@@ -167,8 +166,8 @@ class World:
         action(argument)
 
     @property
-    def _ending(self) -> bool:
-        return self.machine.phase in (Phase.DONE, Phase.FAILED)
+    def _shut_down(self) -> bool:
+        return self.machine.phase in (RunPhase.DONE, RunPhase.FAILED)
 
     def wake_all(self) -> None:
         """No process stays stopped."""
@@ -253,10 +252,10 @@ class World:
 
     # ---- the scheduler's process ----
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> SchedulerMachine:
         facts = self.journal.load()
-        ledger = Ledger(RULES, facts, self.saved, lambda: next(self._incarnations))
-        return Machine(RULES, ledger, Membership(RULES, facts.pids), self.now_s)
+        mirror = JournalMirror(RULES, facts, self.saved, lambda: next(self._incarnations))
+        return SchedulerMachine(RULES, mirror, Membership(RULES, facts.pids), self.now_s)
 
     def _feed(self, event: Event) -> None:
         pending: deque[Event] = deque([event])

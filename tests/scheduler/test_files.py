@@ -19,7 +19,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
 )
-from penstock.daemons.scheduler.machine.ledger import JournalFacts, SavedState
+from penstock.daemons.scheduler.machine.mirror import JournalFacts, SavedState
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.daemons.scheduler.machine.events import Asked, Request, SavePrepared, StopSignalled
+from penstock.daemons.kit.events import StopAsked
+from penstock.daemons.scheduler.machine.events import ControlAsked, ControlCall, SavePrepared
 from penstock.daemons.scheduler.machine.grace import Deadline, SavePace
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_rules
@@ -18,7 +19,7 @@ KEEP = [f"{line} keep memory" for line in SHUTDOWN]
 
 
 def test_what_fits_is_saved(live: Driver) -> None:
-    assert live.feed(StopSignalled(within_s=20.0)) == []
+    assert live.feed(StopAsked(within_s=20.0)) == []
     assert live.run_attempt()[-1] == "optimizerd.a <- settle e1 v1"
     assert live.save() == SHUTDOWN
     assert live.leave_all() == ["exit 5"]
@@ -26,7 +27,7 @@ def test_what_fits_is_saved(live: Driver) -> None:
 
 def test_a_save_that_does_not_end_in_time_is_given_up(live: Driver) -> None:
     live.run_attempt()
-    live.feed(StopSignalled(within_s=20.0))
+    live.feed(StopAsked(within_s=20.0))
     live.run_attempt()
     live.say("optimizerd.a", settled=pb.Settled(epoch=1, version=2))
     live.feed(SavePrepared())
@@ -41,7 +42,10 @@ def test_a_save_that_cannot_end_in_time_is_not_begun() -> None:
     driver = Driver(replace(make_rules(), state_bytes=10**12))
     driver.begin()
     driver.run_attempt()
-    assert driver.feed(Asked(ticket=1, request=Request.STOP, within_s=60.0)) == ["reply 1", *KEEP]
+    assert driver.feed(ControlAsked(ticket=1, request=ControlCall.STOP, within_s=60.0)) == [
+        "reply 1",
+        *KEEP,
+    ]
     assert driver.leave_all() == ["exit 130"]
 
 
@@ -52,10 +56,10 @@ def test_an_attempt_that_leaves_no_time_to_save_is_dropped(
     driver.run_attempt()
     driver.now_s += 8.0
     driver.save()  # which took eight seconds
-    driver.feed(Asked(ticket=1, request=Request.SNAPSHOT))
+    driver.feed(ControlAsked(ticket=1, request=ControlCall.SNAPSHOT))
     driver.run_attempt()
     driver.save(error="disk full")
-    driver.feed(StopSignalled(within_s=20.0))
+    driver.feed(StopAsked(within_s=20.0))
     assert driver.wait(5.0) == []
     lines = driver.wait(0.5)
     assert lines[0] == "journal epoch 2, attempts from 4"
@@ -66,16 +70,16 @@ def test_an_attempt_that_leaves_no_time_to_save_is_dropped(
 
 
 def test_nothing_to_save_needs_no_attempt(live: Driver) -> None:
-    live.feed(StopSignalled(within_s=4.0))
+    live.feed(StopAsked(within_s=4.0))
     assert live.wait(1.5) == SHUTDOWN, "the first attempt takes too long"
     assert live.leave_all() == ["exit 5"]
 
 
 def test_the_nearest_deadline_counts(live: Driver) -> None:
     live.run_attempt()
-    live.feed(Asked(ticket=1, request=Request.STOP, within_s=20.0))
-    live.feed(StopSignalled(within_s=None))
-    live.feed(StopSignalled(within_s=1000.0))
+    live.feed(ControlAsked(ticket=1, request=ControlCall.STOP, within_s=20.0))
+    live.feed(StopAsked(within_s=None))
+    live.feed(StopAsked(within_s=1000.0))
     assert KEEP[0] in live.wait(15.5)
 
 

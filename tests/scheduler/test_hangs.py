@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.daemons.scheduler.machine.events import Exit, Request, SavePrepared, Say
+from penstock.daemons.kit.events import Exit, Say
+from penstock.daemons.scheduler.machine.events import ControlCall, SavePrepared
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_config, make_rules
 
@@ -38,7 +39,7 @@ def come_back(driver: Driver, *names: str, pids: dict[str, int]) -> None:
     for name in names:
         driver.fenced(name, pids[name])
         driver.join(name)
-    driver.drained(driver.machine.ledger.version)
+    driver.drained(driver.machine.mirror.version)
     driver.ready()
 
 
@@ -112,7 +113,7 @@ def test_time_in_which_the_scheduler_was_stopped_does_not_count(hanging: Driver)
 
 
 def test_a_pause_is_no_hang(hanging: Driver) -> None:
-    hanging.ask(Request.PAUSE)
+    hanging.ask(ControlCall.PAUSE)
     hanging.run_attempt()
     assert hanging.status.phase == "paused"
     assert beat(hanging, 5 * TIMEOUT_S, {}) == []
@@ -134,8 +135,8 @@ def test_the_third_hang_in_a_row_ends_the_run(hanging: Driver) -> None:
     [ended] = [effect for effect in effects if isinstance(effect, Exit)]
     assert ended.code == 4
     for words in ("after step 0 hung 3 times", "worker.1: no progress for 20.5 s: B 1 0"):
-        assert words in ended.error
-    assert "cluster.attempt_timeout_s = 20" in ended.error
+        assert words in ended.reason
+    assert "cluster.attempt_timeout_s = 20" in ended.reason
 
 
 def test_hangs_with_an_attempt_between_them_do_not_add_up(hanging: Driver) -> None:

@@ -201,7 +201,7 @@ def test_fp16_gives_up_only_at_the_lowest_loss_scale(live_with: Callable[..., Dr
     driver = live_with(model={"dtype": "fp16"}, optimizer=optimizer, train={"max_skips": 2})
     for _ in range(38):
         driver.run_attempt(math.nan)
-    position = driver.machine.ledger.position
+    position = driver.machine.mirror.position
     assert position is not None
     assert (position.loss_scale, position.skips_in_a_row) == (4.0, 38)
     assert driver.status.phase == "running"

@@ -6,11 +6,13 @@ committed version and nothing of an older epoch running anywhere.
 
 from __future__ import annotations
 
-from penstock.daemons.scheduler.machine.events import Effect, Say
-from penstock.daemons.scheduler.machine.ledger import Ledger
+from penstock.daemons.kit.events import Say
+from penstock.daemons.scheduler.machine.activity import Activity, send_all
+from penstock.daemons.scheduler.machine.events import Effect
 from penstock.daemons.scheduler.machine.membership import Membership
-from penstock.daemons.scheduler.machine.next_activity import Activity, record_message, send_all
-from penstock.daemons.scheduler.machine.rules import Phase, Rules
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.next_activity import record_message
+from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
 
@@ -24,9 +26,9 @@ class Barrier(Activity):
 
     title = "restoring"
 
-    def __init__(self, rules: Rules, ledger: Ledger, members: Membership) -> None:
-        super().__init__(rules, ledger)
-        self.phase = Phase.DRAINING
+    def __init__(self, rules: Rules, mirror: JournalMirror, members: Membership) -> None:
+        super().__init__(rules, mirror)
+        self.phase = RunPhase.DRAINING
         self.finished_before = False
         self._members = members
         self._memory: dict[str, pb.MemoryState] = {}
@@ -36,19 +38,19 @@ class Barrier(Activity):
     @property
     def unfinished(self) -> tuple[str, ...]:
         """memoryds that fill their memory; all else has a deadline."""
-        return tuple(sorted(self.waiting)) if self.phase is Phase.RESTORING else ()
+        return tuple(sorted(self.waiting)) if self.phase is RunPhase.RESTORING else ()
 
     def start(self, now_s: float) -> list[Effect]:
         """Nodes take no part: they have no work to abandon."""
-        journaled = self.ledger.begin_epoch(self._members.epochs_seen(), self._members.pids())
+        journaled = self.mirror.begin_epoch(self._members.epochs_seen(), self._members.pids())
         self.waiting = {*self._daemons, *self.rules.workers}
         self.deadline_s = now_s + self.rules.deadlines.drain_s
-        drain = pb.SchedulerMessage(drain=pb.Drain(epoch=self.ledger.epoch))
+        drain = pb.SchedulerMessage(drain=pb.Drain(epoch=self.mirror.epoch))
         drains = send_all((*self._daemons, *self.rules.workers), drain)
-        return [Say(text=f"epoch {self.ledger.epoch}: draining"), journaled, *drains]
+        return [Say(text=f"epoch {self.mirror.epoch}: draining"), journaled, *drains]
 
     def _on_drained(self, member: str, body: pb.Drained, now_s: float) -> list[Effect]:
-        if self.phase is not Phase.DRAINING:
+        if self.phase is not RunPhase.DRAINING:
             return []
         if member in self.rules.memoryds:
             self._memory[member] = body.memory
@@ -64,7 +66,7 @@ class Barrier(Activity):
         No more, because the attempt after it starts only with everyone's Ready or on streams that
         carried the commit first.
         """
-        record = self.ledger.record
+        record = self.mirror.record
         if record is None:
             return "the journal has no committed version"
         explained = {record.version}
@@ -80,16 +82,16 @@ class Barrier(Activity):
         return ""
 
     def _restore(self, reason: str) -> list[Effect]:
-        saved, steps = self.ledger.saved, self.rules.config.train.steps
+        saved, steps = self.mirror.saved, self.rules.config.train.steps
         if saved is not None and saved.version >= steps:
             self.finished_before = self.done = True
             text = f"nothing to do: saved at step {saved.version}, train.steps is {steps}"
             return [Say(text=text)]
-        self.phase = Phase.RESTORING
+        self.phase = RunPhase.RESTORING
         self.waiting, self.deadline_s = set(self.rules.memoryds), None
-        record = self._restoration = self.ledger.restoration()
+        record = self._restoration = self.mirror.restoration()
         restore = pb.Restore(
-            epoch=self.ledger.epoch,
+            epoch=self.mirror.epoch,
             incarnation=record.incarnation,
             source="" if saved is None else saved.directory,
             version=record.version,
@@ -105,20 +107,20 @@ class Barrier(Activity):
         record = self._restoration
         if record is None or body.incarnation != record.incarnation or not self.answered(member):
             return []
-        return [self.ledger.restored(record), *self._begin(now_s)]
+        return [self.mirror.restored(record), *self._begin(now_s)]
 
     def _begin(self, now_s: float) -> list[Effect]:
-        self.phase = Phase.BEGINNING
+        self.phase = RunPhase.BEGINNING
         self.waiting = set(self._daemons)
         self.deadline_s = now_s + self.rules.deadlines.begin_s
         return send_all(self._daemons, self._begin_message())
 
     def _on_ready(self, member: str, body: pb.Ready, now_s: float) -> list[Effect]:
-        if self.phase is not Phase.BEGINNING or not self.answered(member):
+        if self.phase is not RunPhase.BEGINNING or not self.answered(member):
             return []
         if member in self.rules.workers:
             self.done = True
-            return [Say(text=f"epoch {self.ledger.epoch} begins at version {self.ledger.version}")]
+            return [Say(text=f"epoch {self.mirror.epoch} begins at version {self.mirror.version}")]
         # The commit is applied everywhere: only now may workers read weights.
         self.waiting = set(self.rules.workers)
         self.deadline_s = now_s + self.rules.deadlines.begin_s
@@ -126,12 +128,12 @@ class Barrier(Activity):
 
     def _begin_message(self) -> pb.SchedulerMessage:
         begin = pb.Begin(
-            epoch=self.ledger.epoch,
-            record=record_message(self.ledger.record),
+            epoch=self.mirror.epoch,
+            record=record_message(self.mirror.record),
             plan_json=self.rules.plan_json,
             endpoints=self._members.endpoints(),
-            next_attempt=self.ledger.next_attempt,
-            next_evaluation=self.ledger.next_evaluation,
+            next_attempt=self.mirror.next_attempt,
+            next_evaluation=self.mirror.next_evaluation,
         )
         return pb.SchedulerMessage(begin=begin)
 

@@ -1,5 +1,7 @@
 """What goes into the scheduler's machine and what comes out of it: values, no behaviour.
 
+Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+
 Effects are carried out in the order of the list. Journal effects are durable before the next
 effect happens: that is what makes a commit safe to announce.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from penstock.daemons.kit.events import EffectFailed, Exit, Say, StopAsked, Tick
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -40,12 +43,7 @@ class StreamClosed:
     stream: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time has passed; comes at least every tenth of a second."""
-
-
-class Request(Enum):
+class ControlCall(Enum):
     """Control calls."""
 
     STATUS = "status"
@@ -56,24 +54,14 @@ class Request(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ControlAsked:
     """A control client called; it is answered by :class:`Reply` or :class:`ReplyError`.
 
     ``within_s``: how long a stop may take, None for as long as it takes.
     """
 
     ticket: int
-    request: Request
-    within_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopSignalled:
-    """SIGTERM or SIGINT; ``again``: somebody insists. ``within_s``: how long the stop may take,
-    None for as long as it takes.
-    """
-
-    again: bool = False
+    request: ControlCall
     within_s: float | None = None
 
 
@@ -93,24 +81,16 @@ class SaveFinished:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
-    """The scheduler itself cannot go on: an effect failed, and those after it did not happen."""
-
-    code: ExitCode
-    error: str
-
-
 Event = (
     Joined
     | Received
     | StreamClosed
     | Tick
-    | Asked
-    | StopSignalled
+    | ControlAsked
+    | StopAsked
     | SavePrepared
     | SaveFinished
-    | Broken
+    | EffectFailed
 )
 
 # ---- effects ----
@@ -229,14 +209,6 @@ class ReplyError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Say:
-    """Something changed that an operator wants to read in the log."""
-
-    text: str
-    warning: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NoteEnd:
     """Leave word of how the run ends, for members that come when the scheduler is gone."""
 
@@ -244,14 +216,6 @@ class NoteEnd:
     code: ExitCode
     keep_memory: bool
     failed: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
-    """The scheduler ends. ``error`` is empty when there is nothing to complain about."""
-
-    code: ExitCode
-    error: str = ""
 
 
 Effect = (
@@ -272,3 +236,32 @@ Effect = (
     | NoteEnd
     | Exit
 )
+
+# ---- what the story keeps ----
+
+LONG_MESSAGE_BYTES = 512
+
+
+def is_routine(event: Event) -> bool:
+    """Whether an event that leads to nothing says nothing: time passes, members are alive."""
+    if isinstance(event, Received):
+        return bool(event.message.HasField("heartbeat"))
+    return isinstance(event, Tick)
+
+
+def abridged(value: Event | Effect) -> object:
+    """What stands for an event or effect in the story: of long messages (a plan, a status) their
+    size, so that thousands of them take little memory.
+    """
+    match value:
+        case Send(member=member, message=message) if message.ByteSize() > LONG_MESSAGE_BYTES:
+            return f"Send(member={member!r}, {_size(message)})"
+        case Received(stream=stream, message=message) if message.ByteSize() > LONG_MESSAGE_BYTES:
+            return f"Received(stream={stream}, {_size(message)})"
+        case Reply(ticket=ticket, reply=reply) if reply.ByteSize() > LONG_MESSAGE_BYTES:
+            return f"Reply(ticket={ticket}, {type(reply).__name__} of {reply.ByteSize()} bytes)"
+    return value
+
+
+def _size(message: pb.MemberMessage | pb.SchedulerMessage) -> str:
+    return f"{message.WhichOneof('body')} of {message.ByteSize()} bytes"

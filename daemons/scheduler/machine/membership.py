@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Say, Send
+from penstock.daemons.kit.events import Say
+from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Send
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.logs import COMPLAINT_INTERVAL_S

@@ -1,22 +1,15 @@
-"""What comes next between attempts: a pure choice from where the run stands and what was asked.
-
-What the machine can be busy with: one activity at a time, each a small machine of its own.
-
-An activity belongs to one epoch. It is started, fed with the members' messages of that epoch, and
-dropped, whatever it was doing, when the epoch breaks; only what it journaled stays.
-"""
+"""What comes next between attempts: a pure choice from where the run stands and what was asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
-from penstock.daemons.scheduler.machine.events import Effect, Reply, ReplyError, Send
+from penstock.daemons.scheduler.machine.events import Effect, Reply, ReplyError
 from penstock.daemons.scheduler.machine.grace import Deadline
-from penstock.daemons.scheduler.machine.ledger import Ledger
-from penstock.daemons.scheduler.machine.rules import Phase, Rules
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.rules import Rules
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 
@@ -31,7 +24,7 @@ class Next(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Wishes:
+class Requests:
     """What control clients and signals asked for.
 
     ``stop_reason``: empty while nobody asked to stop. ``stop_by_s``: without a live epoch the state
@@ -47,96 +40,46 @@ class Wishes:
     save_failed_at: int | None = None
 
 
-def is_last(rules: Rules, ledger: Ledger) -> bool:
+def is_last(rules: Rules, mirror: JournalMirror) -> bool:
     """Whether the committed version is the last one."""
-    return ledger.version >= rules.config.train.steps
+    return mirror.version >= rules.config.train.steps
 
 
-def choose(rules: Rules, ledger: Ledger, wishes: Wishes) -> Next:
+def choose(rules: Rules, mirror: JournalMirror, requests: Requests) -> Next:
     """What to do in a live epoch when nothing is going on."""
-    if wishes.stop_reason:
-        return Next.SAVE if ledger.unsaved else Next.END
-    if wishes.tickets or _save_is_due(rules, ledger, wishes):
+    if requests.stop_reason:
+        return Next.SAVE if mirror.unsaved else Next.END
+    if requests.tickets or _save_is_due(rules, mirror, requests):
         return Next.SAVE
-    if _evaluation_is_due(rules, ledger):
+    if _evaluation_is_due(rules, mirror):
         return Next.EVALUATE
-    if is_last(rules, ledger):
-        return Next.SAVE if ledger.unsaved else Next.END
-    return Next.WAIT if wishes.paused else Next.ATTEMPT
+    if is_last(rules, mirror):
+        return Next.SAVE if mirror.unsaved else Next.END
+    return Next.WAIT if requests.paused else Next.ATTEMPT
 
 
-def _save_is_due(rules: Rules, ledger: Ledger, wishes: Wishes) -> bool:
-    every, version = rules.config.train.save_every, ledger.version
-    if not every or version % every or wishes.save_failed_at == version:
+def _save_is_due(rules: Rules, mirror: JournalMirror, requests: Requests) -> bool:
+    every, version = rules.config.train.save_every, mirror.version
+    if not every or version % every or requests.save_failed_at == version:
         return False
-    return ledger.unsaved
+    return mirror.unsaved
 
 
-def _evaluation_is_due(rules: Rules, ledger: Ledger) -> bool:
-    every, version = rules.config.train.eval_every, ledger.version
+def _evaluation_is_due(rules: Rules, mirror: JournalMirror) -> bool:
+    every, version = rules.config.train.eval_every, mirror.version
     if not every or not version or version % every:
         return False
-    return ledger.evaluated != version
+    return mirror.evaluated != version
 
 
-def answer_snapshots(ledger: Ledger, wishes: Wishes, error: str = "") -> list[Effect]:
+def answer_snapshots(mirror: JournalMirror, requests: Requests, error: str = "") -> list[Effect]:
     """Answer all snapshot calls: with the newest saved state, or with an error."""
-    tickets, wishes.tickets = wishes.tickets, []
+    tickets, requests.tickets = requests.tickets, []
     if error:
         return [ReplyError(ticket=ticket, error=error) for ticket in tickets]
-    directory = "" if ledger.saved is None else ledger.saved.directory
-    reply = pb.SnapshotReply(directory=directory, version=ledger.saved_version)
+    directory = "" if mirror.saved is None else mirror.saved.directory
+    reply = pb.SnapshotReply(directory=directory, version=mirror.saved_version)
     return [Reply(ticket=ticket, reply=reply) for ticket in tickets]
-
-
-class Activity:
-    """Base of all activities.
-
-    ``waiting``: members that owe an answer, until ``deadline_s`` if that is set. ``title``: what
-    messages call it. ``started_s``: when it began.
-    """
-
-    phase: Phase
-    title: ClassVar[str]
-    answers: ClassVar[Mapping[str, Callable[[Any, str, Any, float], list[Effect]]]] = {}
-    """Kind of a member's message -> handler(self, member, message, now_s)."""
-
-    def __init__(self, rules: Rules, ledger: Ledger) -> None:
-        self.rules = rules
-        self.ledger = ledger
-        self.started = False
-        self.started_s = 0.0
-        self.done = False
-        self.waiting: set[str] = set()
-        self.deadline_s: float | None = None
-
-    @property
-    def unfinished(self) -> tuple[str, ...]:
-        """Members whose work this activity consists of, as long as they owe some; they have to get
-        on (:mod:`.hangs`).
-        """
-        return ()
-
-    def start(self, now_s: float) -> list[Effect]:
-        """The first effects."""
-        raise NotImplementedError
-
-    def receive(self, member: str, kind: str, body: Any, now_s: float) -> list[Effect]:
-        """A message of the present epoch; kinds that mean nothing here are ignored."""
-        handler = self.answers.get(kind)
-        return [] if handler is None else handler(self, member, body, now_s)
-
-    def answered(self, member: str) -> bool:
-        """Tick a member off; whether it was the last that owed an answer."""
-        if member not in self.waiting:
-            return False
-        self.waiting.discard(member)
-        return not self.waiting
-
-
-def send_all(members: Iterable[str], message: pb.SchedulerMessage) -> list[Effect]:
-    """The same message to several members."""
-    return [Send(member=member, message=message) for member in members]
 
 
 def record_message(record: Any) -> pb.Record:

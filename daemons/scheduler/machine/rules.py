@@ -30,7 +30,7 @@ class Role(Enum):
     WORKER = "worker"
 
 
-class Phase(Enum):
+class RunPhase(Enum):
     """What a run is doing, as ``penstock status`` shows it."""
 
     GATHERING = "gathering"

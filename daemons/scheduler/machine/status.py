@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.daemons.scheduler.machine.ledger import Ledger
+from penstock.daemons.scheduler.machine.activity import Activity
 from penstock.daemons.scheduler.machine.membership import Membership
-from penstock.daemons.scheduler.machine.next_activity import Activity
-from penstock.daemons.scheduler.machine.rules import Phase, Rules
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 
 class Observable(Protocol):
-    """The parts of :class:`~penstock.daemons.scheduler.machine.state.Machine` that are shown."""
+    """The parts of :class:`~penstock.daemons.scheduler.machine.machine.Machine` that are shown."""
 
     rules: Rules
-    ledger: Ledger
+    mirror: JournalMirror
     members: Membership
     activity: Activity | None
     live: bool
@@ -27,28 +27,28 @@ class Observable(Protocol):
         """How long the last attempts took."""
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RunPhase:
         """What the run is doing."""
 
 
 def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
     """The answer to a Status call."""
-    rules, ledger = machine.rules, machine.ledger
+    rules, mirror = machine.rules, machine.mirror
     return pb.StatusReply(
         run_id=rules.run_id,
         run_name=rules.config.run.name,
         phase=machine.phase.value,
-        epoch=ledger.epoch,
-        version=ledger.version,
-        attempt=ledger.next_attempt - 1,
+        epoch=mirror.epoch,
+        version=mirror.version,
+        attempt=mirror.next_attempt - 1,
         steps=rules.config.train.steps,
-        last_metrics_json=ledger.last_metrics_json,
+        last_metrics_json=mirror.last_metrics_json,
         members=machine.members.status(now_s, machine.live),
         message=_explanation(machine),
         eta_seconds=_eta_s(machine),
         plan_scheme=rules.plan_scheme,
-        saved_version=ledger.saved_version,
-        has_saved=ledger.saved is not None,
+        saved_version=mirror.saved_version,
+        has_saved=mirror.saved is not None,
     )
 
 
@@ -65,5 +65,5 @@ def _eta_s(machine: Observable) -> float:
     """Seconds to the last step at the pace of the last attempts; negative: unknown."""
     if not machine.attempt_seconds:
         return -1.0
-    left = max(0, machine.rules.config.train.steps - machine.ledger.version)
+    left = max(0, machine.rules.config.train.steps - machine.mirror.version)
     return left * sum(machine.attempt_seconds) / len(machine.attempt_seconds)

@@ -9,11 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect, Say
-from penstock.daemons.scheduler.machine.ledger import Ledger
-from penstock.daemons.scheduler.machine.next_activity import Activity, record_message, send_all
+from penstock.daemons.kit.events import Say
+from penstock.daemons.scheduler.machine.activity import Activity, send_all
+from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.next_activity import record_message
 from penstock.daemons.scheduler.machine.position import learning_rate
-from penstock.daemons.scheduler.machine.rules import Phase, Rules
+from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.daemons.scheduler.metrics_file import AttemptTimes, attempt_line
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
@@ -59,17 +61,17 @@ class Transaction(Activity):
 
     title = "the attempt"
 
-    def __init__(self, rules: Rules, ledger: Ledger) -> None:
-        super().__init__(rules, ledger)
-        assert ledger.position is not None
-        self.phase = Phase.RUNNING
-        self.attempt = ledger.take_attempt()
+    def __init__(self, rules: Rules, mirror: JournalMirror) -> None:
+        super().__init__(rules, mirror)
+        assert mirror.position is not None
+        self.phase = RunPhase.RUNNING
+        self.attempt = mirror.take_attempt()
         self.seconds = 0.0
         self.failure = ""
-        self._position = ledger.position
-        self._hold = rules.holds(ledger.position)
+        self._position = mirror.position
+        self._hold = rules.holds(mirror.position)
         self._learning_rate = learning_rate(
-            rules.config.optimizer, rules.config.train.steps, ledger.version + 1
+            rules.config.optimizer, rules.config.train.steps, mirror.version + 1
         )
         self._statuses: dict[int, pb.BlockStatus] = {}
         self._reports: dict[str, pb.AttemptDone] = {}
@@ -92,9 +94,9 @@ class Transaction(Activity):
         """optimizerds first: they are to know of the attempt before its first gradients."""
         self.waiting = set(self.rules.workers)
         run = pb.RunAttempt(
-            epoch=self.ledger.epoch,
+            epoch=self.mirror.epoch,
             attempt=self.attempt,
-            base_version=self.ledger.version,
+            base_version=self.mirror.version,
             data_position=self._position.data_position,
             loss_scale=self._position.loss_scale,
             learning_rate=self._learning_rate,
@@ -117,11 +119,11 @@ class Transaction(Activity):
         self._reports[member] = body
         self._computed_s = max(self._computed_s, now_s - body.tail_seconds)
         if self.answered(member):
-            self.phase = Phase.DECIDING
+            self.phase = RunPhase.DECIDING
         return self._decide_if_complete(now_s)
 
     def _on_amended(self, member: str, body: pb.Amended, now_s: float) -> list[Effect]:
-        if body.attempt != self.attempt or self.phase is not Phase.AMENDING:
+        if body.attempt != self.attempt or self.phase is not RunPhase.AMENDING:
             return []
         if not self.answered(member) or self._decided is None:
             return []
@@ -142,9 +144,9 @@ class Transaction(Activity):
         return self._commit(verdict, record, now_s)
 
     def _record(self, verdict: Verdict) -> CommitRecord:
-        assert self.ledger.record is not None
+        assert self.mirror.record is not None
         skipped = verdict.decision is Decision.SKIP
-        version = self.ledger.version if skipped else self.ledger.version + 1
+        version = self.mirror.version if skipped else self.mirror.version + 1
         return CommitRecord(
             version=version,
             attempt=self.attempt,
@@ -153,36 +155,36 @@ class Transaction(Activity):
             inverse_loss_scale=1.0 / self._position.loss_scale,
             learning_rate=self._learning_rate,
             bias_step=version,
-            incarnation=self.ledger.record.incarnation,
+            incarnation=self.mirror.record.incarnation,
         )
 
     def _amend(self, record: CommitRecord) -> list[Effect]:
         """Nothing is decided for good yet: if this breaks, the attempt is repeated."""
-        self.phase = Phase.AMENDING
+        self.phase = RunPhase.AMENDING
         self.waiting = set(self.rules.optimizerds)
         amend = pb.Amend(
-            epoch=self.ledger.epoch, attempt=self.attempt, record=record_message(record)
+            epoch=self.mirror.epoch, attempt=self.attempt, record=record_message(record)
         )
         return send_all(self.rules.optimizerds, pb.SchedulerMessage(amend=amend))
 
     def _commit(self, verdict: Verdict, record: CommitRecord, now_s: float) -> list[Effect]:
         line = self._finish(verdict, record, now_s)
-        commit = pb.Commit(epoch=self.ledger.epoch, record=record_message(record))
+        commit = pb.Commit(epoch=self.mirror.epoch, record=record_message(record))
         # Journal first: once somebody has heard of a commit, no crash may undo it.
         return [
-            self.ledger.decide(record, line),
+            self.mirror.decide(record, line),
             *self._tell_all(pb.SchedulerMessage(commit=commit)),
             AppendMetrics(metrics_json=line),
         ]
 
     def _skip(self, verdict: Verdict, record: CommitRecord, now_s: float) -> list[Effect]:
         line = self._finish(verdict, record, now_s)
-        journaled = self.ledger.decide(record, line)
+        journaled = self.mirror.decide(record, line)
         skips, limit = journaled.position.skips_in_a_row, self.rules.config.train.max_skips
         # As long as the loss scale comes down, it may be all that is wrong.
         if skips > limit and self.rules.loss_scaling.lowest(self._position.loss_scale):
             self.failure = self._why_hopeless(skips, limit)
-        skip = pb.Skip(epoch=self.ledger.epoch, attempt=self.attempt)
+        skip = pb.Skip(epoch=self.mirror.epoch, attempt=self.attempt)
         effects: list[Effect] = [
             journaled,
             *self._tell_all(pb.SchedulerMessage(skip=skip)),
@@ -194,13 +196,13 @@ class Transaction(Activity):
 
     def _take_back(self) -> list[Effect]:
         """Steps in place are inverted with the gradients that the next attempt overwrites."""
-        self.done, self.phase = False, Phase.SETTLING
+        self.done, self.phase = False, RunPhase.SETTLING
         self.waiting = set(self.rules.optimizerds)
-        settle = pb.Settle(epoch=self.ledger.epoch, version=self.ledger.version)
+        settle = pb.Settle(epoch=self.mirror.epoch, version=self.mirror.version)
         return send_all(self.rules.optimizerds, pb.SchedulerMessage(settle=settle))
 
     def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
-        if self.phase is Phase.SETTLING and body.version == self.ledger.version:
+        if self.phase is RunPhase.SETTLING and body.version == self.mirror.version:
             self.done = self.answered(member)
         return []
 
@@ -214,21 +216,21 @@ class Transaction(Activity):
         return (
             f"{skips} attempts in a row had infinite or undefined gradients, more than"
             f" train.max_skips = {limit}; the last{scale} was attempt {self.attempt} after step"
-            f" {self.ledger.version}: lower optimizer.lr, or look at the data from sample"
+            f" {self.mirror.version}: lower optimizer.lr, or look at the data from sample"
             f" {self._position.data_position} on"
         )
 
     def _finish(self, verdict: Verdict, record: CommitRecord, now_s: float) -> str:
         self.done = True
         self.seconds = now_s - self.started_s
-        self.ledger.costs.add(verdict.decision, self.seconds, held=self._hold)
+        self.mirror.costs.add(verdict.decision, self.seconds, held=self._hold)
         return attempt_line(
             record=record,
             reports=[self._reports[worker] for worker in self.rules.workers],
             grad_norm=verdict.grad_norm,
             learning_rate=self._learning_rate,
             loss_scale=self._position.loss_scale,
-            epoch=self.ledger.epoch,
+            epoch=self.mirror.epoch,
             times=AttemptTimes(
                 started_s=self.started_s,
                 computed_s=self._computed_s,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 
+from penstock.daemons.kit.events import Exit, Say
+from penstock.daemons.scheduler.machine.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
     CompleteSave,
     Effect,
-    Exit,
     NoteEnd,
     PrepareSave,
-    Say,
     Send,
 )
-from penstock.daemons.scheduler.machine.ledger import Ledger
 from penstock.daemons.scheduler.machine.membership import Membership
-from penstock.daemons.scheduler.machine.next_activity import Activity, send_all
-from penstock.daemons.scheduler.machine.rules import Phase, Rules
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.daemons.scheduler.metrics_file import evaluation_line
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -32,11 +31,11 @@ class Saving(Activity):
 
     title = "saving"
 
-    def __init__(self, rules: Rules, ledger: Ledger) -> None:
-        super().__init__(rules, ledger)
-        self.phase = Phase.SETTLING
+    def __init__(self, rules: Rules, mirror: JournalMirror) -> None:
+        super().__init__(rules, mirror)
+        self.phase = RunPhase.SETTLING
         self.error = ""
-        self.version = ledger.version
+        self.version = mirror.version
         self.directory = f"{rules.state_dir}/.tmp-step-{self.version:08d}"
         self._files: list[tuple[str, int, str]] = []
 
@@ -48,15 +47,15 @@ class Saving(Activity):
     def start(self, now_s: float) -> list[Effect]:
         """State lags the weights by one commit until it is settled."""
         self.waiting = set(self.rules.optimizerds)
-        settle = pb.Settle(epoch=self.ledger.epoch, version=self.version)
+        settle = pb.Settle(epoch=self.mirror.epoch, version=self.version)
         return send_all(self.rules.optimizerds, pb.SchedulerMessage(settle=settle))
 
     def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
-        if self.phase is not Phase.SETTLING or body.version != self.version:
+        if self.phase is not RunPhase.SETTLING or body.version != self.version:
             return []
         if not self.answered(member):
             return []
-        self.phase = Phase.SAVING
+        self.phase = RunPhase.SAVING
         return [PrepareSave(directory=self.directory)]
 
     def prepared(self, error: str) -> list[Effect]:
@@ -65,11 +64,11 @@ class Saving(Activity):
             self.finished(error)
             return []
         self.waiting = set(self.rules.memoryds)
-        save = pb.Save(epoch=self.ledger.epoch, version=self.version, directory=self.directory)
+        save = pb.Save(epoch=self.mirror.epoch, version=self.version, directory=self.directory)
         return send_all(self.rules.memoryds, pb.SchedulerMessage(save=save))
 
     def _on_saved(self, member: str, body: pb.Saved, now_s: float) -> list[Effect]:
-        if self.phase is not Phase.SAVING or body.version != self.version:
+        if self.phase is not RunPhase.SAVING or body.version != self.version:
             return []
         if member not in self.waiting:
             return []
@@ -81,14 +80,14 @@ class Saving(Activity):
         if self.error:
             self.done = True
             return []
-        assert self.ledger.position is not None
+        assert self.mirror.position is not None
         return [
             CompleteSave(
                 version=self.version,
                 directory=self.directory,
                 files=tuple(sorted(self._files)),
-                position=self.ledger.position,
-                attempt=self.ledger.next_attempt - 1,
+                position=self.mirror.position,
+                attempt=self.mirror.next_attempt - 1,
             )
         ]
 
@@ -108,10 +107,10 @@ class Evaluation(Activity):
 
     title = "the evaluation"
 
-    def __init__(self, rules: Rules, ledger: Ledger) -> None:
-        super().__init__(rules, ledger)
-        self.phase = Phase.EVALUATING
-        self._number = ledger.take_evaluation()
+    def __init__(self, rules: Rules, mirror: JournalMirror) -> None:
+        super().__init__(rules, mirror)
+        self.phase = RunPhase.EVALUATING
+        self._number = mirror.take_evaluation()
         self._reports: dict[str, pb.EvaluationDone] = {}
         self.seconds = 0.0
 
@@ -124,9 +123,9 @@ class Evaluation(Activity):
         """Only workers take part."""
         self.waiting = set(self.rules.workers)
         evaluate = pb.Evaluate(
-            epoch=self.ledger.epoch,
+            epoch=self.mirror.epoch,
             evaluation=self._number,
-            base_version=self.ledger.version,
+            base_version=self.mirror.version,
             batches=self.rules.config.train.eval_batches,
         )
         return send_all(self.rules.workers, pb.SchedulerMessage(evaluate=evaluate))
@@ -140,19 +139,19 @@ class Evaluation(Activity):
         self.done = True
         self.seconds = now_s - self.started_s
         line = evaluation_line(
-            version=self.ledger.version,
-            attempt=self.ledger.next_attempt - 1,
+            version=self.mirror.version,
+            attempt=self.mirror.next_attempt - 1,
             reports=[self._reports[worker] for worker in self.rules.workers],
-            epoch=self.ledger.epoch,
+            epoch=self.mirror.epoch,
             seconds=self.seconds,
             emulated=self.rules.emulated,
         )
-        return [self.ledger.evaluate(self._number, line), AppendMetrics(metrics_json=line)]
+        return [self.mirror.evaluate(self._number, line), AppendMetrics(metrics_json=line)]
 
     answers = {"evaluation_done": _on_done}  # noqa: RUF012
 
 
-class Ending(Activity):
+class Shutdown(Activity):
     """Leave word that the run is over, tell everyone to shut down, wait until they have gone (not
     for long), exit. Nodes that were lost are waited for, too: they may come back, and hear it.
 
@@ -165,7 +164,7 @@ class Ending(Activity):
     def __init__(
         self,
         rules: Rules,
-        ledger: Ledger,
+        mirror: JournalMirror,
         members: Membership,
         *,
         keep_memory: bool,
@@ -174,8 +173,8 @@ class Ending(Activity):
         error: str = "",
         leave_by_s: float | None = None,
     ) -> None:
-        super().__init__(rules, ledger)
-        self.phase = Phase.FAILED if error else Phase.DONE
+        super().__init__(rules, mirror)
+        self.phase = RunPhase.FAILED if error else RunPhase.DONE
         self.reason = reason
         self.error = error
         self._code = code
@@ -213,4 +212,4 @@ class Ending(Activity):
         if self.done or ((self._members.present or self.waiting) and patient):
             return []
         self.done = True
-        return [Exit(code=self._code, error=self.error)]
+        return [Exit(code=self._code, reason=self.error)]

@@ -46,7 +46,7 @@ class SavedState:
     position: Position
 
 
-class Ledger:
+class JournalMirror:
     """Epoch, attempt, committed record and position, newest saved state."""
 
     def __init__(

@@ -7,19 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.daemons.kit.events import EffectFailed, StopAsked
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
-    Broken,
     CompleteSave,
+    ControlCall,
     NoteEnd,
     Reply,
-    Request,
     SaveFinished,
     SavePrepared,
     Send,
-    StopSignalled,
 )
-from penstock.daemons.scheduler.machine.state import Machine
+from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd
@@ -46,7 +45,7 @@ def evaluated(driver: Driver, number: int) -> list[str]:
 
 
 def test_snapshot_settles_writes_and_goes_on(live: Driver) -> None:
-    assert live.ask(Request.SNAPSHOT, ticket=5) == []
+    assert live.ask(ControlCall.SNAPSHOT, ticket=5) == []
     assert live.run_attempt()[-2:] == ["metrics line", "optimizerd.a <- settle e1 v1"]
     settled = pb.Settled(epoch=1, version=1)
     assert live.say("optimizerd.a", settled=settled) == ["prepare /run/state/.tmp-step-00000001"]
@@ -64,16 +63,16 @@ def test_snapshot_settles_writes_and_goes_on(live: Driver) -> None:
 
 
 def test_a_snapshot_of_a_saved_version_is_answered_at_once(live: Driver) -> None:
-    live.ask(Request.PAUSE)
-    live.ask(Request.SNAPSHOT, ticket=5)
+    live.ask(ControlCall.PAUSE)
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
     live.run_attempt()
     assert live.save() == ["reply 5"]
     assert live.status.phase == "paused"
-    assert live.ask(Request.SNAPSHOT, ticket=6) == ["reply 6"]
+    assert live.ask(ControlCall.SNAPSHOT, ticket=6) == ["reply 6"]
 
 
 def test_a_failed_snapshot_says_so_and_training_goes_on(live: Driver) -> None:
-    live.ask(Request.SNAPSHOT, ticket=5)
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
     live.run_attempt()
     lines = live.save(error="no space left")
     assert lines == [
@@ -84,7 +83,7 @@ def test_a_failed_snapshot_says_so_and_training_goes_on(live: Driver) -> None:
 
 
 def test_a_directory_that_cannot_be_made_fails_the_snapshot(live: Driver) -> None:
-    live.ask(Request.SNAPSHOT, ticket=5)
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
     live.run_attempt()
     live.say("optimizerd.a", settled=pb.Settled(epoch=1, version=1))
     lines = live.feed(SavePrepared(error="read-only file system"))
@@ -93,7 +92,7 @@ def test_a_directory_that_cannot_be_made_fails_the_snapshot(live: Driver) -> Non
 
 
 def test_a_save_broken_by_a_loss_is_repeated_in_the_next_epoch(live: Driver) -> None:
-    live.ask(Request.SNAPSHOT, ticket=5)
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
     live.run_attempt()
     pid = live.pids["memoryd.a"]
     live.close("memoryd.a")
@@ -146,17 +145,17 @@ def test_an_evaluation_broken_by_a_loss_is_repeated(live_with: Callable[..., Dri
 
 
 def test_pause_takes_effect_after_the_attempt_and_resume_goes_on(live: Driver) -> None:
-    assert live.ask(Request.PAUSE, 1) == ["reply 1"]
+    assert live.ask(ControlCall.PAUSE, 1) == ["reply 1"]
     assert live.run_attempt()[-1] == "metrics line"
     assert live.status.phase == "paused"
-    assert live.ask(Request.RESUME, 2)[:2] == [
+    assert live.ask(ControlCall.RESUME, 2)[:2] == [
         "reply 2",
         "optimizerd.a <- run_attempt e1 a2 v1 data 8",
     ]
 
 
 def test_a_loss_while_paused_is_repaired_and_the_run_stays_paused(live: Driver) -> None:
-    live.ask(Request.PAUSE)
+    live.ask(ControlCall.PAUSE)
     live.run_attempt()
     pid = live.pids["worker.0"]
     live.close("worker.0")
@@ -187,7 +186,7 @@ def test_a_final_save_that_fails_keeps_the_memory(live_with: Callable[..., Drive
 
 
 def test_members_that_do_not_go_are_not_waited_for_for_ever(live: Driver) -> None:
-    live.ask(Request.STOP)
+    live.ask(ControlCall.STOP)
     live.run_attempt()
     assert live.save() == shutdown()
     assert live.wait(14.5) == []
@@ -195,8 +194,8 @@ def test_members_that_do_not_go_are_not_waited_for_for_ever(live: Driver) -> Non
 
 
 def test_stop_finishes_the_attempt_saves_and_ends(live: Driver) -> None:
-    assert live.ask(Request.STOP, 3) == ["reply 3"]
-    assert live.feed(StopSignalled()) == [], "the node may signal as well"
+    assert live.ask(ControlCall.STOP, 3) == ["reply 3"]
+    assert live.feed(StopAsked()) == [], "the node may signal as well"
     assert live.run_attempt()[-1] == SETTLE.format(1)
     assert live.save() == shutdown()
     told = {e.message.shutdown.exit_code for e in live.effects if isinstance(e, Send)}
@@ -206,7 +205,7 @@ def test_stop_finishes_the_attempt_saves_and_ends(live: Driver) -> None:
 
 def test_a_stop_after_the_last_step_finishes_the_run(live_with: Callable[..., Driver]) -> None:
     driver = live_with(train={"steps": 1})
-    driver.ask(Request.STOP)
+    driver.ask(ControlCall.STOP)
     driver.run_attempt()
     assert driver.save() == shutdown()
     assert driver.leave_all() == ["exit 0"]
@@ -217,12 +216,12 @@ def test_a_stop_without_the_memory_of_the_last_step_has_not_finished_the_run() -
     driver = Driver(make_rules(config), facts_at(4), saved_at(2))
     driver.join_all()
     driver.drained(None)
-    assert driver.ask(Request.STOP)[1:] == shutdown()
+    assert driver.ask(ControlCall.STOP)[1:] == shutdown()
     assert driver.leave_all() == ["exit 5"]
 
 
 def test_stop_before_the_first_commit_has_nothing_to_save(live: Driver) -> None:
-    live.ask(Request.STOP)
+    live.ask(ControlCall.STOP)
     live.run_attempt(float("nan"))
     assert live.machine.phase.value == "done"
     assert live.leave_all() == ["exit 5"]
@@ -230,7 +229,7 @@ def test_stop_before_the_first_commit_has_nothing_to_save(live: Driver) -> None:
 
 def test_stop_survives_a_loss_and_still_saves(live: Driver) -> None:
     live.run_attempt()
-    live.ask(Request.STOP)
+    live.ask(ControlCall.STOP)
     pid = live.pids["worker.0"]
     assert live.close("worker.0") == [f"node.a <- fence worker.0 {pid}"]
     live.join("worker.0")
@@ -244,7 +243,7 @@ def test_stop_while_gathering_with_nothing_to_lose() -> None:
     driver = Driver()
     driver.join("node.a")
     driver.join("memoryd.a")
-    assert driver.ask(Request.STOP) == ["reply 1", *shutdown()[:2]]
+    assert driver.ask(ControlCall.STOP) == ["reply 1", *shutdown()[:2]]
     assert driver.join("worker.0") == ["worker.0 <- shutdown"], "who comes too late goes too"
     assert driver.leave_all() == ["exit 5"]
 
@@ -258,21 +257,21 @@ def test_stop_in_a_barrier_with_nothing_to_lose(stage: str) -> None:
     if stage == "beginning":
         driver.restored()
     assert driver.status.phase == stage
-    assert driver.ask(Request.STOP)[1:] == shutdown()
+    assert driver.ask(ControlCall.STOP)[1:] == shutdown()
 
 
 def test_stop_while_lost_memory_is_being_restored() -> None:
     driver = Driver(facts=facts_at(4), saved=saved_at(2))
     driver.join_all()
     driver.drained(None)
-    assert driver.ask(Request.STOP)[1:] == shutdown(), "version 4 is gone anyway"
+    assert driver.ask(ControlCall.STOP)[1:] == shutdown(), "version 4 is gone anyway"
 
 
 def test_stop_waits_for_a_barrier_that_has_something_to_save_but_not_for_ever() -> None:
     driver = Driver(facts=facts_at(4))
     for name in ALL[:-1]:
         driver.join(name)
-    assert driver.ask(Request.STOP) == ["reply 1"]
+    assert driver.ask(ControlCall.STOP) == ["reply 1"]
     assert driver.status.phase == "stopping"
     assert driver.wait(59.5) == []
     lines = driver.wait(0.5)
@@ -283,9 +282,9 @@ def test_stop_waits_for_a_barrier_that_has_something_to_save_but_not_for_ever() 
 
 def test_a_second_signal_ends_at_once_and_keeps_the_memory(live: Driver) -> None:
     live.run_attempt()
-    live.ask(Request.SNAPSHOT, 9)
-    assert live.feed(StopSignalled()) == []
-    lines = live.feed(StopSignalled(again=True))
+    live.ask(ControlCall.SNAPSHOT, 9)
+    assert live.feed(StopAsked()) == []
+    lines = live.feed(StopAsked(again=True))
     assert lines[0].startswith("error 9: ")
     assert lines[1:] == [*shutdown(keep=True), "exit 130"]
 
@@ -295,7 +294,7 @@ def test_a_failed_member_stops_the_run_with_its_message_and_code(live: Driver) -
     assert live.say("worker.0", failed=failed) == shutdown(keep=True)
     assert live.status.message == "worker.0: cannot pin memory"
     assert live.status.phase == "failed"
-    assert live.ask(Request.SNAPSHOT, 2)[0].startswith("error 2: the run ends")
+    assert live.ask(ControlCall.SNAPSHOT, 2)[0].startswith("error 2: the run ends")
     assert live.close("worker.0") == [], "it goes as told: nobody is fenced"
     assert live.leave_all() == ["exit 3"]
 
@@ -317,7 +316,9 @@ def test_a_failure_before_the_epoch_begins_stops_the_run_too() -> None:
 
 
 def test_files_that_cannot_be_written_stop_the_run(live: Driver) -> None:
-    assert live.feed(Broken(code=ExitCode.NO_MEMORY, error="disk full")) == shutdown(keep=True)
+    assert live.feed(EffectFailed(code=ExitCode.NO_MEMORY, error="disk full")) == shutdown(
+        keep=True
+    )
     assert live.leave_all() == ["exit 3"]
 
 
@@ -359,7 +360,7 @@ def test_the_end_waits_a_while_for_a_node_that_was_lost(live_with: Callable[...,
 
 
 def test_the_end_is_noted_before_anybody_hears_of_it(live: Driver) -> None:
-    live.ask(Request.STOP)
+    live.ask(ControlCall.STOP)
     live.run_attempt()
     live.save()
     kinds = [type(effect) for effect in live.effects]
@@ -370,9 +371,9 @@ def test_the_end_is_noted_before_anybody_hears_of_it(live: Driver) -> None:
 
 def test_a_scheduler_that_comes_after_the_end_only_ends() -> None:
     driver = Driver(facts=facts_at(4), saved=saved_at(4))
-    driver.machine = Machine(
+    driver.machine = SchedulerMachine(
         driver.rules,
-        driver.machine.ledger,
+        driver.machine.mirror,
         driver.machine.members,
         driver.now_s,
         RunEnd(
