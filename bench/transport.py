@@ -23,10 +23,11 @@ from prometheus_client import CollectorRegistry
 from penstock.protocol.config.schema import parse_config
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.platforms.registry import TransportName
 from penstock.shm.table import DType
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox, TransferKey
-from penstock.workers.channels.opening import Means, open_channel
+from penstock.workers.channels.opening import open_channel
 from penstock.workers.channels.transport import Transport
 from penstock.workers.platforms.cpu.device import CpuDevice
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -36,7 +37,7 @@ TRANSFERS = 16
 """Of each direction in an attempt."""
 ROUNDS = 15
 TIMEOUT_S = 60.0
-MEANS: tuple[Means, ...] = ("zmq", "gloo")
+TRANSPORT_NAMES: tuple[TransportName, ...] = ("zmq", "gloo")
 CONFIG = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 
@@ -57,10 +58,12 @@ def two_devices() -> Plan:
     )
 
 
-def opened(means: Means, run_id: str, own: int, pipe: Connection) -> tuple[Channel, Transport]:
+def opened(
+    name: TransportName, run_id: str, own: int, pipe: Connection
+) -> tuple[Channel, Transport]:
     """One way to the other process, which opens the same."""
     transport = Transport(
-        f"ipc://@penstock-{run_id}-{means}-{own}", Inbox(), WorkerMetrics(CollectorRegistry())
+        f"ipc://@penstock-{run_id}-{name}-{own}", Inbox(), WorkerMetrics(CollectorRegistry())
     )
     plan = two_devices()
     transport.inbox.open(run_id=run_id, epoch=1, expected=Expected.of(plan.programs[own], (), 0))
@@ -75,7 +78,7 @@ def opened(means: Means, run_id: str, own: int, pipe: Connection) -> tuple[Chann
         device_index=own,
         device=CpuDevice(weight_dtype=DType.FP32, grad_dtype=DType.FP32),
         transport=transport,
-        means=means,
+        name=name,
         abort=Abort(),
         timeout_s=TIMEOUT_S,
     )
@@ -106,12 +109,12 @@ def attempt(channel: Channel, own: int, number: int, num_bytes: int, *, stream: 
 def side(own: int, run_id: str, num_bytes: int, pipe: Connection, results: Any) -> None:
     """One process. Device 0, which takes last, puts median seconds by (way, stream)."""
     torch.set_num_threads(1)
-    ways = {means: opened(means, run_id, own, pipe) for means in MEANS}
-    patterns = [(means, stream) for stream in (True, False) for means in MEANS]
+    ways = {name: opened(name, run_id, own, pipe) for name in TRANSPORT_NAMES}
+    patterns = [(name, stream) for stream in (True, False) for name in TRANSPORT_NAMES]
     seconds: dict[tuple[str, bool], list[float]] = {pattern: [] for pattern in patterns}
-    for number, (means, stream) in enumerate(patterns * (1 + ROUNDS)):
-        taken_s = attempt(ways[means][0], own, number, num_bytes, stream=stream)
-        seconds[means, stream].append(taken_s)
+    for number, (name, stream) in enumerate(patterns * (1 + ROUNDS)):
+        taken_s = attempt(ways[name][0], own, number, num_bytes, stream=stream)
+        seconds[name, stream].append(taken_s)
     if own == 0:
         results.put({p: statistics.median(found[1:]) for p, found in seconds.items()})
     pipe.send("done")
@@ -141,8 +144,10 @@ if __name__ == "__main__":
     print("bytes      zmq us  gloo us  gloo/zmq | zmq MB/s  gloo MB/s  gloo/zmq")
     for size in SIZES:
         measured, transfers = measure(size), 2 * TRANSFERS
-        zmq_us, gloo_us = (1e6 * measured[means, False] / transfers for means in MEANS)
-        zmq_mb, gloo_mb = (size * transfers / measured[means, True] / 1e6 for means in MEANS)
+        zmq_us, gloo_us = (1e6 * measured[name, False] / transfers for name in TRANSPORT_NAMES)
+        zmq_mb, gloo_mb = (
+            size * transfers / measured[name, True] / 1e6 for name in TRANSPORT_NAMES
+        )
         print(
             f"{size:9} {zmq_us:8.0f} {gloo_us:8.0f} {gloo_us / zmq_us:9.2f} |"
             f" {zmq_mb:8.0f} {gloo_mb:10.0f} {gloo_mb / zmq_mb:9.2f}"

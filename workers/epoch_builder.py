@@ -46,7 +46,7 @@ from penstock.shm.table import BlockTable
 from penstock.workers.attempt import EpochContext, JobPhase
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox
-from penstock.workers.channels.opening import group_members, means_here, open_channel, told_by
+from penstock.workers.channels.opening import group_members, open_channel, told_by, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.collectives import collective_peers, collective_receives
 from penstock.workers.data import TokenDataset, micro_batches
@@ -189,7 +189,7 @@ class EpochBuilder:
         if self._config.cluster.platform.models_time:
             self._pace = Emulation.of(self._config).reads(files.path, self._config, self._node)
         self._runtime: ModelRuntime | None = None
-        self._means = means_here(files.config)
+        self._transport_name = transport_here(files.config)
         self._channel: Channel | None = None
         self._weights: WeightLoader | None = None
         self._memory: tuple[tuple[int, ...], NodeMemory] | None = None
@@ -230,7 +230,7 @@ class EpochBuilder:
             device_index=self._device_index,
             device=self._device,
             transport=self._transport,
-            means=self._means,
+            name=self._transport_name,
             abort=abort,
             timeout_s=timeout_s,
         )
@@ -319,7 +319,7 @@ class EpochBuilder:
         program, evaluation = self._programs(plan)
         modelled = self._config.cluster.platform.models_time
         beside = collective_peers(plan, flow, self._device_index, modelled=modelled)
-        beside |= told_by(self._device_index, group_members(plan, self._means))
+        beside |= told_by(self._device_index, group_members(plan, self._transport_name))
         self._transport.expect(largest_transfer(self._config, self._table, plan), plan.num_devices)
         self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)
         self._transport.inbox.open(

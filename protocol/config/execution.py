@@ -16,6 +16,7 @@ from penstock.protocol.platforms.registry import (
     DEVICE_PATTERN,
     PLATFORMS,
     Platform,
+    TransportName,
     parameter_of,
     platform_of,
 )
@@ -154,7 +155,7 @@ class ClusterConfig(Section):
         " Emulated devices only take the time of the GPU and model that are named, or that"
         " `penstock profile` measured.",
     )
-    transport: Literal["auto", "zmq", "gloo", "nccl"] = Field(
+    transport: Literal["auto", TransportName] = Field(
         default="auto",
         description="How tensors get from worker to worker: zmq, messages through host memory;"
         " gloo, through host memory, and nccl, from GPU to GPU, process groups of"

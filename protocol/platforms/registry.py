@@ -1,9 +1,10 @@
-"""What ``cluster.device`` can name, and what each platform can do.
+"""What ``cluster.device`` and ``cluster.transport`` can name, and what each of them can do.
 
-A platform is described once, here. Configuration, planner, daemons and clients ask for a capability
-and never for a name, and import nothing of a platform but this. The description says nothing of
-*how*: the costs of modelled platforms are in :mod:`penstock.planner.cost.emulation`, what a worker
-runs is found under the same name in :mod:`penstock.workers.platforms.registry`.
+A platform, and a transport, is described once, here. Configuration, planner, daemons and clients
+ask for a capability and never for a name, and import nothing of a platform but this. The
+description says nothing of *how*: the costs of modelled platforms are in
+:mod:`penstock.planner.cost.emulation`, what a worker runs is found under the same name in
+:mod:`penstock.workers.platforms.registry`, and a transport in the module that its row names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Literal
 
 
 class CoreUse(Enum):
@@ -26,6 +28,37 @@ class CoreUse(Enum):
 
     WAIT = "wait"
     """They mostly sleep."""
+
+
+TransportName = Literal["zmq", "gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportTraits:
+    """A way for tensors from worker to worker, as far as others than its module must know it.
+
+    ``group_module``: the module that makes the wire of the epoch's process group
+    (:class:`penstock.workers.channels.opening.GroupModule`). ``None``: tensors travel as messages,
+    which need no group.
+    ``automatic``: ``auto`` takes the last transport of a platform that is automatic and works.
+    ``own_device``: each worker of a node needs a device that it shares with nobody.
+    """
+
+    group_module: str | None
+    automatic: bool = False
+    own_device: bool = False
+
+
+TRANSPORTS: Mapping[TransportName, TransportTraits] = MappingProxyType(
+    {
+        "zmq": TransportTraits(group_module=None, automatic=True),
+        "gloo": TransportTraits(group_module="penstock.workers.channels.gloo"),
+        "nccl": TransportTraits(
+            group_module="penstock.workers.channels.nccl", automatic=True, own_device=True
+        ),
+    }
+)
+"""By name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +82,7 @@ class Platform:
 
     name: str
     cores: CoreUse
-    transports: tuple[str, ...]
+    transports: tuple[TransportName, ...]
     own_memory: bool
     parameter: str | None = None
     loader: str = "penstock.models.checkpoints.loader"

@@ -38,7 +38,7 @@ from penstock.shm.table import BlockTable
 from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
-from penstock.workers.channels.opening import means_here, open_channel
+from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.collectives import collective_receives
 from penstock.workers.epoch_builder import make_device
@@ -344,7 +344,7 @@ class Cluster:
 
     def open_channels(self) -> None:
         """All at once: they may meet."""
-        means = means_here(self.config)
+        name = transport_here(self.config)
         self.close_channels()
 
         def open_one(worker: Worker) -> Channel:
@@ -357,7 +357,7 @@ class Cluster:
                 device_index=context.device_index,
                 device=context.device,
                 transport=context.transport,
-                means=means,
+                name=name,
                 abort=context.abort,
                 timeout_s=context.timeout_s,
             )

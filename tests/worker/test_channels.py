@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from socket import create_server
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.plan.instructions import parse_program
+from penstock.protocol.platforms.registry import TRANSPORTS, TransportTraits
 from penstock.protocol.wire.frames import GroupAddress, TensorHeader, TransferShape
+from penstock.workers.channels import opening
 from penstock.workers.channels.group import GroupChannel, TCPStore
 from penstock.workers.channels.inbox import Notices, TransferKey
 from penstock.workers.channels.nccl import NcclWire
-from penstock.workers.channels.opening import means_of, open_channel, told_by
+from penstock.workers.channels.opening import open_channel, told_by, transport_of
 from penstock.workers.channels.order import (
     MAX_TRANSFERS,
     RESERVED_TAG,
@@ -28,6 +33,7 @@ from penstock.workers.channels.order import (
     TransferOrder,
 )
 from penstock.workers.waiting import Abort, Interrupted
+from tests.worker import cluster as cluster_module
 from tests.worker.ending import aborting, ended_by
 
 
@@ -75,6 +81,60 @@ def test_gloo_gives_the_bits_of_messages(
                 worker.context.transport.send = no_messages
         found.append(trained(cluster))
     assert found[0] == found[1]
+
+
+class BoxWire:
+    """A wire between threads: buffers lie in boxes of their own until they are taken."""
+
+    boxes: ClassVar[dict[tuple[int, int, int], queue.SimpleQueue[torch.Tensor]]] = {}
+
+    def __init__(self, own: int) -> None:
+        self.own = own
+        self.posted: dict[TransferKey, tuple[torch.Tensor, tuple[int, int, int]]] = {}
+
+    def outgoing(self, tensors: Any) -> Any:
+        return tensors
+
+    incoming = outgoing
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
+        self.boxes.setdefault((self.own, peer, tag), queue.SimpleQueue()).put(buffer.clone())
+
+    def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
+        self.posted[key] = buffer, (peer, self.own, tag)
+
+    def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
+        buffer, box = self.posted.pop(key)
+        buffer.copy_(self.boxes.setdefault(box, queue.SimpleQueue()).get(timeout=timeout_s))
+
+    def arrival_s(self, key: TransferKey) -> float | None:
+        return None
+
+    def check(self) -> None:
+        pass
+
+    close = check
+
+
+def test_a_new_transport_is_a_row_and_a_module(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = trained(make_cluster(workers=2, transport="zmq"))
+    module = ModuleType("boxes")
+    vars(module).update(is_built=lambda: True, join=lambda meeting, *_: BoxWire(meeting.own))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    row = TransportTraits(group_module=module.__name__)
+    monkeypatch.setattr(opening, "TRANSPORTS", {**TRANSPORTS, "boxes": row})
+    monkeypatch.setattr(cluster_module, "transport_here", lambda config: "boxes")
+    cluster = make_cluster(workers=2)
+    cluster.begin(2)
+    for worker in cluster.workers:
+        worker.context.transport.send = no_messages
+    assert trained(cluster) == wanted
+    assert BoxWire.boxes
 
 
 def test_one_worker_needs_no_group(make_cluster: Any) -> None:
@@ -204,7 +264,7 @@ def test_a_member_that_does_not_come_is_named(make_cluster: Any) -> None:
                 device_index=device,
                 device=context.device,
                 transport=context.transport,
-                means="gloo",
+                name="gloo",
                 abort=abort,
                 timeout_s=timeout_s,
             )
@@ -305,7 +365,7 @@ def test_notices_are_kept_for_their_epoch_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "gpus", "built", "means"),
+    ("cluster", "gpus", "built", "name"),
     [
         ({}, 0, False, "zmq"),
         ({"transport": "gloo"}, 0, False, "gloo"),
@@ -317,16 +377,17 @@ def test_notices_are_kept_for_their_epoch_only() -> None:
     ],
 )
 def test_what_auto_comes_to(
-    config_of: Any, cluster: Any, gpus: int, built: bool, means: str
+    config_of: Any, cluster: Any, gpus: int, built: bool, name: str
 ) -> None:
-    assert means_of(config_of({"workers": 2, **cluster}), gpus, nccl_built=built) == means
+    config = config_of({"workers": 2, **cluster})
+    assert transport_of(config, gpus, lambda asked: built or asked != "nccl") == name
 
 
 def test_nonsense_is_refused(config_of: Any) -> None:
     for cluster, complaint in (
         ({"transport": "nccl"}, "nccl is for cluster.device: cuda, which is 'cpu'"),
-        ({"transport": "nccl", "device": "emulated:x"}, "emulated devices take auto or zmq"),
-        ({"transport": "gloo", "device": "emulated:x"}, "gloo: emulated devices take auto or zmq"),
+        ({"transport": "nccl", "device": "emulated:x"}, "emulated:x'; auto and zmq work there"),
+        ({"transport": "gloo", "device": "emulated:x"}, "gloo is for cluster.device: cpu, cuda"),
         (
             {"transport": "smoke"},
             "cluster.transport = 'smoke': accepted is auto, zmq, gloo or nccl",
@@ -337,7 +398,7 @@ def test_nonsense_is_refused(config_of: Any) -> None:
     config = config_of({"device": "cuda", "transport": "nccl", "workers": 2})
     for gpus, built, complaint in ((1, True, "there are 1"), (2, False, "built without NCCL")):
         with pytest.raises(ConfigError, match=complaint):
-            means_of(config, gpus, nccl_built=built)
+            transport_of(config, gpus, lambda name, built=built: built)
 
 
 def test_only_the_leader_tells_where_the_group_meets() -> None:

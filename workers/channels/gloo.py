@@ -18,11 +18,13 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from torch import distributed
 from torch.distributed import ProcessGroupGloo
 
 from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Work
 from penstock.workers.channels.inbox import TransferKey
-from penstock.workers.channels.order import RESERVED_TAG
+from penstock.workers.channels.order import RESERVED_TAG, TransferOrder
+from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
 from penstock.workers.platforms.base import Device
 from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
@@ -44,6 +46,31 @@ def make_group(store: Store, rank: int, size: int, address: str) -> PointToPoint
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     group: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
     return cast(PointToPoint, group)
+
+
+def is_built() -> bool:
+    """Whether this torch has Gloo."""
+    return distributed.is_gloo_available()
+
+
+def join(
+    meeting: Meeting, order: TransferOrder, device: Device, abort: Abort, timeout_s: float
+) -> GlooWire:
+    """See :class:`penstock.workers.channels.opening.GroupModule`."""
+    del order  # Gloo matches by tag: no connection is particular to a direction
+    assembly = Assembly(meeting)
+    group = patiently(
+        lambda: make_group(
+            assembly.store(abort, timeout_s),
+            meeting.rank,
+            len(meeting.members),
+            meeting.addresses[meeting.own],
+        ),
+        assembly,
+        abort,
+        timeout_s,
+    )
+    return GlooWire(group, meeting.members, device)
 
 
 class _Waiter:

@@ -22,6 +22,9 @@ from torch import distributed
 from penstock.protocol.errors import LostMemberError
 from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Work
 from penstock.workers.channels.inbox import TransferKey
+from penstock.workers.channels.order import TransferOrder
+from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
+from penstock.workers.platforms.base import Device
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, WaitBudget
 
 _NO_DEADLINE = timedelta(days=30)
@@ -60,6 +63,32 @@ def _group(store: Store, direction: str, rank: int, size: int) -> PointToPoint:
     options._timeout = _NO_DEADLINE
     group: Any = distributed.ProcessGroupNCCL(PrefixStore(direction, store), rank, size, options)
     return cast(PointToPoint, group)
+
+
+def is_built() -> bool:
+    """Whether this torch has NCCL."""
+    return distributed.is_nccl_available()
+
+
+def join(
+    meeting: Meeting, order: TransferOrder, device: Device, abort: Abort, timeout_s: float
+) -> NcclWire:
+    """See :class:`penstock.workers.channels.opening.GroupModule`."""
+    assembly, members = Assembly(meeting), meeting.members
+    ways = {(members.index(at.sender), members.index(at.receiver)) for at in order.lines}
+    groups = patiently(
+        lambda: make_groups(
+            assembly.store(abort, timeout_s),
+            meeting.rank,
+            len(members),
+            device.torch_device,
+            ways,
+        ),
+        assembly,
+        abort,
+        timeout_s,
+    )
+    return NcclWire(groups, members, device.torch_device, abort, timeout_s)
 
 
 class NcclWire:

@@ -1,24 +1,28 @@
-"""Makes the channel that ``cluster.transport`` names, for one epoch."""
+"""Makes the channel that ``cluster.transport`` names, for one epoch.
+
+A transport is a row of :data:`penstock.protocol.platforms.registry.TRANSPORTS`, and the module that
+the row names (:class:`GroupModule`); nothing here knows one of them.
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Protocol, cast
 
 import torch
-from torch import distributed
 
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.platforms.registry import TRANSPORTS, TransportName
 from penstock.protocol.run.names import node_of_device
-from penstock.workers.channels import gloo, nccl
 from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.group import GroupChannel, Wire
 from penstock.workers.channels.order import TransferOrder
-from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
+from penstock.workers.channels.rendezvous import Meeting
 from penstock.workers.channels.transport import Transport
 from penstock.workers.platforms.base import Device
 from penstock.workers.platforms.emulated.channel import EmulatedChannel
@@ -27,40 +31,81 @@ from penstock.workers.waiting import Abort
 
 _log = logging.getLogger(__name__)
 
-Means = Literal["zmq", "gloo", "nccl"]
+
+class GroupModule(Protocol):
+    """What the module of a transport offers that needs a process group."""
+
+    def is_built(self) -> bool:
+        """Whether this torch has the library."""
+
+    def join(
+        self,
+        meeting: Meeting,
+        order: TransferOrder,
+        device: Device,
+        abort: Abort,
+        timeout_s: float,
+    ) -> Wire:
+        """Meet the other members, which join too, and connect to them.
+
+        Raises:
+            Interrupted: aborted. LostMemberError: somebody did not come.
+        """
 
 
-def means_of(config: Config, num_gpus: int, *, nccl_built: bool) -> Means:
-    """What ``cluster.transport`` comes to on a node with so many GPUs.
+def group_module(name: TransportName) -> GroupModule | None:
+    """The module of a transport; ``None`` for messages, which need no group."""
+    module = TRANSPORTS[name].group_module
+    return None if module is None else cast(GroupModule, import_module(module))
+
+
+def transport_of(
+    config: Config, num_gpus: int, is_built: Callable[[TransportName], bool]
+) -> TransportName:
+    """The transport that ``cluster.transport`` comes to on a node with so many GPUs.
 
     Raises:
-        ConfigError: nccl without NCCL, or without a GPU for each worker.
+        ConfigError: the one that is asked for lacks its library, or a GPU for each worker.
     """
     cluster = config.cluster
-    shared = num_gpus < cluster.workers
-    if cluster.transport == "nccl" and (shared or not nccl_built):
-        lacks = f"there are {num_gpus}" if shared else "this torch is built without NCCL"
+
+    def lacks(name: TransportName) -> str:
+        if TRANSPORTS[name].own_device and num_gpus < cluster.workers:
+            return f"there are {num_gpus}"
+        return "" if is_built(name) else f"this torch is built without {name.upper()}"
+
+    if cluster.transport == "auto":
+        able = (n for n in cluster.platform.transports if TRANSPORTS[n].automatic and not lacks(n))
+        return list(able)[-1]
+    asked = cluster.transport
+    if lack := lacks(asked):
+        others = sorted({*cluster.platform.transports} - {asked})
         raise ConfigError(
-            f"cluster.transport nccl: each of the node's {cluster.workers} workers needs a GPU of"
-            f" its own, and torch NCCL; {lacks}. Use auto, gloo or zmq"
+            f"cluster.transport {asked}: each of the node's {cluster.workers} workers needs a GPU"
+            f" of its own, and torch {asked.upper()}; {lack}. Use auto, {' or '.join(others)}"
+            if TRANSPORTS[asked].own_device
+            else f"cluster.transport {asked}: {lack}. Use auto, {' or '.join(others)}"
         )
-    if cluster.transport != "auto":
-        return cluster.transport
-    return "nccl" if "nccl" in cluster.platform.transports and nccl_built and not shared else "zmq"
+    return asked
 
 
-def means_here(config: Config) -> Means:
+def transport_here(config: Config) -> TransportName:
     """The same, on this machine."""
-    return means_of(config, torch.cuda.device_count(), nccl_built=distributed.is_nccl_available())
+
+    def is_built(name: TransportName) -> bool:
+        module = group_module(name)
+        return module is None or module.is_built()
+
+    return transport_of(config, torch.cuda.device_count(), is_built)
 
 
-def group_members(plan: Plan, means: Means) -> tuple[int, ...]:
-    """Devices that meet in a process group: none, or at least two.
+def group_members(plan: Plan, name: TransportName) -> tuple[int, ...]:
+    """The devices that meet in a process group: none, or at least two.
 
     Raises:
         ConfigError: the plan's sends and receives do not match.
     """
-    return () if means == "zmq" else TransferOrder.of(plan).members
+    return () if TRANSPORTS[name].group_module is None else TransferOrder.of(plan).members
 
 
 def told_by(device: int, members: Sequence[int]) -> frozenset[int]:
@@ -77,7 +122,7 @@ def open_channel(
     device_index: int,
     device: Device,
     transport: Transport,
-    means: Means,
+    name: TransportName,
     abort: Abort,
     timeout_s: float,
 ) -> Channel:
@@ -89,8 +134,8 @@ def open_channel(
     """
     kind = EmulatedChannel if isinstance(device, EmulatedDevice) else MessageChannel
     messages = kind(run_id=run_id, epoch=epoch, device=device, transport=transport)
-    members = group_members(plan, means)
-    if device_index not in members:
+    module, members = group_module(name), group_members(plan, name)
+    if module is None or device_index not in members:
         return messages
     nodes = config.cluster.nodes
     meeting = Meeting(
@@ -102,8 +147,8 @@ def open_channel(
         transport=transport,
     )
     order = TransferOrder.of(plan)
-    wire = _wire(meeting, order, device, means, abort, timeout_s)
-    _log.info("epoch %d: %s process group of %d workers", epoch, means, len(members))
+    wire = module.join(meeting, order, device, abort, timeout_s)
+    _log.info("epoch %d: %s process group of %d workers", epoch, name, len(members))
     return GroupChannel(
         run_id=run_id,
         epoch=epoch,
@@ -113,42 +158,3 @@ def open_channel(
         transport=transport,
         others=messages,
     )
-
-
-def _wire(
-    meeting: Meeting,
-    order: TransferOrder,
-    device: Device,
-    means: Means,
-    abort: Abort,
-    timeout_s: float,
-) -> Wire:
-    assembly = Assembly(meeting)
-    members: Sequence[int] = meeting.members
-    if means == "nccl":
-        ways = {(members.index(at.sender), members.index(at.receiver)) for at in order.lines}
-        groups = patiently(
-            lambda: nccl.make_groups(
-                assembly.store(abort, timeout_s),
-                meeting.rank,
-                len(members),
-                device.torch_device,
-                ways,
-            ),
-            assembly,
-            abort,
-            timeout_s,
-        )
-        return nccl.NcclWire(groups, members, device.torch_device, abort, timeout_s)
-    group = patiently(
-        lambda: gloo.make_group(
-            assembly.store(abort, timeout_s),
-            meeting.rank,
-            len(members),
-            meeting.addresses[meeting.own],
-        ),
-        assembly,
-        abort,
-        timeout_s,
-    )
-    return gloo.GlooWire(group, members, device)
