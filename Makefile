@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
 PYTHON_PATHS := client daemons models planner protocol shm workers src tests bench
 
-.PHONY: train test check soak bench papers proto format clean
+.PHONY: train test check soak bench papers docs proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -43,6 +43,11 @@ bench: $(STAMP)
 ## The papers' numbers beside ours: docs/PAPERS.md and its pictures, computed anew.
 papers: $(STAMP)
 	$(BIN)/python -m bench.papers docs/PAPERS.md
+
+## The pages that follow from the configuration's types.
+docs: $(STAMP)
+	$(BIN)/penstock config --markdown > docs/CONFIGURATION.md
+	$(BIN)/penstock config --json-schema > docs/penstock.schema.json
 
 ## Generated code of the wire protocol, after an edit of protocol/scheduler.proto.
 proto: $(STAMP)

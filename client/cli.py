@@ -1,10 +1,5 @@
-"""What all commands share: options, and how errors reach the user.
-
-What ``penstock --version`` says.
-
-Settings given without ``--set``: what was meant is said, instead of "unexpected argument".
-
-Configurations that come with the package.
+"""What all commands share: options, errors and versions for the user, words that were meant as
+``--set``, and the examples that come with the package.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.protocol.config.schema import Config
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration; see the README.")
+    Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration; see penstock config.")
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -72,10 +67,8 @@ def load(config: Path, settings: list[str] | None) -> Config:
 
     Raises:
         ConfigError: as :func:`penstock.protocol.config.schema.load_config`; where an example was
-        meant,
-            says how to get it.
+            meant, says how to get it.
     """
-    from penstock.client.cli import example_names
     from penstock.protocol.config.schema import load_config
 
     if not config.exists() and config.suffix in (".yaml", "") and config.stem in example_names():
@@ -164,6 +157,7 @@ def _configuration_key(word: str) -> str:
     return next((key for key, last in known.items() if last == word), "")
 
 
+_EDITORS = "# yaml-language-server:"
 _FOLDER = Path(__file__).parents[1] / "examples"
 
 
@@ -181,9 +175,11 @@ def write_example(name: str, output: Path | None) -> Path:
     if name not in example_names():
         raise ConfigError(f"--example {name}: accepted is {', '.join(example_names())}")
     target = Path(f"{name}.yaml") if output is None else output
+    lines = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+            # The path of the schema that editors find beside the sources would lead nowhere.
+            file.writelines(line for line in lines if not line.startswith(_EDITORS))
     except FileExistsError as error:
         raise ConfigError(
             f"{target}: exists, and init overwrites nothing; name another file with --out"

@@ -148,6 +148,41 @@ def train(
     raise typer.Exit(result.exit_code)
 
 
+@app.command(
+    "config",
+    epilog="\b\nExamples:\n  penstock config\n  penstock config train\n"
+    "  penstock config optimizer.settle\n"
+    "  penstock config --json-schema > penstock.schema.json",
+)
+def explain_keys(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KEY|SECTION",
+            help="Such as optimizer.lr, lr or optimizer; default: everything.",
+            show_default=False,
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print a JSON schema, for editors.")
+    ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/CONFIGURATION.md.")
+    ] = False,
+) -> None:
+    """Explain the configuration: keys, what they accept, defaults, what a resume may change."""
+    with errors_explained():
+        from penstock.client.cli import terminal_width
+        from penstock.client.configuration import describe, json_schema, page
+
+        if sum((name is not None, schema, markdown)) > 1:
+            raise ConfigError("penstock config: give a name, --json-schema or --markdown")
+        if schema or markdown:
+            typer.echo(json_schema() if schema else page(), nl=schema)
+        else:
+            typer.echo(describe(name, terminal_width()))
+
+
 plan_commands.register(app)
 
 

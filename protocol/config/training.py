@@ -50,8 +50,8 @@ class RunConfig(Section):
     )
     dir: Path | None = Field(
         default=None,
-        description="Directory of the run's files; unset, runs/NAME below the current folder."
-        " Several nodes use the same directory, at the same path.",
+        description="Directory of the run's files; unset, runs/NAME below the current folder. The"
+        " run that is there goes on. Several nodes use the same directory, at the same path.",
     )
 
 
@@ -67,8 +67,8 @@ class ModelConfig(Section):
     )
     path: Path | None = Field(
         default=None,
-        description="A local directory as the Hub has them: config.json, *.safetensors, and the"
-        " tokenizer. Every machine reads it.",
+        description="A local directory as the Hub has them: `config.json`, `*.safetensors`, and"
+        " the tokenizer. Every machine reads it.",
     )
     dtype: DType = Field(default=DType.FP32, description="Type in which weights are computed with.")
     compile: bool = Field(
@@ -91,8 +91,8 @@ class DataConfig(Section):
 
     path: str | None = Field(
         default=None,
-        description="@stdlib (the text of Python's own library), or a file or glob of .txt, .jsonl"
-        " and .py files. The first machine reads it.",
+        description="`@stdlib` (the text of Python's own library), or a file or glob of .txt,"
+        " .jsonl and .py files. The first machine reads it.",
     )
     tokens: Path | None = Field(
         default=None,

@@ -156,7 +156,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:
     location = details["loc"]
     if details["type"] == "extra_forbidden":
-        return _unknown_key(location, root)
+        return unknown_key(location, root)
     found, form = _find(location, root)
     if details["type"] == "value_error":
         words = details["msg"].removeprefix("Value error, ")
@@ -208,8 +208,13 @@ def _advice(form: Form, value: Any) -> str:
     return ""
 
 
-def _unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
+def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
+    """What is said about a key that there is not: keys that may have been meant, and those known
+    in its section.
+    """
     found, form = _find(location[:-1], root)
+    if not _is_section(form.annotation):
+        return f"{_key(location)}: unknown key; {_key(found)} is {form}"
     known = list(form.annotation.model_fields)
     name = str(location[-1])
     close = _similar(name, [*found], known, root)

@@ -67,6 +67,19 @@ class Change:
         return f"{self.key}: {self.old!r} -> {self.new!r}{note}"
 
 
+def resume_rule(key: str) -> str:
+    """What a resume may do with a key, in words for documents; ``[]`` marks the keys of a list."""
+    key = key.partition("[]")[0]
+    if key in SPLITTING:
+        return "may change as long as it holds out as much of the training text as before"
+    if key == "cluster.device":
+        return "may change between real devices; an emulated one brings its model"
+    if objection := _objection(key):
+        return f"must not change: {objection}"
+    note = NOTES.get(key, "")
+    return f"may change: {note}" if note else "may change"
+
+
 def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
     """All keys with different values, in the order of the configuration."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))

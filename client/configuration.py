@@ -1,0 +1,216 @@
+"""``penstock config``: the keys of the configuration as text, as a page and as a JSON schema.
+
+All of it follows from the fields of :mod:`penstock.protocol.config`, and from
+:mod:`penstock.daemons.node.preparing.changes` for what a resume may change.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from penstock.daemons.node.preparing.changes import resume_rule
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.words import Form, unknown_key
+from penstock.protocol.errors import ConfigError
+
+_WIDTH = 100
+"""Of the page's lines."""
+
+_PAGE_HEAD = """\
+# The configuration
+
+Every key, generated from the configuration's types by `make docs`. `penstock config` prints the
+same, `penstock config SECTION` or `penstock config KEY` a part of it.
+
+* A configuration is a YAML file of sections; `penstock train FILE --set section.key=value`
+  overrides a key.
+* `model` and `data` are needed; all other sections may be left out, or be empty.
+* Choices may be spelled as elsewhere: `1F1B`, `bfloat16`, `float32`.
+* Unknown keys and impossible values are refused by name, with what would do.
+* A run keeps its full configuration in `RUN_DIR/resolved.yaml`.
+
+Editors with a YAML language server complete, explain and check keys by
+[penstock.schema.json](penstock.schema.json). Write it beside your configuration with
+`penstock config --json-schema > penstock.schema.json`, and begin the configuration with this line:
+
+```yaml
+# yaml-language-server: $schema=penstock.schema.json
+```
+
+## What a resume may change
+
+The same command goes on with a run, also with other values. It lists what changed and what that
+means; where nothing changed, no file is rewritten. Below, *Resume* says for each key whether it
+may change; what may, does so from the next step on. A run that was killed goes on with the old
+`betas`, `momentum`, `eps` and `weight_decay` until it has saved: its memory holds a step that was
+decided with them.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key with all that is said about it. ``default`` is YAML; None: it must be given."""
+
+    name: str
+    accepts: str
+    unit: str | None
+    default: str | None
+    explanation: str
+
+    @property
+    def facts(self) -> str:
+        """Such as ``a whole number, 1 or more (steps); default 200``."""
+        unit = f" ({self.unit})" if self.unit else ""
+        default = "must be given" if self.default is None else f"default {self.default}"
+        return f"{self.accepts}{unit}; {default}"
+
+
+def keys_in(section: str) -> tuple[Key, ...]:
+    """The keys of a section, and behind a list of mappings the keys of these."""
+    return tuple(_keys(_section(section), section))
+
+
+def describe(name: str | None, width: int) -> str:
+    """What ``penstock config [NAME]`` prints: every section, one of them, or the keys of a name.
+
+    Raises:
+        ConfigError: neither a section nor a key; names those that are like it.
+    """
+    if name is None:
+        return "\n\n".join(_section_text(section, width) for section in Config.model_fields)
+    if name in Config.model_fields:
+        return _section_text(name, width)
+    keys = [key for section in Config.model_fields for key in keys_in(section)]
+    plain = name.replace("[]", "")
+    found = [key for key in keys if plain in (key.name.replace("[]", ""), key.name.split(".")[-1])]
+    if not found:
+        raise ConfigError(unknown_key(name.split("."), Config))
+    return "\n\n".join(_key_text(key, width, full=True) for key in found)
+
+
+def page() -> str:
+    """``docs/CONFIGURATION.md``: lines of at most 100 letters, but for tables and examples."""
+    parts = [_PAGE_HEAD]
+    for section in Config.model_fields:
+        intro = _paragraph(_section_doc(section))
+        parts.append(f"## {section}\n\n{intro}\n")
+        for key in keys_in(section):
+            default = "must be given" if key.default is None else f"default `{key.default}`"
+            unit = f" ({key.unit})" if key.unit else ""
+            facts = _paragraph(f"*{key.accepts}*{unit}; {default}")
+            resume = _paragraph(f"{key.explanation} *Resume:* {resume_rule(key.name)}.")
+            parts.append(f"### `{key.name}`\n\n{facts}\n\n{resume}\n")
+    return "\n".join(parts)
+
+
+def json_schema() -> str:
+    """The configuration as a JSON schema (draft 2020-12), for editors.
+
+    It knows types, limits, choices and explanations. What must hold between keys only loading
+    checks.
+    """
+    schema = Config.model_json_schema()
+    definitions = schema["$defs"]
+    schema = _plain(schema, definitions)
+    for name, field in Config.model_fields.items():
+        forms = [schema["properties"][name]]
+        if not field.is_required():
+            forms.append({"type": "null"})
+        if name == "schedule":
+            forms.append(definitions["ScheduleConfig"]["properties"]["scheme"])
+        schema["properties"][name] = forms[0] if len(forms) == 1 else {"anyOf": forms}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Configuration of Penstock",
+    }
+    return json.dumps({**head, **schema}, indent=1, ensure_ascii=False)
+
+
+def _plain(node: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with references put in, without the titles that pydantic derives from names, and
+    without the defaults of whole sections.
+    """
+    if isinstance(node, list):
+        return [_plain(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        node = {**target, **{name: value for name, value in node.items() if name != "$ref"}}
+    kept = {name: _plain(value, definitions) for name, value in node.items() if name != "$defs"}
+    if isinstance(kept.get("title"), str):
+        del kept["title"]
+    if isinstance(kept.get("default"), dict) and kept["default"]:
+        del kept["default"]
+    return kept
+
+
+def _section(name: str) -> type[BaseModel]:
+    section: type[BaseModel] = Config.model_fields[name].annotation  # type: ignore[assignment]  # all are
+    return section
+
+
+def _section_doc(name: str) -> str:
+    return " ".join((_section(name).__doc__ or "").split())
+
+
+def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        form = Form.of(field)
+        yield Key(
+            name=f"{prefix}.{name}",
+            accepts=str(form),
+            unit=form.unit,
+            default=_default(field),
+            explanation=field.description or "",
+        )
+        for inner in get_args(form.annotation):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _keys(inner, f"{prefix}.{name}[]")
+
+
+def _default(field: FieldInfo) -> str | None:
+    if field.is_required():
+        return None
+    text = yaml.safe_dump(
+        to_jsonable_python(field.get_default()), default_flow_style=True, width=1000
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _section_text(section: str, width: int) -> str:
+    keys = [_key_text(key, width, full=False) for key in keys_in(section)]
+    return "\n".join([_wrapped(f"{section}: {_section_doc(section)}", "", width), *keys])
+
+
+def _key_text(key: Key, width: int, *, full: bool) -> str:
+    lines = [key.name, key.facts, key.explanation]
+    if full:
+        lines.append(f"On a resume: {resume_rule(key.name)}.")
+        return "\n".join([lines[0], *(_wrapped(line, "  ", width) for line in lines[1:])])
+    text = f"{key.explanation} [{key.facts}]"
+    return f"  {key.name}\n{_wrapped(text, '      ', width)}"
+
+
+def _paragraph(text: str) -> str:
+    return _wrapped(text, "", _WIDTH)
+
+
+def _wrapped(text: str, indent: str, width: int) -> str:
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
