@@ -49,9 +49,10 @@ from penstock.planner.cost.update_rates import (
     preview_throughput,
     resident_throughput,
 )
-from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.rundir import RunDirectory
 
 PASS = "interleave-updates"

@@ -28,10 +28,10 @@ from torch import distributed
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.planner.simulate import Lane
 from penstock.planner.traces.measured import measure
 from penstock.planner.traces.overlap import overlap
 from penstock.planner.traces.traced import TracedRun
+from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import read_traces
 from penstock.workers.data import TokenDataset, micro_batches

@@ -19,10 +19,11 @@ from dataclasses import replace
 
 from penstock.planner.cost.cluster import ADVANCE, OptimizerModel
 from penstock.planner.cost.sources import Prices
-from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.platforms.registry import CoreUse
 from penstock.shm.table import BlockTable
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from types import MappingProxyType
 
 from penstock.planner.layout import StageLayout
 from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
-    Forward,
     Instruction,
     Opcode,
-    Recompute,
     RecvActivation,
     RecvCheckpoint,
     RecvGradient,
@@ -22,14 +16,9 @@ from penstock.protocol.plan.instructions import (
     SendCheckpoint,
     SendGradient,
 )
+from penstock.protocol.plan.semantics import TensorKind, row_of
 
-
-class TensorKind(StrEnum):
-    """What travels between stages."""
-
-    ACTIVATION = "activation"
-    GRADIENT = "gradient"
-    CHECKPOINT = "checkpoint"
+__all__ = ["Receive", "Send", "Tensor", "TensorKind", "endpoints", "taken_by", "transferred"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,28 +57,14 @@ def transferred(instruction: Send | Receive) -> Tensor:
     )
 
 
-_TAKES: Mapping[type[Instruction], tuple[TensorKind, int]] = MappingProxyType(
-    {
-        Forward: (TensorKind.ACTIVATION, -1),
-        Recompute: (TensorKind.CHECKPOINT, 0),
-        Backward: (TensorKind.GRADIENT, 1),
-        BackwardInput: (TensorKind.GRADIENT, 1),
-    }
-)
-"""What an instruction takes, and of which stage, counted from its own."""
-
-
 def taken_by(instruction: Instruction) -> Tensor | None:
     """The tensor that an instruction takes, if another stage makes one for it."""
-    need = _TAKES.get(type(instruction))
-    if need is None:
-        return None
-    kind, step = need
-    return Tensor(
-        kind=kind,
-        stage=instruction.stage + step,  # type: ignore[attr-defined]  # those in _TAKES have it
-        micro_batch=instruction.micro_batch,  # type: ignore[attr-defined]  # as above
-    )
+    for kind, step, stays, _ in row_of(instruction).reads:
+        if isinstance(kind, TensorKind) and not stays:
+            stage: int = instruction.stage + step  # type: ignore[attr-defined]  # readers have it
+            micro_batch: int = instruction.micro_batch  # type: ignore[attr-defined]  # as above
+            return Tensor(kind=kind, stage=stage, micro_batch=micro_batch)
+    return None
 
 
 def endpoints(

@@ -10,19 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.planner.tensors import Tensor, taken_by, transferred
-from penstock.protocol.plan.instructions import (
-    Program,
-    RecvActivation,
-    RecvCheckpoint,
-    RecvGradient,
-    SendActivation,
-    SendCheckpoint,
-    SendGradient,
-)
-
-_SENDS = (SendActivation, SendGradient, SendCheckpoint)
-_RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
+from penstock.planner.tensors import Receive, Send, Tensor, taken_by, transferred
+from penstock.protocol.plan.instructions import Program
 
 _Clock = list[int]
 """Of each device, how many of its instructions have surely been executed."""
@@ -36,7 +25,7 @@ def early_arrivals(programs: tuple[Program, ...]) -> Iterator[tuple[int, Tensor,
     sent = _sent(programs)
     for device, program in enumerate(programs):
         for position, instruction in enumerate(program):
-            if isinstance(instruction, _RECEIVES):
+            if isinstance(instruction, Receive):
                 tensor = transferred(instruction)
                 earliest = sent[tensor, device][device]
                 if earliest < position:
@@ -60,7 +49,7 @@ def _sent(programs: tuple[Program, ...]) -> dict[tuple[Tensor, int], _Clock]:
                     if (taken, device) not in sent:
                         break
                     clock[:] = map(max, clock, sent[taken, device])
-                if isinstance(instruction, _SENDS):
+                if isinstance(instruction, Send):
                     sent[transferred(instruction), instruction.peer] = clock.copy()
                 clock[device] += 1
                 moved = True
@@ -68,4 +57,4 @@ def _sent(programs: tuple[Program, ...]) -> dict[tuple[Tensor, int], _Clock]:
 
 
 def _received(program: Program) -> frozenset[Tensor]:
-    return frozenset(transferred(i) for i in program if isinstance(i, _RECEIVES))
+    return frozenset(transferred(i) for i in program if isinstance(i, Receive))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 from penstock.planner.render.lanes import Picturable, numbers_of, rows_of
-from penstock.planner.simulate import Lane, Span
+from penstock.planner.simulate import Span
+from penstock.protocol.plan.semantics import Lane
 
 _MAX_PER_UNIT = 8
 _READABLE = 0.7

@@ -28,7 +28,8 @@ from penstock.planner.render.drawing import (
 )
 from penstock.planner.render.lanes import ChartRow, Picturable, numbers_of, rows_of, shades_of
 from penstock.planner.render.units import SECONDS, TimeUnit
-from penstock.planner.simulate import Lane, Span
+from penstock.planner.simulate import Span
+from penstock.protocol.plan.semantics import Lane
 
 _LABEL_WIDTH = 104.0
 _CHART_WIDTH = 1260.0

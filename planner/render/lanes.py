@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.planner.simulate import DeviceTimes, Lane, Span
+from penstock.planner.simulate import DeviceTimes, Span
+from penstock.protocol.plan.semantics import Lane
 
 MAX_TRACKS = 3
 """Spans of one row that overlap are drawn below each other, in at most so many tracks."""

@@ -19,8 +19,7 @@ here: memory (:mod:`penstock.planner.memory.table`), times of compute instructio
 
 from __future__ import annotations
 
-from penstock.planner.simulate.graph import Lane
 from penstock.planner.simulate.results import DeviceTimes, Simulation, Span
 from penstock.planner.simulate.run import simulate
 
-__all__ = ["DeviceTimes", "Lane", "Simulation", "Span", "simulate"]
+__all__ = ["DeviceTimes", "Simulation", "Span", "simulate"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
-from penstock.planner.simulate.graph import Floats, Lane
+from penstock.planner.simulate.graph import Floats
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -20,6 +20,7 @@ from penstock.protocol.plan.instructions import (
     SwapIn,
     SwapOut,
 )
+from penstock.protocol.plan.semantics import Lane
 
 
 def add_compute(context: Context, *, stops_early: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
-from penstock.planner.simulate.graph import Label, Lane
+from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.transfers import add_ring
 from penstock.protocol.plan.instructions import (
     Backward,
@@ -17,6 +17,7 @@ from penstock.protocol.plan.instructions import (
     OffloadGradients,
     ReduceGradients,
 )
+from penstock.protocol.plan.semantics import Lane
 
 Reduced = Mapping[int, Ints]
 """By backward stage that publishes, the tasks after which its gradients are summed."""

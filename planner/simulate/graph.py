@@ -2,14 +2,12 @@
 
 A chunk is tasks of one kind, as arrays. Queues are named by numbers (:class:`Queues`) and serve
 their tasks in the order of the rows that the tasks come from.
-
-What spans occupy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,28 +16,7 @@ from numpy.typing import NDArray
 from penstock import _native
 from penstock.planner.simulate.columns import Ints, bytes_of
 from penstock.planner.simulate.network import Network
-
-
-class Lane(StrEnum):
-    """A kind of resource of a device, or of a node."""
-
-    COMPUTE = "compute"
-    """The compute stream of a device."""
-    FETCH = "fetch"
-    """Its host-to-device stream: weights, and optimizer state of updates."""
-    OFFLOAD = "offload"
-    """Its device-to-host stream: gradients, and weights of updates."""
-    SWAP = "swap"
-    """Activations on either of these streams, or on the way to another device's memory."""
-    LINK = "link"
-    """From one device to another."""
-    REDUCE = "reduce"
-    """Collectives of a device: sums of gradients, gathered weights, gradients from other nodes."""
-    UPDATE = "update"
-    """Optimizer kernels on the compute stream of a device."""
-    OPTIMIZER = "optimizer"
-    """The optimizer cores of a node."""
-
+from penstock.protocol.plan.semantics import Lane
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -101,7 +78,7 @@ class Queues:
 class Tasks:
     """All tasks. The first ``num_compute`` are the compute instructions, in the order of rows.
 
-    ``lanes``: index of the :class:`~.lanes.Lane`, -1 for what nobody sees. ``origins``: rows.
+    ``lanes``: index of the :class:`Lane`, -1 for what nobody sees. ``origins``: rows.
     """
 
     num_compute: int

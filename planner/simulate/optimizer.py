@@ -28,8 +28,9 @@ from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel, Optimi
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.gradients import Offloads
-from penstock.planner.simulate.graph import Label, Lane
+from penstock.planner.simulate.graph import Label
 from penstock.protocol.plan.instructions import Update
+from penstock.protocol.plan.semantics import Lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,10 @@ from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints
 from penstock.planner.orders.bounds import lower_bound_s
 from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate.columns import Columns
-from penstock.planner.simulate.graph import Floats, Label, Lane, Tasks, Times
+from penstock.planner.simulate.graph import Floats, Label, Tasks, Times
 from penstock.planner.tensors import transferred
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.semantics import Lane
 
 
 class Labels:

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
-from penstock.planner.simulate.graph import Floats, Label, Lane
+from penstock.planner.simulate.graph import Floats, Label
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import (
     Backward,
@@ -28,6 +28,7 @@ from penstock.protocol.plan.instructions import (
     SendCheckpoint,
     SendGradient,
 )
+from penstock.protocol.plan.semantics import Lane
 
 _SENDS = (SendActivation, SendGradient, SendCheckpoint)
 _RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)

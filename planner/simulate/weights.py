@@ -12,9 +12,10 @@ import numpy as np
 
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context
-from penstock.planner.simulate.graph import Label, Lane
+from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.transfers import add_ring
 from penstock.protocol.plan.instructions import FetchWeights, Forward, Phase, ReleaseWeights
+from penstock.protocol.plan.semantics import Lane
 
 
 def add_weights(context: Context, *, from_owners: bool = False) -> None:

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf
 
-from penstock.planner.simulate import DeviceTimes, Lane, Span
+from penstock.planner.simulate import DeviceTimes, Span
 from penstock.planner.traces.traced import (
     AttemptTrace,
     DeviceTrace,
@@ -32,6 +32,7 @@ from penstock.protocol.plan.instructions import (
     SwapOut,
 )
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.trace import TraceEvent
 
 _DECISIONS = ("commit", "amend", "skip")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.planner.simulate import Lane, Span
+from penstock.planner.simulate import Span
+from penstock.protocol.plan.semantics import Lane
 
 Interval = tuple[float, float]
 

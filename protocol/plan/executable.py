@@ -1,8 +1,7 @@
 """Which plans workers run; refused here before anything starts, without torch.
 
-:data:`EXECUTED` names the opcodes in the workers' table of handlers (``penstock.workers.handlers``,
-a test holds the two together). Whether a plan makes sense at all is decided by
-:mod:`penstock.planner.validate.check`.
+Workers have a handler for every opcode; what they refuse depends on the cluster and on the
+optimizer. Whether a plan makes sense at all is decided by :mod:`penstock.planner.validate.check`.
 """
 
 from __future__ import annotations
@@ -10,43 +9,19 @@ from __future__ import annotations
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.training import OptimizerName
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.instructions import Instruction, Opcode, SwapIn, SwapOut
+from penstock.protocol.plan.instructions import Instruction, SwapIn, SwapOut
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
 from penstock.protocol.run.names import ownership
 from penstock.shm.table import BlockTable
-
-EXECUTED = frozenset(
-    {
-        Opcode.FORWARD,
-        Opcode.RECOMPUTE,
-        Opcode.BACKWARD,
-        Opcode.BACKWARD_INPUT,
-        Opcode.BACKWARD_WEIGHT,
-        Opcode.SEND_ACTIVATION,
-        Opcode.RECV_ACTIVATION,
-        Opcode.SEND_GRADIENT,
-        Opcode.RECV_GRADIENT,
-        Opcode.SEND_CHECKPOINT,
-        Opcode.RECV_CHECKPOINT,
-        Opcode.FETCH_WEIGHTS,
-        Opcode.RELEASE_WEIGHTS,
-        Opcode.OFFLOAD_GRADIENTS,
-        Opcode.UPDATE,
-        Opcode.SWAP_OUT,
-        Opcode.SWAP_IN,
-        Opcode.REDUCE_GRADIENTS,
-    }
-)
-"""Opcodes that workers execute."""
 
 _ON_GPUS = (OptimizerName.ADAMW, OptimizerName.ADAM)
 """Optimizers of which GPUs execute UPDATE; other devices execute it of all."""
 
 
 def check_executable(plan: Plan, *, devices_per_node: int) -> None:
-    """Refuse a plan with instructions that workers do not execute, swaps to devices of other nodes
-    among them, or with gradients that they cannot sum.
+    """Refuse a plan with swaps to devices of other nodes, or with gradients that workers cannot
+    sum.
 
     Raises:
         ConfigError: naming the first such thing and what workers do.
@@ -117,10 +92,7 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
 
 
 def _complaint(instruction: Instruction, device: int, devices_per_node: int) -> str | None:
-    """What workers do not do."""
-    if instruction.opcode not in EXECUTED:
-        known = ", ".join(opcode.name for opcode in Opcode if opcode in EXECUTED)
-        return f"execute {instruction.opcode.name}; they execute {known}"
+    """Says what workers do not do; ``None`` if they can execute the instruction."""
     if isinstance(instruction, (SwapOut, SwapIn)) and instruction.peer is not None:
         here, there = device // devices_per_node, instruction.peer // devices_per_node
         if here != there:

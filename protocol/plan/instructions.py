@@ -20,12 +20,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 from penstock.protocol.errors import ProtocolError
+
+_T = TypeVar("_T")
 
 MAX_INDEX = 10**9 - 1
 """Largest stage, micro-batch, device or block number that the text form admits."""
@@ -379,6 +382,19 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
     ReduceGradients,
 )
 """One class per opcode, in the order of :class:`Opcode`."""
+
+
+def by_opcode(what: str, table: Mapping[Opcode, _T]) -> Mapping[Opcode, _T]:
+    """Return a table that cannot change; ``what`` names its values.
+
+    Raises:
+        NotImplementedError: an opcode has none. Tables are made when their modules are imported.
+    """
+    missing = ", ".join(opcode.name for opcode in Opcode if opcode not in table)
+    if missing:
+        raise NotImplementedError(f"no {what} for {missing}")
+    return MappingProxyType(dict(table))
+
 
 _CLASS_OF_CODE = {cls.opcode.value: cls for cls in INSTRUCTIONS}
 _FIELDS_OF_CODE = {

@@ -24,13 +24,14 @@ from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.render import Caption, png
 from penstock.planner.schedule import lower
-from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, measure, overlapping, short_label
 from penstock.planner.traces.overlap import Overlap, overlap
 from penstock.planner.traces.traced import Peak, TracedRun
 from penstock.protocol.plan.instructions import OffloadGradients
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, read_traces
 
 NUM_BLOCKS = 8

@@ -24,10 +24,11 @@ from penstock.planner.cost.update_rates import (
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.deep_optimizer_states import subgroups_on_gpu
 from penstock.planner.schedule import Schedule, lower
-from penstock.planner.simulate import Lane, simulate
+from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Update
+from penstock.protocol.plan.semantics import Lane
 
 BLOCK = BlockCost(
     forward_s=1.0,

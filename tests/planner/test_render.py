@@ -10,7 +10,8 @@ import pytest
 
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, chart, png, svg, timeline
 from penstock.planner.render.drawing import LineSegment, Rectangle, Text, ink_on, shade
-from penstock.planner.simulate import DeviceTimes, Lane, Span
+from penstock.planner.simulate import DeviceTimes, Span
+from penstock.protocol.plan.semantics import Lane
 
 SVG = "{http://www.w3.org/2000/svg}"
 

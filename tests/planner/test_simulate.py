@@ -15,12 +15,13 @@ from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.pipeline import try_plan
 from penstock.planner.schedule import lower
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.tuning.auto import config_terms
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.plan.semantics import Lane
 from penstock.shm.table import BlockTable
 
 UNIT = BlockCost(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)

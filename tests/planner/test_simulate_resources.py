@@ -12,9 +12,10 @@ from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.layout import OrderedInstruction
 from penstock.planner.memory.footprint import footprints
 from penstock.planner.schedule import lower
-from penstock.planner.simulate import Lane, Simulation, simulate
+from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut, parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.plan.semantics import Lane
 
 
 def by_hand(

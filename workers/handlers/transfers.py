@@ -1,45 +1,32 @@
-"""SEND_* and RECV_*: a send queues what was just computed, a receive only says that something will
-come.
-"""
+"""SEND_* and RECV_*: a send queues what was just computed, a receive says what will come."""
 
 from __future__ import annotations
 
-from penstock.protocol.plan.instructions import (
-    RecvActivation,
-    RecvCheckpoint,
-    RecvGradient,
-    SendActivation,
-    SendCheckpoint,
-    SendGradient,
-)
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from penstock.planner.tensors import Receive, Send
+from penstock.protocol.plan.instructions import Opcode
+from penstock.protocol.plan.semantics import RECEIVES, SENDS
+from penstock.protocol.wire.frames import TransferKind
 from penstock.workers.attempt import Attempt
 
-
-def send_activation(instruction: SendActivation, attempt: Attempt) -> None:
-    """To the device of the next forward stage."""
-    attempt.send("activation", instruction.stage, instruction.micro_batch, instruction.peer)
-
-
-def send_gradient(instruction: SendGradient, attempt: Attempt) -> None:
-    """To the device of the backward stage before."""
-    attempt.send("gradient", instruction.stage, instruction.micro_batch, instruction.peer)
+_KINDS: Mapping[Opcode, TransferKind] = MappingProxyType(
+    {
+        transfer.opcode: kind.value
+        for transfers in (SENDS, RECEIVES)
+        for kind, transfer in transfers.items()
+    }
+)
 
 
-def send_checkpoint(instruction: SendCheckpoint, attempt: Attempt) -> None:
-    """To the device that will recompute from it."""
-    attempt.send("checkpoint", instruction.stage, instruction.micro_batch, instruction.peer)
+def send(instruction: Send, attempt: Attempt) -> None:
+    """Queues a tensor for the device that needs it, which becomes its only owner."""
+    kind = _KINDS[instruction.opcode]
+    attempt.send(kind, instruction.stage, instruction.micro_batch, instruction.peer)
 
 
-def receive_activation(instruction: RecvActivation, attempt: Attempt) -> None:
-    """For FORWARD of the next stage."""
-    attempt.post("activation", instruction.stage, instruction.micro_batch, instruction.peer)
-
-
-def receive_gradient(instruction: RecvGradient, attempt: Attempt) -> None:
-    """For BACKWARD of the stage before."""
-    attempt.post("gradient", instruction.stage, instruction.micro_batch, instruction.peer)
-
-
-def receive_checkpoint(instruction: RecvCheckpoint, attempt: Attempt) -> None:
-    """For RECOMPUTE of the same stage."""
-    attempt.post("checkpoint", instruction.stage, instruction.micro_batch, instruction.peer)
+def receive(instruction: Receive, attempt: Attempt) -> None:
+    """Announces a tensor; the instruction that takes it waits."""
+    kind = _KINDS[instruction.opcode]
+    attempt.post(kind, instruction.stage, instruction.micro_batch, instruction.peer)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.protocol.plan.executable import EXECUTED
 from penstock.protocol.plan.instructions import Instruction, Opcode
+from penstock.protocol.plan.semantics import SEMANTICS, Lane
 from penstock.protocol.run.trace import TraceLane
 from penstock.workers.attempt import Attempt
 from penstock.workers.handlers import HANDLERS, Handler
@@ -56,23 +56,16 @@ def _sent(handler: Handler) -> Handler:
     return run
 
 
-_KINDS: Mapping[Opcode, Callable[[Handler], Handler]] = MappingProxyType(
-    {
-        Opcode.FORWARD: _computed,
-        Opcode.RECOMPUTE: _computed,
-        Opcode.BACKWARD: _computed,
-        Opcode.BACKWARD_INPUT: _computed,
-        Opcode.BACKWARD_WEIGHT: _computed,
-        Opcode.SEND_ACTIVATION: _sent,
-        Opcode.SEND_GRADIENT: _sent,
-        Opcode.SEND_CHECKPOINT: _sent,
-    }
+_AROUND: Mapping[Lane | None, Callable[[Handler], Handler]] = MappingProxyType(
+    {Lane.COMPUTE: _computed, Lane.LINK: _sent}
 )
 
 EMULATED_HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
     {
-        opcode: _KINDS.get(opcode, _issued)({**HANDLERS, **compute.OWN, **gradients.OWN}[opcode])
-        for opcode in EXECUTED
+        opcode: _AROUND.get(SEMANTICS[opcode].lane, _issued)(
+            {**compute.OWN, **gradients.OWN}.get(opcode, handler)
+        )
+        for opcode, handler in HANDLERS.items()
     }
 )
-"""For :data:`penstock.protocol.plan.executable.EXECUTED`."""
+"""For every opcode: what is emulated in a way of its own, the rest as real devices handle it."""

@@ -1,0 +1,417 @@
+"""What instructions mean: one row for each opcode, from which planner and workers derive the rest.
+
+A row says on which lane of its device an instruction runs, which list numbers its stage, what it
+reads, what it makes, and what it does with weights. What it reads and makes are **resources**: what
+lies in the memory of the device that runs it, named by kind, stage and micro-batch. Rows know
+nothing of bytes and seconds, which are the costs' matter, and nothing of the order of instructions,
+which :mod:`penstock.planner.validate` checks by rules of its own.
+
+An UPDATE reads and writes host memory, and so do copies of weights and gradients at their other
+end; none of that is a resource.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from penstock.protocol.plan.instructions import (
+    INSTRUCTIONS,
+    Forward,
+    Instruction,
+    Keep,
+    Opcode,
+    Phase,
+    Recompute,
+    RecomputeAfter,
+    by_opcode,
+)
+from penstock.protocol.plan.layout import StageLayout, skipped_forwards
+
+
+class Lane(StrEnum):
+    """A kind of resource of a device, or of a node, that serves one piece of work at a time."""
+
+    COMPUTE = "compute"
+    """The compute stream of a device."""
+    FETCH = "fetch"
+    """Its host-to-device stream: weights, and optimizer state of updates."""
+    OFFLOAD = "offload"
+    """Its device-to-host stream: gradients, and weights of updates."""
+    SWAP = "swap"
+    """Activations on either of these streams, or on the way to another device's memory."""
+    LINK = "link"
+    """From one device to another."""
+    REDUCE = "reduce"
+    """Collectives of a device: sums of gradients, gathered weights, gradients from other nodes."""
+    UPDATE = "update"
+    """Optimizer kernels on the compute stream of a device."""
+    OPTIMIZER = "optimizer"
+    """The optimizer cores of a node."""
+
+
+class TensorKind(StrEnum):
+    """What travels between stages."""
+
+    ACTIVATION = "activation"
+    """The output of a forward stage."""
+    GRADIENT = "gradient"
+    """The gradient of a backward stage's input."""
+    CHECKPOINT = "checkpoint"
+    """The input of a backward stage, for its recomputation."""
+
+
+class StateKind(StrEnum):
+    """What stays on the device that made it."""
+
+    GRAPH = "graph"
+    """All that the backward of a stage needs."""
+    PARTIAL_GRAPH = "partial graph"
+    """The same without the outputs of dropped operators, which a RECOMPUTE makes again."""
+    DEFERRED = "deferred"
+    """What a BACKWARD_INPUT leaves of a graph for the BACKWARD_WEIGHT."""
+    SWAPPED = "swapped"
+    """The share of a graph that is elsewhere until the SWAP_IN."""
+    SUMS = "sums"
+    """Weight gradients of a backward stage, summed over micro-batches."""
+
+
+class WeightUse(StrEnum):
+    """What an instruction does with a weight buffer."""
+
+    FETCHES = "fetches"
+    READS = "reads"
+    """Of its stage; a backward can use those of the forward stage with the same blocks as well."""
+    RELEASES = "releases"
+
+
+Kind = TensorKind | StateKind
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+
+ALL = -1
+"""In the place of a micro-batch: the resource is one for all of them."""
+
+
+class Resource(NamedTuple):
+    """Something in the memory of a device; ``micro_batch`` is :data:`ALL` of sums.
+
+    ``stage`` is a forward stage of activations, and of what a FORWARD keeps; otherwise it is a
+    backward stage (where a FORWARD keeps a graph, the two have the same number).
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What rows know of a plan beside an instruction: its stages, and which FORWARDs are left out
+    (``skipped``) or drop operators (``selective``).
+    """
+
+    layout: StageLayout
+    skipped: Set[Place] = frozenset()
+    selective: Set[Place] = frozenset()
+
+    @classmethod
+    def of(cls, layout: StageLayout, programs: Iterable[Iterable[Instruction]]) -> Facts:
+        """The facts of a plan's programs, or of orders."""
+        programs = tuple(map(tuple, programs))
+        return cls(
+            layout=layout,
+            skipped=skipped_forwards(layout, programs),
+            selective=frozenset(
+                (i.stage, i.micro_batch)
+                for program in programs
+                for i in program
+                if type(i) is Forward and i.keep is Keep.SELECTIVE
+            ),
+        )
+
+    def exists(self, kind: Kind, stage: int, micro_batch: int) -> bool:
+        """Whether a plan has a resource: the ends of a route have no neighbours, the output of a
+        stage is no activation where the next FORWARD is left out, and where a FORWARD kept a part
+        of its graph no checkpoint is needed.
+        """
+        layout, place = self.layout, (stage, micro_batch)
+        if kind is TensorKind.ACTIVATION:
+            inside = 0 <= stage < len(layout.forward) and not layout.is_last_forward(stage)
+            return inside and (stage + 1, micro_batch) not in self.skipped
+        if kind is TensorKind.GRADIENT or kind is TensorKind.CHECKPOINT:
+            inside = 0 <= stage < len(layout.backward) and not layout.is_first_backward(stage)
+            return inside and (kind is TensorKind.GRADIENT or place not in self.selective)
+        return kind is not StateKind.PARTIAL_GRAPH or place in self.selective
+
+    def maker(self, resource: Resource) -> tuple[Phase, int]:
+        """Side and stage of the instruction that makes a tensor, or what is deferred."""
+        kind, stage, micro_batch = resource
+        if kind is TensorKind.ACTIVATION:
+            return Phase.FORWARD, stage
+        if kind is not TensorKind.CHECKPOINT:
+            return Phase.BACKWARD, stage
+        skipped = (self.layout.checkpoint_source(stage), micro_batch) in self.skipped
+        return Phase.FORWARD, self.layout.checkpoint_source(stage, skipped=skipped)
+
+
+Condition = Callable[[Any, Facts], bool]
+Stages = Callable[[Any, Facts], Iterable[int]]
+
+
+class Read(NamedTuple):
+    """A kind of resource that an instruction cannot start without, where it exists.
+
+    ``step``: of which stage, counted from the instruction's own. ``stays``: somebody else takes it
+    later; otherwise it is gone when the instruction has run. ``when``: which instructions read it.
+    """
+
+    kind: Kind
+    step: int = 0
+    stays: bool = False
+    when: Condition | None = None
+
+
+def _own(instruction: Any, facts: Facts) -> Iterable[int]:
+    """The instruction's own stage."""
+    return (instruction.stage,)
+
+
+class Made(NamedTuple):
+    """A kind of resource that is there when an instruction has run, for these stages."""
+
+    kind: Kind
+    stages: Stages = _own
+
+
+def _following(forward: Forward, facts: Facts) -> Iterable[int]:
+    """The backward stage that takes the output as its checkpoint, as the next FORWARD is left
+    out.
+    """
+    if (forward.stage + 1, forward.micro_batch) not in facts.skipped:
+        return ()
+    following = facts.layout.checkpoint_after(forward.stage)
+    return () if following is None else (following,)
+
+
+def _inside(forward: Forward, facts: Facts) -> Iterable[int]:
+    """Backward stages that start inside the stage, the one that runs first in front."""
+    return (
+        reversed(facts.layout.checkpoints_of(forward.stage)) if forward.keep is Keep.INPUT else ()
+    )
+
+
+def _if_kept(keep: Keep) -> Stages:
+    return lambda forward, facts: _own(forward, facts) if forward.keep is keep else ()
+
+
+def _after_gradient(recompute: Recompute, facts: Facts) -> bool:
+    return recompute.after is RecomputeAfter.GRADIENT
+
+
+def _kept_whole(swap: Any, facts: Facts) -> bool:
+    return (swap.stage, swap.micro_batch) not in facts.selective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The meaning of an opcode.
+
+    ``lane``: ``None`` where nothing is occupied. ``side``: which list its stage, if it has one, is
+    numbered in; ``None`` where the instruction says so itself. ``makes``: in the order in which
+    tensors are sent.
+    """
+
+    lane: Lane | None
+    side: Phase | None
+    reads: tuple[Read, ...] = ()
+    makes: tuple[Made, ...] = ()
+    weights: WeightUse | None = None
+
+
+_ACTIVATION, _GRADIENT, _CHECKPOINT = TensorKind
+_KEPT = (
+    Read(StateKind.PARTIAL_GRAPH, stays=True),
+    Read(StateKind.GRAPH, stays=True, when=_kept_whole),
+)
+_INTO_BACKWARD = (Read(StateKind.GRAPH), Read(_GRADIENT, step=1))
+
+
+def _sends(side: Phase, kind: TensorKind) -> Row:
+    return Row(lane=Lane.LINK, side=side, reads=(Read(kind),))
+
+
+def _receives(side: Phase, kind: TensorKind) -> Row:
+    return Row(lane=None, side=side, makes=(Made(kind),))
+
+
+SEMANTICS: Mapping[Opcode, Row] = by_opcode(
+    "row",
+    {
+        Opcode.FORWARD: Row(
+            lane=Lane.COMPUTE,
+            side=Phase.FORWARD,
+            reads=(Read(_ACTIVATION, step=-1),),
+            makes=(
+                Made(_ACTIVATION),
+                Made(_CHECKPOINT, _following),
+                Made(_CHECKPOINT, _inside),
+                Made(StateKind.GRAPH, _if_kept(Keep.ALL)),
+                Made(StateKind.PARTIAL_GRAPH, _if_kept(Keep.SELECTIVE)),
+            ),
+            weights=WeightUse.READS,
+        ),
+        Opcode.RECOMPUTE: Row(
+            lane=Lane.COMPUTE,
+            side=Phase.BACKWARD,
+            reads=(
+                Read(StateKind.PARTIAL_GRAPH),
+                Read(_CHECKPOINT),
+                Read(_GRADIENT, step=1, stays=True, when=_after_gradient),
+            ),
+            makes=(Made(StateKind.GRAPH),),
+            weights=WeightUse.READS,
+        ),
+        Opcode.BACKWARD: Row(
+            lane=Lane.COMPUTE,
+            side=Phase.BACKWARD,
+            reads=_INTO_BACKWARD,
+            makes=(Made(_GRADIENT), Made(StateKind.SUMS)),
+            weights=WeightUse.READS,
+        ),
+        Opcode.BACKWARD_INPUT: Row(
+            lane=Lane.COMPUTE,
+            side=Phase.BACKWARD,
+            reads=_INTO_BACKWARD,
+            makes=(Made(_GRADIENT), Made(StateKind.DEFERRED)),
+            weights=WeightUse.READS,
+        ),
+        Opcode.BACKWARD_WEIGHT: Row(
+            lane=Lane.COMPUTE,
+            side=Phase.BACKWARD,
+            reads=(Read(StateKind.DEFERRED),),
+            makes=(Made(StateKind.SUMS),),
+        ),
+        Opcode.SEND_ACTIVATION: _sends(Phase.FORWARD, _ACTIVATION),
+        Opcode.RECV_ACTIVATION: _receives(Phase.FORWARD, _ACTIVATION),
+        Opcode.SEND_GRADIENT: _sends(Phase.BACKWARD, _GRADIENT),
+        Opcode.RECV_GRADIENT: _receives(Phase.BACKWARD, _GRADIENT),
+        Opcode.SEND_CHECKPOINT: _sends(Phase.BACKWARD, _CHECKPOINT),
+        Opcode.RECV_CHECKPOINT: _receives(Phase.BACKWARD, _CHECKPOINT),
+        Opcode.FETCH_WEIGHTS: Row(lane=Lane.FETCH, side=None, weights=WeightUse.FETCHES),
+        Opcode.RELEASE_WEIGHTS: Row(lane=None, side=None, weights=WeightUse.RELEASES),
+        Opcode.OFFLOAD_GRADIENTS: Row(
+            lane=Lane.OFFLOAD, side=Phase.BACKWARD, reads=(Read(StateKind.SUMS),)
+        ),
+        Opcode.SWAP_OUT: Row(
+            lane=Lane.SWAP, side=Phase.FORWARD, reads=_KEPT, makes=(Made(StateKind.SWAPPED),)
+        ),
+        Opcode.SWAP_IN: Row(
+            lane=Lane.SWAP, side=Phase.FORWARD, reads=(*_KEPT, Read(StateKind.SWAPPED))
+        ),
+        Opcode.UPDATE: Row(lane=Lane.UPDATE, side=None),
+        Opcode.REDUCE_GRADIENTS: Row(
+            lane=Lane.REDUCE, side=Phase.BACKWARD, reads=(Read(StateKind.SUMS, stays=True),)
+        ),
+    },
+)
+"""The table. Each row is held against what the validator and the tests say of the instruction."""
+
+
+def row_of(instruction: Instruction) -> Row:
+    """The meaning of an instruction."""
+    return SEMANTICS[instruction.opcode]
+
+
+def reads(instruction: Any, facts: Facts) -> Iterator[Resource]:
+    """What an instruction cannot start without, in the order of its row."""
+    return _read(instruction, facts, SEMANTICS[instruction.opcode].reads)
+
+
+def takes(instruction: Any, facts: Facts) -> Iterator[Resource]:
+    """What it reads and nobody has afterwards."""
+    rules = SEMANTICS[instruction.opcode].reads
+    return _read(instruction, facts, [read for read in rules if not read.stays])
+
+
+def _read(instruction: Any, facts: Facts, rules: Iterable[Read]) -> Iterator[Resource]:
+    for kind, step, _, when in rules:
+        if when is None or when(instruction, facts):
+            stage = instruction.stage + step
+            for micro_batch in _micro_batches(instruction):
+                if facts.exists(kind, stage, micro_batch):
+                    yield Resource(kind, stage, micro_batch)
+
+
+def makes(instruction: Any, facts: Facts) -> Iterator[Resource]:
+    """What is on the device when an instruction has run (of a RECV: when its tensor has come)."""
+    for kind, stages in SEMANTICS[instruction.opcode].makes:
+        batches = (ALL,) if kind is StateKind.SUMS else _micro_batches(instruction)
+        for stage in stages(instruction, facts):
+            for micro_batch in batches:
+                if isinstance(kind, StateKind) or facts.exists(kind, stage, micro_batch):
+                    yield Resource(kind, stage, micro_batch)
+
+
+def _micro_batches(instruction: Any) -> tuple[int, ...]:
+    if instruction.opcode is Opcode.BACKWARD_WEIGHT:
+        batches: tuple[int, ...] = instruction.micro_batches
+        return batches
+    return (getattr(instruction, "micro_batch", ALL),)
+
+
+def side_of(instruction: Any) -> Phase:
+    """Which list numbers an instruction's stage; an UPDATE has none."""
+    side: Phase = SEMANTICS[instruction.opcode].side or instruction.phase
+    return side
+
+
+def _is_send(row: Row) -> bool:
+    return row.lane is Lane.LINK
+
+
+def _is_receive(row: Row) -> bool:
+    return row.lane is None and bool(row.makes)
+
+
+def classes(condition: Callable[[Row], bool]) -> tuple[type[Instruction], ...]:
+    """Instructions whose rows meet a condition, in the order of opcodes."""
+    return tuple(cls for cls in INSTRUCTIONS if condition(SEMANTICS[cls.opcode]))
+
+
+def readers(kind: Kind) -> tuple[type[Instruction], ...]:
+    """Instructions that read a kind of resource."""
+    return classes(lambda row: any(read.kind is kind for read in row.reads))
+
+
+def takers(kind: Kind) -> tuple[type[Instruction], ...]:
+    """Instructions that read a kind of resource and leave it to nobody."""
+    return classes(lambda row: any(read.kind is kind and not read.stays for read in row.reads))
+
+
+def makers(kind: Kind) -> tuple[type[Instruction], ...]:
+    """Instructions that make a kind of resource."""
+    return classes(lambda row: any(made.kind is kind for made in row.makes))
+
+
+GRAPHS = frozenset({StateKind.GRAPH, StateKind.PARTIAL_GRAPH})
+"""What takes in the tensors that its maker takes: they are parts of it, and not freed."""
+
+COMPUTES = classes(lambda row: row.lane is Lane.COMPUTE)
+"""What occupies the compute stream of a device."""
+
+READS_WEIGHTS = classes(lambda row: row.weights is WeightUse.READS)
+"""What computes with the weights of its stage."""
+
+SENDS: Mapping[TensorKind, type[Any]] = MappingProxyType(
+    {TensorKind(SEMANTICS[c.opcode].reads[0].kind): c for c in classes(_is_send)}
+)
+"""What sends each kind of tensor."""
+
+RECEIVES: Mapping[TensorKind, type[Any]] = MappingProxyType(
+    {TensorKind(SEMANTICS[c.opcode].makes[0].kind): c for c in classes(_is_receive)}
+)
+"""What posts the receive of each kind of tensor."""
