@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,75 @@ MAY_IMPORT = {
     "client": {"shm", "protocol", "planner", "daemons"},
 }
 """Beside itself. The client starts what needs torch (workers, models) as processes."""
+
+FLOORS = {
+    "protocol": """errors
+        platforms.registry
+        config
+        plan
+        run
+        plan.executable plan.placement platforms wire""",
+    "planner": """layout
+        tensors cost schemes partition
+        orders.timing
+        lowering
+        schedule
+        memory
+        orders
+        validate simulate
+        passes render replicas settling torch_actions traces
+        build
+        pipeline
+        tuning""",
+    "models": """data step
+        loss
+        surgery
+        binding
+        checkpoints compiled saved_activations split_backward
+        data.prepare storing
+        runtime
+        profiling""",
+    "daemons": """kit
+        memory
+        node optimizer scheduler""",
+    "workers": """waiting data platforms.base
+        telemetry
+        state channels
+        attempt
+        handlers
+        platforms
+        collectives interpreter
+        session
+        epoch_builder
+        main""",
+    "client": """cli launch
+        planning
+        watching placement
+        doctor export supervision
+        train
+        api configuration
+        main""",
+}
+"""The rooms (folders, and files beside them) of each package, from the ground up: a room imports
+from floors below its own, never from its own floor or from above. A part of a room that lies on
+another floor is named by itself.
+"""
+
+MENDING_FLOORS = {
+    "workers.channels.opening": "asks an emulated device for its channel",
+    "workers.telemetry.meters": "its protocol names the attempt",
+}
+"""Files that still import from their own floor or from above, and why."""
+
+MENDING_CIRCLES = {"workers.telemetry.meters": {"workers.attempt"}}
+
+MAX_LOOSE_FILES = 14
+CROWDED_ROOMS = {"planner/schemes": "one file for each scheme: they are the examples"}
+MENDING_NAMES = dict.fromkeys(
+    ("BeginAsked", "DrainAsked", "Exit", "SendDrained", "SendFailed", "SendReady", "StopAsked"),
+    "daemons take up the kit's one after the other",
+)
+"""Names of classes in more than two modules, and why they still are."""
 
 LIGHT_MODULES = (
     "penstock",
@@ -51,12 +123,40 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 600
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    """Every Python file of the package but the generated ones, parsed."""
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if "generated" not in path.parts:
-                yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def sources() -> Mapping[Path, ast.Module]:
+    """Every Python file of the package but the generated ones, and the papers' tables, parsed."""
+    return {
+        path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
+        for folder in (*FOLDERS, "bench/papers")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "generated" not in path.parts
+    }
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file: ``planner.cost.costs``."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def imports_between_files() -> Mapping[str, frozenset[str]]:
+    """By dotted name, the files of ours that a file imports, also inside functions."""
+    modules = {module_of(path): tree for path, tree in sources().items()}
+    found: dict[str, frozenset[str]] = {}
+    for module, tree in modules.items():
+        named: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                named.update(alias.name.removeprefix("penstock.") for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                base = node.module.removeprefix("penstock.")
+                whole = {f"{base}.{alias.name}" for alias in node.names} & modules.keys()
+                named.update(whole)
+                if len(whole) < len(node.names):
+                    named.add(base)
+        found[module] = frozenset(named & modules.keys()) - {module}
+    return found
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -89,9 +189,9 @@ def test_an_archive_of_the_sources_has_each_once_and_its_licence_by_name() -> No
 
 def test_imports_follow_the_dependency_direction() -> None:
     wrong = []
-    for path, tree in sources():
+    for path, tree in sources().items():
         folder = path.parts[0]
-        for name in imported(tree):
+        for name in imported(tree) if folder in MAY_IMPORT else ():
             words = name.split(".")
             if words[0] != "penstock" or len(words) < 2 or words[1] == "_native":
                 continue
@@ -106,11 +206,64 @@ def _is_pure(path: Path) -> bool:
     return (path.parts[0] == "daemons" and "machine" in path.parts) or path in shared
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {
+        module: imports - MENDING_CIRCLES.get(module, set())
+        for module, imports in imports_between_files().items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" imports ".join(circle.args[1][::-1]))
+
+
+def test_rooms_import_only_from_floors_below() -> None:
+    wrong = {}
+    for module, imports in imports_between_files().items():
+        package = module.split(".")[0]
+        for other in imports if package in FLOORS else ():
+            if other.split(".")[0] == package:
+                (own, own_room), (its, its_room) = floor(module), floor(other)
+                if own_room != its_room and its >= own:
+                    wrong[module] = f"{module} (floor {own}) imports {other} (floor {its})"
+    new = [line for module, line in wrong.items() if module not in MENDING_FLOORS]
+    assert not new, f"see FLOORS: {new}"
+    assert MENDING_FLOORS.keys() <= wrong.keys(), "mended: take them from MENDING_FLOORS"
+
+
+def floor(module: str) -> tuple[int, str]:
+    """The floor that a module lies on, counted from 0, and its room as ``FLOORS`` names it."""
+    package, _, name = module.partition(".")
+    floors = [line.split() for line in FLOORS.get(package, "").splitlines()]
+    rooms = {room: index for index, line in enumerate(floors) for room in line}
+    while name and name not in rooms:
+        name = name.rpartition(".")[0]
+    assert name or module in FOLDERS, f"{module} is in no room of FLOORS"
+    return rooms.get(name, -1), name
+
+
+def test_no_class_name_stands_in_more_than_two_modules() -> None:
+    homes: dict[str, list[str]] = {}
+    for path, tree in sources().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module_of(path))
+    shared = {name: modules for name, modules in homes.items() if len(modules) > 2}
+    assert shared.keys() <= MENDING_NAMES.keys(), shared
+    assert MENDING_NAMES.keys() <= shared.keys(), "mended: take them from MENDING_NAMES"
+
+
+def test_rooms_are_not_crowded() -> None:
+    count = Counter(path.parent.as_posix() for path in sources() if path.stem != "__init__")
+    crowded = {room: files for room, files in count.items() if files > MAX_LOOSE_FILES}
+    assert crowded.keys() == CROWDED_ROOMS.keys(), crowded
+
+
 def test_pure_machines_import_no_clock_socket_thread_or_file() -> None:
     forbidden = {"time", "socket", "threading", "zmq", "grpc", "os", "subprocess", "sqlite3"}
     wrong = [
         f"{path} imports {name}"
-        for path, tree in sources()
+        for path, tree in sources().items()
         if _is_pure(path)
         for name in imported(tree)
         if name.split(".")[0] in forbidden
@@ -120,7 +273,7 @@ def test_pure_machines_import_no_clock_socket_thread_or_file() -> None:
 
 def test_functions_and_files_stay_small() -> None:
     long: list[str] = []
-    for path, tree in sources():
+    for path, tree in sources().items():
         lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
         if lines > MAX_FILE_LINES:
             long.append(f"{path}: {lines} lines")
@@ -134,7 +287,7 @@ def test_functions_and_files_stay_small() -> None:
 
 def test_nothing_unfinished_and_nothing_printed() -> None:
     wrong = []
-    for path, tree in sources():
+    for path, tree in sources().items():
         text = (ROOT / path).read_text(encoding="utf-8")
         wrong += [f"{path}: {word}" for word in re.findall(r"\b(?:TODO|FIXME|XXX|HACK)\b", text)]
         wrong += [
