@@ -1,0 +1,50 @@
+"""The documents for people: lines that wrap, paths and links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+GENERATED = {"PAPERS.md"}
+"""Written by ``make papers``, with tables of many columns."""
+FOLDERS = "bench|client|daemons|docs|examples|models|native|planner|protocol|shm|src|tests|workers"
+LONGEST, LONGEST_IN_TABLES = 110, 150
+
+
+def lines_of_prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines outside of examples, with their numbers."""
+    inside = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            inside = not inside
+        elif not inside:
+            yield number, line
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_lines_wrap(path: Path) -> None:
+    if path.name in GENERATED:
+        pytest.skip("its tables are generated")
+    long = [
+        f"{path.name}:{number}: {len(line)} letters"
+        for number, line in lines_of_prose(path)
+        if len(line) > (LONGEST_IN_TABLES if line.startswith("|") else LONGEST)
+    ]
+    assert not long, long
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_and_links_lead_somewhere(path: Path) -> None:
+    lost = []
+    for number, line in lines_of_prose(path):
+        named = re.findall(rf"`((?:{FOLDERS})/[\w/.-]*)`", line)
+        lost += [f"{path.name}:{number}: {name}" for name in named if not (ROOT / name).exists()]
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", line):
+            if not (path.parent / target).exists():
+                lost.append(f"{path.name}:{number}: {target}")
+    assert not lost, lost
