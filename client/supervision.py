@@ -17,7 +17,7 @@ from types import FrameType
 
 from penstock.client.watching.display import Display
 from penstock.client.watching.snapshots import Observer
-from penstock.daemons.node.effects import remove_endpoint
+from penstock.daemons.node.endpoint import remove_endpoint
 from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
 from penstock.daemons.node.main import LAUNCHER
 from penstock.protocol.config.schema import Config

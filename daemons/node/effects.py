@@ -1,172 +1,223 @@
-"""The supervisor's hands: child processes and the port and endpoint file of the scheduler.
-
-Children are started with ``posix_spawn`` from the main thread (their parent-death signal follows
-the thread), each in its own process group (Ctrl-C in a terminal reaches the supervisor only), and
-are watched, killed and reaped through their pidfd, so that a reused pid is never hit.
-"""
+"""What a node's supervisor does: children, the link to the scheduler, what it says and counts."""
 
 from __future__ import annotations
 
+import logging
 import os
-import secrets
 import signal
-import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.files import parse_json, write_atomically
-from penstock.protocol.run.stopping import STOP_SIGNALS
-from penstock.shm.process import is_stopped
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-CHOSEN_PORTS = range(20_000, 32_000)
-"""Below the range from which the system serves port 0 (32768 and up by default): nobody can get
-the scheduler's port by chance while a killed schedulerd is being replaced."""
+from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
+from penstock.daemons.kit.messages import answer
+from penstock.daemons.node.children import Children
+from penstock.daemons.node.machine.events import (
+    AskSchedulerToStop,
+    CloseLink,
+    Effect,
+    Event,
+    Exited,
+    Kill,
+    OpenLink,
+    SendFenced,
+    Start,
+    Started,
+    StopUnheard,
+    Terminate,
+)
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.member import MemberLink
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """What to start: ``name`` is the member name (or ``schedulerd``), ``argv[0]`` a path."""
+class NodeMetrics:
+    """Prometheus metrics of one supervisor, in their own registry."""
 
-    name: str
-    argv: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    pid: int
-    pidfd: int
-
-
-class Children:
-    """The running children. Use from the main thread only."""
-
-    def __init__(self, specs: tuple[ProcessSpec, ...], environment: Mapping[str, str]) -> None:
-        self._specs = {spec.name: spec for spec in specs}
-        self._environment = dict(environment)
-        self._running: dict[str, _Running] = {}
-
-    @property
-    def pidfds(self) -> dict[int, str]:
-        """Descriptor that becomes readable when the child of that name dies."""
-        return {running.pidfd: name for name, running in self._running.items()}
-
-    @property
-    def stopped(self) -> frozenset[str]:
-        """Names of those that a signal has stopped."""
-        return frozenset(name for name, child in self._running.items() if is_stopped(child.pid))
-
-    def start(self, name: str) -> int:
-        """Start a child; its pid.
-
-        Raises:
-            OSError: the kernel would not.
-        """
-        argv = self._specs[name].argv
-        pid = os.posix_spawn(
-            argv[0],
-            argv,
-            self._environment,
-            setpgroup=0,
-            setsigmask=STOP_SIGNALS,  # until the child listens; it obeys this process only
-            setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE),
+    def __init__(self, node: str) -> None:
+        self.registry = CollectorRegistry()
+        self.restarts = Counter(
+            "penstock_node_restarts_total",
+            "Times a child process was started again after it had ended.",
+            ("node", "process"),
+            registry=self.registry,
         )
-        self._running[name] = _Running(pid=pid, pidfd=os.pidfd_open(pid))
-        return pid
+        self.fences = Counter(
+            "penstock_node_fences_total",
+            "Child processes killed and reaped by order of the scheduler.",
+            ("node", "process"),
+            registry=self.registry,
+        )
+        self.up = Gauge(
+            "penstock_node_process_up",
+            "1 while the child process runs, else 0.",
+            ("node", "process"),
+            registry=self.registry,
+        )
+        self._node = node
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal; a child that is dead already is left to :meth:`reap`."""
-        running = self._running.get(name)
-        if running is None:
-            return
-        try:
-            signal.pidfd_send_signal(running.pidfd, number)
-        except ProcessLookupError:
-            return  # dead, not reaped yet
+    def started(self, process: str, *, again: bool) -> None:
+        """A child runs."""
+        self.up.labels(self._node, process).set(1)
+        if again:
+            self.restarts.labels(self._node, process).inc()
 
-    def reap(self, name: str) -> tuple[int, int]:
-        """Wait for a child whose pidfd is readable; its pid and exit code (negative: signal)."""
-        running = self._running.pop(name)
-        result = os.waitid(os.P_PIDFD, running.pidfd, os.WEXITED)
-        os.close(running.pidfd)
-        assert result is not None, "waitid without WNOHANG returns a result"
-        exited = result.si_code == os.CLD_EXITED
-        return running.pid, result.si_status if exited else -result.si_status
+    def exited(self, process: str) -> None:
+        """A child is dead and reaped."""
+        self.up.labels(self._node, process).set(0)
 
-    def kill_all(self) -> None:
-        """SIGKILL and reap what is left."""
-        for name in tuple(self._running):
-            self.signal(name, signal.SIGKILL)
-        for name in tuple(self._running):
-            self.reap(name)
-
-
-def choose_port(host: str, configured: int, preferred: int | None = None) -> int:
-    """A free port to listen on: ``configured``, or when that is 0 ``preferred`` or one of
-    :data:`CHOSEN_PORTS`.
-
-    Raises:
-        ConfigError: the configured port is taken, or nothing can be bound on ``host``.
-    """
-    if configured:
-        _probe(host, configured)
-        return configured
-    last: ConfigError | None = None
-    candidates = [CHOSEN_PORTS.start + secrets.randbelow(len(CHOSEN_PORTS)) for _ in range(50)]
-    for port in candidates if preferred is None else (preferred, *candidates):
-        try:
-            _probe(host, port)
-        except ConfigError as error:
-            last = error
-        else:
-            return port
-    raise ConfigError(f"no free port found on {host} in 50 tries; the last: {last}")
-
-
-def write_endpoint(run_dir: Path, address: str) -> None:
-    """Tell control clients where the scheduler is."""
-    text = f'{{"scheduler": "{address}", "pid": {os.getpid()}}}\n'
-    write_atomically(run_dir / "endpoint.json", text)
+    def fenced(self, process: str) -> None:
+        """A fence was answered."""
+        self.fences.labels(self._node, process).inc()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """What ``endpoint.json`` says: ``host:port``, and the pid of the first node."""
+class LinkSettings:
+    """What a node needs to join the run."""
 
-    scheduler: str
-    pid: int
+    address: str
+    run_id: str
+    member: str
+    metrics_port: int
+    heartbeat_interval_s: float
+    silence_timeout_s: float
 
 
-def read_endpoint(run_dir: Path) -> Endpoint | None:
-    """The endpoint file, if there is one of our making: any other is about to be replaced."""
-    try:
-        fields = parse_json((run_dir / "endpoint.json").read_bytes())
-        return Endpoint(scheduler=str(fields["scheduler"]), pid=int(fields["pid"]))
-    except (OSError, ValueError, OverflowError, KeyError, TypeError):
+class NodeEffects:
+    """Carries out what the machine decides, on the main thread.
+
+    ``epoch`` tells which epoch the node takes part in, for the Hello of a new stream. ``announce``
+    is called when the link has heard a message, on the link's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        children: Children,
+        hosts_scheduler: bool,
+        link: LinkSettings,
+        epoch: Callable[[], int],
+        announce: Callable[[], None],
+        metrics: NodeMetrics,
+    ) -> None:
+        self.exit: Exit | None = None
+        self.link: MemberLink | None = None
+        self._children = children
+        self._hosts_scheduler = hosts_scheduler
+        self._settings = link
+        self._epoch = epoch
+        self._announce = announce
+        self._metrics = metrics
+        self._started: set[str] = set()
+
+    def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
+        """Carry out effects in order; returns what became of children and of a stop."""
+        events = [_HANDLERS[type(effect)](self, effect) for effect in effects]
+        return [event for event in events if event is not None]
+
+    def open_link(self) -> None:
+        """Connect to the scheduler; the link announces what it hears."""
+        settings = self._settings
+        self.link = MemberLink(
+            address=settings.address,
+            hello=lambda: pb.Hello(
+                run_id=settings.run_id,
+                member=settings.member,
+                pid=os.getpid(),
+                epoch=self._epoch(),
+                metrics_port=settings.metrics_port,
+            ),
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            silence_timeout_s=settings.silence_timeout_s,
+            listener=lambda message: self._announce(),
+        )
+        self.link.start()
+
+    def close_link(self) -> None:
+        """End the stream to the scheduler, if there is one."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    def _start(self, effect: Start) -> Event:
+        try:
+            pid = self._children.start(effect.name)
+        except OSError as error:
+            self._say(f"cannot start {effect.name}: {error}")
+            return Exited(name=effect.name, pid=0, code=1)
+        _log.info("started %s", effect.name, extra={"child_pid": pid})
+        self._metrics.started(effect.name, again=effect.name in self._started)
+        self._started.add(effect.name)
+        return Started(name=effect.name, pid=pid)
+
+    def _terminate(self, effect: Terminate) -> None:
+        self._children.signal(effect.name, signal.SIGTERM)
+
+    def _kill(self, effect: Kill) -> None:
+        self._children.signal(effect.name, signal.SIGKILL)
+
+    def _send_fenced(self, effect: SendFenced) -> None:
+        _log.info("fenced %s", effect.member, extra={"child_pid": effect.pid})
+        self._metrics.fenced(effect.member)
+        fenced = pb.Fenced(member=effect.member, pid=effect.pid)
+        self._send(pb.MemberMessage(fenced=fenced))
+
+    def _answer(self, effect: SendDrained | SendReady | SendFailed) -> None:
+        self._send(answer(effect))
+
+    def _ask_to_stop(self, effect: AskSchedulerToStop) -> Event | None:
+        if self._hosts_scheduler:
+            self._children.signal(SCHEDULERD, signal.SIGTERM)
+            return None
+        try:
+            with ControlClient(self._settings.address) as client:
+                client.stop(effect.within_s)
+        except PenstockError as error:
+            self._say(f"the scheduler cannot be asked to stop the run: {error}")
+            return StopUnheard()
         return None
 
+    def _close_link(self, effect: CloseLink) -> None:
+        self.close_link()
 
-def read_endpoint_port(run_dir: Path) -> int | None:
-    """Port in the endpoint file that a killed node left behind, if any."""
-    found = read_endpoint(run_dir)
-    port = "" if found is None else found.scheduler.rpartition(":")[2]
-    return int(port) if port.isdecimal() and 0 < int(port) < 2**16 else None
+    def _open_link(self, effect: OpenLink) -> None:
+        self.open_link()
+
+    def _on_say(self, effect: Say) -> None:
+        self._say(effect.text)
+
+    def _exit(self, effect: Exit) -> None:
+        _log.info("ending", extra={"exit_code": effect.code})
+        self.exit = effect
+
+    def _say(self, message: str) -> None:
+        _log.warning("%s", message)
+        sys.stderr.write(f"{self._settings.member}: {message}\n")
+        sys.stderr.flush()
+
+    def _send(self, message: pb.MemberMessage) -> None:
+        if self.link is not None:
+            self.link.send(message)
 
 
-def remove_endpoint(run_dir: Path) -> None:
-    """The run has ended: there is nobody to talk to."""
-    (run_dir / "endpoint.json").unlink(missing_ok=True)
-
-
-def _probe(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # As servers do: connections of a killed scheduler in TIME_WAIT do not count as in use.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.scheduler_port = {port}: cannot listen on {host}:{port}:"
-                f" {error.strerror}; choose another port, or 0 to let Penstock choose"
-            ) from error
+_HANDLERS: dict[type, Callable[[NodeEffects, Any], Event | None]] = {
+    Start: NodeEffects._start,
+    Terminate: NodeEffects._terminate,
+    Kill: NodeEffects._kill,
+    SendFenced: NodeEffects._send_fenced,
+    SendDrained: NodeEffects._answer,
+    SendReady: NodeEffects._answer,
+    SendFailed: NodeEffects._answer,
+    AskSchedulerToStop: NodeEffects._ask_to_stop,
+    CloseLink: NodeEffects._close_link,
+    OpenLink: NodeEffects._open_link,
+    Say: NodeEffects._on_say,
+    Exit: NodeEffects._exit,
+}

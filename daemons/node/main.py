@@ -5,26 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from penstock.daemons.node.effects import (
-    Children,
-    ProcessSpec,
-    choose_port,
-    read_endpoint,
-    read_endpoint_port,
+from penstock.daemons.node.children import Children, ProcessSpec
+from penstock.daemons.node.effects import LinkSettings, NodeMetrics
+from penstock.daemons.node.endpoint import (
+    NodeSettings,
+    locate_scheduler,
     remove_endpoint,
     write_endpoint,
 )
 from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
-from penstock.daemons.node.machine.state import Limits, NodeState
-from penstock.daemons.node.metrics import NodeMetrics
-from penstock.daemons.node.service import LinkSettings, StopSettings, Supervisor
+from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
+from penstock.daemons.node.service import StopSettings, Supervisor
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
+from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.run.ended import EndWatch, RunEnd, forget_end
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
@@ -39,29 +36,13 @@ from penstock.protocol.run.names import (
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import Grace
-from penstock.shm.process import start_ticks
 
 _log = logging.getLogger(__name__)
 
 LAUNCHER = (sys.executable, "-m", "penstock.client.launch")
 PREVIOUS_NODE_WAIT_S = 60.0
-ENDPOINT_WAIT_S = 120.0
 SHORTEST_HANG_S = 60.0
 """A scheduler that says nothing for less may be busy with a slow disk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """One node's part of a run. ``scheduler`` is ``host:port``; ``hosts`` whether it runs here.
-
-    ``grace_seconds`` replaces ``cluster.grace_seconds``.
-    """
-
-    run_dir: Path
-    node: str
-    scheduler: str
-    hosts: bool
-    grace_seconds: float | None = None
 
 
 SpecFactory = Callable[[Config, NodeSettings], tuple[ProcessSpec, ...]]
@@ -145,7 +126,7 @@ def _run(
         metrics = NodeMetrics(node)
         server = serve_metrics(metrics.registry, directory, member)
         supervisor = Supervisor(
-            NodeState.create(tuple(spec.name for spec in children), _limits(config)),
+            NodeMachine.create(tuple(spec.name for spec in children), _limits(config)),
             Children(children, os.environ),
             LinkSettings(
                 address=settings.scheduler,
@@ -170,9 +151,9 @@ def _run(
             _clean_up(directory, node, ending)
 
 
-def _limits(config: Config) -> Limits:
+def _limits(config: Config) -> NodeLimits:
     cluster = config.cluster
-    return Limits(
+    return NodeLimits(
         max_restarts=cluster.max_restarts,
         silence_s=cluster.heartbeat_timeout_s,
         hang_s=max(SHORTEST_HANG_S, cluster.attempt_timeout_s),
@@ -197,52 +178,3 @@ def _clean_up(directory: RunDirectory, node: str, ending: EndWatch) -> int:
     elif remove_empty_memory(directory.run_id, node):
         _log.info("removed the memory of a run that never began")
     return int(ExitCode.DONE if end is None else end.code)
-
-
-def locate_scheduler(
-    config: Config, run_dir: Path, node: str, scheduler: str | None, ending: EndWatch
-) -> NodeSettings | None:
-    """Where the scheduler is or will be, and whether this node is to host it; None: the run has
-    ended.
-    """
-    if ending.look() is not None:
-        return None
-    first = config.cluster.nodes[0]
-    hosts = scheduler is None and node == first.name
-    if hosts:
-        # Where a killed node of this run had it, other nodes still look for the scheduler.
-        port = choose_port(
-            first.host, config.cluster.scheduler_port, preferred=read_endpoint_port(run_dir)
-        )
-        scheduler = f"{first.host}:{port}"
-    elif scheduler is None and config.cluster.scheduler_port:
-        scheduler = f"{first.host}:{config.cluster.scheduler_port}"
-    elif scheduler is None:
-        scheduler = wait_for_endpoint(run_dir, ending, timeout_s=ENDPOINT_WAIT_S)
-        if scheduler is None:
-            return None
-    return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts)
-
-
-def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> str | None:
-    """The scheduler's address, as soon as the (living) first node on this machine announces it;
-    None: the run has ended.
-
-    Raises:
-        LostMemberError: it did not in time.
-    """
-    path = run_dir / "endpoint.json"
-    deadline = time.monotonic() + timeout_s
-    while ending.look() is None:
-        if path.exists():
-            found = read_endpoint(run_dir)
-            if found is not None and start_ticks(found.pid) is not None:
-                return found.scheduler
-        if time.monotonic() >= deadline:
-            raise LostMemberError(
-                f"{path} was not written by a living first node on this machine within"
-                f" {timeout_s:g} s: start that node; if it runs on another machine, set"
-                " cluster.scheduler_port, or give --scheduler HOST:PORT"
-            )
-        time.sleep(0.05)
-    return None

@@ -6,8 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.daemons.node.effects import ProcessSpec
-from penstock.daemons.node.main import NodeSettings, main
+from penstock.daemons.node.children import ProcessSpec
+from penstock.daemons.node.endpoint import NodeSettings
+from penstock.daemons.node.main import main
 from penstock.protocol.config.schema import Config
 
 

@@ -1,9 +1,25 @@
-"""What reaches a node's supervisor (events) and what it orders (effects): plain values."""
+"""What reaches a node's supervisor (events) and what it orders (effects): plain values.
+
+Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.daemons.kit.events import (
+    BeginAsked,
+    DrainAsked,
+    Exit,
+    RefusedByScheduler,
+    Say,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    ShutdownAsked,
+    StopAsked,
+    Tick,
+)
 from penstock.protocol.run.ended import RunEnd
 
 # ---- events ----
@@ -35,45 +51,6 @@ class FenceAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainAsked:
-    """Leave the old epoch."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginAsked:
-    """Enter a new epoch."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShutdownAsked:
-    """The scheduler ends the run; every member hears it. ``code``: how the run ended."""
-
-    reason: str
-    code: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedByScheduler:
-    """The scheduler does not accept this node."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopAsked:
-    """SIGTERM or SIGINT; ``again``: somebody insists. ``within_s``: how long the stop may take,
-    None for as long as it takes.
-    """
-
-    again: bool = False
-    within_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StopUnheard:
     """The scheduler could not be asked to stop the run."""
 
@@ -90,11 +67,6 @@ class Watched:
     stopped: frozenset[str] = frozenset()
     heard_s: float | None = None
     ended: RunEnd | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time passed."""
 
 
 Event = (
@@ -145,28 +117,6 @@ class SendFenced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendDrained:
-    """Acknowledge a drain: a node has no work of its own."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendReady:
-    """Acknowledge an epoch."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendFailed:
-    """Tell the scheduler that the run cannot go on."""
-
-    error: str
-    code: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AskSchedulerToStop:
     """Ask for a clean stop of the whole run: the scheduler saves, then shuts everyone down.
 
@@ -187,20 +137,6 @@ class OpenLink:
     """Connect to the scheduler (again)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Say:
-    """Tell the operator and the log."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
-    """The node ends with this code."""
-
-    code: int
-
-
 Effect = (
     Start
     | Terminate
@@ -215,3 +151,8 @@ Effect = (
     | Say
     | Exit
 )
+
+
+def is_routine(event: Event) -> bool:
+    """Whether an event that leads to nothing says nothing: time passes, the node looks around."""
+    return isinstance(event, (Tick, Watched))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.daemons.node.machine.state import describe_exit
+from penstock.daemons.node.machine.machine import describe_exit
 from penstock.protocol.errors import (
     CapacityError,
     ConfigError,

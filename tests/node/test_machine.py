@@ -7,34 +7,36 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.node.machine.events import (
-    AskSchedulerToStop,
+from penstock.daemons.kit.events import (
     BeginAsked,
-    CloseLink,
     DrainAsked,
-    Effect,
-    Event,
     Exit,
-    Exited,
-    FenceAsked,
-    Kill,
-    OpenLink,
     RefusedByScheduler,
     Say,
     SendDrained,
     SendFailed,
-    SendFenced,
     SendReady,
     ShutdownAsked,
+    StopAsked,
+    Tick,
+)
+from penstock.daemons.node.machine.events import (
+    AskSchedulerToStop,
+    CloseLink,
+    Effect,
+    Event,
+    Exited,
+    FenceAsked,
+    Kill,
+    OpenLink,
+    SendFenced,
     Start,
     Started,
-    StopAsked,
     StopUnheard,
     Terminate,
-    Tick,
     Watched,
 )
-from penstock.daemons.node.machine.state import Limits, Mode, NodeState
+from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine, NodePhase
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.run.ended import RunEnd
 
@@ -45,8 +47,8 @@ PIDS = {"schedulerd": 10, "memoryd.a": 11, "worker.0": 12}
 class Machine:
     """A node state with a clock; Say effects are left out of what it returns."""
 
-    def __init__(self, names: tuple[str, ...], limits: Limits) -> None:
-        self.state = NodeState.create(names, limits)
+    def __init__(self, names: tuple[str, ...], limits: NodeLimits) -> None:
+        self.state = NodeMachine.create(names, limits)
         self.now_s = 100.0
 
     def feed(self, *events: Event, after_s: float = 0.0) -> list[Effect]:
@@ -69,13 +71,13 @@ class Machine:
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    instance = Machine(NAMES, Limits(max_restarts=3)).started()
+    instance = Machine(NAMES, NodeLimits(max_restarts=3)).started()
     yield instance
     instance.state.validate()
 
 
 def test_first_tick_starts_all_in_order() -> None:
-    machine = Machine(NAMES, Limits(max_restarts=3))
+    machine = Machine(NAMES, NodeLimits(max_restarts=3))
     assert machine.feed(Tick()) == [Start(name=name) for name in NAMES]
     assert machine.feed(Tick()) == []
 
@@ -101,7 +103,7 @@ def test_quick_deaths_are_restarted_later_and_later_then_the_run_fails(machine: 
     assert delays == [0.1, 0.2]
     error = "worker.0 died 4 times (last: exited with code 1); cluster.max_restarts is 3"
     assert effects == [SendFailed(error=error, code=4)]
-    assert machine.state.mode is Mode.FAILING
+    assert machine.state.phase is NodePhase.FAILING
 
 
 def test_fence_kills_reaps_answers_and_replaces(machine: Machine) -> None:
@@ -195,7 +197,7 @@ def test_scheduler_killed_while_it_ends_the_run_comes_back(machine: Machine) -> 
         Start(name="schedulerd"),
         Start(name="worker.0"),
     ]
-    assert machine.state.mode is Mode.RUNNING
+    assert machine.state.phase is NodePhase.RUNNING
 
 
 def test_scheduler_killed_after_all_members_ended_well(machine: Machine) -> None:
@@ -270,7 +272,7 @@ def test_refused_node_fails(machine: Machine) -> None:
 
 
 def test_a_child_that_cannot_be_started_is_tried_again() -> None:
-    machine = Machine(("memoryd.b",), Limits(max_restarts=1))
+    machine = Machine(("memoryd.b",), NodeLimits(max_restarts=1))
     machine.feed(Tick())
     assert machine.feed(Exited(name="memoryd.b", pid=0, code=1)) == []
     assert machine.feed(Tick(), after_s=0.1) == [Start(name="memoryd.b")]
@@ -279,7 +281,7 @@ def test_a_child_that_cannot_be_started_is_tried_again() -> None:
 
 
 def test_without_a_scheduler_to_tell_a_failure_ends_at_once() -> None:
-    machine = Machine(NAMES, Limits(max_restarts=0)).started()
+    machine = Machine(NAMES, NodeLimits(max_restarts=0)).started()
     [failed] = machine.exit("schedulerd", 1)
     assert isinstance(failed, SendFailed)
     assert machine.feed(Tick()) == [Terminate(name="memoryd.a"), Terminate(name="worker.0")]
@@ -294,7 +296,7 @@ def test_a_child_that_never_heard_of_the_end_is_terminated(machine: Machine) -> 
 
 
 def test_a_node_without_the_scheduler_waits_a_minute_for_its_children() -> None:
-    machine = Machine(("memoryd.b", "worker.1"), Limits(max_restarts=3))
+    machine = Machine(("memoryd.b", "worker.1"), NodeLimits(max_restarts=3))
     machine.feed(Tick(), Started(name="memoryd.b", pid=1), Started(name="worker.1", pid=2))
     machine.feed(ShutdownAsked(reason="done"))
     machine.exit("memoryd.b", 0)
@@ -305,7 +307,7 @@ def test_a_node_without_the_scheduler_waits_a_minute_for_its_children() -> None:
 
 @pytest.mark.parametrize("code", [0, 4, 5, 130])
 def test_a_node_without_the_scheduler_ends_as_the_run_did(code: int) -> None:
-    machine = Machine(("memoryd.b",), Limits(max_restarts=3))
+    machine = Machine(("memoryd.b",), NodeLimits(max_restarts=3))
     machine.feed(Tick(), Started(name="memoryd.b", pid=1))
     machine.feed(ShutdownAsked(reason="over", code=code))
     assert machine.exit("memoryd.b", 0) == [Exit(code=code)]
@@ -378,7 +380,7 @@ END = RunEnd(
 
 
 def test_a_node_that_wakes_after_the_end_starts_nothing_again() -> None:
-    machine = Machine(("memoryd.b", "worker.1"), Limits(max_restarts=3))
+    machine = Machine(("memoryd.b", "worker.1"), NodeLimits(max_restarts=3))
     machine.feed(Tick(), Started(name="memoryd.b", pid=1), Started(name="worker.1", pid=2))
     watch(machine, 1)
     machine.now_s += 500.0

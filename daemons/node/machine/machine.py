@@ -4,14 +4,14 @@ Pure: events and the time come in, effects go out (both in
 :mod:`penstock.daemons.node.machine.events`). Processes, signals, sockets and files are in
 :mod:`penstock.daemons.node.effects`; the loop is in :mod:`penstock.daemons.node.service`.
 
-Life of a node (``Mode``)::
+Life of a node (``NodePhase``)::
 
     RUNNING -- Shutdown, or schedulerd's exit code is final --> ENDING -- children gone --> ENDED
        |                                                         |
        | a child's code is final, or restarts are used up        | deadline
        +--> FAILING: the scheduler is told -- deadline --------> TERMINATING --> KILLING --> ENDED
 
-A stop that was asked for keeps the mode: children that die are still replaced, because the
+A stop that was asked for keeps the phase: children that die are still replaced, because the
 scheduler needs them all to save. Only a request that insists, or the end of the time that the stop
 may take, kills everything.
 """
@@ -23,31 +23,33 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from penstock.daemons.node.machine.events import (
-    AskSchedulerToStop,
+from penstock.daemons.kit.events import (
     BeginAsked,
-    CloseLink,
     DrainAsked,
-    Effect,
-    Event,
     Exit,
-    Exited,
-    FenceAsked,
-    Kill,
-    OpenLink,
     RefusedByScheduler,
     Say,
     SendDrained,
     SendFailed,
-    SendFenced,
     SendReady,
     ShutdownAsked,
+    StopAsked,
+    Tick,
+)
+from penstock.daemons.node.machine.events import (
+    AskSchedulerToStop,
+    CloseLink,
+    Effect,
+    Event,
+    Exited,
+    FenceAsked,
+    Kill,
+    OpenLink,
+    SendFenced,
     Start,
     Started,
-    StopAsked,
     StopUnheard,
     Terminate,
-    Tick,
     Watched,
 )
 from penstock.protocol.errors import FAILURES, ExitCode
@@ -61,7 +63,7 @@ FINAL_SCHEDULER_CODES = frozenset(
 """schedulerd ends with these on purpose, after it has shut the members down."""
 
 
-class Mode(StrEnum):
+class NodePhase(StrEnum):
     """What the node is up to; see the module's picture."""
 
     RUNNING = "running"
@@ -73,7 +75,7 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class NodeLimits:
     """Deadlines and counts. A child that lived shorter than ``quick_death_s`` is restarted after a
     delay that grows with every such death in a row. ``deaf_grace_s``: how long a child may outlive
     the scheduler: one that was not connected yet never hears that the run has ended. ``silence_s``:
@@ -112,13 +114,15 @@ class Child:
 
 
 @dataclass(slots=True, kw_only=True)
-class NodeState:
+class NodeMachine:
     """The supervisor's machine: feed :meth:`handle` with events and carry out what it returns."""
 
-    limits: Limits
+    limits: NodeLimits
     children: dict[str, Child]
     stillness: Stillness
-    mode: Mode = Mode.RUNNING
+    epoch: int = 0
+    """Of the last Begin."""
+    phase: NodePhase = NodePhase.RUNNING
     code: int = 0
     told_code: int = 0
     """How the run ended, as the scheduler told its members."""
@@ -136,7 +140,7 @@ class NodeState:
     """Silence of schedulerd before that proves nothing."""
 
     @classmethod
-    def create(cls, names: tuple[str, ...], limits: Limits) -> NodeState:
+    def create(cls, names: tuple[str, ...], limits: NodeLimits) -> NodeMachine:
         """All children are due at once, in the order of their names here."""
         return cls(
             limits=limits,
@@ -147,8 +151,12 @@ class NodeState:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What to do about ``event`` at ``now_s`` (any monotonic clock)."""
         effects = _HANDLERS[type(event)](self, event, now_s)
-        if self.mode is not Mode.RUNNING and self.mode is not Mode.ENDED and not self._alive():
-            self.mode = Mode.ENDED
+        if (
+            self.phase is not NodePhase.RUNNING
+            and self.phase is not NodePhase.ENDED
+            and not self._alive()
+        ):
+            self.phase = NodePhase.ENDED
             effects.append(Exit(code=self.code or self.told_code))
         return effects
 
@@ -176,7 +184,7 @@ class NodeState:
     def _on_started(self, event: Started, now_s: float) -> list[Effect]:
         child = self.children[event.name]
         child.pid, child.started_s, child.starting = event.pid, now_s, False
-        if self.mode is Mode.KILLING:
+        if self.phase is NodePhase.KILLING:
             return [Kill(name=event.name)]
         if event.name == SCHEDULERD and self.stop_asked:
             return [AskSchedulerToStop()]  # its predecessor died before it could stop the run
@@ -191,11 +199,11 @@ class NodeState:
         effects: list[Effect] = []
         if fenced is not None:
             effects.append(SendFenced(member=event.name, pid=fenced))
-        if self.stop_asked and self.deadline_s is not None and self.mode is Mode.RUNNING:
+        if self.stop_asked and self.deadline_s is not None and self.phase is NodePhase.RUNNING:
             self.deadline_s = now_s + self.limits.stop_timeout_s  # something moves
         if event.name == SCHEDULERD:
             return effects + self._on_scheduler_exit(event.code, now_s)
-        if self.mode is not Mode.RUNNING:
+        if self.phase is not NodePhase.RUNNING:
             return effects
         if event.code in (ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY):
             error = f"{event.name} ended with exit code {event.code}"
@@ -206,13 +214,15 @@ class NodeState:
         if code in FINAL_SCHEDULER_CODES:
             self.scheduler_code = code
             self.code = self.code or code
-            effects = self._end(now_s) if self.mode in (Mode.RUNNING, Mode.FAILING) else []
-            if self.mode is Mode.ENDING:
+            effects = (
+                self._end(now_s) if self.phase in (NodePhase.RUNNING, NodePhase.FAILING) else []
+            )
+            if self.phase is NodePhase.ENDING:
                 self.deadline_s = now_s + self.limits.deaf_grace_s
             return effects
-        if self.mode is Mode.RUNNING:
+        if self.phase is NodePhase.RUNNING:
             return self._restart(self.children[SCHEDULERD], code, now_s, at_once=False)
-        if self.mode is Mode.ENDING:
+        if self.phase is NodePhase.ENDING:
             # Killed while it shut the run down: some members may not have heard. Those that have
             # end now; if others are left, the run comes back so that it can end properly.
             self.deadline_s = now_s + self.limits.quick_death_s
@@ -229,22 +239,23 @@ class NodeState:
         return [SendDrained(epoch=event.epoch)]
 
     def _on_begin(self, event: BeginAsked, now_s: float) -> list[Effect]:
+        self.epoch = event.epoch
         return [SendReady(epoch=event.epoch)]
 
     def _on_shutdown(self, event: ShutdownAsked, now_s: float) -> list[Effect]:
-        if self.mode in (Mode.RUNNING, Mode.FAILING):
+        if self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
             self.told_code = event.code
-            return [Say(message=f"the run ends: {event.reason}"), *self._end(now_s)]
+            return [Say(text=f"the run ends: {event.reason}"), *self._end(now_s)]
         return []
 
     def _on_refused(self, event: RefusedByScheduler, now_s: float) -> list[Effect]:
-        if self.mode is not Mode.RUNNING:
+        if self.phase is not NodePhase.RUNNING:
             return []
         error = f"the scheduler refuses this node: {event.reason}"
         return self._fail(error, ExitCode.LOST_MEMBERS, now_s)
 
     def _on_stop(self, event: StopAsked, now_s: float) -> list[Effect]:
-        if self.mode is Mode.ENDED:
+        if self.phase is NodePhase.ENDED:
             return []
         if event.again:
             self.code = int(ExitCode.INTERRUPTED)
@@ -252,14 +263,14 @@ class NodeState:
         if event.within_s is not None:
             self.give_up_s = Patience.NODE.give_up_s(now_s, event.within_s)
         self.stop_asked = True
-        if self.mode is not Mode.RUNNING:
+        if self.phase is not NodePhase.RUNNING:
             return []
         self.deadline_s = now_s + self.limits.stop_timeout_s
         message = "stopping: the step under way is finished and the state saved (again: kill)"
-        return [Say(message=message), AskSchedulerToStop(within_s=event.within_s)]
+        return [Say(text=message), AskSchedulerToStop(within_s=event.within_s)]
 
     def _on_stop_unheard(self, event: StopUnheard, now_s: float) -> list[Effect]:
-        if self.mode is Mode.RUNNING:
+        if self.phase is NodePhase.RUNNING:
             self.ask_again_at_s = now_s + self.limits.ask_again_s
         return []
 
@@ -272,10 +283,10 @@ class NodeState:
         scheduler = self.children.get(SCHEDULERD)
         if scheduler is not None and scheduler.pid is not None and event.heard_s is not None:
             quiet_s = now_s - max(event.heard_s, scheduler.started_s, self.forgiven_s)
-            if quiet_s > self.limits.hang_s and self.mode is Mode.RUNNING:
+            if quiet_s > self.limits.hang_s and self.phase is NodePhase.RUNNING:
                 effects += self._replace(SCHEDULERD, f"says nothing for {quiet_s:.0f} s", now_s)
         self.noted = event.ended is not None
-        if event.ended is not None and self.mode in (Mode.RUNNING, Mode.FAILING):
+        if event.ended is not None and self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
             effects += self._on_run_ended(event.ended, now_s)
         return effects
 
@@ -310,59 +321,59 @@ class NodeState:
     def _replace(self, name: str, why: str, now_s: float) -> list[Effect]:
         """Kill a child that stands still; when it is dead it is started anew, if it is needed."""
         self.forgiven_s = now_s
-        return [Say(message=f"{name} {why}: killing it"), Kill(name=name)]
+        return [Say(text=f"{name} {why}: killing it"), Kill(name=name)]
 
     def _on_run_ended(self, end: RunEnd, now_s: float) -> list[Effect]:
         """The scheduler is gone for good, and left word: nobody will tell the children."""
         self.told_code = int(end.code)
         effects = self._end(now_s)
         self.deadline_s = now_s + self.limits.deaf_grace_s
-        return [Say(message=f"the run has ended: {end.reason}"), *effects]
+        return [Say(text=f"the run has ended: {end.reason}"), *effects]
 
     def _on_deadline(self, now_s: float) -> list[Effect]:
         left = ", ".join(self._running())
-        if self.mode is Mode.TERMINATING:
-            self.mode = Mode.KILLING
+        if self.phase is NodePhase.TERMINATING:
+            self.phase = NodePhase.KILLING
             if not self.run_ended:
                 self.code = self.code or int(ExitCode.LOST_MEMBERS)
             message = f"still running {self.limits.terminate_timeout_s:g} s after SIGTERM: {left}"
-            return [Say(message=message), *(Kill(name=name) for name in self._running())]
+            return [Say(text=message), *(Kill(name=name) for name in self._running())]
         scheduler = self.children.get(SCHEDULERD)
         scheduler_gone = scheduler is not None and scheduler.pid is None
         cut_short = scheduler_gone and self.scheduler_code is None and not self.noted
-        if self.mode is Mode.ENDING and cut_short:
+        if self.phase is NodePhase.ENDING and cut_short:
             return self._come_back(now_s)
-        if self.mode is not Mode.ENDING:
+        if self.phase is not NodePhase.ENDING:
             self.code = self.code or int(ExitCode.LOST_MEMBERS)
         # After a proper end, those left were not connected yet when the scheduler said Shutdown.
-        self.mode = Mode.TERMINATING
+        self.phase = NodePhase.TERMINATING
         self._forget_starts()
         self.deadline_s = now_s + self.limits.terminate_timeout_s
         message = f"still running, terminating: {left}"
-        return [Say(message=message), *(Terminate(name=name) for name in self._running())]
+        return [Say(text=message), *(Terminate(name=name) for name in self._running())]
 
     def _out_of_time(self) -> list[Effect]:
         """The stop took too long: whoever signalled it is about to kill everything."""
-        if self.mode in (Mode.RUNNING, Mode.FAILING):
+        if self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
             self.code = self.code or int(ExitCode.INTERRUPTED)
         return self._kill_all("the time for stopping is over")
 
     def _kill_all(self, why: str) -> list[Effect]:
-        self.mode = Mode.KILLING
+        self.phase = NodePhase.KILLING
         self.deadline_s = self.ask_again_at_s = self.give_up_s = None
         self._forget_starts()
         message = f"{why}: killing all processes; the memory of the run is kept for the next start"
-        return [Say(message=message), *(Kill(name=name) for name in self._running())]
+        return [Say(text=message), *(Kill(name=name) for name in self._running())]
 
     def _come_back(self, now_s: float) -> list[Effect]:
         """schedulerd died while it ended the run and members are left: start what is missing."""
-        self.mode, self.told_code, self.run_ended = Mode.RUNNING, 0, False
+        self.phase, self.told_code, self.run_ended = NodePhase.RUNNING, 0, False
         effects: list[Effect] = [
-            Say(message="schedulerd died while it ended the run: it is started once more"),
+            Say(text="schedulerd died while it ended the run: it is started once more"),
             OpenLink(),
         ]
         for child in self.children.values():
-            if child.pid is None and self.mode is Mode.RUNNING:
+            if child.pid is None and self.phase is NodePhase.RUNNING:
                 effects += self._restart(child, 0, now_s, at_once=True)
         return effects
 
@@ -388,18 +399,18 @@ class NodeState:
             )
         child.start_at_s = now_s + delay_s
         message = f"{child.name} {describe_exit(code)}; restarting (number {child.restarts})"
-        return [Say(message=message)]
+        return [Say(text=message)]
 
     def _fail(self, error: str, code: int, now_s: float) -> list[Effect]:
-        self.mode, self.code = Mode.FAILING, int(code)
+        self.phase, self.code = NodePhase.FAILING, int(code)
         scheduler = self.children.get(SCHEDULERD)
         nobody_to_tell = scheduler is not None and scheduler.pid is None
         self.deadline_s = now_s + (0.0 if nobody_to_tell else self.limits.fail_timeout_s)
         self._forget_starts()
-        return [Say(message=error), SendFailed(error=error, code=int(code))]
+        return [Say(text=error), SendFailed(error=error, code=int(code), epoch=self.epoch)]
 
     def _end(self, now_s: float) -> list[Effect]:
-        self.mode, self.run_ended = Mode.ENDING, True
+        self.phase, self.run_ended = NodePhase.ENDING, True
         self.deadline_s = now_s + self.limits.end_timeout_s
         self._forget_starts()
         return [CloseLink()]
@@ -423,17 +434,17 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
-_Handler = Callable[[NodeState, Any, float], list[Effect]]
+_Handler = Callable[[NodeMachine, Any, float], list[Effect]]
 _HANDLERS: dict[type, _Handler] = {
-    Started: NodeState._on_started,
-    Exited: NodeState._on_exited,
-    FenceAsked: NodeState._on_fence,
-    DrainAsked: NodeState._on_drain,
-    BeginAsked: NodeState._on_begin,
-    ShutdownAsked: NodeState._on_shutdown,
-    RefusedByScheduler: NodeState._on_refused,
-    StopAsked: NodeState._on_stop,
-    StopUnheard: NodeState._on_stop_unheard,
-    Watched: NodeState._on_watched,
-    Tick: NodeState._on_tick,
+    Started: NodeMachine._on_started,
+    Exited: NodeMachine._on_exited,
+    FenceAsked: NodeMachine._on_fence,
+    DrainAsked: NodeMachine._on_drain,
+    BeginAsked: NodeMachine._on_begin,
+    ShutdownAsked: NodeMachine._on_shutdown,
+    RefusedByScheduler: NodeMachine._on_refused,
+    StopAsked: NodeMachine._on_stop,
+    StopUnheard: NodeMachine._on_stop_unheard,
+    Watched: NodeMachine._on_watched,
+    Tick: NodeMachine._on_tick,
 }
