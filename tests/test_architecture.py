@@ -92,10 +92,7 @@ MENDING_CIRCLES = {"workers.telemetry.meters": {"workers.attempt"}}
 
 MAX_LOOSE_FILES = 14
 CROWDED_ROOMS = {"planner/schemes": "one file for each scheme: they are the examples"}
-MENDING_NAMES = dict.fromkeys(
-    ("BeginAsked", "DrainAsked", "Exit", "SendDrained", "SendFailed", "SendReady", "StopAsked"),
-    "daemons take up the kit's one after the other",
-)
+MENDING_NAMES: dict[str, str] = {}
 """Names of classes in more than two modules, and why they still are."""
 
 LIGHT_MODULES = (
