@@ -34,9 +34,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import emulated
 import yaml
 
+from bench import emulated
 from bench.papers.deep_optimizer_states import H100_BUSY
 from penstock.planner.build import build_plan
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel

@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from optimizer import OurState, count, measure
-
+from bench.optimizer import OurState, count, measure
 from penstock import _native
 from penstock.daemons.scheduler.machine.holding import AttemptCosts
 from penstock.daemons.scheduler.machine.position import LossScaling, Position

@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from optimizer import count, shared_array
 
+from bench.optimizer import count, shared_array
 from penstock import _native
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1

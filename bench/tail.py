@@ -44,8 +44,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from emulated import trained
-
+from bench.emulated import trained
 from penstock.client.watching.trace import TraceOutputs, make_trace_report
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "rollback.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_only_ours_is_exact_whatever_the_gradients_are() -> None:
-    command = [sys.executable, str(SCRIPT), "--params", "4096", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-m", "bench.rollback", "--params", "4096", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     rows = {
         (r["name"], r["step"], r["gradients"], r["decision"]): r
         for r in json.loads(done.stdout)["rows"]

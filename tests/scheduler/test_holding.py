@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.policy import rows_of
 from penstock.daemons.scheduler.machine.events import JournalDecision
 from penstock.daemons.scheduler.machine.holding import HYSTERESIS, AttemptCosts, HoldLimits
 from penstock.shm.control import Decision
@@ -186,14 +185,10 @@ SPEEDS = {"advance": 1240, "preview": 1520, "settle": 1580, "hold": 1400, "statu
 """Millions of parameters a second, as two cores have them."""
 
 
-def test_the_policy_costs_at_most_5_percent_more_than_the_better_of_both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_policy_costs_at_most_5_percent_more_than_the_better_of_both() -> None:
     """By the clock of ``bench/policy.py``, for backwards and rates of clipping of all kinds."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
-    policy = importlib.import_module("policy")
     times = {name: [8.0 / speed] * 8 for name, speed in SPEEDS.items()}
-    rows = list(policy.rows_of(times, attempts=600))
+    rows = list(rows_of(times, attempts=600))
     better = {row["always_ms"] < row["never_ms"] for row in rows}
     assert better == {False, True}, "neither of both is always the better"
     assert max(row["ratio"] for row in rows) <= 1.05

@@ -16,7 +16,7 @@ import pytest
 from penstock.planner.cost.analytic import Host
 from penstock.planner.cost.catalogue import MODELS
 
-BENCH = Path(__file__).parents[2] / "bench"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -24,7 +24,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 def test_the_benchmark_for_a_gpu_runs_small_on_a_cpu() -> None:
     command = [
         sys.executable,
-        str(BENCH / "gpu.py"),
+        "-m",
+        "bench.gpu",
         "--device",
         "cpu",
         "--tiny",
@@ -32,16 +33,20 @@ def test_the_benchmark_for_a_gpu_runs_small_on_a_cpu() -> None:
         "spipe",
         "fsdp",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=840, check=True, cwd=ROOT
+    )
     penstock, fsdp = done.stdout.splitlines()
     assert re.match(r"spipe +\d+ tokens/s  allocated MiB [-.0-9]+  hidden", penstock)
     assert re.match(r"fsdp +\d+ tokens/s", fsdp)
 
 
 def test_tails_on_a_host_of_saturated_memory_channels() -> None:
-    command = [sys.executable, str(BENCH / "tail.py"), "--parts", "simulated", "--json"]
+    command = [sys.executable, "-m", "bench.tail", "--parts", "simulated", "--json"]
     command += ["--clusters", "4:spipe-10b"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=True, cwd=ROOT
+    )
     tails: dict[str, dict[str, float]] = defaultdict(dict)
     steps: dict[str, dict[str, float]] = defaultdict(dict)
     early: dict[str, str] = {}
