@@ -38,7 +38,7 @@ import yaml
 
 from bench import emulated
 from bench.papers.deep_optimizer_states import H100_BUSY
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.prices import config_prices, optimizer_of

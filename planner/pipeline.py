@@ -1,7 +1,11 @@
-"""From a wish to figures: schedule, passes, plan, memory, simulation, for one set of prices.
+"""The one way from what is asked for to figures::
 
-What ``penstock plan`` shows for one recipe and ``penstock tune`` compares for many. Pure; where
-prices come from is :mod:`penstock.planner.cost.sources`'s matter.
+    request -> schedule -> passes -> replicas -> lowering -> validation -> memory -> simulation
+
+:func:`make_plan` goes as far as validation, :func:`try_out` to the end; plans and schedules that
+are there already enter on the way (:func:`try_plan`, :func:`try_schedule`). All of it is pure, and
+decided by one :class:`PlanContext`. Requests and contexts of configurations come from
+:mod:`penstock.planner.configured`, prices by name from :mod:`penstock.planner.cost.sources`.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.planner.build import ScheduleRequest, build_schedule, with_stages
 from penstock.planner.cost.cluster import (
     ADVANCE,
     IN_PLACE,
@@ -24,8 +28,8 @@ from penstock.planner.cost.sources import CostSource, Prices
 from penstock.planner.memory.footprint import DevicePeak, device_peaks
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.render.units import format_bytes
+from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
-from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
@@ -41,33 +45,35 @@ OPTIMIZERS: Mapping[str, OptimizerModel] = MappingProxyType(
 )
 """How a CPU optimizer can work, by the names that ``--optimizer`` accepts."""
 
-_BLOCKS_PER_DEVICE = 6
-"""A model this long lets every scheme choose its own numbers of stages."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What to schedule, and the names of the passes to apply, in order."""
+class PlanContext:
+    """What plans are made and judged with.
 
-    request: ScheduleRequest
-    passes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What a recipe is tried with. ``memory_limit_bytes``: of one device.
-
-    ``stops_early``: as our workers do, see :func:`penstock.planner.simulate.simulate`.
+    ``block_work``: what stages are balanced by; forward seconds unless given.
+    ``memory_limit_bytes``: of one device, ``None`` where it is no limit. ``optimizer`` and
+    ``stops_early``: as in :func:`penstock.planner.simulate.simulate`. ``updates_by``,
+    ``update_stride`` and ``resident_share`` are what passes decide updates by, see
+    :class:`~penstock.planner.passes.PassContext`.
     """
 
     prices: Prices
+    block_work: tuple[float, ...] | None = None
+    memory_limit_bytes: float | None = None
     optimizer: OptimizerModel = ADVANCE
     stops_early: bool = False
-    memory_limit_bytes: float | None = None
+    updates_by: OptimizerModel = PREVIEW_SETTLE
+    update_stride: int | None = None
+    resident_share: float = 0.0
 
     @property
-    def context(self) -> PassContext:
-        """What passes decide by; a hop carries the largest output between blocks."""
+    def work(self) -> tuple[float, ...]:
+        """What stages are balanced by, of each block."""
+        return self.block_work or self.prices.block_work
+
+    @property
+    def of_passes(self) -> PassContext:
+        """What passes see; a hop carries the largest output between blocks."""
         costs, cluster = self.prices.costs, self.prices.cluster
         largest = max(block.output_bytes for block in costs.blocks)
         return PassContext(
@@ -75,125 +81,145 @@ class Terms:
             cluster=cluster,
             memory_limit_bytes=self.memory_limit_bytes,
             hop_s=largest / cluster.peer_bandwidth + cluster.latency_s,
+            optimizer=self.updates_by,
+            update_stride=self.update_stride,
+            resident_share=self.resident_share,
         )
-
-
-def settle_stages(request: ScheduleRequest) -> ScheduleRequest:
-    """The request with numbers of stages filled in as its scheme does for a long model.
-
-    Raises:
-        ConfigError: unknown scheme; names the known ones.
-    """
-    scheme = SCHEMES.get(request.scheme)
-    if scheme is None:
-        raise ConfigError(
-            f"schedule.scheme = {request.scheme!r}: unknown scheme; accepted: {', '.join(SCHEMES)}"
-        )
-    forward = request.forward_stages
-    if request.stages_per_device is not None:
-        devices = 1 if scheme.whole_model_per_device else request.num_devices
-        forward = request.stages_per_device * devices
-        if request.forward_stages not in (None, forward):
-            raise ConfigError(
-                f"schedule.forward_stages = {request.forward_stages}: does not go with"
-                f" {request.stages_per_device} stages per device, which are {forward}; give one"
-            )
-    num_forward, num_backward = scheme.default_stages(
-        request.num_devices, _BLOCKS_PER_DEVICE * request.num_devices, forward
-    )
-    return replace(
-        request,
-        forward_stages=num_forward,
-        backward_stages=request.backward_stages or num_backward,
-        stages_per_device=None,
-    )
 
 
 def price(source: CostSource, request: ScheduleRequest) -> Prices:
-    """What a source says about the model that a request cuts.
+    """Returns what a source says about the model that a request cuts.
 
     Raises:
-        ConfigError: as :func:`settle_stages`, or what the source complains about.
+        ConfigError: as :func:`~penstock.planner.build.with_stages`, or what the source complains
+            about.
     """
-    settled = settle_stages(request)
-    assert settled.forward_stages is not None and settled.backward_stages is not None
+    complete = with_stages(request)
+    assert complete.forward_stages is not None and complete.backward_stages is not None
     return source.price(
-        forward_stages=settled.forward_stages,
-        backward_stages=settled.backward_stages,
+        forward_stages=complete.forward_stages,
+        backward_stages=complete.backward_stages,
         num_devices=request.num_devices,
     )
 
 
-def make_schedule(recipe: Recipe, terms: Terms) -> Schedule:
-    """Build a recipe's schedule and apply its passes, validating after each.
+def make_schedule(request: ScheduleRequest, context: PlanContext) -> Schedule:
+    """Returns the schedule of a request, with everything that it asks for.
 
     Raises:
         ConfigError: impossible combination, or unknown pass; says what would be accepted.
     """
-    _check_passes(recipe.passes)
-    schedule = build_schedule(recipe.request, terms.prices.block_work)
-    return apply_passes(schedule, recipe.passes, terms)
+    return finished(build_schedule(request, context.work), request, context)
 
 
-def apply_passes(schedule: Schedule, passes: Sequence[str], terms: Terms) -> Schedule:
-    """Apply passes in order, validating after each.
+def finished(schedule: Schedule, request: ScheduleRequest, context: PlanContext) -> Schedule:
+    """Returns one replica's schedule with a request's passes, replicas and sums of gradients.
+
+    Raises:
+        ConfigError: one of these cannot be done to this schedule.
+    """
+    schedule = apply_passes(schedule, request.passes, context)
+    schedule = replicate(schedule, request.replicas)
+    if request.reduce_gradients is not None:
+        per_node = context.prices.cluster.devices_per_node
+        schedule = with_reduction(schedule, request.reduce_gradients, per_node)
+    if request.concatenates_gradients is not None:
+        schedule = replace(schedule, concatenates_gradients=request.concatenates_gradients)
+    return schedule
+
+
+def apply_passes(schedule: Schedule, passes: Sequence[str], context: PlanContext) -> Schedule:
+    """Returns the schedule after passes, applied in order. What comes between two of them is
+    validated; the last one's is for whoever lowers it (:func:`validated`).
 
     Raises:
         ConfigError: unknown pass, or one that cannot work on this schedule.
     """
-    _check_passes(passes)
-    context = terms.context
     for name in passes:
-        changed = PASSES[name].run(schedule, context)
-        if changed is not schedule:
-            lowered(changed, f"after pass {name}")
-        schedule = changed
+        if name not in PASSES:
+            raise ConfigError(
+                f"schedule.passes = {list(passes)}: unknown pass {name!r}; accepted:"
+                f" {', '.join(PASSES)}"
+            )
+    for count, name in enumerate(passes, start=1):
+        schedule = PASSES[name].run(schedule, context.of_passes)
+        if count < len(passes):
+            validated(schedule, passes[:count])
     return schedule
 
 
-def _check_passes(passes: Sequence[str]) -> None:
-    unknown = [name for name in passes if name not in PASSES]
-    if unknown:
-        raise ConfigError(
-            f"schedule.passes: unknown pass {unknown[0]!r}; accepted: {', '.join(PASSES)}"
-        )
-
-
-def try_out(recipe: Recipe, terms: Terms) -> Simulation:
-    """Schedule, lower, validate and simulate a recipe.
+def lowered(schedule: Schedule) -> Plan:
+    """Returns the plan of a schedule, not validated yet.
 
     Raises:
-        ConfigError: as :func:`make_schedule`, or a device needs more than the limit: which one, how
+        ConfigError: its instructions wait for each other, or for work that nobody does.
+    """
+    try:
+        return lower(schedule)
+    except ValueError as error:
+        raise ConfigError(
+            f"schedule: the order of {schedule.scheme} cannot run: {error}"
+        ) from error
+
+
+def validated(schedule: Schedule, passes: Sequence[str] = ()) -> Plan:
+    """Returns the plan of a schedule to which ``passes`` were applied, by the rules a valid one.
+
+    Raises:
+        ConfigError: it makes no sense; names the last pass.
+    """
+    try:
+        plan = lowered(schedule)
+        validate(plan)
+    except ConfigError as error:
+        after = f"after pass {passes[-1]}" if passes else schedule.scheme
+        raise ConfigError(f"{after}: {error}") from error
+    return plan
+
+
+def make_plan(request: ScheduleRequest, context: PlanContext) -> Plan:
+    """Returns the validated plan of a request.
+
+    Raises:
+        ConfigError: as :func:`make_schedule`, or the plan makes no sense.
+    """
+    return validated(make_schedule(request, context), request.passes)
+
+
+def try_out(request: ScheduleRequest, context: PlanContext) -> Simulation:
+    """Schedules, lowers, validates and simulates a request.
+
+    Raises:
+        ConfigError: as :func:`make_plan`, or a device needs more than the limit: which one, how
             much, and what would help.
     """
-    schedule = make_schedule(recipe, terms)
-    return _simulated(lowered(schedule, recipe.request.scheme), terms)
+    return _simulated(make_plan(request, context), context)
 
 
-def try_plan(plan: Plan, terms: Terms) -> Simulation:
-    """Validate and simulate a plan that is there already.
-
-    Raises:
-        ConfigError: it makes no sense, was made for another model, or needs too much memory.
-    """
-    _check_blocks(plan.num_blocks, terms)
-    validate(plan)
-    return _simulated(plan, terms)
-
-
-def try_schedule(schedule: Schedule, passes: Sequence[str], terms: Terms) -> Simulation:
-    """Apply passes to a schedule that is there already, lower, validate and simulate it.
+def try_schedule(schedule: Schedule, passes: Sequence[str], context: PlanContext) -> Simulation:
+    """Applies passes to a schedule that is there already, lowers, validates and simulates it.
 
     Raises:
         ConfigError: as :func:`try_plan` and :func:`apply_passes`.
     """
-    _check_blocks(schedule.layout.num_blocks, terms)
-    changed = apply_passes(schedule, passes, terms)
-    return _simulated(lowered(changed, schedule.scheme), terms)
+    _check_blocks(schedule.layout.num_blocks, context)
+    changed = apply_passes(schedule, passes, context)
+    return _simulated(validated(changed, passes), context)
 
 
-def _check_blocks(num_blocks: int, terms: Terms) -> None:
-    priced = len(terms.prices.costs.blocks)
+def try_plan(plan: Plan, context: PlanContext) -> Simulation:
+    """Validates and simulates a plan that is there already.
+
+    Raises:
+        ConfigError: it makes no sense, was made for another model, or needs too much memory.
+    """
+    _check_blocks(plan.num_blocks, context)
+    validate(plan)
+    return _simulated(plan, context)
+
+
+def _check_blocks(num_blocks: int, context: PlanContext) -> None:
+    priced = len(context.prices.costs.blocks)
     if num_blocks != priced:
         raise ConfigError(
             f"the plan is for {num_blocks} blocks, the costs are of {priced}; use costs of the"
@@ -201,39 +227,23 @@ def _check_blocks(num_blocks: int, terms: Terms) -> None:
         )
 
 
-def lowered(schedule: Schedule, what: str) -> Plan:
-    """The validated plan of a schedule; ``what`` begins the error.
-
-    Raises:
-        ConfigError: it makes no sense.
-    """
-    try:
-        plan = lower(schedule)
-        validate(plan)
-    except ValueError as error:
-        raise ConfigError(f"{what}: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error
-    return plan
-
-
-def _simulated(plan: Plan, terms: Terms) -> Simulation:
-    costs = terms.prices.costs
+def _simulated(plan: Plan, context: PlanContext) -> Simulation:
+    costs = context.prices.costs
     peaks = device_peaks(plan, costs)
-    if terms.memory_limit_bytes is not None:
-        check_memory(peaks, terms.memory_limit_bytes)
+    if context.memory_limit_bytes is not None:
+        _check_memory(peaks, context.memory_limit_bytes)
     return simulate(
         plan,
         costs,
-        terms.prices.cluster,
-        optimizer=terms.optimizer,
-        stops_early=terms.stops_early,
+        context.prices.cluster,
+        optimizer=context.optimizer,
+        stops_early=context.stops_early,
         peaks=peaks,
     )
 
 
-def check_memory(peaks: Sequence[DevicePeak], limit: float) -> None:
-    """Hold every device against the limit.
+def _check_memory(peaks: Sequence[DevicePeak], limit: float) -> None:
+    """Holds every device against the limit.
 
     Raises:
         ConfigError: a device needs more; says which, how much for what, and what would help.
@@ -267,7 +277,7 @@ def _advice(peak: DevicePeak) -> str:
 
 
 def operators_named(words: Sequence[str], costs: Costs) -> tuple[str, ...]:
-    """The operators that names of operators and of operator sets stand for, in a model.
+    """Returns the operators that names of operators and of sets stand for, in a model.
 
     Raises:
         ConfigError: nothing named, or a name that the model does not have; lists those it has.

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.planner.cost.cluster import ADVANCE, OptimizerModel
-from penstock.planner.cost.sources import Prices
+from penstock.planner.pipeline import PlanContext
 from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
@@ -34,7 +33,7 @@ _GRID = 12
 
 
 def settle_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
-    """With what ``optimizer.settle`` says of all blocks; ``auto`` leaves the plan as it is.
+    """Returns the plan with what ``optimizer.settle`` says of all blocks; ``auto`` changes nothing.
 
     Raises:
         ConfigError: a plan file settles blocks early, and the optimizer steps in place.
@@ -58,7 +57,7 @@ def settle_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
 
 
 def is_to_choose(config: Config) -> bool:
-    """Whether ``auto`` has something to choose, and something to choose by."""
+    """Returns whether ``auto`` has something to choose, and something to choose by."""
     optimizer, schedule, emulation = config.optimizer, config.schedule, config.emulation
     platform = config.cluster.platform
     complete = schedule.file is not None and schedule.file.suffix.lower() != ".csv"
@@ -74,23 +73,20 @@ def is_to_choose(config: Config) -> bool:
     )
 
 
-def choose_settled_early(
-    plan: Plan, prices: Prices, optimizer: OptimizerModel = ADVANCE, *, stops_early: bool = True
-) -> Plan:
-    """With so many of the last blocks settled early that the simulated step is shortest; with the
-    fewest among those that make no difference (:data:`MATTERS`).
+def choose_settled_early(plan: Plan, context: PlanContext) -> Plan:
+    """Returns the plan with so many of the last blocks settled early that the simulated step is
+    shortest; with the fewest among those that make no difference (:data:`MATTERS`).
 
-    ``optimizer``: one with an ``early`` way; ``stops_early``: as for
-    :func:`penstock.planner.simulate.simulate`.
+    The context's optimizer is one with an ``early`` way.
     """
 
     def simulated(blocks: tuple[int, ...]) -> Simulation:
         return simulate(
             replace(plan, settled_early=tuple(sorted(blocks))),
-            prices.costs,
-            prices.cluster,
-            optimizer=optimizer,
-            stops_early=stops_early,
+            context.prices.costs,
+            context.prices.cluster,
+            optimizer=context.optimizer,
+            stops_early=context.stops_early,
         )
 
     advancing = simulated(())
@@ -102,7 +98,7 @@ def choose_settled_early(
 
 
 def _last_first(simulation: Simulation) -> tuple[int, ...]:
-    """The blocks that the CPU updates, those that end last first."""
+    """Returns the blocks that the CPU updates, those that end last first."""
     plan, blocks = simulation.plan, simulation.costs.blocks
     ends: dict[int, float] = {}
     for span in simulation.spans:
@@ -116,7 +112,9 @@ def _last_first(simulation: Simulation) -> tuple[int, ...]:
 
 
 def _fewest(step_s: Callable[[int], float], most: int) -> int:
-    """Of 0 to ``most`` the least with the shortest step: on a grid, then closer to its best."""
+    """Returns the least number, from 0 to ``most``, with the shortest step; it is looked for on a
+    grid, then closer to the best point of it.
+    """
     stride = max(1, -(-most // _GRID))
     known = {count: step_s(count) for count in (*range(0, most, stride), most)}
     while stride > 1:

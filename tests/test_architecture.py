@@ -109,7 +109,7 @@ LIGHT_MODULES = (
     "penstock.daemons.node.preparing.prepare",
     "penstock.daemons.optimizer.main",
     "penstock.daemons.scheduler.main",
-    "penstock.planner.build",
+    "penstock.planner.configured",
     "penstock.planner.simulate",
     "penstock.protocol.wire.control",
     "penstock.protocol.wire.member",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from bench.papers.base import PaperTable
-from penstock.planner.build import ScheduleRequest
+from penstock.planner.build import ScheduleRequest, with_stages
 from penstock.planner.cost.sources import UnitCosts
-from penstock.planner.pipeline import Recipe, Terms, price, settle_stages, try_out
+from penstock.planner.pipeline import PlanContext, price, try_out
 from penstock.planner.render import ABSTRACT, Caption, svg
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation
@@ -77,17 +77,17 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One schedule in units: ``name`` of its file, without ending; ``recipe`` and costs."""
+    """One schedule in units: ``name`` of its file, without ending; ``request`` and costs."""
 
     name: str
     caption: str
-    recipe: Recipe
+    request: ScheduleRequest
     costs: UnitCosts
 
     def simulate(self) -> Simulation:
         """Its time line."""
-        prices = price(self.costs, self.recipe.request)
-        return try_out(self.recipe, Terms(prices=prices))
+        prices = price(self.costs, self.request)
+        return try_out(self.request, PlanContext(prices=prices))
 
     def svg(self) -> str:
         """Its picture."""
@@ -166,13 +166,13 @@ def _scheme_row(name: str) -> tuple[str, ...]:
         recompute_after=RecomputeAfter.GRADIENT,
     )
     try:
-        settled = settle_stages(request)
+        settled = with_stages(request)
         assert settled.forward_stages is not None
         share = _DEVICES / settled.forward_stages
         costs = UnitCosts(
             forward=share, backward_input=share, backward_weight=share, recompute=share
         )
-        simulation = try_out(Recipe(request=settled), Terms(prices=price(costs, settled)))
+        simulation = try_out(settled, PlanContext(prices=price(costs, settled)))
     except ConfigError as error:
         return (name, str(error), *([""] * 5))
     stages = dict.fromkeys((settled.forward_stages, settled.backward_stages))
@@ -188,19 +188,19 @@ def _scheme_row(name: str) -> tuple[str, ...]:
     )
 
 
-def _recipe(
+def _request(
     scheme: str, *passes: str, micro_batches: int = 4, stages: tuple[int | None, int | None] = _ANY
-) -> Recipe:
+) -> ScheduleRequest:
     """On four devices; ``stages``: forward and backward."""
-    request = ScheduleRequest(
+    return ScheduleRequest(
         scheme=scheme,
         num_devices=4,
         num_microbatches=micro_batches,
         forward_stages=stages[0],
         backward_stages=stages[1],
         recompute_after=RecomputeAfter.GRADIENT,
+        passes=passes,
     )
-    return Recipe(request=request, passes=passes)
 
 
 _UNITS = UnitCosts()
@@ -208,26 +208,26 @@ _PAPER_UNITS = UnitCosts(backward_input=0.5, backward_weight=0.5)
 """SPipe, figures 2 and 8: forward, recomputation and backward of a forward stage take 1 each."""
 
 PICTURES: tuple[Picture, ...] = (
-    Picture(name="1f1b", caption="1F1B", recipe=_recipe("1f1b"), costs=_UNITS),
+    Picture(name="1f1b", caption="1F1B", request=_request("1f1b"), costs=_UNITS),
     Picture(
         name="mario",
         caption="1F1B, Mario's four passes",
-        recipe=_recipe("1f1b", "mario"),
+        request=_request("1f1b", "mario"),
         costs=_UNITS,
     ),
-    Picture(name="2bp", caption="1F1B with 2BP", recipe=_recipe("1f1b", "2bp"), costs=_UNITS),
-    Picture(name="chimera", caption="Chimera", recipe=_recipe("chimera"), costs=_UNITS),
-    Picture(name="zb-v", caption="ZB-V", recipe=_recipe("zb-v", micro_batches=8), costs=_UNITS),
+    Picture(name="2bp", caption="1F1B with 2BP", request=_request("1f1b", "2bp"), costs=_UNITS),
+    Picture(name="chimera", caption="Chimera", request=_request("chimera"), costs=_UNITS),
+    Picture(name="zb-v", caption="ZB-V", request=_request("zb-v", micro_batches=8), costs=_UNITS),
     Picture(
         name="mobius",
         caption="Mobius, 8 stages",
-        recipe=_recipe("mobius", stages=(8, 8)),
+        request=_request("mobius", stages=(8, 8)),
         costs=_PAPER_UNITS,
     ),
     Picture(
         name="spipe",
         caption="SPipe, 8 forward and 16 backward stages",
-        recipe=_recipe("spipe", stages=(8, 16)),
+        request=_request("spipe", stages=(8, 16)),
         costs=_PAPER_UNITS,
     ),
 )

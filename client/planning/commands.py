@@ -58,34 +58,49 @@ def plan(
     Of a configuration (with the memory it needs and the machine has), or of a scheme by name.
     """
     with errors_explained():
-        from penstock.client.planning.configured import make_report
-        from penstock.client.planning.laboratory import Wish, make_lab_report
+        from penstock.client.planning import configured, laboratory
         from penstock.client.planning.outputs import Outputs
 
-        outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
-        wish = Wish(
-            scheme=scheme,
-            num_devices=devices,
-            num_microbatches=micro_batches,
-            stages_per_device=stages_per_device,
-            forward_stages=forward_stages,
-            backward_stages=backward_stages,
-            recompute=options.recompute_mode(recompute),
-            recompute_after=options.recompute_after(recompute_after),
-            drop=options.names(drop),
-            passes=options.names(passes),
-            costs=costs,
-            optimizer=options.optimizer_name(optimizer),
-            memory_limit_bytes=options.size("--memory", memory),
-            search_s=search,
-        )
+        memory_limit_bytes = options.size("--memory", memory)
         report: LabReport | PlanReport
         if config is not None:
-            wish.require_nothing()
-            report = make_report(load(config, settings), options.profile_path(costs))
+            options.require_nothing(
+                {
+                    "--scheme": scheme,
+                    "--devices": devices,
+                    "--micro-batches": micro_batches,
+                    "--stages-per-device": stages_per_device,
+                    "--forward-stages": forward_stages,
+                    "--backward-stages": backward_stages,
+                    "--recompute": recompute,
+                    "--drop": drop,
+                    "--passes": passes,
+                    "--memory": memory,
+                }
+            )
+            report = configured.make_report(load(config, settings), options.profile_path(costs))
         else:
             options.require_configuration(settings)
-            report = make_lab_report(wish)
+            request = laboratory.request_of(
+                scheme,
+                devices,
+                micro_batches,
+                stages_per_device=stages_per_device,
+                forward_stages=forward_stages,
+                backward_stages=backward_stages,
+                recompute=options.recompute_mode(recompute),
+                recompute_after=options.recompute_after(recompute_after),
+                drop=options.names(drop),
+                passes=options.names(passes),
+            )
+            conditions = laboratory.Conditions(
+                costs=costs or "unit",
+                optimizer=options.optimizer_name(optimizer),
+                memory_limit_bytes=memory_limit_bytes,
+                search_s=search,
+            )
+            report = laboratory.make_lab_report(request, conditions)
+        outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         outputs.write(report.simulation, report.caption)
         _print(report, as_json, show)
 
@@ -107,17 +122,16 @@ def simulate(
 ) -> None:
     """Validate a plan, and show how long it takes and where it waits; passes can improve it."""
     with errors_explained():
-        from penstock.client.planning.laboratory import Wish, make_simulation_report
+        from penstock.client.planning.laboratory import Conditions, make_simulation_report
         from penstock.client.planning.outputs import Outputs
 
-        wish = Wish(
-            passes=options.names(passes),
+        conditions = Conditions(
             costs=options.costs_text(costs, profile),
             optimizer=options.optimizer_name(optimizer),
             memory_limit_bytes=options.size("--memory", memory),
             search_s=search,
         )
-        report = make_simulation_report(plan_file, wish)
+        report = make_simulation_report(plan_file, options.names(passes), conditions)
         outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         outputs.write(report.simulation, report.caption)
         _print(report, as_json, show)
@@ -171,9 +185,9 @@ def tune(
     with errors_explained():
         from rich.console import Console
 
-        from penstock.client.planning.tuning import TuneWish, search, to_json, write_fragment
+        from penstock.client.planning.tuning import TuneOptions, search, to_json, write_fragment
 
-        wish = TuneWish(
+        wanted = TuneOptions(
             model=model,
             gpu=gpu,
             num_devices=devices,
@@ -190,7 +204,7 @@ def tune(
             keep=keep,
         )
         loaded = None if config is None else load(config, settings)
-        report = search(loaded, wish, Console(stderr=True))
+        report = search(loaded, wanted, Console(stderr=True))
         write_fragment(report, out)
         if as_json:
             typer.echo(to_json(report))

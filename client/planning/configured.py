@@ -9,12 +9,12 @@ from typing import Any
 
 from penstock.client.planning.outputs import blocks_text, heading, stages_text
 from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
-from penstock.daemons.node.preparing.prepare import Prospect, look_ahead, table_of, with_schedule
+from penstock.daemons.node.preparing.prepare import table_of
+from penstock.daemons.node.preparing.prospect import Prospect, look_ahead
 from penstock.planner.memory.table import MemoryRow
 from penstock.planner.pipeline import try_plan
 from penstock.planner.render import Caption, timeline
 from penstock.planner.simulate import Simulation
-from penstock.planner.tuning.auto import config_terms
 from penstock.planner.validate.check import program_grid
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.placement import check_cores
@@ -28,8 +28,6 @@ class PlanReport:
     simulation: Simulation
     measured: bool
     modelled: bool = False
-    choice: str = ""
-    """What ``schedule: auto`` came to."""
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -38,7 +36,7 @@ class PlanReport:
             "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "parameters": self.prospect.table.num_parameters,
-            **({"choice": self.choice} if self.choice else {}),
+            **({"choice": self.prospect.choice} if self.prospect.choice else {}),
             **self.simulation.summary(),
             "memory": [
                 {
@@ -79,7 +77,7 @@ class PlanReport:
         plan, simulation = self.prospect.plan, self.simulation
         return "\n".join(
             (
-                *((self.choice, "") if self.choice else ()),
+                *((self.prospect.choice, "") if self.prospect.choice else ()),
                 f"{plan.scheme}: {plan.num_devices} devices, {plan.num_microbatches} micro-batches,"
                 f" {self.prospect.table.num_parameters:,} parameters in {plan.num_blocks} blocks",
                 f"forward stages   {stages_text(plan.forward_stages)}",
@@ -103,7 +101,7 @@ class PlanReport:
 
 
 def make_report(config: Config, profile: Path | None = None) -> PlanReport:
-    """Plan, simulate (with measured costs if there is a profile), and add up memory.
+    """Plans, simulates (with measured costs if there is a profile), and adds up memory.
 
     Raises:
         ConfigError: the configuration has no plan, the profile is of another model, or
@@ -114,15 +112,12 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
     if profile is not None:
         schedule = config.schedule.model_copy(update={"profile": profile})
         config = config.model_copy(update={"schedule": schedule})
-    table, said = table_of(config), list[str]()
-    config = with_schedule(config, table, None, said.append)
-    prospect = look_ahead(config, table, run_id=None)
+    prospect = look_ahead(config, table_of(config), run_id=None)
     return PlanReport(
         prospect=prospect,
-        simulation=try_plan(prospect.plan, config_terms(config, prospect.table)),
+        simulation=try_plan(prospect.plan, prospect.context),
         measured=config.schedule.profile is not None,
         modelled=config.cluster.platform.models_time,
-        choice="".join(said[-1:]),
     )
 
 

@@ -10,34 +10,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from penstock.client.planning.outputs import heading, read_plan, stages_text
 from penstock.planner import schemes
-from penstock.planner.build import ScheduleRequest
+from penstock.planner.build import ScheduleRequest, with_stages
 from penstock.planner.cost.sources import CostSource, Prices, UnitCosts, parse_costs
 from penstock.planner.orders.search import Effort, Gap, gap
 from penstock.planner.passes import PASSES
 from penstock.planner.pipeline import (
     OPTIMIZERS,
-    Recipe,
-    Terms,
+    PlanContext,
     operators_named,
     price,
-    settle_stages,
     try_out,
     try_plan,
     try_schedule,
 )
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, format_bytes, timeline
-from penstock.planner.schedule import schedule_of
-from penstock.planner.schemes import RecomputeMode
+from penstock.planner.schedule import Schedule, schedule_of
 from penstock.planner.simulate import Simulation
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate.check import program_grid, validate
 from penstock.protocol.errors import ConfigError, ProtocolError, reason
-from penstock.protocol.plan.instructions import RecomputeAfter
 from penstock.protocol.plan.plan import Plan
 
 _OPTION_OF_KEY = (
@@ -54,81 +50,48 @@ _OPTION_OF_KEY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """The options of ``penstock plan`` and ``penstock simulate``; ``None`` where not given."""
+class Conditions:
+    """What a schedule is tried with, as the options of ``plan`` and ``simulate`` have it.
 
-    scheme: str | None = None
-    num_devices: int | None = None
-    num_microbatches: int | None = None
-    stages_per_device: int | None = None
-    forward_stages: int | None = None
-    backward_stages: int | None = None
-    recompute: RecomputeMode | None = None
-    recompute_after: RecomputeAfter = RecomputeAfter.GRADIENT
-    drop: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ()
-    costs: str | None = None
+    ``costs``: text of ``--costs``; ``optimizer``: a name of
+    :data:`~penstock.planner.pipeline.OPTIMIZERS`; ``search_s``: how long the best order is searched
+    for, ``None``: not at all.
+    """
+
+    costs: str = "unit"
     optimizer: str = "advance"
     memory_limit_bytes: float | None = None
     search_s: float | None = None
 
-    def require_nothing(self) -> None:
-        """With a configuration, its keys say all this.
-
-        Raises:
-            ConfigError: an option was given; says which, and what to write instead.
-        """
-        for field, key in _KEY_OF_FIELD.items():
-            if getattr(self, field) not in (None, ()):
-                raise ConfigError(
-                    f"--{field.replace('num_', '').replace('_', '-')}: with a configuration write"
-                    f" --set {key}=…"
-                )
-
-    def request(self) -> ScheduleRequest:
-        """What to schedule, with 4 devices and 2 micro-batches per device unless given.
-
-        Raises:
-            ConfigError: no scheme.
-        """
-        if self.scheme is None:
-            raise ConfigError(
-                "give a configuration (penstock plan examples/tiny.yaml) or a scheme (penstock plan"
-                f" --scheme 1f1b); schemes: {', '.join(schemes.SCHEMES)}"
-            )
-        num_devices = self.num_devices or 4
-        return ScheduleRequest(
-            scheme=self.scheme,
-            num_devices=num_devices,
-            num_microbatches=self.num_microbatches or 2 * num_devices,
-            stages_per_device=self.stages_per_device,
-            forward_stages=self.forward_stages,
-            backward_stages=self.backward_stages,
-            recompute=self.recompute,
-            recompute_after=self.recompute_after,
-            drop=self.drop,
+    def context(self, prices: Prices) -> PlanContext:
+        """Returns what plans with these prices are made and judged with."""
+        return PlanContext(
+            prices=prices,
+            optimizer=OPTIMIZERS[self.optimizer],
+            memory_limit_bytes=self.memory_limit_bytes,
         )
 
-    @property
-    def costs_text(self) -> str:
-        """Where costs come from."""
-        return self.costs or "unit"
 
+def request_of(
+    scheme: str | None, num_devices: int | None, num_microbatches: int | None, **others: Any
+) -> ScheduleRequest:
+    """Returns what the options ask for: 4 devices and 2 micro-batches per device unless given.
 
-_KEY_OF_FIELD = MappingProxyType(
-    {
-        "scheme": "schedule.scheme",
-        "num_devices": "cluster.workers",
-        "num_microbatches": "train.micro_batch",
-        "stages_per_device": "schedule.forward_stages",
-        "forward_stages": "schedule.forward_stages",
-        "backward_stages": "schedule.backward_stages",
-        "recompute": "schedule.recompute",
-        "drop": "schedule.recompute",
-        "passes": "schedule.passes",
-        "memory_limit_bytes": "memory.device_limit",
-    }
-)
+    Raises:
+        ConfigError: no scheme.
+    """
+    if scheme is None:
+        raise ConfigError(
+            "give a configuration (penstock plan examples/tiny.yaml) or a scheme (penstock plan"
+            f" --scheme 1f1b); schemes: {', '.join(schemes.SCHEMES)}"
+        )
+    num_devices = num_devices or 4
+    return ScheduleRequest(
+        scheme=scheme,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches or 2 * num_devices,
+        **others,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,85 +188,85 @@ class LabReport:
             yield "(kept: activations, those of one forward stage and micro-batch are 1)"
 
 
-def make_lab_report(wish: Wish) -> LabReport:
-    """Schedule, transform and simulate what was asked for.
+def make_lab_report(request: ScheduleRequest, conditions: Conditions) -> LabReport:
+    """Schedules, transforms and simulates what was asked for.
 
     Raises:
         ConfigError: impossible combination; names the option, its value, and what would do.
     """
     with options_named():
-        source = parse_costs(wish.costs_text)
-        request = _with_operators(settle_stages(wish.request()), source)
-        terms = _terms(price(source, request), wish)
-        simulation = try_out(Recipe(request=request, passes=wish.passes), terms)
-        return _report(simulation, wish, terms)
+        source = parse_costs(conditions.costs)
+        request = _with_operators(with_stages(request), source)
+        context = conditions.context(price(source, request))
+        return _report(try_out(request, context), request.passes, conditions, context)
 
 
-def make_simulation_report(path: Path, wish: Wish) -> LabReport:
-    """Simulate a plan, or actions of ``torch.distributed.pipelining``, that are in a file.
-
-    Of the wish only passes, costs, optimizer and memory count.
+def make_simulation_report(
+    path: Path, passes: tuple[str, ...], conditions: Conditions
+) -> LabReport:
+    """Simulates a plan, or actions of ``torch.distributed.pipelining``, that are in a file, after
+    passes.
 
     Raises:
         ConfigError: the file makes no sense, or does not go with the costs.
     """
     with options_named():
-        source = parse_costs(wish.costs_text)
+        source = parse_costs(conditions.costs)
         if path.suffix == ".csv":
-            simulation, terms = _simulate_actions(path, source, wish)
-        else:
-            simulation, terms = _simulate_plan(read_plan(path), source, wish)
-        return _report(simulation, wish, terms)
+            schedule, prices = _read_actions(path, source)
+            context = conditions.context(prices)
+            return _report(try_schedule(schedule, passes, context), passes, conditions, context)
+        plan = read_plan(path)
+        prices = source.price(
+            forward_stages=len(plan.forward_stages) // plan.num_routes,
+            backward_stages=len(plan.backward_stages) // plan.num_routes,
+            num_devices=plan.num_devices,
+        )
+        context = conditions.context(prices)
+        if not passes:
+            return _report(try_plan(plan, context), passes, conditions, context)
+        validate(plan)
+        simulation = try_schedule(schedule_of(plan), passes, context)
+        return _report(simulation, passes, conditions, context)
 
 
-def _simulate_plan(plan: Plan, source: CostSource, wish: Wish) -> tuple[Simulation, Terms]:
-    prices = source.price(
-        forward_stages=len(plan.forward_stages) // plan.num_routes,
-        backward_stages=len(plan.backward_stages) // plan.num_routes,
-        num_devices=plan.num_devices,
-    )
-    terms = _terms(prices, wish)
-    if not wish.passes:
-        return try_plan(plan, terms), terms
-    validate(plan)
-    return try_schedule(schedule_of(plan), wish.passes, terms), terms
-
-
-def _simulate_actions(path: Path, source: CostSource, wish: Wish) -> tuple[Simulation, Terms]:
+def _read_actions(path: Path, source: CostSource) -> tuple[Schedule, Prices]:
+    """Reads actions, and prices a model of as many stages."""
     try:
         actions = parse_actions(path.read_text(encoding="utf-8"))
         num_stages = 1 + max(action.stage for rank in actions for action in rank)
         prices = source.price(
             forward_stages=num_stages, backward_stages=num_stages, num_devices=len(actions)
         )
-        schedule = schedule_of_actions(actions, block_work=prices.block_work)
+        return schedule_of_actions(actions, block_work=prices.block_work), prices
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     except ProtocolError as error:
         raise ConfigError(f"{path}: {error}") from error
-    terms = _terms(prices, wish)
-    return try_schedule(schedule, wish.passes, terms), terms
 
 
-def _report(simulation: Simulation, wish: Wish, terms: Terms) -> LabReport:
+def _report(
+    simulation: Simulation, passes: tuple[str, ...], conditions: Conditions, context: PlanContext
+) -> LabReport:
+    limit_s = conditions.search_s
     return LabReport(
         simulation=simulation,
-        passes=wish.passes,
-        costs=wish.costs_text,
-        abstract=wish.costs_text.split(":")[0] == "unit",
-        memory_limit_bytes=wish.memory_limit_bytes,
-        gap=None if wish.search_s is None else _search(simulation.plan, terms, wish.search_s),
+        passes=passes,
+        costs=conditions.costs,
+        abstract=conditions.costs.split(":")[0] == "unit",
+        memory_limit_bytes=conditions.memory_limit_bytes,
+        gap=None if limit_s is None else _search(simulation.plan, context, limit_s),
     )
 
 
-def _search(plan: Plan, terms: Terms, time_limit_s: float) -> Gap:
-    """How far the plan's orders are from the best ones: compute and hops only."""
-    context = terms.context
+def _search(plan: Plan, context: PlanContext, time_limit_s: float) -> Gap:
+    """Returns how far the plan's orders are from the best ones: compute and hops only."""
+    seen = context.of_passes
     return gap(
         schedule_of(plan),
-        context.costs,
-        memory_limit_bytes=context.memory_limit_bytes,
-        hop_s=context.hop_s,
+        seen.costs,
+        memory_limit_bytes=seen.memory_limit_bytes,
+        hop_s=seen.hop_s,
         effort=Effort(time_limit_s=time_limit_s),
     )
 
@@ -332,14 +295,6 @@ def _with_operators(request: ScheduleRequest, source: CostSource) -> ScheduleReq
         )
     prices = price(source, request)
     return replace(request, drop=operators_named(request.drop, prices.costs))
-
-
-def _terms(prices: Prices, wish: Wish) -> Terms:
-    return Terms(
-        prices=prices,
-        optimizer=OPTIMIZERS[wish.optimizer],
-        memory_limit_bytes=wish.memory_limit_bytes,
-    )
 
 
 @contextmanager

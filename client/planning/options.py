@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, cast, get_args
 
 import typer
@@ -205,6 +207,33 @@ ProfileFileOption = Annotated[
 def names(text: str | None) -> tuple[str, ...]:
     """``a,b,c``; empty where nothing was given."""
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def require_nothing(given: Mapping[str, object]) -> None:
+    """Beside a configuration, its keys say what these options would.
+
+    Raises:
+        ConfigError: an option was given; says which, and what to write instead.
+    """
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{option}: with a configuration write --set {_KEY_OF[option]}=…")
+
+
+_KEY_OF = MappingProxyType(
+    {
+        "--scheme": "schedule.scheme",
+        "--devices": "cluster.workers",
+        "--micro-batches": "train.micro_batch",
+        "--stages-per-device": "schedule.forward_stages",
+        "--forward-stages": "schedule.forward_stages",
+        "--backward-stages": "schedule.backward_stages",
+        "--recompute": "schedule.recompute",
+        "--drop": "schedule.recompute",
+        "--passes": "schedule.passes",
+        "--memory": "memory.device_limit",
+    }
+)
 
 
 def require_configuration(settings: list[str] | None) -> None:

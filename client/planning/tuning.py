@@ -19,14 +19,16 @@ from rich.table import Table
 from penstock.client.planning.laboratory import options_named
 from penstock.client.planning.outputs import write_file
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.planner.cost.prices import config_prices, optimizer_of
-from penstock.planner.cost.sources import AnalyticSource, Prices
-from penstock.planner.pipeline import OPTIMIZERS, Terms, operators_named
+from penstock.planner.configured import config_context, trainable_plan
+from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
+from penstock.planner.cost.prices import config_prices
+from penstock.planner.cost.sources import AnalyticSource
+from penstock.planner.pipeline import OPTIMIZERS, PlanContext, make_plan, operators_named
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.planner.settling import settle_as_configured
-from penstock.planner.tuning.auto import settler_of, trainable_plan, trainable_schemes
-from penstock.planner.tuning.search import Limits, Outcome, Planner, Pricer, Search, fragment
+from penstock.planner.settling import choose_settled_early, is_to_choose, settle_as_configured
+from penstock.planner.tuning.auto import trainable_schemes
+from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
 from penstock.protocol.config.execution import ScheduleConfig
 from penstock.protocol.config.schema import Config, parse_config
@@ -38,7 +40,7 @@ from penstock.shm.table import BlockTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneWish:
+class TuneOptions:
     """The options of ``penstock tune``; ``None`` where not given."""
 
     model: str | None = None
@@ -99,7 +101,7 @@ class TuneReport:
         console.print(self.fragment_yaml(), highlight=False, markup=False, soft_wrap=True)
 
 
-def search(config: Config | None, settings: TuneWish, console: Console) -> TuneReport:
+def search(config: Config | None, settings: TuneOptions, console: Console) -> TuneReport:
     """Search for a configuration, or else for what the options name; progress on ``console``.
 
     Raises:
@@ -111,8 +113,8 @@ def search(config: Config | None, settings: TuneWish, console: Console) -> TuneR
     return tune_config(config, settings, console)
 
 
-def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneReport:
-    """The best schedules of a configuration: by default those that ``train`` can run.
+def tune_config(config: Config, settings: TuneOptions, console: Console) -> TuneReport:
+    """Returns the best schedules of a configuration: by default those that ``train`` can run.
 
     Raises:
         ConfigError: impossible model or profile.
@@ -129,21 +131,11 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
         schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
         pass_sets=known_pass_sets(),
     )
-    advances = settings.optimizer == "advance"
-    optimizer = optimizer_of(config) if advances else OPTIMIZERS[settings.optimizer]
-    limits = Limits(
+    tried = Search(
+        tuned=_Configured(config=config, table=table, settings=settings),
         device_bytes=_limit(None, config.memory.device_limit),
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
         keep=settings.keep,
-    )
-    tried = Search(
-        pricer=lambda size: config_prices(config, table, settings.profile, size),
-        limits=limits,
-        planner=_config_planner(config, table) if runs else None,
-        storage=lambda plan: storage(config, settle_as_configured(config, table, plan)),
-        optimizer=optimizer,
-        stops_early=True,
-        settler=settler_of(config, optimizer) if advances else None,
     )
     _run(tried, space, console)
     what = (
@@ -157,17 +149,49 @@ def tune_config(config: Config, settings: TuneWish, console: Console) -> TuneRep
     return replace(report, fragment={**report.fragment, **limit})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Configured:
+    """A configuration to be tuned (:class:`~penstock.planner.tuning.search.Tunable`)."""
+
+    config: Config
+    table: BlockTable
+    settings: TuneOptions
+
+    def context(self, micro_batch: int) -> PlanContext:
+        """With the costs of micro-batches of so many sequences."""
+        prices = config_prices(self.config, self.table, self.settings.profile, micro_batch)
+        context = config_context(self.config, self.table, prices)
+        if self._has_own_optimizer:
+            return context
+        return replace(context, optimizer=OPTIMIZERS[self.settings.optimizer])
+
+    def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
+        """A plan as ``train`` makes it, refused as ``train`` refuses it; with ``--all`` any."""
+        if self.settings.everything:
+            context = replace(context, block_work=None, updates_by=PREVIEW_SETTLE)
+            return make_plan(candidate.request, context)
+        config = with_fragment(self.config, fragment(candidate))
+        return trainable_plan(config, self.table, context.prices)
+
+    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+        """With what ``optimizer.settle: auto`` chooses, unless another optimizer is asked about."""
+        chooses = self._has_own_optimizer and is_to_choose(self.config)
+        return choose_settled_early(plan, context) if chooses else plan
+
+    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
+        """As the configuration's optimizer stores its state."""
+        stored = storage(self.config, settle_as_configured(self.config, self.table, plan))
+        arrays = len(self.table.state_arrays)
+        return host_bytes(plan, context.prices, storage=stored, state_arrays=arrays)
+
+    @property
+    def _has_own_optimizer(self) -> bool:
+        """Whether the optimizer works as the configuration says, not as ``--optimizer`` does."""
+        return self.settings.optimizer == "advance"
+
+
 def _memory_fragment(device_bytes: float) -> dict[str, Any]:
     return {"memory": {"device_limit": int(device_bytes)}}
-
-
-def _config_planner(config: Config, table: BlockTable) -> Planner:
-    """Plans as ``train`` makes them, refused as ``train`` refuses them."""
-
-    def planner(candidate: Candidate, terms: Terms) -> Plan:
-        return trainable_plan(with_fragment(config, fragment(candidate)), table, terms.prices)
-
-    return planner
 
 
 def _is_accepted(schedule: dict[str, Any]) -> bool:
@@ -178,7 +202,7 @@ def _is_accepted(schedule: dict[str, Any]) -> bool:
     return True
 
 
-def tune_names(settings: TuneWish, console: Console) -> TuneReport:
+def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
     """The best schedules of a named model on named GPUs.
 
     Raises:
@@ -200,15 +224,17 @@ def tune_names(settings: TuneWish, console: Console) -> TuneReport:
         pass_sets=known_pass_sets(),
     )
     cluster = prices.cluster
-    limits = Limits(
-        device_bytes=_limit(settings.device_bytes, cluster.device_memory_bytes),
+    device_bytes = _limit(settings.device_bytes, cluster.device_memory_bytes)
+    tried = Search(
+        tuned=_Named(
+            source=source,
+            num_devices=num_devices,
+            optimizer=OPTIMIZERS[settings.optimizer],
+            device_bytes=None if device_bytes == inf else device_bytes,
+        ),
+        device_bytes=device_bytes,
         host_bytes=_limit(settings.host_bytes, cluster.host_memory_bytes),
         keep=settings.keep,
-    )
-    tried = Search(
-        pricer=_analytic_pricer(source, num_devices),
-        limits=limits,
-        optimizer=OPTIMIZERS[settings.optimizer],
     )
     _run(tried, space, console)
     what = (
@@ -219,15 +245,42 @@ def tune_names(settings: TuneWish, console: Console) -> TuneReport:
     return replace(report, fragment=_with_cluster(report.fragment, settings, space))
 
 
-def _analytic_pricer(source: AnalyticSource, num_devices: int) -> Pricer:
-    def pricer(micro_batch: int) -> Prices:
-        sized = replace(source, micro_batch=micro_batch)
-        return sized.price(forward_stages=1, backward_stages=1, num_devices=num_devices)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """A model and GPUs by name to be tuned (:class:`~penstock.planner.tuning.search.Tunable`).
 
-    return pricer
+    Its optimizer is Adam, whose choice of blocks that are settled early nobody has asked for.
+    """
+
+    source: AnalyticSource
+    num_devices: int
+    optimizer: OptimizerModel
+    device_bytes: float | None
+
+    def context(self, micro_batch: int) -> PlanContext:
+        """With the costs of micro-batches of so many sequences."""
+        sized = replace(self.source, micro_batch=micro_batch)
+        return PlanContext(
+            prices=sized.price(forward_stages=1, backward_stages=1, num_devices=self.num_devices),
+            optimizer=self.optimizer,
+            memory_limit_bytes=self.device_bytes,
+        )
+
+    def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
+        """Any valid plan."""
+        return make_plan(candidate.request, context)
+
+    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+        """As it is."""
+        del context
+        return plan
+
+    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
+        """As Adam with a whole master weight stores its state."""
+        return host_bytes(plan, context.prices)
 
 
-def _named(settings: TuneWish) -> tuple[AnalyticSource, int, int]:
+def _named(settings: TuneOptions) -> tuple[AnalyticSource, int, int]:
     """The model and cluster that the options name."""
     for option, value in (
         ("--model", settings.model),
@@ -274,7 +327,7 @@ def _is_trainable(tried: Search, devices_per_node: int) -> bool:
     return _is_accepted(fragment(tried.best.candidate)["schedule"])
 
 
-def _with_cluster(parts: dict[str, Any], settings: TuneWish, space: Space) -> dict[str, Any]:
+def _with_cluster(parts: dict[str, Any], settings: TuneOptions, space: Space) -> dict[str, Any]:
     """A fragment that says batch and machines, too, because no configuration does."""
     per_node = min(settings.devices_per_node, space.num_devices)
     cluster: dict[str, Any] = {"device": "cuda", "workers": per_node}
@@ -357,18 +410,18 @@ def to_json(report: TuneReport) -> str:
 
 
 def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
-    candidate = outcome.candidate
+    request = outcome.candidate.request
     return {
-        "scheme": candidate.scheme,
-        "pipeline_devices": candidate.num_devices,
-        "replicas": candidate.replicas,
-        "micro_batch": candidate.micro_batch,
-        "micro_batches": candidate.num_microbatches,
-        "forward_stages": candidate.forward_stages,
-        "backward_stages": candidate.backward_stages,
-        "recompute": candidate.recompute,
-        "drop": list(candidate.drop),
-        "passes": list(candidate.passes),
+        "scheme": request.scheme,
+        "pipeline_devices": request.num_devices,
+        "replicas": request.replicas,
+        "micro_batch": outcome.candidate.micro_batch,
+        "micro_batches": request.num_microbatches,
+        "forward_stages": request.forward_stages,
+        "backward_stages": request.backward_stages,
+        "recompute": request.recompute,
+        "drop": list(request.drop),
+        "passes": list(request.passes),
         "step_seconds": outcome.step_s,
         "bubble_ratio": outcome.bubble_ratio,
         "optimizer_tail_seconds": outcome.optimizer_tail_s,
@@ -385,16 +438,15 @@ def _table(outcomes: tuple[Outcome, ...]) -> Table:
     for name in ("step", "bubbles", "tail", "device", "host"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, outcome in enumerate(outcomes, start=1):
-        candidate = outcome.candidate
-        stages = (candidate.forward_stages, candidate.backward_stages)
+        candidate, request = outcome.candidate, outcome.candidate.request
         table.add_row(
             str(number),
-            candidate.scheme,
-            f"{candidate.num_devices}x{candidate.replicas}",
-            "/".join(map(str, dict.fromkeys(stages))),
-            f"{candidate.num_microbatches} of {candidate.micro_batch}",
-            ", ".join((candidate.recompute, *candidate.drop)),
-            ", ".join(candidate.passes),
+            request.scheme,
+            f"{request.num_devices}x{request.replicas}",
+            "/".join(map(str, dict.fromkeys(candidate.stages))),
+            f"{request.num_microbatches} of {candidate.micro_batch}",
+            ", ".join((request.recompute or "", *request.drop)),
+            ", ".join(request.passes),
             SECONDS.format(outcome.step_s, digits=3),
             f"{outcome.bubble_ratio:.1%}",
             SECONDS.format(outcome.optimizer_tail_s, digits=3),

@@ -1,9 +1,9 @@
 """Which schedule is fastest on a cluster, within its memory?
 
 A grid over scheme, pipeline x data parallelism, micro-batch size, recomputation and numbers of
-stages; then passes on the best of it. Pure and deterministic: the same space gives the same table.
-What a candidate costs is decided by :func:`penstock.planner.pipeline.make_schedule` and the
-simulator.
+stages; then passes on the best of it. The search is pure and deterministic: the same space gives
+the same table. What a candidate costs is decided by its plan
+(:mod:`penstock.planner.pipeline`, :mod:`penstock.planner.configured`) and the simulator.
 
 Not everything is simulated. A candidate is left out when the weights it keeps cannot fit, when its
 devices would need more memory than the limit (counted on the lowered plan), or when no order of its
@@ -15,16 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
-from penstock.planner.cost.cluster import ADVANCE, OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.sources import Prices
 from penstock.planner.layout import Residency
 from penstock.planner.memory.footprint import device_peaks, swapped_peaks
 from penstock.planner.orders.bounds import lower_bound_s
-from penstock.planner.pipeline import Terms, lowered, make_schedule
-from penstock.planner.replicas import replicate, with_reduction
+from penstock.planner.pipeline import PlanContext
 from penstock.planner.schedule import schedule_of
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
@@ -32,19 +30,6 @@ from penstock.planner.tuning.space import Candidate, Space
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.layout import GRADIENT_COPIES, TWO_COPIES, WEIGHT_SLOTS, Storage
-
-Pricer = Callable[[int], Prices]
-"""Prices of the model and one node's worth of cluster, for micro-batches of so many sequences."""
-
-Planner = Callable[[Candidate, Terms], Plan]
-"""Makes the plan of a candidate.
-
-Raises:
-    ConfigError: there is none. CapacityError: it does not fit.
-"""
-
-Settler = Callable[[Plan, Prices], Plan]
-"""Chooses which blocks of a plan are settled early."""
 
 Progress = Callable[[int, int, "Outcome | None"], None]
 """Called with candidates done, candidates in all so far, and the best outcome."""
@@ -56,7 +41,25 @@ RESCUED = 3
 schemes, and on so many that would be fast but need too much device memory.
 """
 
-_MOMENTS_BYTES = 8.0
+
+class Tunable(Protocol):
+    """The model and cluster that a search is for, as it asks about them.
+
+    Raises (``plan``):
+        ConfigError: the candidate has no plan. CapacityError: it does not fit the machine.
+    """
+
+    def context(self, micro_batch: int) -> PlanContext:
+        """Returns what candidates with micro-batches of so many sequences are planned with."""
+
+    def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
+        """Returns the plan of a candidate, in the context of its micro-batches."""
+
+    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+        """Returns a good plan with the choice of the blocks that are settled early."""
+
+    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
+        """Returns the bytes of host memory of the node that needs most (:func:`host_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +75,9 @@ class Outcome:
     host_bytes: float
 
     @property
-    def rank(self) -> tuple[float, float, Candidate]:
-        """Fastest first, then least memory."""
-        return self.step_s, self.device_bytes, self.candidate
+    def rank(self) -> tuple[Any, ...]:
+        """What outcomes are sorted by: fastest first, then least memory."""
+        return self.step_s, self.device_bytes, self.candidate.key
 
     def is_like(self, other: Outcome) -> bool:
         """Whether devices do the same, whatever the scheme is called."""
@@ -86,38 +89,25 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bytes of one device and of one node's memory, and how many outcomes are wanted."""
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """The best outcomes so far, ``keep`` at most, and why others are not among them.
 
+    ``device_bytes``, ``host_bytes``: of one device's and of one node's memory. The choice of blocks
+    that are settled early is asked for the best only, once all are known, and what comes of it
+    decides their order.
+    """
+
+    tuned: Tunable
     device_bytes: float = inf
     host_bytes: float = inf
     keep: int = 20
-
-
-@dataclass(slots=True, kw_only=True)
-class Search:
-    """The best outcomes so far, and why others are not among them.
-
-    ``planner`` makes the plan of a candidate, or raises ConfigError. ``storage`` says how a plan's
-    host memory is stored. ``optimizer`` and ``stops_early``: as in
-    :func:`penstock.planner.simulate.simulate`. ``settler``: asked about the best only, once all are
-    known, and what it says of them decides their order.
-    """
-
-    pricer: Pricer
-    limits: Limits
-    planner: Planner | None = None
-    optimizer: OptimizerModel = ADVANCE
-    storage: Callable[[Plan], Storage] = lambda plan: TWO_COPIES
-    stops_early: bool = False
-    settler: Settler | None = None
     num_tried: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     _best_of: dict[str, Outcome] = field(default_factory=dict)
     _too_large: list[tuple[float, Candidate]] = field(default_factory=list)
-    _prices: dict[int, Prices] = field(default_factory=dict)
+    _contexts: dict[int, PlanContext] = field(default_factory=dict)
 
     def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
         """Try the grid, then the passes of the space on the best of it."""
@@ -127,38 +117,42 @@ class Search:
             progress(done, len(candidates) + refinements, self.best)
             self.consider(candidate)
         refined = [
-            replace(base, passes=passes) for base in self._bases() for passes in space.pass_sets
+            replace(base, request=replace(base.request, passes=passes))
+            for base in self._bases()
+            for passes in space.pass_sets
         ]
         total = len(candidates) + len(refined)
         for done, candidate in enumerate(refined):
             progress(len(candidates) + done, total, self.best)
             self.consider(candidate)
-        if self.settler is not None:
-            self._settle_early(self.settler)
+        self._settle_early()
         progress(total, total, self.best)
 
-    def _settle_early(self, settler: Settler) -> None:
-        """Have it chosen for all that could become the best: what it shortens is the tail."""
+    def _settle_early(self) -> None:
+        """Has it chosen for all that could become the best: what it shortens is the tail."""
         best_s = inf
         for index, outcome in enumerate(self.outcomes):
             if outcome.step_s - outcome.optimizer_tail_s < best_s:
-                prices = self._priced(outcome.candidate)
-                plan = settler(outcome.plan, prices)
-                host_bytes = _host_bytes(plan, prices, self.storage(plan))
-                settled = self._outcome(outcome.candidate, plan, outcome.device_bytes, host_bytes)
-                self.outcomes[index] = settled
-                best_s = min(best_s, settled.step_s)
+                context = self._context(outcome.candidate)
+                plan = self.tuned.settled(outcome.plan, context)
+                if plan is not outcome.plan:
+                    host_bytes = self.tuned.host_bytes(plan, context)
+                    outcome = self._outcome(
+                        outcome.candidate, plan, outcome.device_bytes, host_bytes
+                    )
+                    self.outcomes[index] = outcome
+                best_s = min(best_s, outcome.step_s)
         self.outcomes.sort(key=lambda outcome: outcome.rank)
 
     def _bases(self) -> list[Candidate]:
         """What passes are tried on."""
         best = self.outcomes[:BEST]
-        seen = {outcome.candidate.scheme for outcome in best}
+        seen = {outcome.candidate.request.scheme for outcome in best}
         others = sorted(
             (outcome for scheme, outcome in self._best_of.items() if scheme not in seen),
             key=lambda outcome: outcome.rank,
         )
-        too_large = sorted(self._too_large)[:RESCUED]
+        too_large = sorted(self._too_large, key=lambda found: (found[0], found[1].key))[:RESCUED]
         return [
             *(outcome.candidate for outcome in (*best, *others[:SCHEMES_REFINED])),
             *(candidate for _, candidate in too_large),
@@ -170,11 +164,11 @@ class Search:
         return self.outcomes[0] if self.outcomes else None
 
     def consider(self, candidate: Candidate) -> None:
-        """Try a candidate; it stays if it is among the best."""
-        prices = self._priced(candidate)
+        """Tries a candidate; it stays if it is among the best."""
+        context = self._context(candidate)
         self.num_tried += 1
         try:
-            outcome = self._tried(candidate, prices)
+            outcome = self._tried(candidate, context)
         except ConfigError as error:
             memory = str(error).startswith("memory.device_limit")
             outcome = "device memory" if memory else "impossible"
@@ -183,50 +177,46 @@ class Search:
         if isinstance(outcome, str):
             self.left_out[outcome] = self.left_out.get(outcome, 0) + 1
             return
-        known = self._best_of.setdefault(candidate.scheme, outcome)
-        self._best_of[candidate.scheme] = min(known, outcome, key=lambda o: o.rank)
+        scheme = candidate.request.scheme
+        known = self._best_of.setdefault(scheme, outcome)
+        self._best_of[scheme] = min(known, outcome, key=lambda o: o.rank)
         if any(map(outcome.is_like, self.outcomes)):
             self.left_out["the same"] = self.left_out.get("the same", 0) + 1
             return
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: o.rank)
-        del self.outcomes[self.limits.keep :]
+        del self.outcomes[self.keep :]
 
-    def _tried(self, candidate: Candidate, prices: Prices) -> Outcome | str:
-        """The outcome, or why there is none."""
-        costs, limits = prices.costs, self.limits
-        if _kept_bytes(candidate, costs) > limits.device_bytes:
+    def _tried(self, candidate: Candidate, context: PlanContext) -> Outcome | str:
+        """Returns the outcome, or why there is none."""
+        costs = context.prices.costs
+        if _kept_bytes(candidate, costs) > self.device_bytes:
             return "device memory"
         if self._too_slow(_work_s(candidate, costs)):
             return "slower"
-        terms = Terms(
-            prices=prices,
-            optimizer=self.optimizer,
-            memory_limit_bytes=None if limits.device_bytes == inf else limits.device_bytes,
-        )
-        plan = (self.planner or make_plan)(candidate, terms)
+        plan = self.tuned.plan(candidate, context)
         schedule = schedule_of(plan)
         bound_s = lower_bound_s(schedule.layout, schedule.orders, costs)
         if self._too_slow(bound_s):
             return "slower"
         device_bytes = max(peak.total_bytes for peak in device_peaks(plan, costs))
-        if device_bytes > limits.device_bytes:
+        if device_bytes > self.device_bytes:
             self._too_large.append((bound_s, candidate))
             return "device memory"
-        host_bytes = _host_bytes(plan, prices, self.storage(plan))
-        if host_bytes > limits.host_bytes:
+        host_bytes = self.tuned.host_bytes(plan, context)
+        if host_bytes > self.host_bytes:
             return "host memory"
         return self._outcome(candidate, plan, device_bytes, host_bytes)
 
     def _outcome(
         self, candidate: Candidate, plan: Plan, device_bytes: float, host_bytes: float
     ) -> Outcome:
-        prices = self._priced(candidate)
+        context = self._context(candidate)
         simulation = simulate(
             plan,
-            prices.costs,
-            prices.cluster,
-            optimizer=self.optimizer,
-            stops_early=self.stops_early,
+            context.prices.costs,
+            context.prices.cluster,
+            optimizer=context.optimizer,
+            stops_early=context.stops_early,
         )
         return Outcome(
             candidate=candidate,
@@ -238,70 +228,71 @@ class Search:
             host_bytes=host_bytes,
         )
 
-    def _priced(self, candidate: Candidate) -> Prices:
-        if candidate.micro_batch not in self._prices:
-            self._prices[candidate.micro_batch] = self.pricer(candidate.micro_batch)
-        return self._prices[candidate.micro_batch]
+    def _context(self, candidate: Candidate) -> PlanContext:
+        if candidate.micro_batch not in self._contexts:
+            self._contexts[candidate.micro_batch] = self.tuned.context(candidate.micro_batch)
+        return self._contexts[candidate.micro_batch]
 
     def _too_slow(self, at_least_s: float) -> bool:
-        full = len(self.outcomes) >= self.limits.keep
+        full = len(self.outcomes) >= self.keep
         return full and at_least_s >= self.outcomes[-1].step_s
 
 
 def fragment(candidate: Candidate) -> dict[str, Any]:
-    """The part of a configuration that a candidate decides."""
+    """Returns the part of a configuration that a candidate decides."""
+    request = candidate.request
     schedule: dict[str, Any] = {
-        "scheme": candidate.scheme,
-        "forward_stages": candidate.forward_stages,
-        "backward_stages": candidate.backward_stages,
-        "recompute": candidate.recompute,
+        "scheme": request.scheme,
+        "forward_stages": request.forward_stages,
+        "backward_stages": request.backward_stages,
+        "recompute": request.recompute,
     }
-    if candidate.replicas > 1:
-        schedule["replicas"] = candidate.replicas
-    if candidate.passes:
-        schedule["passes"] = list(candidate.passes)
-    if candidate.drop:
-        schedule["drop"] = list(candidate.drop)
+    if request.replicas > 1:
+        schedule["replicas"] = request.replicas
+    if request.passes:
+        schedule["passes"] = list(request.passes)
+    if request.drop:
+        schedule["drop"] = list(request.drop)
     return {"train": {"micro_batch": candidate.micro_batch}, "schedule": schedule}
 
 
-def make_plan(candidate: Candidate, terms: Terms) -> Plan:
-    """The plan of a candidate: its recipe, as many times as it has replicas.
-
-    Raises:
-        ConfigError: impossible combination.
-    """
-    schedule = replicate(make_schedule(candidate.recipe, terms), candidate.replicas)
-    schedule = with_reduction(schedule, "auto", terms.prices.cluster.devices_per_node)
-    return lowered(schedule, candidate.scheme)
-
-
 def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
-    """What devices keep on average of a model whose weights stay on them."""
-    if SCHEMES[candidate.scheme].residency is Residency.STREAMED:
+    """Returns what devices keep on average of a model whose weights stay on them."""
+    if SCHEMES[candidate.request.scheme].residency is Residency.STREAMED:
         return 0.0
     kept = sum(
         block.weight_bytes + block.device_gradient_bytes + block.static_bytes
         for block in costs.blocks
     )
-    return kept / candidate.num_devices
+    return kept / candidate.request.num_devices
 
 
 def _work_s(candidate: Candidate, costs: Costs) -> float:
-    """Forwards and backwards alone, shared out evenly."""
+    """Returns the seconds of forwards and backwards alone, shared out evenly."""
     once = sum(block.forward_s + block.backward_s for block in costs.blocks)
-    return once * candidate.num_microbatches / candidate.num_devices
+    return once * candidate.request.num_microbatches / candidate.request.num_devices
 
 
-def _host_bytes(plan: Plan, prices: Prices, storage: Storage) -> float:
-    """Model state, gradients and swapped activations of the node that needs most.
+ADAM_ARRAYS = 2
+"""Arrays of float32 that Adam keeps beside the master weight."""
 
-    Per parameter two copies of weights, and two or one of gradients, as they travel; 12 bytes of
-    master weight and moments, or 10 with a split master; nothing where the optimizer's state stays
-    on the devices. A node owns the blocks whose backward it runs (for the first route), and holds
-    the gradients that its devices make.
+
+def host_bytes(
+    plan: Plan,
+    prices: Prices,
+    *,
+    storage: Storage = TWO_COPIES,
+    state_arrays: int = ADAM_ARRAYS,
+) -> float:
+    """Returns the bytes of model state, gradients and swapped activations of the node that needs
+    most.
+
+    Counted are per parameter two copies of weights, and two or one of gradients, as they travel;
+    the float32 master weight (of a split one its lower half) and the optimizer's ``state_arrays``
+    of float32; nothing where the optimizer's state stays on the devices. A node owns the blocks
+    whose backward it runs (for the first route), and holds the gradients that its devices make.
     """
-    state_bytes = _MOMENTS_BYTES + (2.0 if storage.split_master else 4.0)
+    state_bytes = 4.0 * state_arrays + (2.0 if storage.split_master else 4.0)
     costs, cluster = prices.costs, prices.cluster
     nodes = [0.0] * (cluster.node_of(plan.num_devices - 1) + 1)
     for device, swapped in enumerate(swapped_peaks(plan, costs)):

@@ -9,7 +9,6 @@ from itertools import product
 from penstock.planner.build import ScheduleRequest
 from penstock.planner.layout import Residency
 from penstock.planner.passes import PASSES
-from penstock.planner.pipeline import Recipe
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 
 PASS_SETS: tuple[tuple[str, ...], ...] = (
@@ -24,45 +23,33 @@ PASS_SETS: tuple[tuple[str, ...], ...] = (
 """Passes that are tried on good candidates."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One point of the grid. ``replicas`` pipelines of ``num_devices`` devices each.
-
-    ``micro_batch``: sequences. ``forward_stages``, ``backward_stages``: of one route. ``drop``: the
-    operators of selective recomputation.
+    """One point of the grid: a request that says its numbers of stages, and the number of sequences
+    in each of its micro-batches.
     """
 
-    scheme: str
-    num_devices: int
-    replicas: int
+    request: ScheduleRequest
     micro_batch: int
-    num_microbatches: int
-    forward_stages: int
-    backward_stages: int
-    recompute: RecomputeMode
-    drop: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Numbers of forward and of backward stages of one route."""
+        forward, backward = self.request.forward_stages, self.request.backward_stages
+        assert forward is not None and backward is not None
+        return forward, backward
 
     @property
     def length(self) -> int:
         """About how many instructions a replica runs."""
-        return self.num_microbatches * (self.forward_stages + self.backward_stages)
+        return self.request.num_microbatches * sum(self.stages)
 
     @property
-    def recipe(self) -> Recipe:
-        """One replica's schedule."""
-        return Recipe(
-            request=ScheduleRequest(
-                scheme=self.scheme,
-                num_devices=self.num_devices,
-                num_microbatches=self.num_microbatches,
-                forward_stages=self.forward_stages,
-                backward_stages=self.backward_stages,
-                recompute=self.recompute,
-                drop=self.drop,
-            ),
-            passes=self.passes,
-        )
+    def key(self) -> tuple[str | int | tuple[str, ...], ...]:
+        """What candidates that are as good as each other are ordered by."""
+        r = self.request
+        sizes = (r.num_devices, r.replicas, self.micro_batch, r.num_microbatches)
+        return (r.scheme, *sizes, *self.stages, r.recompute or "", r.drop, r.passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +81,7 @@ class Space:
         """Every combination that its scheme accepts; short programs first, so that a good candidate
         is known before the expensive ones are looked at.
         """
-        return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c)))
+        return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c.key)))
 
     def _combinations(self) -> Iterator[Candidate]:
         for scheme, replicas in product(self.schemes, _divisors(self.num_devices)):
@@ -125,18 +112,19 @@ class Space:
                 continue
             for mode, drop in self.recomputations:
                 if mode in scheme.recompute_modes:
-                    yield Candidate(
+                    request = ScheduleRequest(
                         scheme=name,
                         num_devices=num_devices,
-                        replicas=replicas,
-                        micro_batch=micro_batch,
                         num_microbatches=count,
                         forward_stages=forward,
                         backward_stages=backward,
                         recompute=mode,
                         drop=drop,
                         passes=self.passes,
+                        replicas=replicas,
+                        reduce_gradients="auto",
                     )
+                    yield Candidate(request=request, micro_batch=micro_batch)
 
     def _plainer(self, name: str) -> bool:
         """Another scheme does the same on one device, where weights stay and nobody waits."""

@@ -4,7 +4,7 @@ Unknown keys and impossible values raise :class:`~penstock.protocol.errors.Confi
 the key, the value and what would be accepted. The keys are in
 :mod:`penstock.protocol.config.training` and :mod:`penstock.protocol.config.execution`. What must
 fit together with the model (stages against blocks, workers against stages) is checked by
-:func:`penstock.planner.build.build_plan`, which knows the block table.
+:func:`penstock.planner.configured.build_plan`, which knows the block table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The plan: stages, their devices, and the instruction list of every device for one attempt.
 
 A pure value that travels as JSON (``plan.json``, and inside scheduler messages). Built by
-:func:`penstock.planner.build.build_plan`; whether its programs make sense is decided by
+:func:`penstock.planner.configured.build_plan`; whether its programs make sense is decided by
 :mod:`penstock.planner.validate.check`; here only shapes and numbers are checked.
 """
 

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from penstock.client.main import app
 from penstock.client.planning import configured as planning
 from penstock.client.planning import profiling, tuning
+from penstock.planner.configured import trainable_plan
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.tuning.auto import trainable_plan, trainable_schemes
+from penstock.planner.tuning.auto import trainable_schemes
 from penstock.protocol.config.schema import load_config
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 

@@ -16,7 +16,7 @@ from penstock.models.checkpoints.initial import initial_blocks, pack
 from penstock.models.checkpoints.loader import load_node
 from penstock.models.data.prepare import prepare
 from penstock.models.surgery.hf import load_run_config
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.run.files import write_atomically

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.daemons.node.preparing.choice import keep_choice
+from penstock.daemons.node.preparing.changes import keep_choice
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.errors import CapacityError

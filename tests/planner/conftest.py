@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.planner.cost.costs import Costs
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.instructions import (
     Backward,
@@ -95,6 +96,13 @@ def make_config(
             "cluster": {"workers": workers, "nodes": [{"name": f"n{i}"} for i in range(nodes)]},
         }
     )
+
+
+class AnyMachine:
+    """A machine with room for every plan."""
+
+    def check(self, config: Config, plan: Plan, costs: Costs) -> None:
+        """Takes it."""
 
 
 @pytest.fixture(name="make_table")

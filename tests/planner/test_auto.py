@@ -6,30 +6,27 @@ from typing import Any
 
 import pytest
 
+from penstock.planner.configured import config_context, trainable_plan
+from penstock.planner.cost.costs import Costs
 from penstock.planner.pipeline import try_plan
 from penstock.planner.render.units import SECONDS
-from penstock.planner.tuning.auto import Choice, asked_of, choose, config_terms, trainable_plan
+from penstock.planner.tuning.auto import Winner, asked_of, choose
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
-from tests.planner.conftest import make_config, make_table
+from tests.planner.conftest import AnyMachine, make_config, make_table
 
 TABLE = make_table(8)
 
 
-def anything(config: Config, plan: Plan) -> None:
-    """A machine with room for every plan."""
-
-
-def chosen(**schedule: Any) -> Choice:
-    config = make_config("auto", **schedule)
-    return choose(config, TABLE, anything, lambda done, total, best: None)
+def chosen(**schedule: Any) -> Winner:
+    return choose(make_config("auto", **schedule), TABLE, AnyMachine())
 
 
 def seconds(config: Config) -> float:
     """What a configuration's step takes, simulated."""
     plan = trainable_plan(config, TABLE)
-    return try_plan(plan, config_terms(config, TABLE)).makespan_s
+    return try_plan(plan, config_context(config, TABLE)).makespan_s
 
 
 def limited(config: Config, device_bytes: int) -> Config:
@@ -100,7 +97,7 @@ def test_memory_of_devices_decides() -> None:
     """Weights of the model and of one stage; 4 KiB a block, and twice that for gradients."""
     free, config = chosen(), make_config("auto")
     needed = 40_000
-    choice = choose(limited(config, needed), TABLE, anything, lambda done, total, best: None)
+    choice = choose(limited(config, needed), TABLE, AnyMachine())
     assert choice.step_s > free.step_s
     trainable_plan(choice.config, TABLE)
     with pytest.raises(ConfigError, match="memory"):
@@ -109,27 +106,29 @@ def test_memory_of_devices_decides() -> None:
 
 def test_nothing_fits_says_what_was_in_the_way() -> None:
     with pytest.raises(CapacityError) as caught:
-        choose(limited(make_config("auto"), 100), TABLE, anything, lambda done, of, best: None)
+        choose(limited(make_config("auto"), 100), TABLE, AnyMachine())
     message = str(caught.value)
     for words in ("none of", "device memory", "devices have 100 B", "raise memory.device_limit"):
         assert words in message
 
-    def full(config: Config, plan: Plan) -> None:
-        raise CapacityError("node n0: 3 GiB needed, 1 GiB there")
+    class Full:
+        def check(self, config: Config, plan: Plan, costs: Costs) -> None:
+            raise CapacityError("node n0: 3 GiB needed, 1 GiB there")
 
     with pytest.raises(CapacityError, match="3 GiB needed, 1 GiB there") as caught:
-        choose(make_config("auto"), TABLE, full, lambda done, total, best: None)
+        choose(make_config("auto"), TABLE, Full())
     assert "memory of the machine" in str(caught.value)
 
 
 def test_plans_that_do_not_fit_are_not_chosen() -> None:
     free = chosen().config.schedule
 
-    def without_winner(config: Config, plan: Plan) -> None:
-        if config.schedule.scheme in (free.scheme, "spipe"):
-            raise CapacityError("too large")
+    class WithoutWinner:
+        def check(self, config: Config, plan: Plan, costs: Costs) -> None:
+            if config.schedule.scheme in (free.scheme, "spipe"):
+                raise CapacityError("too large")
 
-    choice = choose(make_config("auto"), TABLE, without_winner, lambda done, total, best: None)
+    choice = choose(make_config("auto"), TABLE, WithoutWinner())
     assert choice.config.schedule.scheme != free.scheme
     assert "spipe, the default, is not possible here (too large)" in str(choice)
 

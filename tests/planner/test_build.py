@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import PlanError, validate
 from penstock.protocol.config.execution import ScheduleConfig

@@ -11,8 +11,9 @@ import pytest
 
 from bench.papers.obscura_testbed import SEQUENCE_LENGTH, PaperCase
 from penstock.daemons.node.preparing.capacity import check_capacity
-from penstock.daemons.node.preparing.prepare import look_ahead, table_of
-from penstock.planner.build import build_plan
+from penstock.daemons.node.preparing.prepare import table_of
+from penstock.daemons.node.preparing.prospect import look_ahead
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import ADVANCE, SPLIT_MASTER, OptimizerStart
 from penstock.planner.cost.emulation import Emulation, SweepWork, stored_table
 from penstock.protocol.config.schema import Config, parse_config

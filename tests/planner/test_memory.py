@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.profile import GPU_GUESS, TableCosts, table_costs
 from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints
 from penstock.planner.memory.table import Resource, memory_table

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.node.preparing.prepare import look_ahead
+from penstock.daemons.node.preparing.prospect import look_ahead
+from penstock.planner.configured import config_context, trainable_plan
 from penstock.planner.cost.prices import config_prices
 from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
 from penstock.planner.memory.arrivals import early_arrivals
 from penstock.planner.memory.footprint import device_peaks, footprints
 from penstock.planner.pipeline import try_plan
 from penstock.planner.tensors import Tensor, TensorKind
-from penstock.planner.tuning.auto import config_terms, trainable_plan
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ExitCode
 from penstock.protocol.plan.instructions import parse_program
@@ -100,7 +100,7 @@ def test_selective_recomputation_fits_where_its_own_peak_does(
     needs = [need for need in prospect.needs if need.what == "memory.device_limit"]
     assert len(needs) == 4 and not any(need.short for need in prospect.needs if need in needs)
     assert max(need.needed for need in needs) == peak
-    simulated = try_plan(prospect.plan, config_terms(limited, table)).peaks
+    simulated = try_plan(prospect.plan, config_context(limited, table)).peaks
     assert (
         ceil(max(p.total_bytes for p in simulated))
         <= peak

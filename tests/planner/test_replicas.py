@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.replicas import replicate
 from penstock.planner.schedule import Schedule

@@ -27,7 +27,8 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.planner.build import ScheduleRequest, build_plan
+from penstock.planner.build import ScheduleRequest, with_stages
+from penstock.planner.configured import build_plan, config_context
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.sources import AnalyticSource, CostSource, UnitCosts
 from penstock.planner.memory.footprint import Footprint, footprints
@@ -35,23 +36,22 @@ from penstock.planner.memory.table import memory_table
 from penstock.planner.passes import PASSES
 from penstock.planner.pipeline import (
     OPTIMIZERS,
-    Recipe,
-    Terms,
+    PlanContext,
     apply_passes,
     make_schedule,
     price,
-    settle_stages,
     try_plan,
     try_schedule,
+    validated,
 )
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation
-from penstock.planner.tuning.auto import choose, config_terms
+from penstock.planner.tuning.auto import choose
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
-from tests.planner.conftest import make_config, make_table
+from tests.planner.conftest import AnyMachine, make_config, make_table
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.json"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -133,13 +133,7 @@ def _tiny() -> tuple[Config, BlockTable]:
 def _chosen() -> tuple[Config, BlockTable]:
     """What ``schedule: auto`` makes of a small model."""
     table = make_table(8)
-    choice = choose(
-        make_config("auto", recompute="full"),
-        table,
-        lambda config, plan: None,
-        lambda done, total, best: None,
-    )
-    return choice.config, table
+    return choose(make_config("auto", recompute="full"), table, AnyMachine()).config, table
 
 
 @cache
@@ -190,17 +184,19 @@ def _label(size: Mapping[str, Any]) -> str:
     return " ".join(f"{key.removeprefix('num_')}={value}" for key, value in size.items())
 
 
-def _of_plain(scheme: str, size: Mapping[str, Any], costs: str) -> tuple[Schedule, Terms] | None:
+def _of_plain(
+    scheme: str, size: Mapping[str, Any], costs: str
+) -> tuple[Schedule, PlanContext] | None:
     """A scheme's schedule and what it is tried with; ``None`` if the scheme does not accept it."""
     source, optimizer, stops_early = COSTS[costs]
     try:
-        request = settle_stages(ScheduleRequest(scheme=scheme, **size))
-        terms = Terms(
+        request = with_stages(ScheduleRequest(scheme=scheme, **size))
+        context = PlanContext(
             prices=price(source, request),
             optimizer=OPTIMIZERS[optimizer],
             stops_early=stops_early,
         )
-        return make_schedule(Recipe(request=request), terms), terms
+        return make_schedule(request, context), context
     except ConfigError:
         return None
 
@@ -214,32 +210,35 @@ def _of_passes(scheme: str) -> Hashes:
         plain = _of_plain(scheme, size, costs)
         if plain is None:
             continue
-        before, terms = plain
-        limited = _limited(before, terms) if is_limited else terms
+        before, context = plain
+        limited = _limited(before, context) if is_limited else context
         case = f"{_label(size)}, {costs}{', limited memory' if is_limited else ''}"
         for passes in several:
-            hashes = _after(before, passes, limited, terms)
+            hashes = _after(before, passes, limited, context)
             found.setdefault(", ".join(passes), {})[case] = hashes
     return found
 
 
-def _limited(before: Schedule, terms: Terms) -> Terms:
+def _limited(before: Schedule, context: PlanContext) -> PlanContext:
     """With a limit that a schedule without passes is over."""
-    peaks = try_schedule(before, (), terms).peaks
+    peaks = try_schedule(before, (), context).peaks
     limit = LIMIT * max(peak.total_bytes for peak in peaks)
-    return replace(terms, memory_limit_bytes=limit)
+    return replace(context, memory_limit_bytes=limit)
 
 
-def _after(before: Schedule, passes: tuple[str, ...], limited: Terms, terms: Terms) -> str:
+def _after(
+    before: Schedule, passes: tuple[str, ...], limited: PlanContext, context: PlanContext
+) -> str:
     """A schedule after passes that keep to a limit, tried without one."""
     try:
         after = apply_passes(before, passes, limited)
+        validated(after, passes)
     except ConfigError:
         return "refused"
     if after == before:
         return "same"
     try:
-        return _hashes(try_schedule(after, (), terms))
+        return _hashes(try_schedule(after, (), context))
     except ConfigError:
         return "stuck"
 
@@ -259,7 +258,7 @@ def hashes_of_scheme(scheme: str) -> Hashes:
 def hashes_of_configuration(config: Config, table: BlockTable) -> str:
     """All that the golden file says of a configuration: as of schemes, and its memory table."""
     plan = build_plan(config, table)
-    simulation = try_plan(plan, config_terms(config, table))
+    simulation = try_plan(plan, config_context(config, table))
     rows = [
         (row.place, str(row.resource), row.use, row.num_bytes)
         for row in memory_table(config, table, plan)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.validate.check import program_grid
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.instructions import (

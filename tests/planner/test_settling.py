@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.node.preparing.prepare import look_ahead
-from penstock.planner.build import build_plan
+from penstock.daemons.node.preparing.prospect import look_ahead
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.sources import Prices
+from penstock.planner.pipeline import PlanContext
 from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.planner.simulate import simulate
 from penstock.protocol.config.schema import Config, parse_config
@@ -51,13 +52,12 @@ def plan(update: str = "") -> Plan:
 
 def chosen(parameters: float, from_plan: Plan | None = None, **cluster: float) -> Plan:
     block = BlockCost(forward_s=1.0, backward_input_s=1.0, parameters=parameters)
-    return choose_settled_early(
-        from_plan or plan(),
-        Prices(
-            costs=Costs(blocks=(block,) * 4),
-            cluster=Cluster(devices_per_node=1, **cluster),  # type: ignore[arg-type]
-        ),
+    prices = Prices(
+        costs=Costs(blocks=(block,) * 4),
+        cluster=Cluster(devices_per_node=1, **cluster),  # type: ignore[arg-type]
     )
+    context = PlanContext(prices=prices, stops_early=True)
+    return choose_settled_early(from_plan or plan(), context)
 
 
 @pytest.mark.parametrize(

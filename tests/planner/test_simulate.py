@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_plan, build_schedule
+from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.planner.configured import build_plan, config_context
 from penstock.planner.cost.cluster import ADVANCE, SYNCHRONOUS, Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.pipeline import try_plan
 from penstock.planner.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation, simulate
-from penstock.planner.tuning.auto import config_terms
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program
@@ -281,7 +281,7 @@ def test_simulation_of_a_configuration(
 ) -> None:
     config, table = make_config("spipe", workers=2), make_table(12)
     plan = build_plan(config, table)
-    simulation = try_plan(plan, config_terms(config, table))
+    simulation = try_plan(plan, config_context(config, table))
     summary = simulation.summary()
     assert summary["makespan"] == summary["makespan_seconds"] == simulation.makespan_s > 0.0
     assert (summary["scheme"], summary["devices"], summary["micro_batches"]) == ("spipe", 2, 4)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from penstock.planner.build import ScheduleRequest
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.sources import Prices
+from penstock.planner.pipeline import PlanContext, make_plan
 from penstock.planner.settling import choose_settled_early
 from penstock.planner.simulate import simulate
-from penstock.planner.tuning.search import Limits, Outcome, Search, fragment
+from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.layout import TWO_COPIES, Storage
@@ -64,17 +67,57 @@ def space(**changes: object) -> Space:
     return Space(**{**values, **changes})  # type: ignore[arg-type]
 
 
+@dataclass(kw_only=True)
+class Model:
+    """What is searched for; ``asked`` for the blocks that are settled early, of these plans."""
+
+    pricer: Callable[[int], Prices] = prices
+    storage: Storage = TWO_COPIES
+    settles: bool = False
+    asked: list[Plan] = field(default_factory=list)
+
+    def context(self, micro_batch: int) -> PlanContext:
+        return PlanContext(prices=self.pricer(micro_batch))
+
+    def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
+        return make_plan(candidate.request, context)
+
+    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+        if not self.settles:
+            return plan
+        self.asked.append(plan)
+        return settled_early(plan, context.prices)
+
+    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
+        return host_bytes(plan, context.prices, storage=self.storage)
+
+
+def settled_early(plan: Plan, found: Prices) -> Plan:
+    return choose_settled_early(plan, PlanContext(prices=found, stops_early=True))
+
+
 def searched(where: Space, storage: Storage = TWO_COPIES, **limits: float) -> Search:
-    search = Search(pricer=prices, limits=Limits(**limits), storage=lambda plan: storage)  # type: ignore[arg-type]
+    search = Search(tuned=Model(storage=storage), **limits)  # type: ignore[arg-type]
     search.run(where)
     return search
+
+
+def candidate(**numbers: int) -> Candidate:
+    """GPipe, micro-batches of one sequence."""
+    request = ScheduleRequest(
+        scheme="gpipe",
+        recompute="none",
+        reduce_gradients="auto",
+        **numbers,  # type: ignore[arg-type]
+    )
+    return Candidate(request=request, micro_batch=1)
 
 
 def test_the_grid_has_what_schemes_accept() -> None:
     found = space(schemes=("1f1b", "spipe"), micro_batches=(2,)).candidates()
     shown = Counter(
-        (c.scheme, c.recompute, c.forward_stages, c.backward_stages, c.num_microbatches)
-        for c in found
+        (r.scheme, r.recompute, r.forward_stages, r.backward_stages, r.num_microbatches)
+        for r in (candidate.request for candidate in found)
     )
     assert shown == Counter(
         [
@@ -90,7 +133,8 @@ def test_the_grid_has_what_schemes_accept() -> None:
 def test_replicas_and_micro_batches_divide_the_batch() -> None:
     found = space(schemes=("gpipe",), recomputations=(("none", ()),), max_replicas=None)
     sizes = [
-        (c.num_devices, c.replicas, c.micro_batch, c.num_microbatches) for c in found.candidates()
+        (c.request.num_devices, c.request.replicas, c.micro_batch, c.request.num_microbatches)
+        for c in found.candidates()
     ]
     assert sorted(sizes) == sorted(
         (4 // replicas, replicas, size, 8 // replicas // size)
@@ -107,8 +151,8 @@ def test_the_fastest_is_found_and_the_rest_is_sorted() -> None:
     assert search.best is not None
     # Without limits: keep everything, two stages a device against bubbles, larger micro-batches.
     best = search.best.candidate
-    assert (best.scheme, best.recompute, best.micro_batch) == ("mobius", "none", 2)
-    assert (best.forward_stages, search.best.step_s) == (
+    assert (best.request.scheme, best.request.recompute, best.micro_batch) == ("mobius", "none", 2)
+    assert (best.request.forward_stages, search.best.step_s) == (
         8,
         pytest.approx(2 * 4 * 4.5 + 3 * 4.5, rel=0.01),
     )
@@ -140,26 +184,20 @@ def saturated(micro_batch: int) -> Prices:
 def test_the_winner_is_the_fastest_with_the_blocks_settled_early_that_shorten_it() -> None:
     """Where all blocks advance mobius wins; its tail is the shorter one."""
     where = space(schemes=("spipe", "mobius", "zb-h1"), micro_batches=(2,))
-    asked: list[Plan] = []
-
-    def settler(plan: Plan, prices: Prices) -> Plan:
-        asked.append(plan)
-        return choose_settled_early(plan, prices)
-
-    advancing = Search(pricer=saturated, limits=Limits())
-    settling = Search(pricer=saturated, limits=Limits(), settler=settler)
+    model = Model(pricer=saturated, settles=True)
+    advancing, settling = Search(tuned=Model(pricer=saturated)), Search(tuned=model)
     for search in (advancing, settling):
         search.run(where)
     assert advancing.best is not None and settling.best is not None
-    schemes = [search.best.candidate.scheme for search in (advancing, settling)]
+    schemes = [search.best.candidate.request.scheme for search in (advancing, settling)]
     assert schemes == ["mobius", "zb-h1"]
-    settled = [choose_settled_early(o.plan, saturated(2)) for o in advancing.outcomes]
+    settled = [settled_early(o.plan, saturated(2)) for o in advancing.outcomes]
     steps = [
         simulate(plan, saturated(2).costs, saturated(2).cluster).makespan_s for plan in settled
     ]
     assert settling.best.step_s == min(steps) < 0.97 * steps[0]
     assert settling.best.plan == settled[steps.index(min(steps))]
-    assert len(asked) < len(advancing.outcomes), "those that cannot win are left alone"
+    assert len(model.asked) < len(advancing.outcomes), "those that cannot win are left alone"
 
 
 def test_memory_limits_decide() -> None:
@@ -169,7 +207,7 @@ def test_memory_limits_decide() -> None:
     assert [o.device_bytes for o in tight.outcomes] == [least] * len(tight.outcomes)
     assert set(tight.left_out) <= {"device memory", "the same"}
     assert sum(tight.left_out.values()) + len(tight.outcomes) == len(space().candidates())
-    assert tight.best is not None and tight.best.candidate.recompute == "full"
+    assert tight.best is not None and tight.best.candidate.request.recompute == "full"
     # Eight blocks: two copies of weights and gradients, 12 bytes of master weight and moments.
     assert {o.host_bytes for o in roomy.outcomes} == {8 * (2 * 2 + 2 * 2 + 12)}
     small = searched(space(), Storage(split_master=True, single_gradients=tuple(range(8))))
@@ -181,8 +219,8 @@ def test_memory_limits_decide() -> None:
 def test_passes_are_tried_on_the_best() -> None:
     search = searched(space(schemes=("1f1b",), pass_sets=(("2bp",), ("mario",))))
     assert search.best is not None
-    assert search.best.candidate.passes == ("2bp",)
-    plain = [o for o in search.outcomes if not o.candidate.passes]
+    assert search.best.candidate.request.passes == ("2bp",)
+    plain = [o for o in search.outcomes if not o.candidate.request.passes]
     assert search.best.step_s < plain[0].step_s
 
 
@@ -202,7 +240,7 @@ def test_the_fragment_says_what_was_found() -> None:
 
 def test_progress_counts_to_the_end() -> None:
     calls: list[tuple[int, int, Outcome | None]] = []
-    search = Search(pricer=prices, limits=Limits())
+    search = Search(tuned=Model())
     search.run(space(schemes=("gpipe",)), lambda *call: calls.append(call))
     dones = [done for done, _, _ in calls]
     assert dones == list(range(len(calls)))
@@ -211,34 +249,28 @@ def test_progress_counts_to_the_end() -> None:
 
 
 def test_impossible_candidates_are_counted() -> None:
-    search = Search(pricer=prices, limits=Limits())
+    search = Search(tuned=Model())
     search.consider(
-        Candidate(
-            scheme="gpipe",
+        candidate(
             num_devices=4,
             replicas=1,
-            micro_batch=1,
             num_microbatches=8,
             forward_stages=5,
             backward_stages=5,
-            recompute="none",
         )
     )
     assert (search.outcomes, search.left_out) == ([], {"impossible": 1})
 
 
 def test_replicas_are_routes_of_one_plan() -> None:
-    search = Search(pricer=prices, limits=Limits())
+    search = Search(tuned=Model())
     search.consider(
-        Candidate(
-            scheme="gpipe",
+        candidate(
             num_devices=2,
             replicas=2,
-            micro_batch=1,
             num_microbatches=4,
             forward_stages=2,
             backward_stages=2,
-            recompute="none",
         )
     )
     [outcome] = search.outcomes

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.profile import GPU_GUESS, table_costs
 from penstock.planner.validate.check import PlanError, validate
 from penstock.protocol.config.schema import Config

@@ -24,7 +24,7 @@ from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.instructions import Program
 from penstock.protocol.plan.plan import Plan

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.models.data.batch import MicroBatch
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.simulate import simulate
 from penstock.protocol.config.schema import parse_config

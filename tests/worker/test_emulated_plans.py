@@ -23,7 +23,7 @@ from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.simulate import simulate
 from penstock.protocol.config.schema import Config, parse_config

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import Cluster as Machines
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Order, OrderedInstruction

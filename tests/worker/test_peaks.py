@@ -19,7 +19,7 @@ from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
-from penstock.planner.build import build_plan
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import CPU_GUESS, table_costs
 from penstock.planner.layout import OrderedInstruction

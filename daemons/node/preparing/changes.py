@@ -1,13 +1,20 @@
-"""What may change between the start of a run and its resume."""
+"""What may change between the start of a run and its resume.
+
+A resume must not change its plan because a search came out differently; so ``resolved.yaml`` holds
+the schedule that ``schedule: auto`` chose and what it was asked with, and the choice is kept until
+something that it depends on changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.planner.tuning.auto import asked_of, describe, settings_of
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.step import STEP_TERMS
 
@@ -146,6 +153,46 @@ def check_resume(changes: tuple[Change, ...], run_dir: Path, held: int | None) -
             " in with them. Go on with the old values first; when the run has saved, at its end or"
             " after Ctrl-C, they may change"
         )
+
+
+def keep_choice(config: Config, previous: Config | None, progress: Callable[[str], None]) -> Config:
+    """Returns the configuration with the schedule that ``auto`` chose for the run before, if it was
+    asked the same.
+
+    ``previous``: the run's configuration until now, ``None`` for a new run.
+    """
+    if config.schedule.scheme != AUTO or previous is None or previous.schedule.asked is None:
+        return config
+    before, after = _deciding(previous), _deciding(config)
+    before["schedule"], after["schedule"] = previous.schedule.asked, asked_of(config.schedule)
+    differing = [key for key in after if before[key] != after[key]]
+    if differing:
+        words = "; ".join(f"{key}: {before[key]!r} -> {after[key]!r}" for key in differing)
+        progress(f"schedule: auto chooses anew, because of {words}")
+        return config
+    progress(
+        f"schedule: auto keeps what it chose for this run: {describe(previous.schedule)} (for a new"
+        " search give another run.dir, or say the schedule)"
+    )
+    schedule = previous.schedule.model_copy(update=settings_of(config.schedule))
+    return config.model_copy(update={"schedule": schedule})
+
+
+def _deciding(config: Config) -> dict[str, Any]:
+    """Returns what the choice depends on beside the schedule's own keys."""
+    emulation = config.emulation.model_dump(mode="json", exclude={"scale", "time_scale"})
+    return {
+        "cluster.workers": config.cluster.workers,
+        "cluster.nodes": len(config.cluster.nodes),
+        "cluster.device": config.cluster.device,
+        "memory": config.memory.model_dump(),
+        "train.global_batch": config.train.global_batch,
+        "train.micro_batch": config.train.micro_batch,
+        "data.sequence_length": config.data.sequence_length,
+        "model": config.model.model_dump(mode="json"),
+        "optimizer.grad_dtype": config.optimizer.grad_dtype.value,
+        "emulation": emulation,
+    }
 
 
 def _held_out(config: Config) -> bool:

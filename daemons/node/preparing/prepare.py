@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.daemons.node.home import (
@@ -20,28 +19,23 @@ from penstock.daemons.node.home import (
     prepare_lock_path,
     settle_home,
 )
-from penstock.daemons.node.preparing.capacity import MachineMemory, Need, check_capacity, needs
+from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.changes import (
     Change,
     check_resume,
     edited_keys,
     find_changes,
     fixed_values,
+    keep_choice,
 )
-from penstock.daemons.node.preparing.choice import keep_choice, make_choice
-from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows, write_model
+from penstock.daemons.node.preparing.emulated import write_model
+from penstock.daemons.node.preparing.prospect import Progress, look_ahead
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.planner.cost.emulation import Emulation
-from penstock.planner.cost.prices import config_prices, optimizer_of
-from penstock.planner.cost.sources import Prices
-from penstock.planner.memory.table import MemoryRow, memory_table
-from penstock.planner.settling import choose_settled_early, is_to_choose
-from penstock.planner.tuning.smallest import plan_within_limit
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.config.values import AUTO, BYTE
 from penstock.protocol.errors import StateError
 from penstock.protocol.plan.placement import check_cores
-from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.files import holds_text, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
@@ -50,22 +44,10 @@ from penstock.shm.table import BlockTable
 PREVIOUS_PREPARATION_WAIT_S = 30.0
 """A preparation whose parent was killed dies with it, some moments later."""
 
-Progress = Callable[[str], None]
-
 _NOT_EXACT = (
     "warning: optimizer.rollback arithmetic is not exact: every step that is clipped, skipped or"
     " broken off is taken back with rounding errors, so two runs need not end with the same bits"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
-    """What a configuration leads to: its plan and its memory, needed and there."""
-
-    table: BlockTable
-    plan: Plan
-    rows: tuple[MemoryRow, ...]
-    needs: tuple[Need, ...]
 
 
 def prepare_run(
@@ -108,8 +90,8 @@ def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -
         directory.seal(fixed_values(config))
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
-    config = with_schedule(config, directory.table, directory.run_id, progress)
-    prospect = look_ahead(config, directory.table, directory.run_id)
+    prospect = look_ahead(config, directory.table, directory.run_id, progress)
+    config = prospect.config
     check_capacity(prospect.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.
     texts = {"resolved.yaml": config.to_yaml(), "plan.json": prospect.plan.to_json()}
@@ -119,67 +101,6 @@ def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -
             write_atomically(run_dir / name, text)
     directory.seal(fixed_values(config))
     return directory
-
-
-def look_ahead(config: Config, table: BlockTable, run_id: str | None) -> Prospect:
-    """Plan and memory of a configuration on this machine (all nodes on it).
-
-    Raises:
-        ConfigError: no plan can be built, or workers cannot run it.
-        CapacityError: devices have less than any plan of it needs.
-    """
-    place = _Place.of(config, table, run_id)
-    plan = plan_within_limit(config, place.table, place.prices)
-    if is_to_choose(config):
-        plan = choose_settled_early(plan, place.prices, optimizer_of(config))
-    return place.prospect(config, plan)
-
-
-def with_schedule(
-    config: Config, table: BlockTable, run_id: str | None, progress: Progress = lambda message: None
-) -> Config:
-    """With the schedule that ``schedule: auto`` stands for on this machine; any other
-    configuration as it is.
-
-    Raises:
-        ConfigError, CapacityError: as :func:`penstock.planner.tuning.auto.choose`.
-    """
-    place = _Place.of(config, table, run_id)
-    return make_choice(config, place.table, place.check, progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """What plans of a configuration are held against. ``table``: at full size; of emulated devices
-    the limits are those of the emulated machines. ``prices``: what the plan was made with, too.
-    """
-
-    table: BlockTable
-    prices: Prices
-    emulation: Emulation | None
-    machine: MachineMemory
-
-    @classmethod
-    def of(cls, config: Config, table: BlockTable, run_id: str | None) -> _Place:
-        machine = MachineMemory.probe(run_id)
-        emulation = Emulation.of(config) if config.cluster.platform.models_time else None
-        table = table if emulation is None else emulation.table
-        prices = config_prices(config, table)
-        return cls(table=table, prices=prices, emulation=emulation, machine=machine)
-
-    def prospect(self, config: Config, plan: Plan) -> Prospect:
-        nodes = range(len(config.cluster.nodes))
-        if self.emulation is None:
-            rows = memory_table(config, self.table, plan, self.prices.costs)
-            table = needs(config, rows, self.machine, nodes)
-        else:
-            rows = emulated_rows(config, self.emulation, plan)
-            table = emulated_needs(config, self.emulation, rows, self.machine, nodes)
-        return Prospect(table=self.table, plan=plan, rows=rows, needs=table)
-
-    def check(self, config: Config, plan: Plan) -> None:
-        """Refuse what does not fit."""
-        check_capacity(self.prospect(config, plan).needs)
 
 
 def table_of(config: Config) -> BlockTable:

@@ -1,0 +1,141 @@
+"""What a configuration leads to on this machine: its schedule, its plan, and its memory.
+
+Preparing a run and ``penstock plan`` look ahead by the same function. All nodes are taken to be on
+this machine. Emulated devices are held against the machines that they emulate; what is really
+stored, against this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.daemons.node.preparing.capacity import MachineMemory, Need, check_capacity, needs
+from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
+from penstock.planner.configured import config_context, plan_within_limit
+from penstock.planner.cost.costs import Costs
+from penstock.planner.cost.emulation import Emulation
+from penstock.planner.memory.table import MemoryRow, memory_table
+from penstock.planner.pipeline import PlanContext
+from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.tuning.auto import choose
+from penstock.planner.tuning.search import Outcome
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO
+from penstock.protocol.plan.plan import Plan
+from penstock.shm.table import BlockTable
+
+SAY_EVERY_S = 5.0
+"""How often a long search says how far it is."""
+
+Progress = Callable[[str], None]
+"""Takes a line of what is being done, or was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a configuration leads to: its plan and its memory, needed and there.
+
+    ``config``: with the schedule that ``schedule: auto`` stands for; ``choice`` says in words what
+    that came to, empty where nothing was to choose. ``table``: at full size. ``context``: what the
+    plan was made with.
+    """
+
+    config: Config
+    table: BlockTable
+    context: PlanContext
+    plan: Plan
+    rows: tuple[MemoryRow, ...]
+    needs: tuple[Need, ...]
+    choice: str
+
+
+def look_ahead(
+    config: Config,
+    table: BlockTable,
+    run_id: str | None,
+    progress: Progress = lambda message: None,
+) -> Prospect:
+    """Returns schedule, plan and memory of a configuration on this machine.
+
+    ``run_id``: whose memory may be used again. ``progress`` hears how far a search is, and what it
+    came to.
+
+    Raises:
+        ConfigError: no plan can be built, or workers cannot run it.
+        CapacityError: devices have less than any plan of it needs, or ``schedule: auto`` found
+            nothing that fits.
+    """
+    surroundings, choice = _Surroundings.of(config, table, run_id), ""
+    table = surroundings.table
+    if config.schedule.scheme == AUTO:
+        winner = choose(config, table, surroundings, _now_and_then(progress))
+        config, choice = winner.config, str(winner)
+        progress(choice)
+    context = config_context(config, table)
+    plan = plan_within_limit(config, table, context.prices)
+    if is_to_choose(config):
+        plan = choose_settled_early(plan, context)
+    rows, found = surroundings.memory(config, plan, context.prices.costs)
+    return Prospect(
+        config=config,
+        table=table,
+        context=context,
+        plan=plan,
+        rows=rows,
+        needs=found,
+        choice=choice,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surroundings:
+    """What plans of a configuration are held against; the limits of emulated devices are those of
+    the emulated machines. ``table``: at full size.
+    """
+
+    table: BlockTable
+    emulation: Emulation | None
+    machine: MachineMemory
+
+    @classmethod
+    def of(cls, config: Config, table: BlockTable, run_id: str | None) -> _Surroundings:
+        emulation = Emulation.of(config) if config.cluster.platform.models_time else None
+        return cls(
+            table=table if emulation is None else emulation.table,
+            emulation=emulation,
+            machine=MachineMemory.probe(run_id),
+        )
+
+    def memory(
+        self, config: Config, plan: Plan, costs: Costs
+    ) -> tuple[tuple[MemoryRow, ...], tuple[Need, ...]]:
+        """Returns what a plan needs, row by row, and its sums beside what is there."""
+        nodes = range(len(config.cluster.nodes))
+        if self.emulation is None:
+            rows = memory_table(config, self.table, plan, costs)
+            return rows, needs(config, rows, self.machine, nodes)
+        rows = emulated_rows(config, self.emulation, plan)
+        return rows, emulated_needs(config, self.emulation, rows, self.machine, nodes)
+
+    def check(self, config: Config, plan: Plan, costs: Costs) -> None:
+        """Refuses what does not fit.
+
+        Raises:
+            CapacityError: with the whole table.
+        """
+        check_capacity(self.memory(config, plan, costs)[1])
+
+
+def _now_and_then(progress: Progress) -> Callable[[int, int, Outcome | None], None]:
+    due_s = time.monotonic() + SAY_EVERY_S
+
+    def say(done: int, total: int, best: Outcome | None) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = time.monotonic() + SAY_EVERY_S
+            found = "" if best is None else f", best so far {best.candidate.request.scheme}"
+            progress(f"schedule: auto has tried {done} of {total} candidates{found}")
+
+    return say
