@@ -44,9 +44,11 @@ FLOORS = {
         memory
         orders
         validate simulate
-        passes render replicas settling torch_actions traces
+        passes render replicas torch_actions traces
         build
         pipeline
+        settling
+        configured
         tuning""",
     "models": """data step
         loss

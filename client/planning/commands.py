@@ -8,7 +8,7 @@ configuration), :mod:`penstock.client.planning.laboratory` (schemes and costs by
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -61,42 +61,29 @@ def plan(
         from penstock.client.planning import configured, laboratory
         from penstock.client.planning.outputs import Outputs
 
-        memory_limit_bytes = options.size("--memory", memory)
+        wanted: dict[str, Any] = {
+            "scheme": scheme,
+            "num_devices": devices,
+            "num_microbatches": micro_batches,
+            "stages_per_device": stages_per_device,
+            "forward_stages": forward_stages,
+            "backward_stages": backward_stages,
+            "recompute": options.recompute_mode(recompute),
+            "drop": options.names(drop),
+            "passes": options.names(passes),
+        }
         report: LabReport | PlanReport
         if config is not None:
-            options.require_nothing(
-                {
-                    "--scheme": scheme,
-                    "--devices": devices,
-                    "--micro-batches": micro_batches,
-                    "--stages-per-device": stages_per_device,
-                    "--forward-stages": forward_stages,
-                    "--backward-stages": backward_stages,
-                    "--recompute": recompute,
-                    "--drop": drop,
-                    "--passes": passes,
-                    "--memory": memory,
-                }
-            )
+            options.require_nothing({**wanted, "memory": memory})
             report = configured.make_report(load(config, settings), options.profile_path(costs))
         else:
             options.require_configuration(settings)
-            request = laboratory.request_of(
-                scheme,
-                devices,
-                micro_batches,
-                stages_per_device=stages_per_device,
-                forward_stages=forward_stages,
-                backward_stages=backward_stages,
-                recompute=options.recompute_mode(recompute),
-                recompute_after=options.recompute_after(recompute_after),
-                drop=options.names(drop),
-                passes=options.names(passes),
-            )
+            after = options.recompute_after(recompute_after)
+            request = laboratory.request_of(**wanted, recompute_after=after)
             conditions = laboratory.Conditions(
                 costs=costs or "unit",
                 optimizer=options.optimizer_name(optimizer),
-                memory_limit_bytes=memory_limit_bytes,
+                memory_limit_bytes=options.size("--memory", memory),
                 search_s=search,
             )
             report = laboratory.make_lab_report(request, conditions)

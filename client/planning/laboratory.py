@@ -73,7 +73,7 @@ class Conditions:
 
 
 def request_of(
-    scheme: str | None, num_devices: int | None, num_microbatches: int | None, **others: Any
+    *, scheme: str | None, num_devices: int | None, num_microbatches: int | None, **others: Any
 ) -> ScheduleRequest:
     """Returns what the options ask for: 4 devices and 2 micro-batches per device unless given.
 

@@ -209,31 +209,32 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
-def require_nothing(given: Mapping[str, object]) -> None:
-    """Beside a configuration, its keys say what these options would.
+_OPTION_AND_KEY = MappingProxyType(
+    {
+        "scheme": ("--scheme", "schedule.scheme"),
+        "num_devices": ("--devices", "cluster.workers"),
+        "num_microbatches": ("--micro-batches", "train.micro_batch"),
+        "stages_per_device": ("--stages-per-device", "schedule.forward_stages"),
+        "forward_stages": ("--forward-stages", "schedule.forward_stages"),
+        "backward_stages": ("--backward-stages", "schedule.backward_stages"),
+        "recompute": ("--recompute", "schedule.recompute"),
+        "drop": ("--drop", "schedule.recompute"),
+        "passes": ("--passes", "schedule.passes"),
+        "memory": ("--memory", "memory.device_limit"),
+    }
+)
+
+
+def require_nothing(wanted: Mapping[str, object]) -> None:
+    """Refuses options beside a configuration, whose keys say what they would.
 
     Raises:
         ConfigError: an option was given; says which, and what to write instead.
     """
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(f"{option}: with a configuration write --set {_KEY_OF[option]}=…")
-
-
-_KEY_OF = MappingProxyType(
-    {
-        "--scheme": "schedule.scheme",
-        "--devices": "cluster.workers",
-        "--micro-batches": "train.micro_batch",
-        "--stages-per-device": "schedule.forward_stages",
-        "--forward-stages": "schedule.forward_stages",
-        "--backward-stages": "schedule.backward_stages",
-        "--recompute": "schedule.recompute",
-        "--drop": "schedule.recompute",
-        "--passes": "schedule.passes",
-        "--memory": "memory.device_limit",
-    }
-)
+    for field, value in wanted.items():
+        if value not in (None, ()):
+            option, key = _OPTION_AND_KEY[field]
+            raise ConfigError(f"{option}: with a configuration write --set {key}=…")
 
 
 def require_configuration(settings: list[str] | None) -> None:
