@@ -26,6 +26,7 @@ from penstock.client.planning import options
 if TYPE_CHECKING:
     from penstock.client.planning.configured import PlanReport
     from penstock.client.planning.laboratory import LabReport
+    from penstock.client.planning.outputs import Outputs
 
 
 def plan(
@@ -78,18 +79,16 @@ def plan(
             report = configured.make_report(load(config, settings), options.profile_path(costs))
         else:
             options.require_configuration(settings)
-            after = options.recompute_after(recompute_after)
-            request = laboratory.request_of(**wanted, recompute_after=after)
+            wanted["recompute_after"] = options.recompute_after(recompute_after)
             conditions = laboratory.Conditions(
                 costs=costs or "unit",
                 optimizer=options.optimizer_name(optimizer),
                 memory_limit_bytes=options.size("--memory", memory),
                 search_s=search,
             )
-            report = laboratory.make_lab_report(request, conditions)
+            report = laboratory.make_lab_report(laboratory.request_of(**wanted), conditions)
         outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
-        outputs.write(report.simulation, report.caption)
-        _print(report, as_json, show)
+        _finish(report, outputs, as_json, show)
 
 
 def simulate(
@@ -120,8 +119,7 @@ def simulate(
         )
         report = make_simulation_report(plan_file, options.names(passes), conditions)
         outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
-        outputs.write(report.simulation, report.caption)
-        _print(report, as_json, show)
+        _finish(report, outputs, as_json, show)
 
 
 def profile(
@@ -249,7 +247,11 @@ Simulates a grid and leaves out early what cannot fit or cannot be faster than t
 table's last row. Then tries passes on the best of it."""
 
 
-def _print(report: LabReport | PlanReport, as_json: bool, show: str | None) -> None:
+def _finish(
+    report: LabReport | PlanReport, outputs: Outputs, as_json: bool, show: str | None
+) -> None:
+    """Writes the files that were asked for, and prints the report."""
+    outputs.write(report.simulation, report.caption)
     instructions = options.shows_instructions(show)
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
