@@ -22,12 +22,14 @@ _HATCH = (
 
 
 def svg(simulation: Picturable, caption: Caption | None = None) -> str:
-    """The chart of a simulation (:func:`penstock.planner.render.chart.chart`) as SVG."""
+    """Returns the chart of a simulation (:func:`penstock.planner.render.chart.chart`) as an SVG
+    document.
+    """
     return svg_of(chart(simulation, caption))
 
 
 def svg_of(drawing: Drawing) -> str:
-    """A drawing as a standalone SVG document."""
+    """Returns a drawing as a standalone SVG document."""
     width, height = _number(drawing.width), _number(drawing.height)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
@@ -77,18 +79,20 @@ if TYPE_CHECKING:
 _DPI = 144
 _PIXELS_PER_INCH = 96.0
 _MAX_PIXELS = 30_000
-"""Of a side: the largest that the Agg backend draws is 65535."""
+"""No side is longer: the largest picture that the Agg backend draws has 65535 pixels."""
 _POINTS_PER_PIXEL = 72.0 / _PIXELS_PER_INCH
 _ALIGNMENT = {Anchor.START: "left", Anchor.MIDDLE: "center", Anchor.END: "right"}
 
 
 def png(simulation: Picturable, caption: Caption | None = None) -> bytes:
-    """The chart of a simulation (:func:`penstock.planner.render.chart.chart`) as a PNG file."""
+    """Returns the chart of a simulation (:func:`penstock.planner.render.chart.chart`) as a PNG
+    file.
+    """
     return png_of(chart(simulation, caption))
 
 
 def png_of(drawing: Drawing) -> bytes:
-    """A drawing as a PNG file."""
+    """Returns a drawing as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -107,7 +111,7 @@ def png_of(drawing: Drawing) -> bytes:
 
 
 def _paint(axes: Axes, drawing: Drawing) -> None:
-    """Collections, one for each look: thousands of single patches would take many seconds."""
+    """Paints one collection for each look: thousands of single patches would take many seconds."""
     rectangles = [s for s in drawing.shapes if isinstance(s, Rectangle)]
     lines = [s for s in drawing.shapes if isinstance(s, LineSegment)]
     _paint_lines(axes, [line for line in lines if not line.dashed], order=1)
@@ -170,10 +174,10 @@ def _paint_lines(axes: Axes, lines: Sequence[LineSegment], *, order: int) -> Non
 
 
 def compared_svg(upper: Panel, lower: Panel) -> str:
-    """As a standalone SVG document."""
+    """Returns two time lines, one over the other on one axis, as an SVG document."""
     return svg_of(compared(upper, lower))
 
 
 def compared_png(upper: Panel, lower: Panel) -> bytes:
-    """As a PNG file."""
+    """Returns two time lines, one over the other on one axis, as a PNG file."""
     return png_of(compared(upper, lower))

@@ -14,9 +14,10 @@ _READABLE = 0.7
 
 
 def timeline(simulation: Picturable, *, width: int = 100, abstract: bool = False) -> str:
-    """Compute streams of the devices, and the optimizers of the nodes where they take time.
+    """Returns the compute streams of the devices, and the optimizers of the nodes where they take
+    time.
 
-    At most ``width`` characters are the makespan; with ``abstract`` times a whole number of
+    The makespan takes at most ``width`` characters; with ``abstract`` times a whole number of
     characters is one unit, if there is room. The last line explains the names of the pieces.
     """
     rows = [row for row in rows_of(simulation) if row.lane in (Lane.COMPUTE, Lane.OPTIMIZER)]
@@ -36,7 +37,7 @@ def timeline(simulation: Picturable, *, width: int = 100, abstract: bool = False
 
 
 def _scale(makespan_s: float, width: int, abstract: bool) -> float:
-    """Characters per second (or unit)."""
+    """Returns characters per second (or per unit)."""
     if makespan_s <= 0.0:
         return 0.0
     scale = width / makespan_s
@@ -69,7 +70,9 @@ def _explanation(naming: int, codes: Set[str]) -> str:
 
 
 def _choose_naming(spans: Sequence[Span], scale: float) -> int:
-    """The most telling way that most pieces have room for; stages only where devices have some."""
+    """Returns the most telling way of naming that most pieces have room for; it names stages only
+    where devices have several.
+    """
     compute = [span for span in spans if span.lane is Lane.COMPUTE]
     pairs = {(span.place, span.label.split()[0], numbers_of(span)[0]) for span in compute}
     several = len(pairs) > len({(place, code) for place, code, _ in pairs})

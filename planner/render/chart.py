@@ -47,7 +47,7 @@ Shape = Rectangle | LineSegment | Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caption:
-    """What stands above the chart: ``heading`` names the schedule; ``unit`` of its times."""
+    """What stands above the chart. ``heading`` names the schedule; times are in ``unit``."""
 
     heading: str = ""
     unit: TimeUnit = SECONDS
@@ -55,7 +55,7 @@ class Caption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Heights:
-    """Of a compute row, of a thin track, and of the gap between devices."""
+    """Heights in pixels of a compute row, of a thin track, and of the gap between devices."""
 
     compute: float
     thin: float
@@ -63,7 +63,7 @@ class _Heights:
 
     @classmethod
     def of(cls, num_devices: int) -> _Heights:
-        """Large pictures stay usable: less high, without losing rows."""
+        """Returns lower rows for more devices: large pictures stay usable without losing rows."""
         if num_devices <= 16:
             return cls(compute=26.0, thin=8.0, gap=8.0)
         if num_devices <= 64:
@@ -72,7 +72,7 @@ class _Heights:
 
 
 def chart(simulation: Picturable, caption: Caption | None = None) -> Drawing:
-    """The whole picture; its width is fixed, its height follows from the rows."""
+    """Returns the whole picture. Its width is fixed, its height follows from the rows."""
     return _Chart(simulation, caption or Caption()).draw()
 
 
@@ -115,7 +115,7 @@ class _Chart:
             yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
 
     def _marks(self, bottom: float) -> Iterator[Shape]:
-        """Where the pipeline ends, if something comes after it."""
+        """Marks where the pipeline ends, if something comes after it."""
         simulation = self._simulation
         if simulation.optimizer_tail_s <= 0.0:
             return
@@ -148,7 +148,7 @@ class _Chart:
         return shapes, y
 
     def _names(self, rows: list[ChartRow], y: float) -> Iterator[Shape]:
-        """Names of the rows on the left, and how idle a device is on the right."""
+        """Writes the names of the rows on the left, and how idle a device is on the right."""
         heights = self._heights
         size = 12.0 if heights.compute >= 16.0 else 9.0
         for row in rows:
@@ -202,7 +202,7 @@ class _Chart:
     def _boxes(
         self, spans: Iterable[Span], shades: dict[tuple[str, int], tuple[int, int]]
     ) -> Iterator[_Box]:
-        """One box a span; very narrow neighbours of one colour become one."""
+        """Makes one box of each span; very narrow neighbours of one colour become one."""
         pending: _Box | None = None
         for span in spans:
             box = self._box(span, shades)
@@ -244,7 +244,9 @@ class _Chart:
         )
 
     def _legend(self, y: float) -> tuple[list[Shape], float]:
-        """The kinds that occur, and how to read the rest; lines as needed."""
+        """Explains the kinds of work that occur and how to read the rest, in as many lines as it
+        takes. Returns the shapes and the height at which they end.
+        """
         present = {
             span.label.split(" ", 1)[0]
             for row in self._rows
@@ -276,14 +278,16 @@ class _Chart:
 
 
 def _largest_number(rows: Iterable[ChartRow]) -> int:
-    """The largest micro-batch: where it has no room, no other is shown either."""
+    """Returns the largest micro-batch: where it has no room, no other is shown either."""
     spans = (s for row in rows for track in row.tracks for s in track)
     texts = (_box_text(span) for span in spans if span.lane is Lane.COMPUTE)
     return max((int(text.rstrip("+")) for text in texts if text), default=0)
 
 
 def _box_text(span: Span) -> str:
-    """The micro-batch, the first of several with a plus; of copies and optimizers the stage."""
+    """Returns the micro-batch, the first of several with a plus; of copies and optimizers the
+    stage.
+    """
     stage, batches = numbers_of(span)
     if span.lane is Lane.COMPUTE:
         first, _, rest = batches.partition(",")
@@ -296,7 +300,9 @@ _LANE_NAMES = {"link": "send", "reduce": "collective"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Box:
-    """A span, or several narrow ones, between two positions; ``digits``: room the text needs."""
+    """A span, or several narrow ones, between two positions. ``digits``: room that the text
+    needs.
+    """
 
     x: float
     end: float
@@ -355,7 +361,7 @@ _BELOW = 30.0
 
 
 def compared(upper: Panel, lower: Panel) -> Drawing:
-    """Both charts; the axis is as long as the longer of the two."""
+    """Returns both charts, the first above. The axis is as long as the longer time line."""
     axis_s = max(upper[0].makespan_s, lower[0].makespan_s)
     shapes: list[Shape] = []
     y = 0.0
@@ -378,13 +384,13 @@ class _Panel(_Chart):
         self._scale = _CHART_WIDTH / axis_s if axis_s > 0.0 else 0.0
 
     def body(self) -> tuple[list[Shape], float]:
-        """Its shapes from 0 down, and its height."""
+        """Returns the chart's shapes from 0 down, and its height in pixels."""
         rows, bottom = self._all_rows()
         shapes = [*self._title(), *self._axis(bottom), *rows, *self._marks(bottom)]
         return shapes, bottom + _BELOW
 
     def legend_with(self, other: _Panel, y: float) -> tuple[list[Shape], float]:
-        """The legend of both."""
+        """Returns the legend of both charts, and the height at which it ends."""
         self._rows = (*other._rows, *self._rows)
         return self._legend(y)
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 
 class Anchor(StrEnum):
-    """Which end of a text its position is."""
+    """Which end of a text lies at its position."""
 
     START = "start"
     MIDDLE = "middle"
@@ -23,7 +23,9 @@ class Anchor(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """Filled; ``outlined`` in white; ``title`` is shown while a mouse points at it."""
+    """A filled rectangle, which may be outlined in white. ``title`` is shown while a mouse points
+    at it.
+    """
 
     x: float
     y: float
@@ -37,7 +39,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineSegment:
-    """From one point to another."""
+    """A straight line from one point to another."""
 
     x1: float
     y1: float
@@ -49,7 +51,7 @@ class LineSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """``y`` is the middle of the line; ``size`` in pixels."""
+    """A line of text. ``y`` is the middle of the line; ``size`` is in pixels."""
 
     x: float
     y: float
@@ -61,13 +63,13 @@ class Text:
 
     @property
     def width(self) -> float:
-        """An estimate, good enough to see whether the text fits somewhere."""
+        """An estimate in pixels, good enough to see whether the text fits somewhere."""
         return 0.6 * self.size * len(self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """Painted in the order of its shapes, on white."""
+    """Shapes on white, painted in their order. ``width`` and ``height`` are in pixels."""
 
     width: float
     height: float
@@ -75,9 +77,9 @@ class Drawing:
 
 
 GRID = "#d9dee3"
-"""Lines of the time axis."""
+"""Colour of the lines of the time axis."""
 IDLE = "#e9ecef"
-"""Where a device does not compute."""
+"""Colour of the time in which a device does not compute."""
 INK = "#222222"
 FAINT_INK = "#6b7480"
 
@@ -114,18 +116,20 @@ KINDS: Mapping[str, WorkKind] = MappingProxyType(
         "checkpoint": WorkKind(name="send checkpoint", colour="#f3d98b"),
     }
 )
-"""By the first word of a span's label, in the order of the legend."""
+"""Kinds of work by the first word of a span's label, in the order of the legend."""
 
 _OTHER = WorkKind(name="other", colour="#999999")
 
 
 def kind_of(label: str) -> WorkKind:
-    """The kind of a span by its label, such as ``F 3 0``."""
+    """Returns the kind of work of a span by its label, such as ``F 3 0``."""
     return KINDS.get(label.split(" ", 1)[0], _OTHER)
 
 
 def shade(colour: str, index: int, count: int) -> str:
-    """Shade ``index`` of ``count``: from light to dark, the colour itself where there is one."""
+    """Returns shade ``index`` of ``count``, from light to dark; the colour itself where there is
+    only one.
+    """
     if count <= 1:
         return colour
     position = index / (count - 1)
@@ -135,7 +139,7 @@ def shade(colour: str, index: int, count: int) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
+    """Returns black or white, whichever is easier to read on a colour."""
     red, green, blue = _channels(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140.0 else INK
 

@@ -17,23 +17,25 @@ _FAMILY = {"F": "forward", "R": "backward", "B": "backward", "BI": "backward", "
 
 
 class Picturable(Protocol):
-    """What a picture needs of a :class:`~penstock.planner.simulate.Simulation`."""
+    """What a picture needs of a :class:`~penstock.planner.simulate.Simulation`. All times are in
+    seconds.
+    """
 
     @property
     def makespan_s(self) -> float:
-        """End of everything."""
+        """When everything has ended."""
 
     @property
     def pipeline_s(self) -> float:
-        """End of the last compute instruction."""
+        """When the last compute instruction has ended."""
 
     @property
     def optimizer_tail_s(self) -> float:
-        """What comes after it."""
+        """How long the optimizer works after that."""
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the pipeline's time in which devices do not compute."""
+        """The share of the pipeline's time in which devices do not compute."""
 
     @property
     def devices(self) -> tuple[DeviceTimes, ...]:
@@ -48,9 +50,8 @@ class Picturable(Protocol):
 class ChartRow:
     """One resource: a stream of a device, what a device sends, or the optimizer of a node.
 
-    What a device updates itself is in its compute row: it occupies that stream.
-
-    ``tracks``: spans by start, none overlapping another of its track (but in the last).
+    What a device updates itself is in its compute row, whose stream it occupies. ``tracks`` are
+    spans by start; none overlaps another of its track, but in the last one.
     """
 
     lane: Lane
@@ -59,9 +60,10 @@ class ChartRow:
 
 
 def rows_of(simulation: Picturable) -> tuple[ChartRow, ...]:
-    """Devices first, the compute stream of each above its copies and links, then the nodes.
+    """Returns the rows of the devices, the compute stream of each above its copies and links, then
+    those of the nodes.
 
-    Rows with nothing to see (no span takes time) are left out, but for compute streams.
+    Rows without a span that takes time are left out, but for compute streams.
     """
     found: dict[tuple[Lane, int], list[Span]] = defaultdict(list)
     for device in range(len(simulation.devices)):
@@ -97,7 +99,9 @@ def _tracks(spans: Iterable[Span]) -> tuple[tuple[Span, ...], ...]:
 
 
 def numbers_of(span: Span) -> tuple[int | None, str]:
-    """Stage (or block) and micro-batches of a span's label: ``F 3 0`` is stage 3, ``"0"``."""
+    """Returns stage (or block) and micro-batches of a span's label: ``F 3 0`` is stage 3,
+    ``"0"``.
+    """
     words = span.label.split()[1:]
     stage = int(words[0]) if words and words[0].isdigit() else None
     batches = words[1] if len(words) > 1 and words[1][:1].isdigit() else ""
@@ -105,7 +109,8 @@ def numbers_of(span: Span) -> tuple[int | None, str]:
 
 
 def shades_of(spans: Sequence[Span]) -> dict[tuple[str, int], tuple[int, int]]:
-    """``(code, stage)`` of one device's work: which of its stages that is, and of how many.
+    """Returns, by ``(code, stage)`` of one device's work, which of its stages that is, and of how
+    many.
 
     Forward and backward stages are counted apart: a device's second forward stage has the same
     shade whether it is stage 4 of 8, or the first of Chimera's other direction.

@@ -16,14 +16,18 @@ class TimeUnit:
     abstract: bool
 
     def format(self, seconds: float, *, digits: int = 4) -> str:
-        """``1.25 s``, ``3.1 ms``; a bare number where units are abstract."""
+        """Returns a time such as ``1.25 s`` or ``3.1 ms``, and a bare number where units are
+        abstract.
+        """
         if self.abstract:
             return f"{seconds:.6g}"
         factor, name = self._scale(abs(seconds))
         return f"{seconds / factor:.{digits}g} {name}"
 
     def ticks(self, end_s: float, *, at_most: int) -> tuple[tuple[float, str], ...]:
-        """Round times from 0 to ``end_s`` with their texts; the unit stands at the last one."""
+        """Returns round times from 0 to ``end_s`` with their texts; the last one carries
+        the unit.
+        """
         if end_s <= 0.0:
             return ((0.0, "0"),)
         factor, name = (1.0, "") if self.abstract else self._scale(end_s)
@@ -39,13 +43,13 @@ class TimeUnit:
 
 
 SECONDS = TimeUnit(abstract=False)
-"""What profiles and analytic models give."""
+"""The unit of profiles and analytic models."""
 ABSTRACT = TimeUnit(abstract=True)
-"""What unit costs give."""
+"""The unit of unit costs."""
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``1.5 GiB``."""
+    """Returns bytes in binary units, such as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024.0:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -54,6 +58,6 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, … (or 0.1, 0.2, …) that is not below ``least``."""
+    """Returns the smallest of 1, 2, 5, 10, 20, … (or 0.1, 0.2, …) that is not below ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * nice for nice in _NICE_STEPS if power * nice >= least * (1.0 - 1e-9))

@@ -25,8 +25,8 @@ from penstock.shm.table import BlockTable
 
 
 def program_grid(programs: Sequence[Program], *, mark: tuple[int, int] | None = None) -> str:
-    """All instructions of all devices; ``mark`` (device, position) stands between ``>>`` and
-    ``<<``.
+    """Returns all instructions of all devices as text: a column for each device, a row for each
+    position. The instruction at ``mark`` (device, position) stands between ``>>`` and ``<<``.
     """
     columns: list[list[str]] = []
     for device, program in enumerate(programs):
@@ -44,10 +44,11 @@ def program_grid(programs: Sequence[Program], *, mark: tuple[int, int] | None = 
 
 
 class PlanError(ConfigError):
-    """A plan breaks a rule. ``device`` and ``position`` say where, ``reason`` why, ``source`` where
-    the plan comes from, if somebody set it.
+    """A plan breaks a rule.
 
-    Its text shows the whole grid, which is drawn only when somebody looks.
+    ``device`` and ``position`` say where, ``reason`` says why. ``source`` names where the plan
+    comes from, if somebody set it. The text shows the whole grid, which is drawn only when somebody
+    looks.
     """
 
     def __init__(self, programs: Sequence[Program], message: str, error: RuleError) -> None:
@@ -60,7 +61,7 @@ class PlanError(ConfigError):
 
     @classmethod
     def at_step(cls, programs: Sequence[Program], name: str, error: RuleError) -> PlanError:
-        """An instruction of programs called ``name`` breaks a rule."""
+        """Returns the error of an instruction in programs that are called ``name``."""
         program = programs[error.device]
         step = f" ({program[error.position]})" if error.position < len(program) else ""
         message = f"{name}: device {error.device}, instruction {error.position}{step}"
@@ -79,11 +80,11 @@ def validate(
     memory_limit: float | None = None,
     devices_per_node: int | None = None,
 ) -> None:
-    """Check a plan.
+    """Checks a plan, its training programs and its evaluation programs.
 
-    With ``table`` the plan must cover its blocks; with ``costs`` and ``memory_limit`` (bytes) no
-    device may need more; with ``devices_per_node`` updates must run on the node that owns the
-    block.
+    With ``table`` the plan must cover the table's blocks. With ``costs`` and ``memory_limit``
+    (bytes) no device may need more. With ``devices_per_node`` updates must run on the node that
+    owns the block.
 
     Raises:
         PlanError: a program breaks a rule, or memory is short (at the step that needs most).

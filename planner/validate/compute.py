@@ -1,7 +1,7 @@
 """Rules of FORWARD, RECOMPUTE, BACKWARD and its halves.
 
-Each function returns the event that the device has to wait for, or ``None`` when the instruction
-has run.
+Each function checks an instruction and lets it happen. It returns the event that the device has to
+wait for, or ``None`` when the instruction has run. It raises :class:`.world.RuleBroken`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from penstock.protocol.plan.instructions import (
 
 
 def forward(world: World, device: DeviceState, work: Forward) -> Event | None:
-    """Takes the batch or an activation; leaves what somebody needs of its output and its graph."""
+    """Takes the batch or an activation, and leaves what somebody needs of its output and
+    its graph.
+    """
     s, m = work.stage, work.micro_batch
     index = _check_work(world, device, world.forward, s, m, world.forward.done)
     _check_keep(world, work)
@@ -67,7 +69,9 @@ def _check_keep(world: World, work: Forward) -> None:
 
 
 def _leave_output(world: World, device: DeviceState, stage: int, micro_batch: int) -> None:
-    """The output is the next forward's input, or a checkpoint where that forward is left out."""
+    """Leaves the output as the next forward's input, or as a checkpoint where that forward is left
+    out.
+    """
     layout = world.layout
     if layout.is_last_forward(stage):
         return
@@ -79,7 +83,7 @@ def _leave_output(world: World, device: DeviceState, stage: int, micro_batch: in
 
 
 def recompute(world: World, device: DeviceState, work: Recompute) -> Event | None:
-    """Takes a checkpoint, or what a selective forward kept; leaves a graph."""
+    """Takes a checkpoint, or what a selective forward kept, and leaves a graph."""
     b, m = work.stage, work.micro_batch
     side = world.backward
     index = _check_work(world, device, side, b, m, side.recomputed)
@@ -103,7 +107,9 @@ def recompute(world: World, device: DeviceState, work: Recompute) -> Event | Non
 
 
 def backward(world: World, device: DeviceState, work: Backward | BackwardInput) -> Event | None:
-    """Takes a graph and a gradient; leaves the input gradient, and BACKWARD the weight gradient."""
+    """Takes a graph and a gradient, and leaves the input gradient; BACKWARD leaves the weight
+    gradient too.
+    """
     b, m = work.stage, work.micro_batch
     side = world.backward
     index = _check_work(world, device, side, b, m, side.done)
@@ -135,7 +141,7 @@ def backward(world: World, device: DeviceState, work: Backward | BackwardInput) 
 
 
 def backward_weight(world: World, device: DeviceState, work: BackwardWeight) -> None:
-    """Takes what BACKWARD_INPUTs left. It reads no weights, so none need to be here."""
+    """Takes what BACKWARD_INPUTs left. It reads no weights, so none need to be on the device."""
     side = world.backward
     if not work.micro_batches:
         raise RuleBroken("it names no micro-batch")
@@ -151,7 +157,9 @@ def backward_weight(world: World, device: DeviceState, work: BackwardWeight) -> 
 def _check_work(
     world: World, device: DeviceState, side: Side, stage: int, micro_batch: int, done: bytearray
 ) -> int:
-    """The stage exists, is this device's, and has not taken this micro-batch before; its index."""
+    """Checks that the stage exists, is this device's, and has not taken this micro-batch before.
+    Returns the index of the work in ``done``.
+    """
     count = len(world.route_of)
     if stage >= len(side.stages):
         raise RuleBroken(f"there are {len(side.stages)} {side.phase} stages, numbered from 0")
@@ -176,7 +184,9 @@ def _check_swap(graph: Graph | None) -> None:
 
 
 def _buffer(world: World, device: DeviceState, stage: int, graph: Graph | None) -> Buffer:
-    """The weights that a backward stage uses: those of its graph, unless they are found anew."""
+    """Returns the weights that a backward stage uses: those of its graph, unless they are found
+    anew.
+    """
     if graph is not None and not world.rules.rebinds_weights:
         return graph.buffer
     return weights_of_backward(world, device, stage)
@@ -195,7 +205,9 @@ def _wait_for_gradient(
 def _take(
     world: World, device: DeviceState, event: Event, source: int, *, consume: bool = True
 ) -> Event | None:
-    """Consume an input; returns it when it has not been sent yet (the device waits)."""
+    """Consumes an input. Returns its event when it has not been sent yet, so that the
+    device waits.
+    """
     if source == device.index:
         if event not in device.held:
             name = world.events.describe(event)

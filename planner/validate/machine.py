@@ -12,12 +12,7 @@ from typing import Any
 
 from penstock.planner.layout import StageLayout
 from penstock.planner.tensors import Send, transferred
-from penstock.planner.validate import compute
-from penstock.planner.validate import machine as endings
-from penstock.planner.validate import moves as gradients
-from penstock.planner.validate import moves as swaps
-from penstock.planner.validate import moves as transfers
-from penstock.planner.validate import moves as weights
+from penstock.planner.validate import compute, moves
 from penstock.planner.validate.moves import places_of
 from penstock.planner.validate.world import (
     DeviceState,
@@ -52,15 +47,17 @@ from penstock.protocol.plan.instructions import (
 )
 
 _Rule = Callable[[World, DeviceState, Any], Event | None]
-"""Checks an instruction and lets it happen, or returns what it waits for."""
+"""A rule checks an instruction and lets it happen, or returns the event that the device
+waits for.
+"""
 
 _EVALUATION: Mapping[type[Instruction], _Rule] = MappingProxyType(
     {
         Forward: compute.forward,
-        SendActivation: transfers.send,
-        RecvActivation: transfers.receive,
-        FetchWeights: weights.fetch,
-        ReleaseWeights: weights.release,
+        SendActivation: moves.send,
+        RecvActivation: moves.receive,
+        FetchWeights: moves.fetch,
+        ReleaseWeights: moves.release,
     }
 )
 
@@ -71,15 +68,15 @@ _TRAINING: Mapping[type[Instruction], _Rule] = MappingProxyType(
         Backward: compute.backward,
         BackwardInput: compute.backward,
         BackwardWeight: compute.backward_weight,
-        SendGradient: transfers.send,
-        SendCheckpoint: transfers.send,
-        RecvGradient: transfers.receive,
-        RecvCheckpoint: transfers.receive,
-        ReduceGradients: gradients.reduce,
-        OffloadGradients: gradients.offload,
-        SwapOut: swaps.swap_out,
-        SwapIn: swaps.swap_in,
-        Update: gradients.update,
+        SendGradient: moves.send,
+        SendCheckpoint: moves.send,
+        RecvGradient: moves.receive,
+        RecvCheckpoint: moves.receive,
+        ReduceGradients: moves.reduce,
+        OffloadGradients: moves.offload,
+        SwapOut: moves.swap_out,
+        SwapIn: moves.swap_in,
+        Update: moves.update,
     }
 )
 
@@ -88,7 +85,7 @@ class AbstractMachine:
     """Runs the programs of all devices to the end.
 
     Raises (from :meth:`run`):
-        RuleError: with the first place at which a rule is broken.
+        RuleError: the first place at which a rule is broken.
     """
 
     def __init__(
@@ -98,19 +95,19 @@ class AbstractMachine:
         self._table = _EVALUATION if rules.evaluation else _TRAINING
 
     def run(self) -> None:
-        """Run everything, then check that nothing is missing or left over."""
+        """Runs everything, then checks that nothing is missing or left over."""
         world = self._world
         while world.ready:
             self._advance(world.devices[world.ready.pop()])
-        endings.check_deadlock(world)
+        check_deadlock(world)
         for device in world.devices:
-            endings.check_leftovers(world, device)
-        endings.check_complete(world)
-        endings.check_channels(world)
-        endings.check_collectives(world)
+            check_leftovers(world, device)
+        check_complete(world)
+        check_channels(world)
+        check_collectives(world)
 
     def _advance(self, device: DeviceState) -> None:
-        """Run a device as far as it goes."""
+        """Runs a device as far as it goes."""
         world = self._world
         program = world.programs[device.index]
         try:
@@ -129,11 +126,11 @@ class AbstractMachine:
 
 
 _SHOWN_WAITS = 16
-"""Devices that a deadlock message lists at most."""
+"""A deadlock message lists at most so many devices."""
 
 
 def check_deadlock(world: World) -> None:
-    """Raise when devices wait; the message says for whom each waits."""
+    """Raises ``RuleError`` when devices wait; the message says for whom each of them waits."""
     stuck: list[tuple[bool, int, str]] = []
     for event, devices in world.waiting.items():
         for device in devices:
@@ -155,7 +152,7 @@ def check_deadlock(world: World) -> None:
 
 
 def _fate(world: World, event: Event) -> tuple[bool, str]:
-    """Whether the event would still happen if its device went on, and how to say it."""
+    """Returns whether the event would still happen if its device went on, and words for it."""
     number = world.events.collective_of(event)
     if number is not None:
         return _fate_of_collective(world, number)
@@ -196,7 +193,7 @@ def _makes(world: World, instruction: Instruction, event: Event) -> bool:
 
 
 def check_leftovers(world: World, device: DeviceState) -> None:
-    """Nothing stays on a device."""
+    """Raises ``RuleError`` if anything stays on a device."""
     end = len(world.programs[device.index])
     for event, position in device.posted.items():
         what = world.events.describe(event)
@@ -222,7 +219,8 @@ def check_leftovers(world: World, device: DeviceState) -> None:
 
 
 def check_complete(world: World) -> None:
-    """All work was done: every FORWARD of an evaluation; every BACKWARD and offload otherwise.
+    """Raises ``RuleError`` if work is missing: a FORWARD of an evaluation; a BACKWARD or an offload
+    otherwise.
 
     FORWARDs that nothing needed may be missing.
     """
@@ -252,7 +250,9 @@ def _check_done(world: World, side: Side, name: str) -> None:
 
 
 def check_channels(world: World) -> None:
-    """Both ends of a channel agree on its order: ordered transports match by position."""
+    """Raises ``RuleError`` if the ends of a channel disagree on its order: ordered transports match
+    by position.
+    """
     for sender in world.devices:
         for target, sent in sender.sent.items():
             received = world.devices[target].received[sender.index]
@@ -275,7 +275,7 @@ def check_channels(world: World) -> None:
 
 
 def check_collectives(world: World) -> None:
-    """All devices entered as many."""
+    """Raises ``RuleError`` if devices entered different numbers of collectives."""
     for device in world.devices:
         if device.collectives < len(world.collectives):
             raise RuleError(

@@ -24,7 +24,7 @@ from penstock.protocol.plan.plan import StageRange
 
 
 def send(world: World, device: DeviceState, sending: Send) -> None:
-    """Takes a tensor that was made here."""
+    """Takes a tensor that was made on this device."""
     tensor = transferred(sending)
     event = _check(world, device, tensor, sending.peer, sends=True)
     if event in world.happened:
@@ -37,7 +37,7 @@ def send(world: World, device: DeviceState, sending: Send) -> None:
 
 
 def receive(world: World, device: DeviceState, receiving: Receive) -> None:
-    """Posts a buffer."""
+    """Posts a buffer for a tensor that another device sends."""
     tensor = transferred(receiving)
     event = _check(world, device, tensor, receiving.peer, sends=False)
     received = device.received[receiving.peer]
@@ -48,7 +48,7 @@ def receive(world: World, device: DeviceState, receiving: Receive) -> None:
 
 
 def places_of(world: World, tensor: Tensor) -> tuple[int, int] | None:
-    """Devices that make and use a tensor; ``None`` when nobody can need it."""
+    """Returns the devices that make and use a tensor, or ``None`` when nobody can need it."""
     kind, stage, m = tensor.kind, tensor.stage, tensor.micro_batch
     if m >= len(world.route_of):
         return None
@@ -77,7 +77,7 @@ def _check(world: World, device: DeviceState, tensor: Tensor, peer: int, *, send
 
 
 def enter(world: World, device: DeviceState, kind: str, stage: StageRange) -> int:
-    """Enter the device's next collective; returns its number."""
+    """Enters the device's next collective and returns its number."""
     number = device.collectives
     device.collectives += 1
     if number == len(world.collectives):
@@ -95,7 +95,7 @@ def enter(world: World, device: DeviceState, kind: str, stage: StageRange) -> in
 
 
 def wait_for_collective(world: World, number: int) -> Event | None:
-    """The event to wait for while not all devices have entered."""
+    """Returns the collective's event while not all devices have entered it, ``None`` afterwards."""
     event = world.events.collective(number)
     return None if event in world.happened else event
 
@@ -105,7 +105,7 @@ def _blocks(stage: StageRange) -> str:
 
 
 def fetch(world: World, device: DeviceState, fetching: FetchWeights) -> None:
-    """Takes a free buffer."""
+    """Takes a free buffer and begins to fill it with the weights of a stage."""
     side = world.forward if fetching.phase is Phase.FORWARD else world.backward
     stage = fetching.stage
     if stage >= len(side.stages):
@@ -124,7 +124,7 @@ def fetch(world: World, device: DeviceState, fetching: FetchWeights) -> None:
 
 
 def release(world: World, device: DeviceState, releasing: ReleaseWeights) -> None:
-    """Frees a buffer that was used and that no kept activations rely on."""
+    """Frees a buffer that was used, and that no kept activations rely on."""
     buffer = (releasing.stage, releasing.phase)
     if buffer not in device.buffers:
         raise RuleBroken("these weights are not here: never fetched, or released before")
@@ -140,7 +140,9 @@ def release(world: World, device: DeviceState, releasing: ReleaseWeights) -> Non
 
 
 def wait_for_weights(world: World, device: DeviceState, buffer: Buffer) -> Event | None:
-    """The weights are fetched; returns the collective that brings them while it is under way."""
+    """Checks that weights are fetched. Returns the collective that brings them while it is under
+    way.
+    """
     if buffer not in device.buffers:
         raise RuleBroken(
             f"weights of {buffer[1]} stage {buffer[0]} are not here: not fetched yet, or already"
@@ -152,7 +154,9 @@ def wait_for_weights(world: World, device: DeviceState, buffer: Buffer) -> Event
 
 
 def weights_of_backward(world: World, device: DeviceState, stage: int) -> Buffer:
-    """The stage's own buffer, or that of the same forward stage if only this is fetched."""
+    """Returns the backward stage's own buffer, or that of the same forward stage if only this is
+    fetched.
+    """
     own, shared = (stage, Phase.BACKWARD), (stage, Phase.FORWARD)
     if own not in device.buffers and shared in device.buffers and world.layout.is_coupled(stage):
         return shared
@@ -194,7 +198,7 @@ def _kept(device: DeviceState, swap: SwapOut | SwapIn) -> Graph:
 
 
 def reduce(world: World, device: DeviceState, reducing: ReduceGradients) -> None:
-    """Takes the final gradients of a stage."""
+    """Takes the final gradients of a stage and sends them to the stage that sums them."""
     stage = _final_stage(world, device, reducing)
     if stage in world.offloaded:
         raise RuleBroken("these gradients were offloaded before")
@@ -208,8 +212,10 @@ def reduce(world: World, device: DeviceState, reducing: ReduceGradients) -> None
 
 
 def offload(world: World, device: DeviceState, offloading: OffloadGradients) -> Event | None:
-    """Takes the final gradients of a stage, reduced where others are: the sum of all routes, which
-    its root waits for; elsewhere nothing is left to offload.
+    """Takes the final gradients of a stage.
+
+    Where routes are summed, only the root offloads: it waits for the sum of all routes, and
+    elsewhere nothing is left to offload.
     """
     stage = _final_stage(world, device, offloading)
     if stage in world.offloaded:

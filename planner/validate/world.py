@@ -21,13 +21,13 @@ from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.plan.reduction import Reduction
 
 Event = int
-"""A tensor that was sent, gradients that were offloaded or sent to their root, or a collective that
-all have entered.
+"""Something happens once: a tensor was sent, gradients were offloaded or sent to their root, or all
+devices have entered a collective.
 """
 
 
 class EventNumbers:
-    """Numbers of events, and back."""
+    """Turns events into numbers, and numbers back into events."""
 
     def __init__(self, layout: StageLayout) -> None:
         self._count = count = layout.num_microbatches
@@ -38,19 +38,19 @@ class EventNumbers:
         self._collectives = self._reductions + len(layout.backward)
 
     def activation(self, stage: int, micro_batch: int) -> Event:
-        """The output of a forward stage."""
+        """The output of a forward stage was sent."""
         return stage * self._count + micro_batch
 
     def gradient(self, stage: int, micro_batch: int) -> Event:
-        """The input gradient of a backward stage."""
+        """The input gradient of a backward stage was sent."""
         return self._gradients + stage * self._count + micro_batch
 
     def checkpoint(self, stage: int, micro_batch: int) -> Event:
-        """The input checkpoint of a backward stage."""
+        """The input checkpoint of a backward stage was sent."""
         return self._checkpoints + stage * self._count + micro_batch
 
     def tensor(self, kind: TensorKind, stage: int, micro_batch: int) -> Event:
-        """Any of the three."""
+        """A tensor of any of the three kinds was sent."""
         match kind:
             case TensorKind.ACTIVATION:
                 return self.activation(stage, micro_batch)
@@ -72,7 +72,7 @@ class EventNumbers:
         return self._collectives + number
 
     def tensor_of(self, event: Event) -> Tensor | None:
-        """The tensor, unless the event is of another kind."""
+        """Returns the tensor that was sent, ``None`` if the event is of another kind."""
         if event >= self._offloads:
             return None
         if event >= self._checkpoints:
@@ -85,19 +85,21 @@ class EventNumbers:
         return Tensor(kind=kind, stage=stage, micro_batch=micro_batch)
 
     def offload_of(self, event: Event) -> int | None:
-        """The backward stage whose offload the event is."""
+        """Returns the backward stage that was offloaded, ``None`` if the event is of
+        another kind.
+        """
         return event - self._offloads if self._offloads <= event < self._reductions else None
 
     def reduction_of(self, event: Event) -> int | None:
-        """The backward stage whose reduction the event is."""
+        """Returns the backward stage that was sent to be summed, ``None`` for other events."""
         return event - self._reductions if self._reductions <= event < self._collectives else None
 
     def collective_of(self, event: Event) -> int | None:
-        """The number of the collective that the event is."""
+        """Returns the number of the collective, ``None`` if the event is of another kind."""
         return event - self._collectives if event >= self._collectives else None
 
     def describe(self, event: Event) -> str:
-        """For messages."""
+        """Returns the event in words, for messages."""
         stage, number = self.offload_of(event), self.collective_of(event)
         if stage is not None:
             return f"gradients of backward stage {stage} in host memory"
@@ -120,17 +122,19 @@ class RuleError(Exception):
 
 
 class RuleBroken(Exception):
-    """Raised by rules, which do not know the place; :class:`.machine.AbstractMachine` adds it."""
+    """A rule is broken. Rules raise it without the place, which :class:`.machine.AbstractMachine`
+    adds.
+    """
 
 
 Buffer = tuple[int, Phase]
-"""The weights of a forward or of a backward stage."""
+"""A buffer holds the weights of a forward or of a backward stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """Which rules hold; as in :class:`~penstock.protocol.plan.plan.Plan`. ``evaluation``: the
-    programs only run forwards.
+    """Which rules hold, as :class:`~penstock.protocol.plan.plan.Plan` names them. ``evaluation``:
+    the programs only run forwards.
     """
 
     evaluation: bool
@@ -140,7 +144,7 @@ class PlanRules:
 
     @classmethod
     def of(cls, plan: Plan, *, evaluation: bool) -> PlanRules:
-        """Those of a plan."""
+        """Returns the rules of a plan's training or evaluation programs."""
         return cls(
             evaluation=evaluation,
             weight_buffers=plan.weight_buffers,
@@ -151,7 +155,7 @@ class PlanRules:
 
 @dataclass(slots=True, kw_only=True)
 class Graph:
-    """What a FORWARD or RECOMPUTE kept for a backward, and the buffer of the weights it used.
+    """What a FORWARD or RECOMPUTE kept for a backward, and the buffer of the weights that it used.
 
     ``incomplete``: outputs of dropped operators are missing. ``swapped``: the fields of the
     SWAP_OUT that took a part of it away.
@@ -251,23 +255,25 @@ class World:
             self.reduces = True
 
     def is_run(self, stage: int, micro_batch: int) -> bool:
-        """Whether the FORWARD of a stage is in any program."""
+        """Returns whether the FORWARD of a stage is in any program."""
         return bool(self.runs[stage * len(self.route_of) + micro_batch])
 
     def checkpoint_source(self, stage: int, micro_batch: int) -> int:
-        """The forward stage that leaves the checkpoint of a backward stage, if it runs."""
+        """Returns the forward stage that leaves the checkpoint of a backward stage, past those that
+        do not run.
+        """
         source = self.layout.checkpoint_source(stage)
         skipped = not self.is_run(source, micro_batch)
         return self.layout.checkpoint_source(stage, skipped=skipped) if skipped else source
 
     def happen(self, event: Event) -> None:
-        """Wake the devices that wait for an event."""
+        """Records an event and wakes the devices that wait for it."""
         self.happened.add(event)
         self.ready += self.waiting.pop(event, ())
 
 
 def stages_by_block(layout: StageLayout) -> list[list[int]]:
-    """Backward stages of every block, one of each route."""
+    """Returns the backward stages of every block, one of each route."""
     found: list[list[int]] = [[] for _ in range(layout.num_blocks)]
     for index, stage in enumerate(layout.backward):
         for block in stage.blocks:
