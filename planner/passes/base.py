@@ -12,13 +12,14 @@ from penstock.planner.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
-    """What passes decide by. ``memory_limit_bytes``: of one device; ``None`` where it is no limit.
+    """What passes decide by.
 
-    ``hop_s``: what a tensor takes from one device to the next, for decisions by
+    ``memory_limit_bytes``: of one device; ``None`` where memory is no limit. ``hop_s``: how long a
+    tensor takes from one device to the next, for decisions by
     :func:`penstock.planner.orders.timing.order_times`. ``optimizer``: what the CPU does with the
-    blocks that it updates. ``update_stride``: which blocks ``interleave-updates`` takes, if it
-    shall not decide; ``resident_share``: of each device's parameters, those whose state stays
-    there.
+    blocks that it updates. ``update_stride``: ``interleave-updates`` takes every so many blocks, or
+    decides itself (``None``). ``resident_share``: the share of each device's parameters whose
+    optimizer state stays there.
     """
 
     costs: Costs
@@ -32,13 +33,14 @@ class PassContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A named pass. ``summary``: one line for ``--help``, with the paper's section.
+    """A named transform of schedules. ``summary``: one line for ``--help``, with the paper's
+    section.
 
     ``run`` returns a schedule that :func:`penstock.planner.validate.check.validate` accepts once
     lowered, or the same schedule where there is nothing to do.
 
     Raises (``run``):
-        ConfigError: the schedule has a shape that the pass cannot work on; says which.
+        ConfigError: the schedule has a shape that the pass cannot work on; the message says which.
     """
 
     name: str

@@ -36,16 +36,17 @@ from penstock.protocol.plan.instructions import Backward, BackwardInput, Backwar
 
 
 def subgroups_on_gpu(count: int, stride: int, residents: Collection[int] = ()) -> tuple[int, ...]:
-    """Algorithm 1: which of ``count`` subgroups the GPU updates, in the order of updates.
+    """Returns which of ``count`` subgroups the GPU updates, in the order of updates (Algorithm 1).
 
-    Every ``stride``-th (those with ``(i + 1) % stride == 0``), and the static residents, which
-    should be the last ones, so that transfers of those before hide behind them (section 4.1).
+    It updates every ``stride``-th (those with ``(i + 1) % stride == 0``) and the static residents.
+    Residents should be the last ones, so that transfers of those before hide behind them (section
+    4.1).
     """
     return tuple(i for i in range(count) if i in residents or (i + 1) % stride == 0)
 
 
 def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
-    """Put every k-th block on its GPU, and the last ones of each as residents.
+    """Puts every k-th block on its GPU, and the last ones of each GPU as residents.
 
     k is ``context.update_stride``, or that of our counterpart of equation 1,
     :func:`penstock.planner.cost.update_rates.preview_stride`. Blocks are counted per node, in the
@@ -53,7 +54,7 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
     cluster's CPU optimizer is no limit, or devices are its own cores.
 
     Raises:
-        ConfigError: several routes, or updates are there already.
+        ConfigError: there are several routes, or updates are there already.
     """
     _require_plain(schedule, "interleave-updates")
     stride = context.update_stride
@@ -68,12 +69,12 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def twinflow(schedule: Schedule, context: PassContext) -> Schedule:
-    """Keep the state of the first blocks of each GPU there, ``context.resident_share`` of it.
+    """Keeps the state of the first blocks of each GPU there, ``context.resident_share`` of it.
 
-    The ratio is the user's, as in DeepSpeed; it is rounded down to whole blocks.
+    The share is the user's, as in DeepSpeed; it is rounded down to whole blocks.
 
     Raises:
-        ConfigError: several routes, updates are there already, or no share is given.
+        ConfigError: there are several routes, updates are there already, or no share is given.
     """
     _require_plain(schedule, "twinflow")
     if not context.resident_share:
@@ -88,7 +89,7 @@ def twinflow(schedule: Schedule, context: PassContext) -> Schedule:
 def _residents(
     schedule: Schedule, context: PassContext, orders: Iterable[Sequence[int]]
 ) -> set[int]:
-    """The first blocks of each device in ``orders``, within its resident share."""
+    """Returns the first blocks of each device in ``orders``, within its resident share."""
     layout, costs = schedule.layout, context.costs.blocks
     device_of = {b: stage.device for stage in layout.backward for b in stage.blocks}
     room: dict[int, float] = defaultdict(float)
@@ -104,15 +105,15 @@ def _residents(
 
 
 def device_update(schedule: Schedule, context: PassContext) -> Schedule:
-    """Put so many of the last blocks on GPUs that CPU and GPUs of each node end together.
+    """Puts so many of the last blocks on GPUs that CPU and GPUs of each node end together.
 
     In each node the CPU is taken to have the last backward stage of every device left when the
     backwards end. Block by block, from the device that is free first, work goes from the CPU to
-    that device as long as it is done there before the CPU would be. Where the CPU's passes are fast
-    (memory moves them quicker than PCIe), that is none.
+    that device as long as it is done there before the CPU would be. Where the CPU's sweeps are fast
+    (memory moves them quicker than PCIe), no block moves.
 
     Raises:
-        ConfigError: several routes, or updates are there already.
+        ConfigError: there are several routes, or updates are there already.
     """
     _require_plain(schedule, "device-update")
     chosen: set[int] = set()
@@ -123,7 +124,7 @@ def device_update(schedule: Schedule, context: PassContext) -> Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
-    """Devices of a node, each with its last backward stage and when that ends."""
+    """The devices of a node, each with its last backward stage and when that ends."""
 
     last_stages: dict[int, int]
     ends_s: dict[int, float]
@@ -144,7 +145,7 @@ def _nodes(schedule: Schedule, context: PassContext) -> list[_Node]:
 
 
 def _balanced(layout: StageLayout, node: _Node, context: PassContext) -> set[int]:
-    """Blocks that devices update, so that all of a node end as early as possible."""
+    """Returns the blocks that devices update, so that all of a node end as early as possible."""
     blocks = context.costs.blocks
     left = {device: list(layout.backward[s].blocks) for device, s in node.last_stages.items()}
     on_cpu = sum(blocks[b].parameters for stage in left.values() for b in stage)
@@ -177,7 +178,7 @@ def _require_plain(schedule: Schedule, name: str) -> None:
 
 
 def _final_order(schedule: Schedule, context: PassContext) -> dict[int, list[int]]:
-    """Blocks of every node in the order in which their gradients become final."""
+    """Returns the blocks of every node in the order in which their gradients become final."""
     layout, cluster = schedule.layout, context.cluster
     times = order_times(layout, schedule.orders, context.costs, hop_s=context.hop_s)
     final_s: dict[int, float] = {}
@@ -213,7 +214,7 @@ def _inserted(order: Order, updates: dict[int, tuple[Update, ...]]) -> Iterator[
 
 
 def _last_backwards(order: Sequence[OrderedInstruction]) -> dict[int, int]:
-    """Stages by the position at which their gradients are final."""
+    """Returns stages by the position at which their gradients are final."""
     found = {
         instruction.stage: position
         for position, instruction in enumerate(order)

@@ -36,7 +36,7 @@ __all__ = ["fill_waits", "is_less", "makespan_s"]
 
 
 def makespan_s(schedule: Schedule, context: PassContext) -> float:
-    """Seconds until the last instruction of a schedule ends."""
+    """Returns the seconds until the last instruction of a schedule ends."""
     return _times(schedule, context).makespan_s
 
 
@@ -51,14 +51,16 @@ def fill_waits(
     *,
     eager: bool = False,
 ) -> Schedule:
-    """The shortest of the schedules that each :class:`~.dispatcher.FillPolicy` makes, repeated
-    while it helps.
+    """Returns the shortest of the schedules that each :class:`~.dispatcher.FillPolicy` makes,
+    repeated while that helps.
 
     Returns the same schedule where none is shorter, or where those that are need more memory than
-    the context's limit (and than this one). ``movable``: FORWARD (those that keep no graph, so that
-    preposing them costs a checkpoint only), RECOMPUTE (ahead of forwards, never of another backward
-    or recomputation, so that one micro-batch's activations exist at a time), or BACKWARD_WEIGHT.
-    ``eager``: fill waits where that is only as short, too.
+    the context's limit (and than this one).
+
+    ``movable``: FORWARD (those that keep no graph, so that preposing them costs a checkpoint only),
+    RECOMPUTE (ahead of forwards, never of another backward or recomputation, so that one
+    micro-batch's activations exist at a time), or BACKWARD_WEIGHT. ``eager``: waits are filled also
+    where the schedule becomes only as short.
     """
     times = _times(schedule, context)
     best_s, latest_s = times.makespan_s, times.starts
@@ -77,7 +79,7 @@ def fill_waits(
 def _best(
     board: Board, latest_s: Sequence[Sequence[float]], schedule: Schedule, context: PassContext
 ) -> Dispatched | None:
-    """The shortest of all fillings that memory allows."""
+    """Returns the shortest of all fillings that memory allows, if memory allows any."""
 
     def run(filling: FillPolicy) -> Dispatched:
         return Dispatcher(board, latest_s, filling, _rooms(schedule, context)).run()
@@ -113,7 +115,7 @@ class _Room:
     recomputed: bool = False
 
     def admits(self, filler: OrderedInstruction) -> bool:
-        """A forward ahead of its turn leaves room for the next recomputation."""
+        """Admits a forward ahead of its turn only if it leaves room for the next recomputation."""
         if isinstance(filler, BackwardWeight):
             return True
         needed_bytes = self.memory.needed_bytes(filler)
@@ -122,14 +124,14 @@ class _Room:
         return needed_bytes <= self.limit_bytes
 
     def apply(self, instruction: OrderedInstruction) -> None:
-        """Run an instruction."""
+        """Counts what an instruction makes and frees."""
         self.memory.apply(instruction)
         if isinstance(instruction, BACKWARDS):
             self.recomputed = isinstance(instruction, Recompute)
 
 
 def _rooms(schedule: Schedule, context: PassContext) -> list[_Room]:
-    """One per device; none where memory is no limit."""
+    """Returns the memory of each device; nothing where memory is no limit."""
     if context.memory_limit_bytes is None:
         return []
     rooms: list[_Room] = []

@@ -1,7 +1,7 @@
 """The simulation behind :mod:`penstock.planner.passes.dispatch`: devices decide what they run next.
 
-It is run many times for one schedule, so what does not change from run to run is kept in a
-:class:`Board`, and what instructions make and need are numbers.
+It is run many times for one schedule. So a :class:`Board` keeps what does not change from run to
+run, and what instructions make and need are numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from penstock.protocol.plan.instructions import (
 )
 
 _ROUNDING = 1e-9
-"""Times that differ by less, relatively, count as the same."""
+"""Times whose relative difference is smaller count as the same."""
 
 BACKWARDS = (Recompute, Backward, BackwardInput)
-"""What keeps its order on a device, whatever moves around it."""
+"""Instructions that keep their order on a device, whatever moves around them."""
 
 
 def is_less(left_s: float, right_s: float) -> bool:
-    """Less by more than rounding."""
+    """Returns whether the left time is shorter by more than rounding."""
     return left_s < right_s - _ROUNDING * abs(right_s)
 
 
@@ -43,30 +43,34 @@ class FillPolicy(StrEnum):
     """Which fillers may run while the first instruction that is left waits."""
 
     IN_GAPS = "in gaps"
-    """Those that end before that instruction started so far: nothing starts later than it did."""
+    """Only fillers that end before that instruction started so far: nothing starts later than it
+    did.
+    """
     IF_KNOWN = "if known"
-    """Those that end before that instruction can start, if this is known by then; else all."""
+    """Only fillers that end before that instruction can start, if this is known by then;
+    else all.
+    """
     ALWAYS = "always"
-    """All."""
+    """All fillers."""
 
 
 class FillerMemory(Protocol):
     """The memory of a device, as fillers see it."""
 
     def admits(self, filler: OrderedInstruction) -> bool:
-        """Whether a filler may run now."""
+        """Returns whether memory has room for a filler now."""
 
     def apply(self, instruction: OrderedInstruction) -> None:
-        """An instruction runs."""
+        """Counts an instruction that runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderFacts:
-    """An order, and of each of its instructions what deciding needs.
+    """An order, and what deciding needs of each of its instructions.
 
-    ``makes`` and ``inputs``: numbers of what it makes (-1: nothing) and waits for. ``lanes``:
-    instructions of one lane (-1: none) keep their order among themselves. ``may_move``: can be a
-    filler when it is the first that is left in its lane.
+    ``makes`` and ``inputs``: numbers of what it makes (-1: nothing) and of what it waits for.
+    ``lanes``: instructions of one lane (-1: none) keep their order among themselves. ``may_move``:
+    the instruction can be a filler when it is the first that is left in its lane.
     """
 
     order: Order
@@ -77,7 +81,7 @@ class OrderFacts:
     may_move: tuple[bool, ...]
 
     def permuted(self, positions: Sequence[int]) -> OrderFacts:
-        """The same instructions in another order."""
+        """Returns the same instructions in another order."""
         return OrderFacts(
             order=tuple([self.order[p] for p in positions]),
             seconds=tuple([self.seconds[p] for p in positions]),
@@ -90,7 +94,9 @@ class OrderFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """The lines of all devices. ``users``: devices that wait for each number."""
+    """The orders of all devices. ``users``: the devices that wait for each number. ``hop_s``:
+    seconds from one device to the next.
+    """
 
     lines: tuple[OrderFacts, ...]
     users: tuple[tuple[int, ...], ...]
@@ -104,7 +110,7 @@ class Board:
         context: PassContext,
         movable: tuple[type[OrderedInstruction], ...],
     ) -> Board:
-        """A board on which fillers are of the ``movable`` kinds."""
+        """Returns a board on which fillers are of the ``movable`` kinds."""
         numbers: dict[tuple[str, int, int], int] = defaultdict(count().__next__)
         seconds = seconds_of(layout, context.costs)
         skipped = skipped_forwards(layout, orders)
@@ -129,7 +135,7 @@ class Board:
         return cls(lines=lines, users=tuple(map(tuple, users)), hop_s=context.hop_s)
 
     def permuted(self, run: Dispatched) -> Board:
-        """The board on which every device does what it did in a run."""
+        """Returns the board on which every device does what it did in a run."""
         lines = tuple(
             line.permuted(places) for line, places in zip(self.lines, run.positions, strict=True)
         )
@@ -143,7 +149,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
-    """For every device the positions of its line in the order in which they ran, and when."""
+    """For every device the positions of its order as they ran, and when each started."""
 
     positions: tuple[tuple[int, ...], ...]
     starts_s: tuple[tuple[float, ...], ...]
@@ -157,7 +163,7 @@ class Dispatched:
 
 @dataclass(slots=True, kw_only=True)
 class _Device:
-    """A line and what of it is done.
+    """An order, and what of it is done.
 
     ``lanes`` and ``backwards``: positions that are left, of each lane and of :data:`BACKWARDS`.
     ``latest_s``: when each instruction started so far.
@@ -189,14 +195,14 @@ class _Device:
         )
 
     def skip_done(self) -> bool:
-        """Move on to the first instruction that is left; whether there is one."""
+        """Moves on to the first instruction that is left; returns whether there is one."""
         done = self.done
         while self.head < len(done) and done[self.head]:
             self.head += 1
         return self.head < len(done)
 
     def fillers(self) -> Iterator[int]:
-        """Positions behind the head that may be taken next, in order."""
+        """Yields the positions behind the head that may be taken next, in order."""
         done = self.done
         for queue in (self.backwards, *self.lanes):
             while queue and done[queue[0]]:
@@ -211,8 +217,8 @@ class _Device:
 class Dispatcher:
     """One simulation; :meth:`run` may be called once.
 
-    ``latest_s``: when the instructions of each line started so far. ``rooms``: of each device, or
-    none where memory is no limit.
+    ``latest_s``: when the instructions of each order started so far. ``rooms``: the memory of each
+    device, nothing where memory is no limit.
     """
 
     def __init__(
@@ -232,7 +238,7 @@ class Dispatcher:
         ]
 
     def run(self) -> Dispatched:
-        """Run everything."""
+        """Runs everything."""
         events = [(0.0, number) for number in range(len(self._devices))]
         while events:
             now_s, number = heapq.heappop(events)
@@ -252,7 +258,7 @@ class Dispatcher:
         )
 
     def _choose(self, number: int, now_s: float) -> tuple[int | None, float | None]:
-        """What to start now; else when to look again, as far as that is known."""
+        """Returns what to start now; else when to look again, as far as that is known."""
         device = self._devices[number]
         ready_s = self._ready_s(number, device.head)
         if ready_s is not None and ready_s <= now_s:
@@ -276,7 +282,7 @@ class Dispatcher:
         return limit_s is None or not is_less(limit_s, start_s + device.line.seconds[position])
 
     def _start(self, number: int, position: int, now_s: float) -> Iterator[tuple[float, int]]:
-        """Book an instruction; who may go on when it has ended."""
+        """Books an instruction; yields when and on which devices somebody may go on."""
         device = self._devices[number]
         device.done[position] = True
         device.free_s = end_s = now_s + device.line.seconds[position]
@@ -294,7 +300,9 @@ class Dispatcher:
                     yield end_s + self._board.hop_s, user
 
     def _ready_s(self, number: int, position: int) -> float | None:
-        """When the inputs of an instruction are there; ``None`` while somebody has yet to start."""
+        """Returns when the inputs of an instruction are there, ``None`` while one of their makers
+        has yet to start.
+        """
         ready_s = 0.0
         for made in self._devices[number].line.inputs[position]:
             made_s = self._made_s[made]
@@ -310,7 +318,7 @@ class Dispatcher:
 def _inputs(
     layout: StageLayout, instruction: OrderedInstruction, skipped: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[str, int, int]]:
-    """What must be made first: more than the data, for what leaves its place in an order."""
+    """Yields what must be made first: more than the data, for what leaves its place in an order."""
     yield from needs(layout, instruction, skipped)
     if isinstance(instruction, Recompute) and layout.is_coupled(instruction.stage):
         work = (instruction.stage, instruction.micro_batch)
@@ -333,7 +341,9 @@ def _may_move(order: Order, movable: tuple[type[OrderedInstruction], ...]) -> tu
 
 
 def _lane(instruction: OrderedInstruction) -> int:
-    """Forwards by stage, weight gradients by stage, all recomputations."""
+    """Returns the lane of an instruction: one for all recomputations, one per stage for forwards
+    and for weight gradients.
+    """
     match instruction:
         case Forward(stage=stage):
             return 1 + 2 * stage

@@ -34,7 +34,9 @@ from penstock.protocol.plan.instructions import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """Keep one operator more of a stage: ``seconds`` less, ``num_bytes`` more, per micro-batch."""
+    """Keeping one operator more of a stage: ``seconds`` less and ``num_bytes`` more per
+    micro-batch.
+    """
 
     operator: str
     seconds: float
@@ -42,16 +44,16 @@ class _Step:
 
 
 def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
-    """Drop no more than the memory limit asks for; without a limit, the device's memory.
+    """Drops no more than the memory limit asks for; without a limit, the device's memory.
 
-    First everything is dropped that can be made again from the inputs of the blocks, which takes
-    the memory of full recomputation (checkpoints of every block instead of every stage), and less
-    time: the last product of a block need not be repeated. Then each device keeps one operator of
-    one stage after the other, as far as there is room for all micro-batches that are in flight.
+    First everything is dropped that can be made again from the inputs of the blocks. That takes the
+    memory of full recomputation (checkpoints of every block instead of every stage), and less time:
+    the last product of a block need not be repeated. Then each device keeps one operator of one
+    stage after the other, as far as there is room for all micro-batches that are in flight.
 
     Raises:
-        ConfigError: stages that are not coupled, costs without operators, swaps, or too little
-            memory even with everything dropped.
+        ConfigError: stages are not coupled, costs name no operators, activations are swapped, or
+            there is too little memory even with everything dropped.
     """
     _require_operators(schedule, context)
     limit = context.memory_limit_bytes
@@ -90,7 +92,7 @@ def _require_operators(schedule: Schedule, context: PassContext) -> None:
 
 
 def _steps(cost: BlockCost) -> tuple[_Step, ...]:
-    """What can be dropped, dearest first: it is kept first."""
+    """Returns what can be dropped, the dearest first: it is kept first."""
     seconds: dict[str, float] = defaultdict(float)
     num_bytes: dict[str, float] = defaultdict(float)
     for operator in cost.operators:
@@ -107,10 +109,10 @@ def _steps(cost: BlockCost) -> tuple[_Step, ...]:
 def _affordable(
     schedule: Schedule, order: Order, steps: list[tuple[_Step, ...]], room: float
 ) -> Iterator[tuple[int, str]]:
-    """(stage, operator) to keep on a device, until nothing more fits.
+    """Yields (stage, operator) to keep on a device, until nothing more fits.
 
-    The dearest operator of all stages first. Among equals the first stage: so devices choose alike,
-    and stages that run at the same time stay equally long.
+    The dearest operator of all stages comes first, and among equals the first stage. So devices
+    choose alike, and stages that run at the same time stay equally long.
     """
     in_flight = _in_flight(order)
     wishes = [(rank, stage) for stage in in_flight for rank in range(len(steps[stage]))]
@@ -123,7 +125,9 @@ def _affordable(
 
 
 def _in_flight(order: Order) -> Mapping[int, int]:
-    """By stage, how many micro-batches are between forward and backward at most, at one time."""
+    """Returns, by stage, how many micro-batches are between forward and backward at most, at one
+    time.
+    """
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for instruction in order:
@@ -146,7 +150,7 @@ def _with_drops(schedule: Schedule, dropped: list[frozenset[str]]) -> Schedule:
 
 
 def _selective(order: Order, drops: list[tuple[str, ...]]) -> Iterator[OrderedInstruction]:
-    """The order with each forward's drops, and recomputations where there are any."""
+    """Yields the order with each forward's drops, and with recomputations where there are any."""
     for instruction in order:
         match instruction:
             case Forward(stage=s):

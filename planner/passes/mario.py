@@ -43,7 +43,7 @@ from penstock.protocol.plan.instructions import (
 
 
 def apply_checkpoint(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 1: forwards keep their input only; each backward recomputes right before it starts.
+    """Pass 1: forwards keep their input only, and each backward recomputes right before it starts.
 
     The recomputation waits for the gradient, as in frameworks that recompute inside their backward.
     Swaps of activations that are not kept any more go. A device then holds the activations of one
@@ -79,7 +79,7 @@ def _checkpointed(order: Order, kept: set[tuple[int, int]]) -> Iterator[OrderedI
 
 
 def overlap_recompute(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 2: recompute while the gradient is on its way, and ahead of forwards that wait.
+    """Pass 2: recomputations run while the gradient is on its way, and ahead of forwards that wait.
 
     A recomputation is never moved ahead of another backward, so the activations of one micro-batch
     exist at a time, as after pass 1.
@@ -130,7 +130,7 @@ def _without_redundancy(order: Order, coupled: set[int]) -> Iterable[OrderedInst
 def prepose_forward(schedule: Schedule, context: PassContext) -> Schedule:
     """Pass 4: forwards that keep their input only run in earlier bubbles.
 
-    That leaves bubbles later, which recomputations fill: so these move along (as in pass 2). Each
+    That leaves bubbles later, which recomputations fill, so these move along (as in pass 2). Each
     preposed forward costs one more input checkpoint on its device.
     """
     return _filled(schedule, context, (Forward, Recompute))
@@ -145,7 +145,7 @@ def _filled(
 
 
 def mario(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 1 once, then passes 2 to 4 until passes 2 and 3 find nothing more to do."""
+    """Applies pass 1 once, then passes 2 to 4 until passes 2 and 3 find nothing more to do."""
     schedule = apply_checkpoint(schedule, context)
     while True:
         candidate = remove_redundancy(overlap_recompute(schedule, context), context)

@@ -36,10 +36,11 @@ from penstock.protocol.plan.plan import StageRange
 
 
 def decouple_backward(schedule: Schedule, context: PassContext) -> Schedule:
-    """Decoupled pass assignment: backward stages in the order in which devices become free.
+    """Assigns backward stages to devices in the order in which devices become free (decoupled
+    assignment).
 
     Raises:
-        ConfigError: not all forwards first, activations kept, or resident weights.
+        ConfigError: not all forwards come first, activations are kept, or weights are resident.
     """
     del context
     require_decouplable(schedule, "decouple-backward")
@@ -47,10 +48,10 @@ def decouple_backward(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def refine_backward(schedule: Schedule, context: PassContext) -> Schedule:
-    """Fine-grained backward stages, equation 1: each becomes d stages of 1/d of its blocks.
+    """Cuts backward stages finer (equation 1): each becomes d stages of 1/d of its blocks.
 
-    d makes a backward stage (recomputation and backward) about as long as a forward stage: the
-    mean ratio of the two, rounded; no more stages than a stage has blocks.
+    d makes a backward stage (recomputation and backward) about as long as a forward stage. It is
+    the mean ratio of the two, rounded; a stage becomes no more stages than it has blocks.
 
     Raises:
         ConfigError: as :func:`decouple_backward`.
@@ -69,7 +70,7 @@ def refine_backward(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def backward_to_forward(layout: StageLayout, costs: Costs) -> int:
-    """Equation 1's d: backward stages that take as long, each, as one forward stage."""
+    """Returns equation 1's d: how many backward stages each take as long as one forward stage."""
     blocks = range(layout.num_blocks)
     forward_s = costs.of(blocks).forward_s
     backward_s = sum(_backward_s(costs, block) for block in blocks)
@@ -78,7 +79,7 @@ def backward_to_forward(layout: StageLayout, costs: Costs) -> int:
 
 
 def with_backward_cut(schedule: Schedule, cut: Sequence[range]) -> Schedule:
-    """The schedule with these backward stages, placed and ordered as SPipe does."""
+    """Returns the schedule with these backward stages, placed and ordered as SPipe does."""
     layout = schedule.layout
     placement = SCHEME.place(len(layout.forward), len(cut), layout.num_devices)
     layout = replace(
@@ -100,10 +101,11 @@ def with_backward_cut(schedule: Schedule, cut: Sequence[range]) -> Schedule:
 
 
 def require_decouplable(schedule: Schedule, name: str) -> None:
-    """Forwards keep inputs only and come first, weights are streamed, there is one route.
+    """Checks that forwards keep inputs only and come first, that weights are streamed, and that
+    there is one route.
 
     Raises:
-        ConfigError: otherwise; names the pass.
+        ConfigError: the schedule has another shape; the message names the pass.
     """
     forwards_first = all(
         not isinstance(later, Forward)

@@ -32,10 +32,10 @@ _Work = tuple[int, int]
 
 
 def split_backward(schedule: Schedule, context: PassContext) -> Schedule:
-    """Every BACKWARD becomes BACKWARD_INPUT, directly followed by its BACKWARD_WEIGHT.
+    """Turns every BACKWARD into BACKWARD_INPUT, directly followed by its BACKWARD_WEIGHT.
 
-    Never slower: the gradient of the input leaves earlier. (Each instruction's fixed overhead,
-    where costs have one, is paid twice.)
+    The schedule never gets slower: the gradient of the input leaves earlier. (Each instruction's
+    fixed overhead, where costs have one, is paid twice.)
     """
     del context
     if not any(isinstance(i, Backward) for order in schedule.orders for i in order):
@@ -54,10 +54,11 @@ def _split(order: Order) -> Iterator[OrderedInstruction]:
 
 
 def fill_bubbles(schedule: Schedule, context: PassContext) -> Schedule:
-    """Weight gradients wait until their device would be idle; those that never fit come last.
+    """Delays weight gradients until their device would be idle; those that never fit come last.
 
-    Tried are the ways of :class:`~penstock.planner.passes.dispatcher.FillPolicy`; one of them
-    delays no forward and no BACKWARD_INPUT at all. The shortest wins, the given schedule included.
+    The ways of :class:`~penstock.planner.passes.dispatcher.FillPolicy` are tried; one of them
+    delays no forward and no BACKWARD_INPUT at all. The shortest schedule wins, the given one
+    included.
     """
     late = fill_waits(_deferred(schedule), context, (BackwardWeight,), eager=True)
     shorter = is_less(makespan_s(late, context), makespan_s(schedule, context))
@@ -65,7 +66,9 @@ def fill_bubbles(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def _deferred(schedule: Schedule) -> Schedule:
-    """All weight gradients as late as they can be, one instruction each."""
+    """Returns the schedule with all weight gradients as late as they can be, one
+    instruction each.
+    """
     orders: list[Order] = []
     for order in schedule.orders:
         single = tuple(_one_each(order))
@@ -83,7 +86,7 @@ def _one_each(order: Order) -> Iterator[OrderedInstruction]:
 
 
 def _latest_places(order: Order, layout: StageLayout) -> dict[int, int]:
-    """For each BACKWARD_WEIGHT, the position before which it must have run."""
+    """Returns, for each BACKWARD_WEIGHT, the position before which it must have run."""
     places: dict[int, int] = {}
     updates = {i.block: p for p, i in enumerate(order) if isinstance(i, Update)}
     for position, instruction in enumerate(order):
@@ -106,7 +109,7 @@ def _move_back(order: Order, places: Mapping[int, int]) -> Order:
 
 
 def concatenate(schedule: Schedule, context: PassContext) -> Schedule:
-    """What is left of a stage's weight gradients after its last BACKWARD_INPUT becomes one call.
+    """Joins what is left of a stage's weight gradients after its last BACKWARD_INPUT into one call.
 
     Stages follow each other as they did, the one that started first in front: its gradients are
     final first.
@@ -138,10 +141,10 @@ def _calls(batches_of_stage: dict[int, tuple[int, ...]]) -> list[BackwardWeight]
 
 
 def two_bp(schedule: Schedule, context: PassContext) -> Schedule:
-    """Split, fill, concatenate; the given schedule where that is not shorter.
+    """Splits, fills and concatenates; returns the given schedule where the result is not shorter.
 
-    Within the context's memory limit, as far as the given schedule is; and within the memory of the
-    given schedule where that takes no longer.
+    The result keeps the context's memory limit, as far as the given schedule does, and the memory
+    of the given schedule where that takes no longer.
     """
     result = schedule
     for one in (split_backward, fill_bubbles, concatenate, limit_deferred):
@@ -155,10 +158,11 @@ def two_bp(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def flush_half(schedule: Schedule, context: PassContext) -> Schedule:
-    """Half-way through the backwards of a device, catch up with the weight gradients left so far.
+    """Catches up, half-way through the backwards of a device, with the weight gradients left so
+    far.
 
-    The paper's figure 5, for 1F1B-2: a device then keeps the intermediate derivatives of half of
-    its micro-batches at most, for a longer makespan where the devices before it wait.
+    This is the paper's figure 5, for 1F1B-2: a device then keeps the intermediate derivatives of
+    half of its micro-batches at most, for a longer makespan where the devices before it wait.
     """
     del context
     return replace(schedule, orders=tuple(tuple(_flushed(order)) for order in schedule.orders))
@@ -177,14 +181,15 @@ def _flushed(order: Order) -> Iterator[OrderedInstruction]:
 
 
 def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
-    """Take weight gradients earlier, so that no device exceeds its memory.
+    """Takes weight gradients earlier, so that no device exceeds its memory.
 
     The limit is the context's ``memory_limit_bytes``, for what
-    :mod:`penstock.planner.memory.orders` counts. What exceeds it with nothing deferred stays
-    so: this pass gives back what 2BP took. The shortest of three ways: where they are now, but the
-    oldest at once whenever memory would not suffice; each as many BACKWARD_INPUT later as memory
-    allows on its device (with a lag of d on device d this is ZB-H1), or earlier where the device
-    waits; each at once.
+    :mod:`penstock.planner.memory.orders` counts. What exceeds it with nothing deferred stays so:
+    this pass gives back what 2BP took. It returns the shortest of three ways. In the first, weight
+    gradients stay where they are, but the oldest run at once whenever memory would not suffice. In
+    the second, each runs as many BACKWARD_INPUT later as memory allows on its device (with a lag of
+    d on device d this is ZB-H1), or earlier where the device waits. In the third, each runs at
+    once.
     """
     limit_bytes = context.memory_limit_bytes
     if limit_bytes is None:
@@ -205,7 +210,7 @@ def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def _with_lag(order: Order, empty: Callable[[], OrderMemory], limit_bytes: float) -> Order:
-    """The order with the longest lag that memory allows."""
+    """Returns the order with the longest lag that memory allows."""
     count = sum(isinstance(i, BackwardInput) for i in order)
     too_long = bisect_left(
         range(1, count), True, key=lambda lag: empty().peak_of(_lagged(order, lag)) > limit_bytes
@@ -214,7 +219,9 @@ def _with_lag(order: Order, empty: Callable[[], OrderMemory], limit_bytes: float
 
 
 def _lagged(order: Order, lag: int) -> Iterator[OrderedInstruction]:
-    """Every BACKWARD_WEIGHT ``lag`` of its device's BACKWARD_INPUT later, the rest at the end."""
+    """Yields every BACKWARD_WEIGHT ``lag`` of its device's BACKWARD_INPUT later, and the rest at
+    the end.
+    """
     pending: dict[_Work, None] = {}
     for instruction in order:
         if isinstance(instruction, Update):
@@ -246,7 +253,9 @@ def _limited(order: Order, memory: OrderMemory, limit_bytes: float) -> Iterator[
 
 
 def _catch_up(pending: dict[_Work, None], count: int) -> list[BackwardWeight]:
-    """The weight gradients of the oldest ``count`` pending, one call per stage; not pending now."""
+    """Returns the weight gradients of the oldest ``count`` pending, one call per stage, and takes
+    them from ``pending``.
+    """
     batches: dict[int, tuple[int, ...]] = {}
     for stage, micro_batch in list(pending)[:count]:
         batches[stage] = (*batches.get(stage, ()), micro_batch)
@@ -257,7 +266,9 @@ def _catch_up(pending: dict[_Work, None], count: int) -> list[BackwardWeight]:
 def _what_is_left(
     instruction: OrderedInstruction, pending: dict[_Work, None]
 ) -> Iterator[OrderedInstruction]:
-    """The instruction without weight gradients that were caught up with; keeps the books."""
+    """Yields the instruction without weight gradients that were caught up with, and keeps
+    ``pending``.
+    """
     if isinstance(instruction, BackwardInput):
         pending[instruction.stage, instruction.micro_batch] = None
     if not isinstance(instruction, BackwardWeight):

@@ -2,8 +2,8 @@
 
 A device has V chunks, chunk c being stage ``c p + d`` of the model. Micro-batches go through a
 device's chunks in rounds of ``g``: g micro-batches through chunk 0, the same g through chunk 1, …,
-then the next g; backwards the same from the last chunk. With one chunk this is plain 1F1B.
-Split backward: BACKWARD_WEIGHT of device d lags d backwards behind (ZB-H1), so that all devices
+then the next g; backwards do the same from the last chunk. With one chunk this is plain 1F1B. With
+a split backward, BACKWARD_WEIGHT of device d lags d backwards behind (ZB-H1), so that all devices
 keep about as much; the rest fills the end.
 """
 
@@ -17,17 +17,21 @@ from penstock.protocol.plan.instructions import MAX_INDEX
 
 
 def round_size(num_microbatches: int, num_devices: int) -> int | None:
-    """Micro-batches of a round: as many as devices, or more if that makes all rounds equal.
+    """Returns the micro-batches of a round: as many as devices, or more if that makes all rounds
+    equal.
 
-    ``None`` where they cannot be equal. Megatron admits multiples of the number of devices only;
-    torch.distributed.pipelining admits whatever fits into rounds of one size, and so do we.
+    Returns ``None`` where rounds cannot be equal. Megatron admits multiples of the number of
+    devices only; torch.distributed.pipelining admits whatever fits into rounds of one size, and so
+    do we.
     """
     rounds = max(1, num_microbatches // num_devices)
     return None if num_microbatches % rounds else num_microbatches // rounds
 
 
 def equal_rounds(num_microbatches: int, num_devices: int, num_forward: int) -> str | None:
-    """Complaint unless several chunks per device can take micro-batches in equal rounds."""
+    """Returns a complaint unless several chunks per device can take micro-batches in equal
+    rounds.
+    """
     if num_forward == num_devices or round_size(num_microbatches, num_devices) is not None:
         return None
     nearest = [
@@ -43,10 +47,10 @@ def equal_rounds(num_microbatches: int, num_devices: int, num_forward: int) -> s
 def alternating_orders(
     layout: StageLayout, recompute: Recomputation, *, lead: int = 1, split: bool = False
 ) -> tuple[Order, ...]:
-    """Orders of all devices.
+    """Returns the orders of all devices.
 
-    A device starts ``lead`` forwards more than the next device; the last one with a round of each
-    chunk but one.
+    A device starts ``lead`` forwards more than the next device. The last device starts with a round
+    of each chunk but one. ``split``: BACKWARD becomes BACKWARD_INPUT and a later BACKWARD_WEIGHT.
     """
     return tuple(
         _device_order(layout, device, recompute, lead, split)
@@ -80,14 +84,14 @@ def _device_order(
 
 
 def _round(layout: StageLayout) -> int:
-    """Micro-batches of a round; with one chunk its size changes nothing."""
+    """Returns the micro-batches of a round; with one chunk its size changes nothing."""
     return round_size(layout.num_microbatches, layout.num_devices) or layout.num_microbatches
 
 
 def _rounds(
     layout: StageLayout, device: int, *, last_first: bool = False
 ) -> Iterator[tuple[int, int]]:
-    """(stage, micro-batch) in the order in which a device takes them."""
+    """Yields (stage, micro-batch) in the order in which a device takes them."""
     stages = range(device, len(layout.forward), layout.num_devices)
     size = _round(layout)
     for first in range(0, layout.num_microbatches, size):

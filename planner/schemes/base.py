@@ -28,7 +28,8 @@ RecomputeMode = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What forwards keep, and what backwards make again: operators ``drop`` if selective.
+    """What forwards keep and backwards make again; with mode ``selective`` the outputs of operators
+    ``drop``.
 
     ``after``: what a RECOMPUTE waits for.
     """
@@ -38,17 +39,21 @@ class Recomputation:
     after: RecomputeAfter = RecomputeAfter.CHECKPOINT
 
     def forward(self, stage: int, micro_batch: int) -> Forward:
-        """FORWARD that keeps what the mode says."""
+        """Returns the FORWARD that keeps what the mode says."""
         keep = {"none": Keep.ALL, "full": Keep.INPUT, "selective": Keep.SELECTIVE}[self.mode]
         return Forward(stage=stage, micro_batch=micro_batch, keep=keep, drop=self.drop)
 
     def backward(self, stage: int, micro_batch: int) -> Iterable[ComputeInstruction]:
-        """BACKWARD of one micro-batch, after its RECOMPUTE unless everything was kept."""
+        """Yields the BACKWARD of one micro-batch, after its RECOMPUTE unless everything was
+        kept.
+        """
         yield from self._again(stage, micro_batch)
         yield Backward(stage=stage, micro_batch=micro_batch)
 
     def backward_input(self, stage: int, micro_batch: int) -> Iterable[ComputeInstruction]:
-        """BACKWARD_INPUT of one micro-batch, after its RECOMPUTE unless everything was kept."""
+        """Yields the BACKWARD_INPUT of one micro-batch, after its RECOMPUTE unless everything was
+        kept.
+        """
         yield from self._again(stage, micro_batch)
         yield BackwardInput(stage=stage, micro_batch=micro_batch)
 
@@ -58,36 +63,38 @@ class Recomputation:
 
 
 def backward_weight(stage: int, micro_batch: int) -> BackwardWeight:
-    """BACKWARD_WEIGHT of one micro-batch."""
+    """Returns the BACKWARD_WEIGHT of one micro-batch."""
     return BackwardWeight(stage=stage, micro_batches=(micro_batch,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDevices:
-    """Device of every forward stage and of every backward stage, one route after the other."""
+    """The device of every forward stage and of every backward stage, one route after the other."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
 
 Complaint = tuple[str, str]
-"""A key of the configuration's ``schedule`` or ``train`` section, and what is accepted there."""
+"""A complaint names a key of the configuration's ``schedule`` or ``train`` section, and what is
+accepted there.
+"""
 
 
 def any_devices(num_devices: int) -> str | None:
-    """No complaint: the scheme works on any number of devices."""
+    """Returns no complaint: the scheme works on any number of devices."""
     del num_devices
     return None
 
 
 def any_microbatches(num_microbatches: int, num_devices: int, num_forward: int) -> str | None:
-    """No complaint: the scheme works with any number of micro-batches."""
+    """Returns no complaint: the scheme works with any number of micro-batches."""
     del num_microbatches, num_devices, num_forward
     return None
 
 
 def one_route(num_microbatches: int, num_devices: int) -> tuple[int, ...]:
-    """Every micro-batch takes route 0."""
+    """Returns no routes, which means that every micro-batch takes route 0."""
     del num_microbatches, num_devices
     return ()
 
@@ -127,7 +134,9 @@ class Scheme:
 
 
 def all_forward_all_backward(layout: StageLayout, recompute: Recomputation) -> tuple[Order, ...]:
-    """All forwards of a device, stage by stage, then all its backwards, last stage first (AFAB)."""
+    """Returns AFAB orders: all forwards of a device, stage by stage, then all its backwards, last
+    stage first.
+    """
     return tuple(_afab(layout, device, recompute) for device in range(layout.num_devices))
 
 
@@ -150,7 +159,7 @@ def _afab(layout: StageLayout, device: int, recompute: Recomputation) -> Order:
 def one_stage_per_device(
     num_devices: int, num_blocks: int, num_forward: int | None
 ) -> tuple[int, int]:
-    """Default numbers of stages: one per device."""
+    """Returns the default numbers of stages: one per device."""
     del num_blocks
     num_stages = num_devices if num_forward is None else num_forward
     return num_stages, num_stages
@@ -159,7 +168,7 @@ def one_stage_per_device(
 def two_stages_per_device(
     num_devices: int, num_blocks: int, num_forward: int | None
 ) -> tuple[int, int]:
-    """Default numbers of stages: two per device, one where blocks are too few."""
+    """Returns the default numbers of stages: two per device, one where blocks are too few."""
     per_device = 2 if 2 * num_devices <= num_blocks else 1
     num_stages = per_device * num_devices if num_forward is None else num_forward
     return num_stages, num_stages
@@ -168,7 +177,7 @@ def two_stages_per_device(
 def require_one_per_device(
     num_forward: int, num_backward: int, num_devices: int
 ) -> Complaint | None:
-    """Complaint unless there is one forward and one backward stage per device."""
+    """Returns a complaint unless there is one forward and one backward stage per device."""
     if num_forward != num_devices:
         return "forward_stages", f"{num_devices} (one per worker)"
     return require_as_many_backward(num_forward, num_backward)
@@ -177,7 +186,7 @@ def require_one_per_device(
 def require_two_per_device(
     num_forward: int, num_backward: int, num_devices: int
 ) -> Complaint | None:
-    """Complaint unless there are two forward and two backward stages per device."""
+    """Returns a complaint unless there are two forward and two backward stages per device."""
     if num_forward != 2 * num_devices:
         return "forward_stages", f"{2 * num_devices} (two per worker)"
     return require_as_many_backward(num_forward, num_backward)
@@ -186,21 +195,23 @@ def require_two_per_device(
 def require_same_on_each_device(
     num_forward: int, num_backward: int, num_devices: int
 ) -> Complaint | None:
-    """Complaint unless each device can have the same number of stages, the same both ways."""
+    """Returns a complaint unless each device can have the same number of stages, the same both
+    ways.
+    """
     if num_forward % num_devices:
         return "forward_stages", f"a multiple of {num_devices} (the same number on each worker)"
     return require_as_many_backward(num_forward, num_backward)
 
 
 def require_as_many_backward(num_forward: int, num_backward: int) -> Complaint | None:
-    """Complaint unless forward and backward stages are as many."""
+    """Returns a complaint unless there are as many backward as forward stages."""
     if num_backward != num_forward:
         return "backward_stages", f"{num_forward} (the same as forward_stages)"
     return None
 
 
 def round_robin(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
-    """Stage i on device i mod N, in both directions: the coupled pass assignment."""
+    """Places stage i on device i mod N, in both directions: the coupled assignment of stages."""
     return StageDevices(
         forward=tuple(i % num_devices for i in range(num_forward)),
         backward=tuple(i % num_devices for i in range(num_backward)),
@@ -208,7 +219,7 @@ def round_robin(num_forward: int, num_backward: int, num_devices: int) -> StageD
 
 
 def wave(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
-    """Stages go down the devices and up again: 0, 1, … N - 1, N - 1, … 1, 0, 0, 1, …"""
+    """Places stages down the devices and up again: 0, 1, … N - 1, N - 1, … 1, 0, 0, 1, …"""
     turn = (*range(num_devices), *reversed(range(num_devices)))
     return StageDevices(
         forward=tuple(turn[i % len(turn)] for i in range(num_forward)),

@@ -30,7 +30,9 @@ from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapO
 
 
 def activation_bound(num_devices: int) -> int:
-    """Micro-batches of activations that a device has at most, its own and hosted ones."""
+    """Returns the micro-batches of activations that a device has at most, its own and
+    hosted ones.
+    """
     return (num_devices + 3) // 2
 
 

@@ -27,7 +27,9 @@ from penstock.planner.schemes.base import (
 
 
 def interleaved_orders(layout: StageLayout, recompute: Recomputation) -> tuple[Order, ...]:
-    """A lead of two forwards per device: the gradient of a chunk comes back a round later."""
+    """Returns orders with a lead of two forwards per device: the gradient of a chunk comes back a
+    round later.
+    """
     lead = 1 if len(layout.forward) == layout.num_devices else 2
     return alternating_orders(layout, recompute, lead=lead)
 

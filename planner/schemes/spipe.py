@@ -26,7 +26,7 @@ _BACKWARD_PER_FORWARD = 3
 
 
 def _default_stages(num_devices: int, num_blocks: int, num_forward: int | None) -> tuple[int, int]:
-    """Two forward stages per device, up to three backward stages for each of them."""
+    """Returns two forward stages per device, and up to three backward stages for each of them."""
     if num_forward is None:
         num_forward = min(_STAGES_PER_DEVICE * num_devices, num_blocks)
     finer = max(1, min(_BACKWARD_PER_FORWARD, num_blocks // num_forward))
@@ -41,7 +41,7 @@ def _check_stages(num_forward: int, num_backward: int, num_devices: int) -> Comp
 
 
 def _place(num_forward: int, num_backward: int, num_devices: int) -> StageDevices:
-    """Backward stages count down from the last, over devices in the order in which they become
+    """Places backward stages from the last one down, over devices in the order in which they become
     free.
     """
     return StageDevices(

@@ -21,7 +21,7 @@ from penstock.planner.schemes.base import Recomputation
 def timetable_orders(
     layout: StageLayout, recompute: Recomputation, *, microbatches_per_unit: int
 ) -> tuple[Order, ...]:
-    """Orders of all devices; ``microbatches_per_unit`` of one route."""
+    """Returns the orders of all devices. ``microbatches_per_unit`` counts those of one route."""
     slots: list[list[tuple[int, tuple[ComputeInstruction, ...]]]] = [
         [] for _ in range(layout.num_devices)
     ]

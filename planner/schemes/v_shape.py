@@ -16,7 +16,7 @@ from penstock.planner.schemes.base import Recomputation, backward_weight
 
 
 class Move(Enum):
-    """What a device does next; DOWN is its first chunk, UP its second."""
+    """What a device does next. DOWN is its first chunk, UP its second."""
 
     FORWARD_DOWN = auto()
     FORWARD_UP = auto()
@@ -37,7 +37,9 @@ _WHOLE = {Move.INPUT_DOWN: Move.BACKWARD_DOWN, Move.INPUT_UP: Move.BACKWARD_UP}
 def order_of_moves(
     layout: StageLayout, device: int, moves: Iterable[Move], recompute: Recomputation
 ) -> Order:
-    """The instructions that moves of a device mean; micro-batches beyond the last are left out."""
+    """Returns the instructions that moves of a device mean; micro-batches beyond the last are left
+    out.
+    """
     return tuple(
         instruction
         for move, stage, micro_batch in _numbered(layout, device, moves)

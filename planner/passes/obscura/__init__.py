@@ -49,12 +49,13 @@ def obscura(
     evictions: Sequence[int] | None = None,
     printed: bool = False,
 ) -> Schedule:
-    """The whole transformation, from 1F1B without recomputation; arguments as in
-    :func:`~penstock.planner.passes.obscura.aware.swap_aware_recompute` and
-    :func:`~penstock.planner.passes.obscura.partition.adjust_partition`.
+    """Applies the whole transformation, from 1F1B without recomputation.
+
+    The arguments are those of :func:`~penstock.planner.passes.obscura.aware.swap_aware_recompute`
+    and :func:`~penstock.planner.passes.obscura.partition.adjust_partition`.
 
     Raises:
-        ConfigError: another shape, or nothing fits the memory limit.
+        ConfigError: the schedule has another shape, or nothing fits the memory limit.
     """
     schedule = identify_cost_effective(schedule, context, grain=grain)
     for step in (migrate_forwards, relax_dependencies, refine_migration):
@@ -64,10 +65,10 @@ def obscura(
 
 
 def obscura_any_swap(schedule: Schedule, context: PassContext) -> Schedule:
-    """The same, with any number of evicted blocks. Ours: the paper evicts 2 … p - k - 2.
+    """Applies the same with any number of evicted blocks. Ours: the paper evicts 2 … p - k - 2.
 
     Raises:
-        ConfigError: another shape, or nothing fits the memory limit.
+        ConfigError: the schedule has another shape, or nothing fits the memory limit.
     """
     most = schedule.layout.num_microbatches
     return obscura(schedule, context, evictions=range(1, most))

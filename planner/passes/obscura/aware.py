@@ -41,8 +41,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapRule:
-    """How a stage swaps: ``evicted`` blocks (lambda) in the warm-up, ``fraction`` (beta) of each,
-    to the host or to device ``peer``; one transfer takes ``pace`` forwards, rounded up.
+    """How a stage swaps.
+
+    It evicts ``evicted`` blocks (lambda) in the warm-up, ``fraction`` (beta) of each, to the host
+    or to device ``peer``. One transfer takes ``pace`` forwards, rounded up.
     """
 
     evicted: int
@@ -52,7 +54,7 @@ class SwapRule:
 
 
 def with_swaps(order: StageOrder, rule: SwapRule) -> Order:
-    """The order with swaps; unchanged with nothing to evict."""
+    """Returns the order with swaps, or as it is where nothing is to be evicted."""
     return tuple(_Placer(order, rule).run()) if rule.evicted else order.instructions()
 
 
@@ -66,7 +68,7 @@ class _Placer:
     away: set[int] = field(default_factory=set)
 
     def run(self) -> Iterator[OrderedInstruction]:
-        """The instructions."""
+        """Yields the instructions, with swaps among them."""
         stage, ahead = self.order.stage, self.order.ahead
         total, done = len(ahead), 0
         warmup = self._evicted_in_warmup()
@@ -83,8 +85,9 @@ class _Placer:
             yield from self._load(m)
 
     def _evicted_in_warmup(self) -> frozenset[int]:
-        """As late as possible, as far apart as a transfer takes: the last transfer ends before the
-        last forward of the warm-up begins.
+        """Returns the micro-batches that are evicted in the warm-up: as late as possible and as far
+        apart as a transfer takes, so that the last transfer ends before the last forward of the
+        warm-up begins.
         """
         last, pace = self.order.warmup - 2, self.rule.pace
         return frozenset(last - pace * i for i in range(1, self.rule.evicted + 1))
@@ -93,9 +96,9 @@ class _Placer:
         return self.order.warmup - self.rule.evicted * self.rule.fraction
 
     def _make_room(self, backward: int, *, more: bool) -> Iterator[SwapOut]:
-        """Evict until the next forward and the next block to load fit beside what stays.
+        """Evicts until the next forward and the next block to load fit beside what stays.
 
-        Before this backward there are at most as many blocks as the target; after it there is room
+        Before this backward there are at most as many blocks as the target. After it there is room
         for one forward more, if there is one, and for what is loaded meanwhile.
         """
         due = self.rule.fraction if self._due(backward) is not None else 0.0
@@ -140,13 +143,13 @@ def swap_aware_recompute(
     grain: Grain = Grain.STAGE,
     evictions: Sequence[int] | None = None,
 ) -> Schedule:
-    """Drop and swap in adjusted stages as the integer program says (Equation 4).
+    """Drops and swaps in adjusted stages as the integer program says (Equation 4).
 
     ``evictions``: values of lambda_k to try, by default the paper's, 2 … p - k - 2. Where no set of
     operators fits the limit, the schedule stays as it is if full recomputation does.
 
     Raises:
-        ConfigError: nothing fits the memory limit, or no 1F1B shape.
+        ConfigError: nothing fits the memory limit, or the schedule has no 1F1B shape.
     """
     adjusted, limit = adjusted_stages(schedule), context.memory_limit_bytes
     if not adjusted or limit is None:
@@ -163,7 +166,7 @@ def swap_aware_recompute(
 
 
 def recompute_problem(schedule: Schedule, context: PassContext, grain: Grain) -> RecomputeProblem:
-    """Equation 4 for a schedule with adjusted stages 0 … k, and a memory limit."""
+    """Returns Equation 4 for a schedule with adjusted stages 0 … k, and a memory limit."""
     layout, costs = schedule.layout, context.costs
     orders = stage_orders(schedule)
     last = adjusted_stages(schedule)[-1]
@@ -192,7 +195,7 @@ def recompute_problem(schedule: Schedule, context: PassContext, grain: Grain) ->
 
 
 def stage_times(schedule: Schedule, context: PassContext) -> tuple[StageTimes, ...]:
-    """Seconds of every stage, with the recomputation that its forwards ask for."""
+    """Returns the seconds of every stage, with the recomputation that its forwards ask for."""
     costs = context.costs
     found: list[StageTimes] = []
     for order in stage_orders(schedule, swaps=True):
@@ -246,7 +249,7 @@ def _stage_problem(
 
 
 def _host_bandwidth(cluster: Cluster) -> float:
-    """Of one device while all that share its switch copy."""
+    """Returns the bytes/s of one device while all that share its switch copy."""
     shared = cluster.switch_bandwidth / cluster.devices_per_switch
     return min(cluster.fetch_bandwidth, cluster.offload_bandwidth, shared)
 
@@ -269,7 +272,7 @@ def _apply(
 
 
 def swap_rule(problem: RecomputeProblem, solution: RecomputeSolution, stage: int) -> SwapRule:
-    """What a solution means for the order of a stage."""
+    """Returns what a solution means for the order of a stage."""
     at, swap = problem.stages[stage], solution.swap
     dropped = zip(problem.operators, at.operator_bytes, strict=True)
     kept = at.activation_bytes - sum(size for name, size in dropped if name in solution.drop)

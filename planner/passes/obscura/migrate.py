@@ -50,14 +50,14 @@ from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.errors import ConfigError
 
 _ROUNDING = 1e-6
-"""Share of a forward by which a bubble may be short of a whole number of forwards."""
+"""A bubble may be short of a whole number of forwards by this share of one."""
 
 
 def migrate_forwards(schedule: Schedule, context: PassContext) -> Schedule:
-    """Run as many forwards of adjusted stages early as their forward bubbles can hold.
+    """Runs as many forwards of adjusted stages early as their forward bubbles can hold.
 
-    Section 3.2, step 2. The forwards that stay keep their places among the backwards. Bubbles are
-    those without recomputation, which moves with its backward.
+    This is section 3.2, step 2. The forwards that stay keep their places among the backwards.
+    Bubbles are those without recomputation, which moves with its backward.
     """
     orders = stage_orders(schedule)
     plain = with_orders(schedule, (replace(order, recompute=NONE) for order in orders))
@@ -76,9 +76,9 @@ def migrate_forwards(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def relax_dependencies(schedule: Schedule, context: PassContext) -> Schedule:
-    """Let the remaining forwards of adjusted stages follow one by one, from the first backward on.
+    """Lets the remaining forwards of adjusted stages follow one by one, from the first backward on.
 
-    Section 5.2: forwards move left, so that backwards can move right (they do so by themselves
+    In section 5.2 forwards move left, so that backwards can move right (they do so by themselves
     where they are late). A stage then runs ahead of its successors by its migrated forwards all the
     time, and delays nobody until its recomputation has eaten them up.
     """
@@ -94,13 +94,13 @@ def relax_dependencies(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def refine_migration(schedule: Schedule, context: PassContext) -> Schedule:
-    """Migrate no more forwards in any adjusted stage than in the last one, k (section 5.3).
+    """Migrates no more forwards in any adjusted stage than in the last one, k (section 5.3).
 
-    Recomputation that stage k cannot conceal delays all stages before it, so more converted
-    bubbles there are of no use but cost memory. What is aligned are the converted bubbles: the
-    p - s - 1 backward bubbles that a stage has in 1F1B come from its dependencies and stay, so that
-    stage s < k keeps k - s more than stage k; and it holds k - s more micro-batches, as section 6.2
-    has it ("stage s - 1 evicts one more activation block than stage s").
+    Recomputation that stage k cannot conceal delays all stages before it, so more converted bubbles
+    there are of no use but cost memory. What is aligned are the converted bubbles: the p - s - 1
+    backward bubbles that a stage has in 1F1B come from its dependencies and stay, so that stage s <
+    k keeps k - s more than stage k. It also holds k - s more micro-batches, as section 6.2 has it
+    ("stage s - 1 evicts one more activation block than stage s").
     """
     del context
     adjusted = adjusted_stages(schedule)
@@ -144,16 +144,18 @@ COST_EFFECTIVE = frozenset({"norm", "silu", "gelu", "mul"})
 
 
 def cost_effective(stage: BlockCost) -> Recomputation:
-    """The CMB strategy for a stage: its cost-effective operators, nothing if it has none."""
+    """Returns the CMB strategy for a stage: its cost-effective operators are dropped, nothing if it
+    has none.
+    """
     found = dict.fromkeys(op.name for op in stage.operators if op.name in COST_EFFECTIVE)
     return Recomputation(mode="selective", drop=tuple(found)) if found else NONE
 
 
 def identify(schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE) -> Schedule:
-    """Stages over the limit recompute fully (section 3.2, step 1).
+    """Makes stages over the limit recompute fully (section 3.2, step 1).
 
     Raises:
-        ConfigError: no 1F1B shape, or it recomputes already.
+        ConfigError: the schedule has no 1F1B shape, or it recomputes already.
     """
     return _identify(schedule, context, grain, lambda order: (FULL,))
 
@@ -161,10 +163,10 @@ def identify(schedule: Schedule, context: PassContext, *, grain: Grain = Grain.S
 def identify_cost_effective(
     schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE
 ) -> Schedule:
-    """Stages over the limit drop cost-effective operators if that is enough (section 8).
+    """Makes stages over the limit drop cost-effective operators if that is enough (section 8).
 
     Raises:
-        ConfigError: no 1F1B shape, or it recomputes already.
+        ConfigError: the schedule has no 1F1B shape, or it recomputes already.
     """
 
     def remedies(order: StageOrder) -> Iterable[Recomputation]:

@@ -32,13 +32,13 @@ from penstock.protocol.plan.plan import StageRange
 def adjust_partition(
     schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE, printed: bool = False
 ) -> Schedule:
-    """Algorithm 1. The orders stay as they are, only the stages' blocks change.
+    """Applies Algorithm 1: the orders stay as they are, only the stages' blocks change.
 
-    Result: the fastest of the visited partitions by the model, the one with the fewest moves among
-    equals. With ``printed`` the last but one instead, as in line 10 of the algorithm.
+    Returns the fastest of the visited partitions by the model, the one with the fewest moves among
+    equals. With ``printed`` it returns the last but one instead, as in line 10 of the algorithm.
 
     Raises:
-        ConfigError: no 1F1B shape.
+        ConfigError: the schedule has no 1F1B shape.
     """
     visited = tuple(partitions(schedule, context, grain))
     if printed:
@@ -47,7 +47,7 @@ def adjust_partition(
 
 
 def partitions(schedule: Schedule, context: PassContext, grain: Grain) -> Iterator[Schedule]:
-    """The schedule, and what it becomes move by move until adjusted stages no longer set the
+    """Yields the schedule, and what it becomes move by move until adjusted stages no longer set the
     pace, or no stage can give or take.
     """
     yield schedule
@@ -63,14 +63,14 @@ def partitions(schedule: Schedule, context: PassContext, grain: Grain) -> Iterat
 
 
 def _time_s(schedule: Schedule, context: PassContext) -> float:
-    """T_0."""
+    """Returns T_0 in seconds."""
     last = max(adjusted_stages(schedule), default=-1)
     times = stage_times(schedule, context)
     return execution_times(times, schedule.layout.num_microbatches, last)[0]
 
 
 def _is_slower(schedule: Schedule, context: PassContext, last: int) -> bool:
-    """T_k - C_adj > T_{k+1}: the adjusted stages set the pace."""
+    """Returns whether T_k - C_adj > T_{k+1}: the adjusted stages set the pace."""
     times = stage_times(schedule, context)
     executed = execution_times(times, schedule.layout.num_microbatches, last)
     pace_s = max(stage.busy_s for stage in times[: last + 1])
@@ -83,7 +83,9 @@ def _moved(
     last: int,
     grain: Grain,
 ) -> Schedule | None:
-    """One block from the slowest adjusted to the fastest other stage; ``None``: not possible."""
+    """Moves one block from the slowest adjusted to the fastest other stage; returns ``None`` if
+    that is not possible.
+    """
     times = stage_times(schedule, context)
     giver = max(range(last + 1), key=lambda s: times[s].busy_s)
     if len(schedule.layout.forward[giver].blocks) == 1:
@@ -98,7 +100,7 @@ def _moved(
 
 
 def move_block(layout: StageLayout, giver: int, taker: int) -> StageLayout:
-    """The layout with one block less in an earlier stage and one more in a later one."""
+    """Returns the layout with one block less in an earlier stage and one more in a later one."""
     sizes = [len(stage.blocks) for stage in layout.forward]
     sizes[giver] -= 1
     sizes[taker] += 1

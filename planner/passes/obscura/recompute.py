@@ -36,7 +36,7 @@ LOOKAHEAD = 2
 """A swapped block comes back when the backward this many micro-batches before its own ends."""
 
 _TIE = 1e-9
-"""Relative difference of times below which they are equal."""
+"""Times whose relative difference is smaller are equal."""
 
 
 class SwapStyle(StrEnum):
@@ -44,14 +44,14 @@ class SwapStyle(StrEnum):
 
     NONE = "none"
     HOST = "host"
-    """To host memory, a fraction beta of each block: OHP's design."""
+    """A fraction beta of each block goes to host memory: OHP's design."""
     PEER = "peer"
-    """To the memory of stage p - 1 - s, whole blocks: BPipe's design."""
+    """Whole blocks go to the memory of stage p - 1 - s: BPipe's design."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """A design with its parameters: lambda of stage k, and beta."""
+    """A design with its parameters, lambda of stage k and beta."""
 
     style: SwapStyle = SwapStyle.NONE
     evicted: int = 0
@@ -62,10 +62,11 @@ class Swap:
 class StageProblem:
     """What the program knows of one adjusted stage.
 
-    ``operator_s`` and ``operator_bytes``: of each candidate operator. ``remade_bytes``: rows of
-    bytes by operator; recomputation holds at most what the greediest row makes (one row for a whole
-    stage, one per block otherwise). ``held``: micro-batches in flight (mu). ``peer``: the stage
-    that takes its blocks, with ``peer_bytes`` free; ``None`` where there is none.
+    ``operator_s`` and ``operator_bytes``: seconds and bytes of each candidate operator.
+    ``remade_bytes``: rows of bytes by operator; recomputation holds at most what the greediest row
+    makes (one row for a whole stage, one per block otherwise). ``held``: micro-batches in flight
+    (mu). ``peer``: the stage that takes its blocks, with ``peer_bytes`` free; ``None`` where there
+    is none.
     """
 
     forward_s: float
@@ -82,7 +83,9 @@ class StageProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeProblem:
-    """Equation 4. ``stages``: 0 … k; ``following_s``: T of stage k + 1 (0 where there is none)."""
+    """Equation 4. ``stages``: 0 … k; ``following_s``: T of stage k + 1 (0 where there is none);
+    bandwidths in bytes/s.
+    """
 
     operators: tuple[str, ...]
     stages: tuple[StageProblem, ...]
@@ -94,15 +97,17 @@ class RecomputeProblem:
 
     @property
     def last_adjusted(self) -> int:
-        """k."""
+        """k, the last adjusted stage."""
         return len(self.stages) - 1
 
     def bandwidth(self, style: SwapStyle) -> float:
-        """B of a design."""
+        """Returns B of a design, in bytes/s."""
         return self.peer_bandwidth if style is SwapStyle.PEER else self.host_bandwidth
 
     def evicted(self, stage: int, swap: Swap) -> int:
-        """Lambda of a stage: one more than the stage after it; none for a stage without a peer."""
+        """Returns lambda of a stage: one more than the stage after it, none for a stage without a
+        peer.
+        """
         if swap.style is SwapStyle.NONE:
             return 0
         if swap.style is SwapStyle.PEER and self.stages[stage].peer is None:
@@ -120,7 +125,7 @@ class RecomputeSolution:
 
 
 def swaps(problem: RecomputeProblem, evictions: Sequence[int]) -> Iterator[Swap]:
-    """No swap, and every design with every lambda and beta."""
+    """Yields no swap, and every design with every lambda and beta."""
     yield Swap()
     for evicted in evictions:
         for fraction in FRACTIONS:
@@ -130,14 +135,16 @@ def swaps(problem: RecomputeProblem, evictions: Sequence[int]) -> Iterator[Swap]
 
 
 def evictions_of(stage: StageProblem) -> int:
-    """Blocks of the warm-up that can be evicted at most: not those needed first, nor the last ones,
-    whose transfers would not end with it.
+    """Returns how many blocks of the warm-up can be evicted at most: not those needed first, nor
+    the last ones, whose transfers would not end with it.
     """
     return stage.held - 2 - LOOKAHEAD
 
 
 def best_solution(problem: RecomputeProblem, evictions: Sequence[int]) -> RecomputeSolution | None:
-    """The fastest solution over all swaps with lambda in ``evictions``; ``None``: nothing fits."""
+    """Returns the fastest solution over all swaps with lambda in ``evictions``, or ``None`` where
+    nothing fits.
+    """
     best: RecomputeSolution | None = None
     for swap in swaps(problem, evictions):
         found = solve(problem, swap)
@@ -147,10 +154,10 @@ def best_solution(problem: RecomputeProblem, evictions: Sequence[int]) -> Recomp
 
 
 def solve(problem: RecomputeProblem, swap: Swap) -> RecomputeSolution | None:
-    """The integer program for one swap; ``None``: no set of operators fits.
+    """Solves the integer program for one swap; returns ``None`` where no set of operators fits.
 
     Raises:
-        RuntimeError: the solver failed otherwise.
+        RuntimeError: the solver failed for another reason.
     """
     # Takes half a second, which every command that lists passes would pay.
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -208,11 +215,11 @@ class _Rows:
                 self._add_transfers(index)
 
     def time(self, stage: int) -> int:
-        """Index of T_s."""
+        """Returns the index of T_s."""
         return len(self._problem.operators) + 1 + 3 * stage
 
     def _add(self, limit: float, unit: float, *terms: tuple[int | slice, object]) -> None:
-        """``sum of terms <= limit / unit``."""
+        """Adds the row ``sum of terms <= limit / unit``."""
         row = np.zeros(len(self.objective))
         for place, value in terms:
             row[place] += np.asarray(value, dtype=float)
@@ -238,7 +245,7 @@ class _Rows:
         self._add(0.0, second, (self._pace, rounds), (t + 1, 1.0), (t + 2, 1.0), (t, -1.0))
 
     def _add_memory(self, index: int) -> None:
-        """Equation 1 and what is recomputed; the same for the peer that takes blocks."""
+        """Adds Equation 1 and what is recomputed, and the same for the peer that takes blocks."""
         problem = self._problem
         stage = problem.stages[index]
         operators = slice(0, len(problem.operators))
@@ -258,7 +265,7 @@ class _Rows:
             )
 
     def _add_transfers(self, index: int) -> None:
-        """The bandwidth constraint, the end of the evictions, and both terms of Equation 2."""
+        """Adds the bandwidth constraint, the end of the evictions, and both terms of Equation 2."""
         problem, swap, second = self._problem, self._swap, self.second
         stage, t = problem.stages[index], self.time(index)
         operators = slice(0, len(problem.operators))
@@ -287,7 +294,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds per micro-batch."""
+    """Seconds of a stage per micro-batch."""
 
     forward_s: float
     backward_s: float
@@ -295,14 +302,14 @@ class StageTimes:
 
     @property
     def busy_s(self) -> float:
-        """3f + r."""
+        """The paper's 3f + r."""
         return self.forward_s + self.backward_s + self.recompute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """Swapping of a stage: ``evicted`` activation blocks (lambda) in the warm-up, ``block_s`` for
-    one of them one way (a beta / B).
+    """Swapping of a stage: it evicts ``evicted`` activation blocks (lambda) in the warm-up, and
+    moves one of them one way in ``block_s`` (a beta / B).
     """
 
     evicted: int = 0
@@ -310,11 +317,12 @@ class Transfers:
 
 
 def communication_s(times: StageTimes, transfers: Transfers, *, stages_after: int) -> float:
-    """Communication that computation cannot hide, T^C of Equation 2; ``stages_after``: k - s.
+    """Returns the seconds of communication that computation cannot hide, T^C of Equation 2.
 
-    In the warm-up a transfer hides behind one forward and the forward bubbles that stage s < k
-    keeps; in the end behind recomputation and backward. Each of both terms is at least 0 here
-    (the paper bounds the first only). Epsilon, what swapping designs add, is taken as 0.
+    ``stages_after``: k - s. In the warm-up a transfer hides behind one forward and the forward
+    bubbles that stage s < k keeps; in the end behind recomputation and backward. Each of both terms
+    is at least 0 here (the paper bounds the first only). Epsilon, what swapping designs add, is
+    taken as 0.
     """
     spare_s = stages_after * (times.backward_s + times.recompute_s)
     warmup_s = transfers.evicted * (transfers.block_s - times.forward_s) - spare_s
@@ -328,10 +336,11 @@ def execution_times(
     last_adjusted: int,
     transfers: Sequence[Transfers] = (),
 ) -> tuple[float, ...]:
-    """T_s of every stage: seconds from its first forward to its last backward (Equations 3, 5).
+    """Returns T_s of every stage: seconds from its first forward to its last backward (Equations 3,
+    5).
 
-    ``transfers`` of the adjusted stages 0 … k; none without swapping. The first entry is the time
-    of the pipeline.
+    ``transfers`` are those of the adjusted stages 0 … k, nothing without swapping. The first entry
+    is the time of the pipeline.
     """
     adjusted = range(last_adjusted + 1)
     adjusted_s = max((stages[s].busy_s for s in adjusted), default=0.0)

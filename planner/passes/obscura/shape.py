@@ -34,7 +34,7 @@ FULL = Recomputation(mode="full")
 class StageOrder:
     """The order of one stage, which is its device's only one.
 
-    ``ahead[m]``: how many forwards run before backward ``m`` (and its recomputation); never
+    ``ahead[m]``: how many forwards run before backward ``m`` (and its recomputation); it never
     decreases. 1F1B has ``min(p - s + m, micro-batches)`` in stage ``s`` of ``p``. ``after``: what
     recomputation waits for.
     """
@@ -46,12 +46,12 @@ class StageOrder:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of the stage: all."""
+        """How many micro-batches the stage takes: all."""
         return len(self.ahead)
 
     @property
     def warmup(self) -> int:
-        """Forwards before the first backward: the most micro-batches that the stage holds."""
+        """How many forwards run before the first backward."""
         return self.ahead[0]
 
     @property
@@ -60,7 +60,7 @@ class StageOrder:
         return max(count - m for m, count in enumerate(self.ahead))
 
     def instructions(self) -> Order:
-        """The order."""
+        """Returns the order as instructions."""
         order: list[OrderedInstruction] = []
         done = 0
         for m, count in enumerate(self.ahead):
@@ -70,7 +70,7 @@ class StageOrder:
         return tuple(order)
 
     def backward(self, micro_batch: int) -> Iterator[OrderedInstruction]:
-        """One backward, with its recomputation."""
+        """Yields one backward, after its recomputation."""
         for instruction in self.recompute.backward(self.stage, micro_batch):
             if isinstance(instruction, Recompute):
                 yield replace(instruction, after=self.after)
@@ -79,15 +79,15 @@ class StageOrder:
 
 
 def one_f_one_b_ahead(num_stages: int, stage: int, num_microbatches: int) -> tuple[int, ...]:
-    """:attr:`StageOrder.ahead` of 1F1B (DAPPLE)."""
+    """Returns :attr:`StageOrder.ahead` of 1F1B (DAPPLE)."""
     return tuple(min(num_stages - stage + m, num_microbatches) for m in range(num_microbatches))
 
 
 def stage_orders(schedule: Schedule, *, swaps: bool = False) -> tuple[StageOrder, ...]:
-    """Read the orders of a 1F1B-shaped schedule, stage by stage; with ``swaps`` ignore those.
+    """Reads the orders of a 1F1B-shaped schedule, stage by stage; with ``swaps`` it ignores those.
 
     Raises:
-        ConfigError: another shape; says what was expected.
+        ConfigError: the schedule has another shape; the message says what was expected.
     """
     require_shape(schedule)
     return tuple(
@@ -97,10 +97,11 @@ def stage_orders(schedule: Schedule, *, swaps: bool = False) -> tuple[StageOrder
 
 
 def require_shape(schedule: Schedule) -> None:
-    """Every stage alone on its device, forward and backward cut alike, one route.
+    """Checks that every stage is alone on its device, forward and backward are cut alike, and there
+    is one route.
 
     Raises:
-        ConfigError: another shape.
+        ConfigError: the schedule has another shape.
     """
     layout = schedule.layout
     stages = range(len(layout.forward))
@@ -145,7 +146,9 @@ def _read(stage: int, order: Sequence[OrderedInstruction]) -> StageOrder:
 
 
 def _recomputation(forwards: Sequence[Forward]) -> Recomputation:
-    """One for all micro-batches of a stage: mixed ones are no shape of ours."""
+    """Returns the recomputation of all micro-batches of a stage: mixed ones are no shape of
+    ours.
+    """
     kinds = {(forward.keep, forward.drop) for forward in forwards}
     if len(kinds) != 1:
         raise ConfigError(
@@ -159,12 +162,12 @@ def _recomputation(forwards: Sequence[Forward]) -> Recomputation:
 
 
 def with_orders(schedule: Schedule, orders: Iterable[StageOrder]) -> Schedule:
-    """The schedule with these orders."""
+    """Returns the schedule with these orders."""
     return replace(schedule, orders=tuple(order.instructions() for order in orders))
 
 
 def adjusted_stages(schedule: Schedule) -> tuple[int, ...]:
-    """The adjusted stages of a schedule, read from its orders.
+    """Returns the adjusted stages of a schedule, read from its orders.
 
     They recompute fully (before swapping-aware recomputation), or swap, or run more forwards ahead
     than 1F1B does. A stage that only drops operators (CMB-identifying) is not adjusted.
@@ -193,7 +196,7 @@ def _is_adjusted(layout: StageLayout, stage: int, order: Order) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bubbles:
     """Idle seconds of a stage: ``forward_s`` before its first backward, ``backward_s`` from there
-    to its last (section 2.1). Idle before the first forward counts as neither.
+    to its last (section 2.1). Idle time before the first forward counts as neither.
     """
 
     forward_s: float
@@ -201,7 +204,7 @@ class Bubbles:
 
 
 def bubbles(schedule: Schedule, times: OrderTimes, stage: int) -> Bubbles:
-    """Bubbles of a stage; recomputation is work, so what it conceals is no bubble."""
+    """Returns the bubbles of a stage. Recomputation is work, so what it conceals is no bubble."""
     starts, ends = times.starts[stage], times.ends[stage]
     backwards = [i for i, x in enumerate(schedule.orders[stage]) if isinstance(x, Backward)]
     idle = [start - end for start, end in zip(starts[1:], ends[:-1], strict=True)]
