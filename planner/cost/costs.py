@@ -7,9 +7,20 @@ is :class:`penstock.planner.cost.cluster.Cluster`'s matter. Where costs come fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from types import MappingProxyType
+
+from penstock.protocol.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Keep,
+    Recompute,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +114,21 @@ class BlockCost:
             forward=same, graph=same, backward=same, backward_input=same, backward_weight=same
         )
 
+    def seconds_of(self, kind: type[Instruction]) -> float:
+        """Seconds per micro-batch of a compute instruction on a stage, nothing dropped."""
+        seconds: float = getattr(self, _SECONDS[kind])
+        return seconds
+
+    def workspace_of(self, instruction: Instruction) -> float:
+        """Workspace bytes of an instruction on a stage; 0 of what does not compute."""
+        kind = _WORKSPACES.get(type(instruction))
+        if kind is None:
+            return 0.0
+        if isinstance(instruction, Forward) and instruction.keep in (Keep.INPUT, Keep.NONE):
+            kind = "forward"
+        num_bytes: float = getattr(self.by_kind, kind)
+        return num_bytes
+
     @property
     def backward_s(self) -> float:
         """Seconds of an unsplit backward."""
@@ -153,6 +179,27 @@ class BlockCost:
             operators=self.operators + other.operators,
             workspaces=_one_after_the_other(self, other),
         )
+
+
+_SECONDS: Mapping[type[Instruction], str] = MappingProxyType(
+    {
+        Forward: "forward_s",
+        Recompute: "recompute_s",
+        Backward: "backward_s",
+        BackwardInput: "backward_input_s",
+        BackwardWeight: "backward_weight_s",
+    }
+)
+_WORKSPACES: Mapping[type[Instruction], str] = MappingProxyType(
+    {
+        Forward: "graph",
+        Recompute: "graph",
+        Backward: "backward",
+        BackwardInput: "backward_input",
+        BackwardWeight: "backward_weight",
+    }
+)
+"""Fields of :class:`Workspaces`; a FORWARD that keeps no graph needs ``forward``."""
 
 
 def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | None:

@@ -22,23 +22,14 @@ and after that nothing can avoid. The bound is the largest over all devices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.orders.timing import seconds_of
-from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Keep,
-    Recompute,
-    RecomputeAfter,
-)
+from penstock.protocol.plan.semantics import Facts, makes, reads
 
-_Key = tuple[str, int, int]
 Job = tuple[float, float, float]
 """Head, body and tail of an instruction, in seconds."""
 
@@ -90,55 +81,9 @@ def one_machine_s(jobs: Sequence[Job]) -> float:
 
 def dependencies(layout: StageLayout, work: Sequence[ComputeInstruction]) -> list[list[int]]:
     """For each instruction the numbers of those whose results it uses."""
-    made = {key: index for index, instruction in enumerate(work) for key in _makes(instruction)}
-    selective = {
-        (f.stage, f.micro_batch)
-        for f in work
-        if isinstance(f, Forward) and f.keep is Keep.SELECTIVE
-    }
-    found: list[list[int]] = []
-    for instruction in work:
-        keys = _uses(layout, instruction, made, selective)
-        found.append([made[key] for key in keys if key in made])
-    return found
-
-
-def _makes(work: ComputeInstruction) -> Iterator[_Key]:
-    match work:
-        case Forward(stage=s, micro_batch=m):
-            yield "F", s, m
-        case Recompute(stage=b, micro_batch=m):
-            yield "R", b, m
-        case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
-            yield "B", b, m
-
-
-def _uses(
-    layout: StageLayout,
-    work: ComputeInstruction,
-    made: dict[_Key, int],
-    selective: set[tuple[int, int]],
-) -> Iterator[_Key]:
-    match work:
-        case Forward(stage=s, micro_batch=m):
-            if not layout.is_first_forward(s):
-                yield "F", s - 1, m
-        case Recompute(stage=b, micro_batch=m, after=after):
-            if (b, m) in selective:
-                yield "F", b, m
-            elif not layout.is_first_backward(b):
-                source = layout.checkpoint_source(b)
-                skipped = ("F", source, m) not in made
-                yield "F", layout.checkpoint_source(b, skipped=skipped), m
-            if after is RecomputeAfter.GRADIENT and not layout.is_last_backward(b):
-                yield "B", b + 1, m
-        case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
-            yield ("R", b, m) if ("R", b, m) in made else ("F", b, m)
-            if not layout.is_last_backward(b):
-                yield "B", b + 1, m
-        case BackwardWeight(stage=b, micro_batches=batches):
-            for m in batches:
-                yield "B", b, m
+    facts = Facts.of(layout, [work])
+    made = {resource: index for index, i in enumerate(work) for resource in makes(i, facts)}
+    return [[made[needed] for needed in reads(i, facts) if needed in made] for i in work]
 
 
 def needs_first(needs: Sequence[Sequence[int]]) -> list[int]:

@@ -8,29 +8,53 @@ compute times and one latency per hop; links, copies, memory and the optimizer a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import (
-    ComputeInstruction,
     Order,
     OrderedInstruction,
     StageLayout,
     skipped_forwards,
 )
 from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
+    Opcode,
+    Phase,
     Recompute,
-    RecomputeAfter,
+)
+from penstock.protocol.plan.semantics import (
+    COMPUTES,
+    SEMANTICS,
+    Facts,
+    Lane,
+    Resource,
+    StateKind,
+    TensorKind,
+    classes,
+    reads,
+    row_of,
+    side_of,
 )
 
 _UNIT_BLOCK = BlockCost(forward_s=1.0, recompute_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
 
-_Key = tuple[str, int, int]
+Maker = tuple[Phase, int, int]
+"""Side, stage and micro-batch of the FORWARD or (first half of a) BACKWARD that others wait for."""
+
+_AWAITED = frozenset({*TensorKind, StateKind.DEFERRED})
+
+_PLAIN = classes(
+    lambda row: (
+        any(made.kind in _AWAITED for made in row.makes)
+        and row.lane is Lane.COMPUTE
+        and all(read.when is None for read in row.reads)
+    )
+)
+"""Instructions that wait for the same thing in every micro-batch: most of an order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +87,7 @@ def order_times(
         ValueError: the orders cannot finish: an instruction waits for one that never runs before
             it.
     """
-    steps = _Steps(layout, costs, skipped_forwards(layout, orders))
+    steps = _Steps(Facts(layout=layout, skipped=skipped_forwards(layout, orders)), costs)
     clocks = [_Clock(steps=[steps.of(instruction) for instruction in order]) for order in orders]
     made: dict[int, tuple[float, int]] = {}
     waiting: dict[int, list[int]] = defaultdict(list)
@@ -132,43 +156,57 @@ def _advance(
 
 
 class _Steps:
-    """:func:`seconds_of`, :func:`makes` and :func:`needs` at once, with numbers for keys."""
+    """:func:`seconds_of`, :func:`maker_of` and :func:`needs` at once, with numbers for makers."""
 
-    def __init__(
-        self, layout: StageLayout, costs: Costs, skipped: frozenset[tuple[int, int]]
-    ) -> None:
-        self._count = count = layout.num_microbatches
-        self._backward = len(layout.forward) * count
-        self._layout = layout
-        self._skipped = skipped
-        self._seconds = seconds_of(layout, costs)
-        self._before = [
-            -1 if stage.start == 0 else (index - 1) * count
-            for index, stage in enumerate(layout.forward)
-        ]
-        self._after = [
-            -1 if layout.is_last_backward(index) else self._backward + (index + 1) * count
-            for index in range(len(layout.backward))
-        ]
+    def __init__(self, facts: Facts, costs: Costs) -> None:
+        self._facts = facts
+        self._seconds = seconds_of(facts.layout, costs)
+        self._count = facts.layout.num_microbatches
+        num_stages = {Phase.FORWARD: len(facts.layout.forward)}
+        num_stages[Phase.BACKWARD] = len(facts.layout.backward)
+        self._offsets = {Phase.FORWARD: 0, Phase.BACKWARD: num_stages[Phase.FORWARD] * self._count}
+        self._plain = {
+            cls: [self._of_stage(cls.opcode, stage) for stage in range(num_stages[side])]
+            for cls in _PLAIN
+            if (side := SEMANTICS[cls.opcode].side) is not None
+        }
 
     def of(self, instruction: OrderedInstruction) -> _Step:
         """The step of an instruction; those of a device in its order."""
         seconds = self._seconds(instruction)
-        if type(instruction) is Forward:
-            stage, m = instruction.stage, instruction.micro_batch
-            needed = self._before[stage]
-            return seconds, stage * self._count + m, (needed + m,) if needed >= 0 else ()
-        if type(instruction) is Backward or type(instruction) is BackwardInput:
-            stage, m = instruction.stage, instruction.micro_batch
-            needed = self._after[stage]
-            made = self._backward + stage * self._count + m
-            return seconds, made, (needed + m,) if needed >= 0 else ()
-        keys = needs(self._layout, instruction, self._skipped)
-        return seconds, -1, tuple(map(self._number, keys))
+        stages = self._plain.get(type(instruction))
+        if stages is not None:
+            made, needed = stages[instruction.stage]  # type: ignore[union-attr]  # no UPDATE
+            m: int = instruction.micro_batch  # type: ignore[union-attr]  # as above
+            return seconds, made + m, (needed + m,) if needed >= 0 else ()
+        return seconds, -1, tuple(map(self._number, needs(self._facts, instruction)))
 
-    def _number(self, key: _Key) -> int:
-        code, stage, micro_batch = key
-        return (0 if code == "F" else self._backward) + stage * self._count + micro_batch
+    def _of_stage(self, opcode: Opcode, stage: int) -> tuple[int, int]:
+        """What an instruction of a stage makes, and needs (-1: nothing), for micro-batch 0. It is
+        in the orders, so its input is there unless it is the first of its route.
+        """
+        row, plan = SEMANTICS[opcode], Facts(layout=self._facts.layout)
+        assert row.side is not None
+        needed = -1
+        for kind, step, _, _ in row.reads:
+            if kind in _AWAITED and plan.exists(kind, stage + step, 0):
+                needed = self._number((*plan.maker(Resource(kind, stage + step, 0)), 0))
+        return self._number((row.side, stage, 0)), needed
+
+    def _number(self, maker: Maker) -> int:
+        side, stage, micro_batch = maker
+        return self._offsets[side] + stage * self._count + micro_batch
+
+
+def stage_seconds(layout: StageLayout, costs: Costs) -> dict[type[Any], list[float]]:
+    """By class of compute instruction and stage, seconds per micro-batch without overhead."""
+    return {
+        cls: [
+            costs.of(stage.blocks).seconds_of(cls)
+            for stage in layout.stages(SEMANTICS[cls.opcode].side or Phase.BACKWARD)
+        ]
+        for cls in COMPUTES
+    }
 
 
 def seconds_of(layout: StageLayout, costs: Costs) -> Callable[[OrderedInstruction], float]:
@@ -176,79 +214,43 @@ def seconds_of(layout: StageLayout, costs: Costs) -> Callable[[OrderedInstructio
 
     Ask for a selective FORWARD before its RECOMPUTE.
     """
-    forward = [costs.of(stage.blocks) for stage in layout.forward]
-    backward = [costs.of(stage.blocks) for stage in layout.backward]
-    fixed_s = costs.instruction_s
-    forward_s = [cost.forward_s + fixed_s for cost in forward]
-    recompute_s = [cost.recompute_s + fixed_s for cost in backward]
-    backward_s = [cost.backward_s + fixed_s for cost in backward]
-    input_s = [cost.backward_input_s + fixed_s for cost in backward]
+    by_stage, fixed_s = stage_seconds(layout, costs), costs.instruction_s
     dropped: dict[tuple[int, int], tuple[str, ...]] = {}
     again_s: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def remake_s(stage: int, drop: tuple[str, ...]) -> float:
         if (stage, drop) not in again_s:
-            again_s[stage, drop] = backward[stage].drop_seconds(drop) + fixed_s
+            cost = costs.of(layout.backward[stage].blocks)
+            again_s[stage, drop] = cost.drop_seconds(drop) + fixed_s
         return again_s[stage, drop]
 
     def seconds(instruction: OrderedInstruction) -> float:
-        if type(instruction) is Forward:
-            if instruction.drop:
-                dropped[instruction.stage, instruction.micro_batch] = instruction.drop
-            return forward_s[instruction.stage]
-        if type(instruction) is Backward:
-            return backward_s[instruction.stage]
-        if type(instruction) is BackwardInput:
-            return input_s[instruction.stage]
-        if type(instruction) is BackwardWeight:
-            weight_s = backward[instruction.stage].backward_weight_s
-            return weight_s * len(instruction.micro_batches) + fixed_s
-        if type(instruction) is Recompute:
-            drop = dropped.get((instruction.stage, instruction.micro_batch), ())
-            return remake_s(instruction.stage, drop) if drop else recompute_s[instruction.stage]
-        return 0.0
+        per_stage = by_stage.get(type(instruction))
+        if per_stage is None:
+            return 0.0
+        stage: int = instruction.stage  # type: ignore[union-attr]  # it computes
+        if type(instruction) is Forward and instruction.drop:
+            dropped[stage, instruction.micro_batch] = instruction.drop
+        elif type(instruction) is Recompute:
+            drop = dropped.get((stage, instruction.micro_batch), ())
+            if drop:
+                return remake_s(stage, drop)
+        elif type(instruction) is BackwardWeight:
+            return per_stage[stage] * len(instruction.micro_batches) + fixed_s
+        return per_stage[stage] + fixed_s
 
     return seconds
 
 
-def makes(instruction: OrderedInstruction) -> Iterator[_Key]:
-    """What becomes available when an instruction has run: F, R or B of (stage, micro-batch)."""
-    match instruction:
-        case Forward(stage=s, micro_batch=m):
-            yield "F", s, m
-        case Recompute(stage=b, micro_batch=m):
-            yield "R", b, m
-        case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
-            yield "B", b, m
+def maker_of(instruction: OrderedInstruction) -> Maker | None:
+    """The name of an instruction that others wait for."""
+    if not any(made.kind in _AWAITED for made in row_of(instruction).makes):
+        return None
+    return side_of(instruction), instruction.stage, instruction.micro_batch  # type: ignore[union-attr]
 
 
-def needs(
-    layout: StageLayout,
-    instruction: OrderedInstruction,
-    skipped: Collection[tuple[int, int]] = (),
-) -> Iterator[_Key]:
-    """What an instruction waits for that another device may make.
-
-    ``skipped``: FORWARDs that the orders leave out.
-    """
-    match instruction:
-        case Forward(stage=s, micro_batch=m):
-            if not layout.is_first_forward(s):
-                yield "F", s - 1, m
-        case Recompute(stage=b, micro_batch=m, after=after):
-            if not layout.is_first_backward(b):
-                left_out = (layout.checkpoint_source(b), m) in skipped
-                yield "F", layout.checkpoint_source(b, skipped=left_out), m
-            if after is RecomputeAfter.GRADIENT and not layout.is_last_backward(b):
-                yield "B", b + 1, m
-        case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
-            if not layout.is_last_backward(b):
-                yield "B", b + 1, m
-        case BackwardWeight(stage=b, micro_batches=batches):
-            for m in batches:
-                yield "B", b, m
-
-
-def is_compute(instruction: OrderedInstruction) -> bool:
-    """Occupies the compute stream."""
-    return isinstance(instruction, ComputeInstruction)
+def needs(facts: Facts, instruction: OrderedInstruction) -> Iterator[Maker]:
+    """Whom an instruction waits for. Graphs have their place in an order, and are not awaited."""
+    for resource in reads(instruction, facts):
+        if resource.kind in _AWAITED:
+            yield (*facts.maker(resource), resource.micro_batch)

@@ -15,7 +15,7 @@ from itertools import count, pairwise
 from typing import Protocol
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout, skipped_forwards
-from penstock.planner.orders.timing import makes, needs, seconds_of
+from penstock.planner.orders.timing import Maker, maker_of, needs, seconds_of
 from penstock.planner.passes.base import PassContext
 from penstock.protocol.plan.instructions import (
     Backward,
@@ -23,9 +23,11 @@ from penstock.protocol.plan.instructions import (
     BackwardWeight,
     Forward,
     Keep,
+    Phase,
     Recompute,
     SwapIn,
 )
+from penstock.protocol.plan.semantics import Facts
 
 _ROUNDING = 1e-9
 """Times whose relative difference is smaller count as the same."""
@@ -111,17 +113,15 @@ class Board:
         movable: tuple[type[OrderedInstruction], ...],
     ) -> Board:
         """Returns a board on which fillers are of the ``movable`` kinds."""
-        numbers: dict[tuple[str, int, int], int] = defaultdict(count().__next__)
+        numbers: dict[Maker, int] = defaultdict(count().__next__)
         seconds = seconds_of(layout, context.costs)
-        skipped = skipped_forwards(layout, orders)
+        facts = Facts(layout=layout, skipped=skipped_forwards(layout, orders))
         lines = tuple(
             OrderFacts(
                 order=order,
                 seconds=tuple(map(seconds, order)),
-                inputs=tuple(
-                    tuple([numbers[key] for key in _inputs(layout, i, skipped)]) for i in order
-                ),
-                makes=tuple(next((numbers[key] for key in makes(i)), -1) for i in order),
+                inputs=tuple(tuple([numbers[key] for key in _inputs(facts, i)]) for i in order),
+                makes=tuple([-1 if (m := maker_of(i)) is None else numbers[m] for i in order]),
                 lanes=tuple(map(_lane, order)),
                 may_move=_may_move(order, movable),
             )
@@ -315,15 +315,13 @@ class Dispatcher:
         return ready_s
 
 
-def _inputs(
-    layout: StageLayout, instruction: OrderedInstruction, skipped: frozenset[tuple[int, int]]
-) -> Iterator[tuple[str, int, int]]:
+def _inputs(facts: Facts, instruction: OrderedInstruction) -> Iterator[Maker]:
     """Yields what must be made first: more than the data, for what leaves its place in an order."""
-    yield from needs(layout, instruction, skipped)
-    if isinstance(instruction, Recompute) and layout.is_coupled(instruction.stage):
+    yield from needs(facts, instruction)
+    if isinstance(instruction, Recompute) and facts.layout.is_coupled(instruction.stage):
         work = (instruction.stage, instruction.micro_batch)
-        if work not in skipped:
-            yield "F", *work
+        if work not in facts.skipped:
+            yield Phase.FORWARD, *work
 
 
 def _may_move(order: Order, movable: tuple[type[OrderedInstruction], ...]) -> tuple[bool, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.planner.orders.timing import stage_seconds
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
 from penstock.planner.simulate.graph import Floats
@@ -39,19 +40,10 @@ def add_compute(context: Context, *, stops_early: bool) -> None:
 
 
 def _seconds(context: Context, stops_early: bool) -> Floats:
-    columns, layout = context.columns, context.layout
-    forward = [context.forward(stage) for stage in range(len(layout.forward))]
-    backward = [context.backward(stage) for stage in range(len(layout.backward))]
-    per_stage = {
-        Forward: [cost.forward_s for cost in forward],
-        Recompute: [cost.recompute_s for cost in backward],
-        Backward: [cost.backward_s for cost in backward],
-        BackwardInput: [cost.backward_input_s for cost in backward],
-        BackwardWeight: [cost.backward_weight_s for cost in backward],
-    }
+    columns = context.columns
     seconds = np.zeros(len(columns.codes))
-    for kind, table in per_stage.items():
-        rows = np.flatnonzero(columns.codes == CODES[kind])
+    for kind, table in stage_seconds(context.layout, context.costs).items():
+        rows = columns.rows(kind)
         seconds[rows] = np.array(table)[columns.stages[rows]]
     weights = columns.rows(BackwardWeight)
     seconds[weights] *= columns.map(weights, lambda work: len(work.micro_batches))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.protocol.plan.instructions import Forward, Instruction
+from penstock.protocol.plan.instructions import Forward, Instruction, Phase
 from penstock.protocol.plan.plan import Plan, StageRange
 
 
@@ -48,6 +48,10 @@ class StageLayout:
     def num_routes(self) -> int:
         """Routes that micro-batches can take."""
         return sum(stage.start == 0 for stage in self.forward)
+
+    def stages(self, side: Phase) -> tuple[StageRange, ...]:
+        """One of the two lists."""
+        return self.forward if side is Phase.FORWARD else self.backward
 
     def route_of(self, micro_batch: int) -> int:
         """The route of a micro-batch."""

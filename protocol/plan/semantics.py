@@ -377,22 +377,22 @@ def _is_receive(row: Row) -> bool:
     return row.lane is None and bool(row.makes)
 
 
-def classes(condition: Callable[[Row], bool]) -> tuple[type[Instruction], ...]:
+def classes(condition: Callable[[Row], bool]) -> tuple[type[Any], ...]:
     """Instructions whose rows meet a condition, in the order of opcodes."""
     return tuple(cls for cls in INSTRUCTIONS if condition(SEMANTICS[cls.opcode]))
 
 
-def readers(kind: Kind) -> tuple[type[Instruction], ...]:
+def readers(kind: Kind) -> tuple[type[Any], ...]:
     """Instructions that read a kind of resource."""
     return classes(lambda row: any(read.kind is kind for read in row.reads))
 
 
-def takers(kind: Kind) -> tuple[type[Instruction], ...]:
+def takers(kind: Kind) -> tuple[type[Any], ...]:
     """Instructions that read a kind of resource and leave it to nobody."""
     return classes(lambda row: any(read.kind is kind and not read.stays for read in row.reads))
 
 
-def makers(kind: Kind) -> tuple[type[Instruction], ...]:
+def makers(kind: Kind) -> tuple[type[Any], ...]:
     """Instructions that make a kind of resource."""
     return classes(lambda row: any(made.kind is kind for made in row.makes))
 
