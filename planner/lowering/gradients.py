@@ -9,15 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.planner.lowering.common import after_sends
 from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardWeight,
     Instruction,
     OffloadGradients,
     Program,
     ReduceGradients,
 )
+from penstock.protocol.plan.semantics import Lane, StateKind, classes, makers
+
+_SUMMING = makers(StateKind.SUMS)
+_FOLLOWERS = classes(lambda row: row.lane in (Lane.LINK, Lane.REDUCE, Lane.OFFLOAD))
+
+
+def after_sends(program: Program, position: int) -> int:
+    """The first position behind ``position`` and the sends and offloads that belong to it.
+
+    Peers wait for sends and the optimizer for offloads, so nothing is put in front of them.
+    """
+    position += 1
+    while position < len(program) and isinstance(program[position], _FOLLOWERS):
+        position += 1
+    return position
 
 
 def insert_gradient_offload(
@@ -31,7 +43,7 @@ def _insert(program: Program, reduces_gradients: bool) -> Program:
     last = {
         instruction.stage: position
         for position, instruction in enumerate(program)
-        if isinstance(instruction, Backward | BackwardWeight)
+        if isinstance(instruction, _SUMMING)
     }
     stages = {after_sends(program, position): stage for stage, position in last.items()}
     result: list[Instruction] = []

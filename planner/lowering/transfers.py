@@ -19,34 +19,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.orders.timing import OrderTimes, order_times, unit_costs
-from penstock.planner.tensors import Receive, Send, TensorKind
-from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
-    Forward,
-    Instruction,
-    Keep,
-    Program,
-    Recompute,
-    RecomputeAfter,
-    RecvActivation,
-    RecvCheckpoint,
-    RecvGradient,
-    SendActivation,
-    SendCheckpoint,
-    SendGradient,
+from penstock.protocol.plan.instructions import Instruction, Program, SendCheckpoint
+from penstock.protocol.plan.semantics import (
+    RECEIVES,
+    SENDS,
+    Facts,
+    Resource,
+    TensorKind,
+    makes,
+    reads,
 )
-
-_TRANSFERS: Mapping[TensorKind, tuple[Callable[..., Send], Callable[..., Receive]]] = {
-    TensorKind.ACTIVATION: (SendActivation, RecvActivation),
-    TensorKind.GRADIENT: (SendGradient, RecvGradient),
-    TensorKind.CHECKPOINT: (SendCheckpoint, RecvCheckpoint),
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,96 +52,57 @@ class _Message:
     posted: int = 0
 
 
-class _Uses:
-    """Where tensors are used: the first position of the instruction that waits for each."""
-
-    def __init__(self, layout: StageLayout, orders: Sequence[Order]) -> None:
-        self._first: dict[tuple[TensorKind, int, int], int] = {}
-        for order in orders:
-            for position, instruction in enumerate(order):
-                self._note(layout, position, instruction)
-
-    def _note(self, layout: StageLayout, position: int, instruction: OrderedInstruction) -> None:
-        first = self._first
-        match instruction:
-            case Forward(stage=s, micro_batch=m):
-                first.setdefault((TensorKind.ACTIVATION, s - 1, m), position)
-            case Recompute(stage=b, micro_batch=m, after=after):
-                first.setdefault((TensorKind.CHECKPOINT, b, m), position)
-                if after is RecomputeAfter.GRADIENT:
-                    first.setdefault((TensorKind.GRADIENT, b + 1, m), position)
-            case Backward(stage=b, micro_batch=m) | BackwardInput(stage=b, micro_batch=m):
-                first.setdefault((TensorKind.GRADIENT, b + 1, m), position)
-
-    def of(self, kind: TensorKind, stage: int, micro_batch: int) -> int | None:
-        """``None`` for what nobody uses."""
-        return self._first.get((kind, stage, micro_batch))
-
-
 def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Program, ...]:
     """Compute-only orders -> the same with transfers.
 
     Raises:
         ValueError: the orders cannot finish.
     """
-    uses = _Uses(layout, orders)
+    facts = Facts.of(layout, orders)
+    uses = _uses(facts, orders)
     times = order_times(layout, orders, unit_costs(layout))
     messages = [
         message
         for device, order in enumerate(orders)
         for position, instruction in enumerate(order)
-        for message in _messages(layout, uses, device, position, instruction)
+        for message in _messages(facts, uses, device, position, instruction)
     ]
     _post(messages, times)
     return _merge(orders, messages)
 
 
+def _uses(facts: Facts, orders: Sequence[Order]) -> Mapping[Resource, tuple[int, int]]:
+    """Device and position of the first instruction that waits for each tensor."""
+    first: dict[Resource, tuple[int, int]] = {}
+    for device, order in enumerate(orders):
+        for position, instruction in enumerate(order):
+            for resource in reads(instruction, facts):
+                first.setdefault(resource, (device, position))
+    return first
+
+
 def _messages(
-    layout: StageLayout,
-    uses: _Uses,
+    facts: Facts,
+    uses: Mapping[Resource, tuple[int, int]],
     source: int,
     position: int,
     instruction: OrderedInstruction,
 ) -> Iterator[_Message]:
     """What leaves ``source`` after ``instruction``, in sending order."""
-    for kind, stage, target in _left_by(layout, uses, instruction):
-        assert isinstance(instruction, Forward | Backward | BackwardInput)
-        used = uses.of(kind, stage, instruction.micro_batch)
-        if used is not None and target != source:
-            send, receive = _TRANSFERS[kind]
+    for resource in makes(instruction, facts):
+        kind, stage, micro_batch = resource
+        if not isinstance(kind, TensorKind) or resource not in uses:
+            continue
+        target, used = uses[resource]
+        if target != source:
             yield _Message(
                 source=source,
                 target=target,
                 produced=position,
                 used=used,
-                send=send(stage=stage, micro_batch=instruction.micro_batch, peer=target),
-                receive=receive(stage=stage, micro_batch=instruction.micro_batch, peer=source),
+                send=SENDS[kind](stage=stage, micro_batch=micro_batch, peer=target),
+                receive=RECEIVES[kind](stage=stage, micro_batch=micro_batch, peer=source),
             )
-
-
-def _left_by(
-    layout: StageLayout, uses: _Uses, instruction: OrderedInstruction
-) -> Iterator[tuple[TensorKind, int, int]]:
-    """Tensors that an instruction makes: kind, stage, and the device that uses it.
-
-    The output of a forward is the next forward's input or, where that is left out, the checkpoint
-    of the backward stage that starts there.
-    """
-    match instruction:
-        case Forward(stage=s, micro_batch=m, keep=keep):
-            if not layout.is_last_forward(s):
-                following = layout.checkpoint_after(s)
-                if uses.of(TensorKind.ACTIVATION, s, m) is not None:
-                    yield TensorKind.ACTIVATION, s, layout.forward[s + 1].device
-                elif following is not None:
-                    yield TensorKind.CHECKPOINT, following, layout.backward[following].device
-            if keep is Keep.INPUT:
-                for b in reversed(layout.checkpoints_of(s)):
-                    if not layout.is_first_backward(b):
-                        yield TensorKind.CHECKPOINT, b, layout.backward[b].device
-        case Backward(stage=b) | BackwardInput(stage=b):
-            if not layout.is_first_backward(b):
-                yield TensorKind.GRADIENT, b, layout.backward[b - 1].device
 
 
 def _post(messages: Sequence[_Message], times: OrderTimes) -> None:

@@ -17,27 +17,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.planner.layout import ComputeInstruction, StageLayout
-from penstock.planner.lowering.common import after_sends
+from penstock.planner.lowering.gradients import after_sends
 from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
     FetchWeights,
-    Forward,
     Instruction,
     Phase,
     Program,
-    Recompute,
     ReleaseWeights,
 )
+from penstock.protocol.plan.semantics import READS_WEIGHTS, side_of
 
 NUM_WEIGHT_BUFFERS = 2
 """Stage-sized weight buffers of a device: one in use, one arriving."""
 
 _Buffer = tuple[int, Phase]
-
-
-_UsesWeights = Forward | Recompute | Backward | BackwardInput
-"""A BACKWARD_WEIGHT reads none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,9 +80,8 @@ def _uses(layout: StageLayout, program: Program) -> dict[_Buffer, int]:
     for position, instruction in enumerate(program):
         if isinstance(instruction, ComputeInstruction):
             stage = instruction.stage
-            forward = isinstance(instruction, Forward) or layout.is_coupled(stage)
-            buffer = (stage, Phase.FORWARD if forward else Phase.BACKWARD)
-            released[buffer] = after_sends(program, position)
+            phase = Phase.FORWARD if layout.is_coupled(stage) else side_of(instruction)
+            released[stage, phase] = after_sends(program, position)
     return released
 
 
@@ -133,9 +125,9 @@ def _insert_streamed(layout: StageLayout, program: Program) -> Program:
 def _runs(layout: StageLayout, program: Program) -> list[_Run]:
     runs: list[_Run] = []
     for position, instruction in enumerate(program):
-        if isinstance(instruction, _UsesWeights):
+        if isinstance(instruction, READS_WEIGHTS):
             stage = instruction.stage
-            forward = isinstance(instruction, Forward)
+            forward = side_of(instruction) is Phase.FORWARD
             side = None if layout.is_coupled(stage) else forward
             if not runs or (runs[-1].stage, runs[-1].side) != (stage, side):
                 runs.append(_Run(stage=stage, side=side))

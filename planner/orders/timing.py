@@ -160,13 +160,14 @@ class _Steps:
 
     def __init__(self, facts: Facts, costs: Costs) -> None:
         self._facts = facts
+        plain = Facts(layout=facts.layout)
         self._seconds = seconds_of(facts.layout, costs)
         self._count = facts.layout.num_microbatches
         num_stages = {Phase.FORWARD: len(facts.layout.forward)}
         num_stages[Phase.BACKWARD] = len(facts.layout.backward)
         self._offsets = {Phase.FORWARD: 0, Phase.BACKWARD: num_stages[Phase.FORWARD] * self._count}
         self._plain = {
-            cls: [self._of_stage(cls.opcode, stage) for stage in range(num_stages[side])]
+            cls: [self._of_stage(plain, cls.opcode, stage) for stage in range(num_stages[side])]
             for cls in _PLAIN
             if (side := SEMANTICS[cls.opcode].side) is not None
         }
@@ -181,16 +182,16 @@ class _Steps:
             return seconds, made + m, (needed + m,) if needed >= 0 else ()
         return seconds, -1, tuple(map(self._number, needs(self._facts, instruction)))
 
-    def _of_stage(self, opcode: Opcode, stage: int) -> tuple[int, int]:
+    def _of_stage(self, plain: Facts, opcode: Opcode, stage: int) -> tuple[int, int]:
         """What an instruction of a stage makes, and needs (-1: nothing), for micro-batch 0. It is
         in the orders, so its input is there unless it is the first of its route.
         """
-        row, plan = SEMANTICS[opcode], Facts(layout=self._facts.layout)
+        row = SEMANTICS[opcode]
         assert row.side is not None
         needed = -1
         for kind, step, _, _ in row.reads:
-            if kind in _AWAITED and plan.exists(kind, stage + step, 0):
-                needed = self._number((*plan.maker(Resource(kind, stage + step, 0)), 0))
+            if kind in _AWAITED and plain.exists(kind, stage + step, 0):
+                needed = self._number((*plain.maker(Resource(kind, stage + step, 0)), 0))
         return self._number((row.side, stage, 0)), needed
 
     def _number(self, maker: Maker) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ class Resource(NamedTuple):
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What rows know of a plan beside an instruction: its stages, and which FORWARDs are left out
     (``skipped``) or drop operators (``selective``).
@@ -138,14 +139,29 @@ class Facts:
         stage is no activation where the next FORWARD is left out, and where a FORWARD kept a part
         of its graph no checkpoint is needed.
         """
-        layout, place = self.layout, (stage, micro_batch)
+        if isinstance(kind, StateKind):
+            partial = kind is StateKind.PARTIAL_GRAPH
+            return not partial or (stage, micro_batch) in self.selective
+        if (kind, stage) not in self._tensors:
+            return False
         if kind is TensorKind.ACTIVATION:
-            inside = 0 <= stage < len(layout.forward) and not layout.is_last_forward(stage)
-            return inside and (stage + 1, micro_batch) not in self.skipped
-        if kind is TensorKind.GRADIENT or kind is TensorKind.CHECKPOINT:
-            inside = 0 <= stage < len(layout.backward) and not layout.is_first_backward(stage)
-            return inside and (kind is TensorKind.GRADIENT or place not in self.selective)
-        return kind is not StateKind.PARTIAL_GRAPH or place in self.selective
+            return (stage + 1, micro_batch) not in self.skipped
+        return kind is TensorKind.GRADIENT or (stage, micro_batch) not in self.selective
+
+    @cached_property
+    def _tensors(self) -> frozenset[tuple[TensorKind, int]]:
+        """Kinds and stages of the tensors between two stages of a route."""
+        layout = self.layout
+        inner = [b for b in range(len(layout.backward)) if not layout.is_first_backward(b)]
+        return frozenset(
+            {(TensorKind.GRADIENT, b) for b in inner}
+            | {(TensorKind.CHECKPOINT, b) for b in inner}
+            | {
+                (TensorKind.ACTIVATION, s)
+                for s in range(len(layout.forward))
+                if not layout.is_last_forward(s)
+            }
+        )
 
     def maker(self, resource: Resource) -> tuple[Phase, int]:
         """Side and stage of the instruction that makes a tensor, or what is deferred."""
@@ -338,29 +354,34 @@ def takes(instruction: Any, facts: Facts) -> Iterator[Resource]:
 
 
 def _read(instruction: Any, facts: Facts, rules: Iterable[Read]) -> Iterator[Resource]:
+    exists = facts.exists
     for kind, step, _, when in rules:
         if when is None or when(instruction, facts):
             stage = instruction.stage + step
             for micro_batch in _micro_batches(instruction):
-                if facts.exists(kind, stage, micro_batch):
+                if exists(kind, stage, micro_batch):
                     yield Resource(kind, stage, micro_batch)
 
 
 def makes(instruction: Any, facts: Facts) -> Iterator[Resource]:
     """What is on the device when an instruction has run (of a RECV: when its tensor has come)."""
+    exists, batches = facts.exists, _micro_batches(instruction)
     for kind, stages in SEMANTICS[instruction.opcode].makes:
-        batches = (ALL,) if kind is StateKind.SUMS else _micro_batches(instruction)
         for stage in stages(instruction, facts):
+            if kind is StateKind.SUMS:
+                yield Resource(kind, stage, ALL)
+                continue
             for micro_batch in batches:
-                if isinstance(kind, StateKind) or facts.exists(kind, stage, micro_batch):
+                if isinstance(kind, StateKind) or exists(kind, stage, micro_batch):
                     yield Resource(kind, stage, micro_batch)
 
 
 def _micro_batches(instruction: Any) -> tuple[int, ...]:
-    if instruction.opcode is Opcode.BACKWARD_WEIGHT:
-        batches: tuple[int, ...] = instruction.micro_batches
+    try:
+        return (instruction.micro_batch,)
+    except AttributeError:  # most have one, and this is asked of every instruction of a plan
+        batches: tuple[int, ...] = getattr(instruction, "micro_batches", (ALL,))
         return batches
-    return (getattr(instruction, "micro_batch", ALL),)
 
 
 def side_of(instruction: Any) -> Phase:
