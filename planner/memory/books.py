@@ -6,39 +6,38 @@ Running totals, one step per instruction. What is counted is said in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.layout import StageLayout, skipped_forwards
-from penstock.planner.tensors import Tensor, TensorKind
+from penstock.planner.layout import StageLayout
 from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
     BackwardWeight,
-    FetchWeights,
     Forward,
     Instruction,
-    Keep,
-    OffloadGradients,
     Phase,
     Program,
     Recompute,
-    RecvActivation,
-    RecvCheckpoint,
-    RecvGradient,
-    ReleaseWeights,
-    SendActivation,
-    SendCheckpoint,
-    SendGradient,
     SwapIn,
     SwapOut,
     Update,
 )
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.plan.semantics import (
+    GRAPHS,
+    Facts,
+    Lane,
+    Resource,
+    StateKind,
+    TensorKind,
+    WeightUse,
+    makes,
+    reads,
+    row_of,
+    side_of,
+    takes,
+)
 from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
 
 
@@ -64,16 +63,18 @@ class Sizes:
             for stage in layout.backward
         ]
         self.blocks = costs.blocks
-        self.skipped = skipped_forwards(layout, plan.programs)
+        self.facts = Facts.of(layout, plan.programs)
         self.reduction = Reduction.of(plan)
         self.separate_memory = costs.separate_memory
         self._copies = layout.num_routes if plan.shards_weights else 1
         self._concatenates = plan.concatenates_gradients
         self._dropped: dict[tuple[int, tuple[str, ...]], float] = {}
 
-    def stage(self, index: int, phase: Phase) -> BlockCost:
-        """Costs of a forward or backward stage."""
-        return (self.forward if phase is Phase.FORWARD else self.backward)[index]
+    def stage(self, instruction: Any) -> BlockCost:
+        """Costs of the stage that an instruction names."""
+        stage: int = instruction.stage
+        forward = side_of(instruction) is Phase.FORWARD
+        return self.forward[stage] if forward else self.backward[stage]
 
     def dropped(self, stage: int, drop: tuple[str, ...]) -> float:
         """What a selective forward does not keep."""
@@ -82,11 +83,24 @@ class Sizes:
             self._dropped[key] = self.forward[stage].drop_bytes(drop)
         return self._dropped[key]
 
-    def of_tensor(self, tensor: Tensor) -> float:
+    def of_tensor(self, kind: TensorKind, stage: int) -> float:
         """Bytes of a tensor that travels between stages."""
-        if tensor.kind is TensorKind.ACTIVATION:
-            return self.forward[tensor.stage].output_bytes
-        return self.inputs[tensor.stage]
+        if kind is TensorKind.ACTIVATION:
+            return self.forward[stage].output_bytes
+        return self.inputs[stage]
+
+    def of_graph(self, instruction: Forward | Recompute) -> float:
+        """Bytes of what stays for the backward: all, less what a FORWARD drops."""
+        drop = instruction.drop if isinstance(instruction, Forward) else ()
+        dropped = self.dropped(instruction.stage, drop) if drop else 0.0
+        return self.stage(instruction).activation_bytes - dropped
+
+    def workspace_of(self, instruction: Any) -> float:
+        """Bytes that a compute instruction needs while it runs."""
+        num_bytes = self.stage(instruction).workspace_of(instruction)
+        if isinstance(instruction, BackwardWeight):
+            num_bytes += self.joined_bytes(instruction)
+        return num_bytes
 
     def joined_bytes(self, work: BackwardWeight) -> float:
         """Copies that concatenation makes at a time: of one product, so at most of a block."""
@@ -105,14 +119,8 @@ class Sizes:
         return sum(stage.static_bytes for stage in backward) / self._copies + constant_bytes
 
 
-_COMPUTING = (Forward, Recompute, Backward, BackwardInput, BackwardWeight)
-
-_Key = tuple[str, int, int]
-"""A graph, checkpoint, activation or gradient: what, stage, micro-batch."""
-
-
-class Ledger:
-    """The books of one device, written when it is made.
+class MemoryBooks:
+    """The books of one device, written when they are made.
 
     ``weights``, ``gradients``, ``activations``, ``workspace``, ``host``: bytes while each
     instruction runs. ``swaps``: what was swapped out, and when. ``resident_bytes``: of state that
@@ -128,13 +136,13 @@ class Ledger:
         self.swaps: list[Swapped] = []
         self._sizes = sizes
         self._weights = self._activations = self._gradients = self._workspace = self._host = 0.0
-        self._entries: dict[_Key, float] = {}
-        self._afterwards: list[tuple[_Key, float]] = []
+        self._entries: dict[Resource, float] = {}
+        self._afterwards: list[tuple[Resource, float]] = []
         self._accumulating: set[int] = set()
-        self._on_their_way: list[_Key] = []
+        self._on_their_way: list[Resource] = []
         self._leaving: int | None = None
         """The stage whose sums were offloaded last, and may not have left yet."""
-        self._out: dict[tuple[int, int], tuple[int, float]] = {}
+        self._out: dict[Resource, tuple[int, float]] = {}
         # UPDATE runs beside what follows it, in buffers that stay.
         updated = (sizes.blocks[u.block].parameters for u in program if isinstance(u, Update))
         largest = max(updated, default=0.0) if sizes.separate_memory else 0.0
@@ -145,99 +153,90 @@ class Ledger:
             self._book(instruction)
 
     def _book(self, instruction: Instruction) -> None:
-        rule = _RULES.get(type(instruction))
+        row = row_of(instruction)
         self._workspace = 0.0
-        if rule is not None:
-            rule(self, instruction)
-        if isinstance(instruction, _COMPUTING):
+        if row.lane is Lane.COMPUTE:
+            self._workspace = self._sizes.workspace_of(instruction)
+        elif row.weights is WeightUse.FETCHES:
+            self._weights += self._sizes.stage(instruction).weight_bytes
+        elif row.weights is WeightUse.RELEASES:
+            self._weights -= self._sizes.stage(instruction).weight_bytes
+        if isinstance(instruction, SwapOut | SwapIn):
+            self._swap(instruction)
+        elif row.reads or row.makes:
+            self._change(instruction)
+        if row.lane is Lane.COMPUTE:
             self._computed()
         self.weights.append(self._weights)
         self.gradients.append(self._gradients)
         self.activations.append(self._activations)
         self.workspace.append(self._workspace + self._staging)
         self.host.append(self._host)
-        for key, num_bytes in self._afterwards:
-            self._hold(key, num_bytes)
+        for resource, num_bytes in self._afterwards:
+            self._hold(resource, num_bytes)
         self._afterwards.clear()
 
-    def _hold(self, key: _Key, num_bytes: float) -> None:
+    def _change(self, instruction: Instruction) -> None:
+        """Book what an instruction takes and makes; sums, of all micro-batches, apart."""
+        facts, sending = self._sizes.facts, row_of(instruction).lane is Lane.LINK
+        made = list(makes(instruction, facts))
+        is_part = any(resource.kind in GRAPHS for resource in made)
+        for taken in takes(instruction, facts):
+            if taken.kind is StateKind.SUMS:
+                self._offload(taken.stage)
+            elif sending:
+                self._sent(taken)
+            elif is_part:  # of the graph, whose bytes say so
+                self._hold(taken, 0.0)
+            else:
+                self._later(taken)
+            if taken.kind is StateKind.GRAPH:
+                self._accumulate(taken.stage)
+        for resource in made:
+            if resource.kind is not StateKind.SUMS:
+                hold = self._later if self._replaces(resource, instruction) else self._hold
+                hold(resource, self._bytes(resource, instruction))
+
+    def _replaces(self, made: Resource, instruction: Instruction) -> bool:
+        """Whether something takes the place of what was there: what is left of a graph, and the
+        input of a forward stage, which is the checkpoint of a backward stage that starts there.
+        """
+        if made.kind is TensorKind.CHECKPOINT and isinstance(instruction, Forward):
+            layout = self._sizes.layout
+            start = layout.forward[instruction.stage].start
+            return layout.backward[made.stage].start == start
+        return made.kind is StateKind.DEFERRED
+
+    def _bytes(self, made: Resource, instruction: Any) -> float:
+        if isinstance(made.kind, TensorKind):
+            return self._sizes.of_tensor(made.kind, made.stage)
+        if made.kind is StateKind.DEFERRED:
+            return self._sizes.stage(instruction).deferred_bytes
+        return self._sizes.of_graph(instruction)
+
+    def _hold(self, resource: Resource, num_bytes: float) -> None:
         """From now on so many bytes are held for something."""
-        self._activations += num_bytes - self._entries.pop(key, 0.0)
+        self._activations += num_bytes - self._entries.pop(resource, 0.0)
         if num_bytes:
-            self._entries[key] = num_bytes
+            self._entries[resource] = num_bytes
 
-    def _later(self, key: _Key, num_bytes: float = 0.0) -> None:
+    def _later(self, resource: Resource, num_bytes: float = 0.0) -> None:
         """The same, when the instruction has run."""
-        self._afterwards.append((key, num_bytes))
-
-    def _fetch(self, fetch: FetchWeights) -> None:
-        self._weights += self._sizes.stage(fetch.stage, fetch.phase).weight_bytes
-
-    def _release(self, release: ReleaseWeights) -> None:
-        self._weights -= self._sizes.stage(release.stage, release.phase).weight_bytes
-
-    def _forward(self, work: Forward) -> None:
-        s, m, layout, sizes = work.stage, work.micro_batch, self._sizes.layout, self._sizes
-        cost = sizes.forward[s]
-        keeps_graph = work.keep is Keep.ALL or work.keep is Keep.SELECTIVE
-        self._workspace = cost.by_kind.graph if keeps_graph else cost.by_kind.forward
-        if keeps_graph:
-            self._hold(("activation", s - 1, m), 0.0)  # the graph saves it
-            dropped = sizes.dropped(s, work.drop) if work.drop else 0.0
-            self._hold(("graph", s, m), cost.activation_bytes - dropped)
-        self._later(("activation", s - 1, m))
-        if work.keep is Keep.INPUT:
-            start = layout.forward[s].start
-            for b in layout.checkpoints_of(s):
-                # At the start of the stage it is the activation that came, under another name.
-                keep = self._later if layout.backward[b].start == start else self._hold
-                keep(("checkpoint", b, m), sizes.inputs[b])
-        if layout.is_last_forward(s):
-            return
-        following = layout.checkpoint_after(s)
-        if (s + 1, m) not in sizes.skipped:
-            self._hold(("activation", s, m), cost.output_bytes)
-        elif following is not None:
-            self._hold(("checkpoint", following, m), cost.output_bytes)
-
-    def _recompute(self, work: Recompute) -> None:
-        b, m = work.stage, work.micro_batch
-        cost = self._sizes.backward[b]
-        self._workspace = cost.by_kind.graph
-        self._hold(("checkpoint", b, m), 0.0)  # the graph saves it
-        self._hold(("graph", b, m), cost.activation_bytes)
-
-    def _backward(self, work: Backward | BackwardInput) -> None:
-        b, m = work.stage, work.micro_batch
-        cost = self._sizes.backward[b]
-        whole, workspaces = type(work) is Backward, cost.by_kind
-        self._workspace = workspaces.backward if whole else workspaces.backward_input
-        self._accumulate(b)
-        self._hold(("gradient", b, m), self._sizes.inputs[b])
-        if not self._sizes.layout.is_last_backward(b):
-            self._later(("gradient", b + 1, m))
-        self._later(("graph", b, m), 0.0 if whole else cost.deferred_bytes)
-
-    def _backward_weight(self, work: BackwardWeight) -> None:
-        sizes = self._sizes
-        self._workspace = sizes.backward[work.stage].by_kind.backward_weight
-        self._workspace += sizes.joined_bytes(work)
-        for m in work.micro_batches:
-            self._later(("graph", work.stage, m))
+        self._afterwards.append((resource, num_bytes))
 
     def _accumulate(self, stage: int) -> None:
-        """Its first backward waits until nothing leaves but what was offloaded last."""
+        """A stage's first backward waits until nothing leaves but what was offloaded last."""
         if stage not in self._accumulating:
             self._accumulating.add(stage)
             self._gradients = sum(map(self._sum_bytes, self._accumulating))
             if self._leaving is not None:
                 self._gradients += self._sum_bytes(self._leaving)
 
-    def _offload(self, offload: OffloadGradients) -> None:
+    def _offload(self, stage: int) -> None:
         """Where sums of other routes are added, one of them is here at a time. Sums that are sent
         elsewhere are gone; a copy to the host may take longer.
         """
-        stage, sizes = offload.stage, self._sizes
+        sizes = self._sizes
         if sizes.reduction.senders(stage):
             self._workspace = self._sum_bytes(stage)
         if stage in self._accumulating:
@@ -250,77 +249,32 @@ class Ledger:
     def _sum_bytes(self, stage: int) -> float:
         return self._sizes.backward[stage].device_gradient_bytes
 
-    def _receive_activation(self, transfer: RecvActivation) -> None:
-        num_bytes = self._sizes.forward[transfer.stage].output_bytes
-        self._hold(("activation", transfer.stage, transfer.micro_batch), num_bytes)
-
-    def _receive_gradient(self, transfer: RecvGradient) -> None:
-        num_bytes = self._sizes.inputs[transfer.stage]
-        self._hold(("gradient", transfer.stage, transfer.micro_batch), num_bytes)
-
-    def _receive_checkpoint(self, transfer: RecvCheckpoint) -> None:
-        num_bytes = self._sizes.inputs[transfer.stage]
-        self._hold(("checkpoint", transfer.stage, transfer.micro_batch), num_bytes)
-
-    def _send_activation(self, transfer: SendActivation) -> None:
-        self._sent(("activation", transfer.stage, transfer.micro_batch))
-
-    def _send_gradient(self, transfer: SendGradient) -> None:
-        self._sent(("gradient", transfer.stage, transfer.micro_batch))
-
-    def _send_checkpoint(self, transfer: SendCheckpoint) -> None:
-        self._sent(("checkpoint", transfer.stage, transfer.micro_batch))
-
-    def _sent(self, key: _Key) -> None:
+    def _sent(self, resource: Resource) -> None:
         """Messages from the device's own memory are sent from where tensors are, beside what comes
         next: that they are gone when another instruction has computed is to be expected.
         """
         if self._sizes.separate_memory:
-            self._later(key)
+            self._later(resource)
         else:
-            self._on_their_way.append(key)
+            self._on_their_way.append(resource)
 
     def _computed(self) -> None:
-        for key in self._on_their_way:
-            self._later(key)
+        for resource in self._on_their_way:
+            self._later(resource)
         self._on_their_way.clear()
 
-    def _swap_out(self, swap: SwapOut) -> None:
-        key = ("graph", swap.stage, swap.micro_batch)
-        kept = self._entries.get(key, 0.0)
-        gone = kept * swap.fraction
-        self._out[swap.stage, swap.micro_batch] = (len(self.weights), gone)
-        self._later(key, kept - gone)
-        if swap.peer is None:
-            self._host += gone
-
-    def _swap_in(self, swap: SwapIn) -> None:
-        key = ("graph", swap.stage, swap.micro_batch)
-        out_at, gone = self._out.pop((swap.stage, swap.micro_batch))
-        self._hold(key, self._entries.get(key, 0.0) + gone)
-        if swap.peer is None:
-            self._host -= gone
-        now = len(self.weights)
+    def _swap(self, swap: SwapOut | SwapIn) -> None:
+        """Move a share of what a forward keeps: out when the instruction has run, back at once."""
+        facts, now = self._sizes.facts, len(self.weights)
+        graph = next(kept for kept in reads(swap, facts) if kept.kind in GRAPHS)
+        kept_bytes = self._entries.get(graph, 0.0)
+        if isinstance(swap, SwapOut):
+            gone = kept_bytes * swap.fraction
+            self._out[graph] = (now, gone)
+            self._later(graph, kept_bytes - gone)
+            self._host += gone if swap.peer is None else 0.0
+            return
+        out_at, gone = self._out.pop(graph)
+        self._hold(graph, kept_bytes + gone)
+        self._host -= gone if swap.peer is None else 0.0
         self.swaps.append(Swapped(peer=swap.peer, num_bytes=gone, out_at=out_at, in_at=now))
-
-
-_RULES: Mapping[type[Instruction], Callable[[Ledger, Any], None]] = MappingProxyType(
-    {
-        FetchWeights: Ledger._fetch,
-        ReleaseWeights: Ledger._release,
-        Forward: Ledger._forward,
-        Recompute: Ledger._recompute,
-        Backward: Ledger._backward,
-        BackwardInput: Ledger._backward,
-        BackwardWeight: Ledger._backward_weight,
-        OffloadGradients: Ledger._offload,
-        RecvActivation: Ledger._receive_activation,
-        RecvGradient: Ledger._receive_gradient,
-        RecvCheckpoint: Ledger._receive_checkpoint,
-        SendActivation: Ledger._send_activation,
-        SendGradient: Ledger._send_gradient,
-        SendCheckpoint: Ledger._send_checkpoint,
-        SwapOut: Ledger._swap_out,
-        SwapIn: Ledger._swap_in,
-    }
-)

@@ -19,7 +19,7 @@ from itertools import accumulate
 from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import OrderedInstruction, StageLayout
 from penstock.planner.memory.arrivals import early_arrivals
-from penstock.planner.memory.books import Ledger, Sizes, Swapped
+from penstock.planner.memory.books import MemoryBooks, Sizes, Swapped
 from penstock.planner.orders.timing import order_times, unit_costs
 from penstock.protocol.plan.plan import Plan
 
@@ -110,22 +110,22 @@ def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
     """
     layout = StageLayout.of(plan)
     sizes = Sizes(plan, layout, costs)
-    ledgers = [Ledger(sizes, program) for program in plan.programs]
-    guests = _guests(plan, layout, [ledger.swaps for ledger in ledgers])
+    books = [MemoryBooks(sizes, program) for program in plan.programs]
+    guests = _guests(plan, layout, [own.swaps for own in books])
     if not costs.separate_memory:  # inboxes are in the devices' memory
         for device, tensor, earliest, posted in early_arrivals(plan.programs):
-            num_bytes = sizes.of_tensor(tensor)
+            num_bytes = sizes.of_tensor(tensor.kind, tensor.stage)
             guests[device] += [(earliest, num_bytes), (posted, -num_bytes)]
     return tuple(
         Footprint(
-            weight_bytes=tuple(ledger.weights),
-            gradient_bytes=tuple(ledger.gradients),
-            activation_bytes=_with_guests(ledger.activations, guests[device]),
-            workspace_bytes=tuple(ledger.workspace),
-            host_bytes=tuple(ledger.host),
-            static_bytes=sizes.static_bytes(device) + ledger.resident_bytes,
+            weight_bytes=tuple(own.weights),
+            gradient_bytes=tuple(own.gradients),
+            activation_bytes=_with_guests(own.activations, guests[device]),
+            workspace_bytes=tuple(own.workspace),
+            host_bytes=tuple(own.host),
+            static_bytes=sizes.static_bytes(device) + own.resident_bytes,
         )
-        for device, ledger in enumerate(ledgers)
+        for device, own in enumerate(books)
     )
 
 
