@@ -1,9 +1,11 @@
 """Costs from the trace of a run, so that a schedule's own prediction can be judged.
 
-Everything is in seconds, so rates are 1: a block's ``parameters`` are seconds of its optimizer
-sweep, its ``output_bytes``, ``weight_bytes`` and ``gradient_bytes`` seconds of a transfer or copy,
-and memory figures of a simulation with these costs mean nothing. What is measured per stage is
-shared out evenly among the blocks that the stage computes.
+A trace says how long things took, not how much was moved. So bytes and parameters are amounts that
+a machine of :data:`BYTES_PER_S` and :data:`PARAMETERS_PER_S` moves and updates in the time
+measured: ``output_bytes`` those of the latency of a transfer, ``weight_bytes`` and
+``gradient_bytes`` those of a copy, ``parameters`` those of an optimizer's sweep. Memory figures of
+a simulation with these costs mean nothing. What is measured per stage is shared out evenly among
+the blocks that it computes.
 
 Times of instructions and transfers are means over an attempt (the first micro-batch of a stage also
 binds weights and clears gradients, so a median would be too little), then medians over attempts. To
@@ -43,6 +45,12 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.plan.reduction import Reduction
+
+BYTES_PER_S = float(2**30)
+PARAMETERS_PER_S = float(2**30)
+"""Rates of the machine that costs are fitted to. They are powers of two, so that a time that
+becomes an amount, and a time again in the simulation, is the same to the last bit.
+"""
 
 StageKey = tuple[Opcode, int]
 _Key = TypeVar("_Key")
@@ -90,16 +98,16 @@ class Fit:
 
     @property
     def cluster(self) -> Cluster:
-        """Rates of 1."""
+        """The machine that :attr:`costs` are fitted to."""
         return Cluster(
             devices_per_node=self.devices_per_node,
-            fetch_bandwidth=1.0,
-            offload_bandwidth=1.0,
-            peer_bandwidth=1.0,
-            nic_bandwidth=1.0,
-            optimizer_rate=1.0,
+            fetch_bandwidth=BYTES_PER_S,
+            offload_bandwidth=BYTES_PER_S,
+            peer_bandwidth=BYTES_PER_S,
+            nic_bandwidth=BYTES_PER_S,
+            optimizer_rate=PARAMETERS_PER_S,
             settle_speed=self.settle_speed,
-            device_optimizer_rate=1.0,
+            device_optimizer_rate=PARAMETERS_PER_S,
             update_fetch_bytes=0.0,  # in what the UPDATE took
             update_offload_bytes=0.0,
         )
@@ -123,10 +131,10 @@ class Fit:
                 recompute_s=recompute.get(block, 0.0),
                 backward_input_s=inputs.get(block, whole.get(block, 0.0)),
                 backward_weight_s=weights.get(block, 0.0),
-                output_bytes=self.latency_s,
-                parameters=self._pass_s(block),
-                gradient_bytes=gradients.get(block, 0.0),
-                weight_bytes=fetched.get(block, 0.0),
+                output_bytes=BYTES_PER_S * self.latency_s,
+                parameters=PARAMETERS_PER_S * self._pass_s(block),
+                gradient_bytes=BYTES_PER_S * gradients.get(block, 0.0),
+                weight_bytes=BYTES_PER_S * fetched.get(block, 0.0),
             )
             for block in range(plan.num_blocks)
         ]

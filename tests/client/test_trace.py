@@ -288,6 +288,29 @@ def test_fitted_costs_give_the_simulation_back(run: FakeRun) -> None:
     assert fit.latency_s == pytest.approx(0.003, abs=1e-5)
 
 
+def test_fitted_amounts_are_bytes_and_parameters_of_the_fitted_machine(run: FakeRun) -> None:
+    """An amount divided by its rate is the measured time, to the last bit, also when simulated."""
+    fit = Fit.of(run.attempts, 2)
+    costs, cluster = fit.costs, fit.cluster
+    assert {b.output_bytes / cluster.peer_bandwidth for b in costs.blocks} == {fit.latency_s}
+    assert all(b.output_bytes > 1.0 for b in costs.blocks), "bytes, not seconds"
+    sweeps = [block.parameters / cluster.optimizer_rate for block in costs.blocks]
+    assert sweeps == [fit.sweeps[b] + fit.sweep_hop_s for b in range(len(costs.blocks))]
+    names = ("output_bytes", "weight_bytes", "gradient_bytes", "parameters")
+    rates = ("fetch_bandwidth", "offload_bandwidth", "peer_bandwidth", "nic_bandwidth")
+    rates = (*rates, "optimizer_rate", "device_optimizer_rate")
+    in_seconds = tuple(
+        dataclasses.replace(block, **{name: getattr(block, name) / 2**30 for name in names})
+        for block in costs.blocks
+    )
+    ones = dataclasses.replace(cluster, **dict.fromkeys(rates, 1.0))  # type: ignore[arg-type]
+    scaled = simulate(run.plan, costs, cluster, stops_early=True)
+    plain = simulate(
+        run.plan, dataclasses.replace(costs, blocks=in_seconds), ones, stops_early=True
+    )
+    assert scaled.times.ends.tolist() == plain.times.ends.tolist()
+
+
 @pytest.fixture(scope="session")
 def fonts() -> None:
     """matplotlib keeps the fonts it has used open; before any test is watched for leaks."""
