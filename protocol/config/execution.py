@@ -21,6 +21,9 @@ from penstock.protocol.platforms.registry import (
     platform_of,
 )
 
+_PAPERS_1F1B = "1f1b-2"
+"""What the 2BP paper calls 1F1B with two micro-batches for each device: the same orders."""
+
 
 class ScheduleConfig(Section):
     """The pipeline schedule; `schedule: NAME` is short for `scheme: NAME`. What `auto` chose is
@@ -32,7 +35,6 @@ class ScheduleConfig(Section):
         "naive",
         "gpipe",
         "1f1b",
-        "1f1b-2",
         "interleaved",
         "chimera",
         "hanayo",
@@ -127,7 +129,10 @@ class ScheduleConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, data: Any) -> Any:
-        return {"scheme": data} if isinstance(data, str) else data
+        data = {"scheme": data} if isinstance(data, str) else data
+        if isinstance(data, dict) and data.get("scheme") == _PAPERS_1F1B:
+            data = {**data, "scheme": "1f1b"}  # as old run directories have it
+        return data
 
 
 class NodeConfig(Section):

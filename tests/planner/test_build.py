@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.configured import build_plan
+from penstock.planner.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import PlanError, validate
 from penstock.protocol.config.execution import ScheduleConfig
@@ -52,7 +54,24 @@ def test_default_stages(
 
 
 def test_the_configuration_knows_every_scheme() -> None:
-    assert get_args(ScheduleConfig.model_fields["scheme"].annotation) == ("auto", *SCHEMES)
+    """All but what only a paper calls by a name of its own; old run directories may have it."""
+    known = [name for name in SCHEMES if name != "1f1b-2"]
+    assert get_args(ScheduleConfig.model_fields["scheme"].annotation) == ("auto", *known)
+
+
+def test_a_run_with_the_papers_name_of_1f1b_goes_on(
+    make_table: Tables, make_config: Configs
+) -> None:
+    """Its ``resolved.yaml`` says 1f1b-2, and its plan, which orders the same, is called so."""
+    config, old = make_config("1f1b-2"), {"scheme": "1f1b-2"}
+    assert config == make_config("1f1b") and ScheduleConfig.model_validate("1f1b-2") == (
+        ScheduleConfig.model_validate(old)
+    )
+    plan = build_plan(config, make_table(4))
+    named = dataclasses.replace(plan, scheme="1f1b-2")
+    assert Plan.from_json(named.to_json()) == named
+    request = ScheduleRequest(scheme="1f1b-2", num_devices=2, num_microbatches=4)
+    assert lower(build_schedule(request, [1.0] * 4)).programs == plan.programs
 
 
 @pytest.mark.parametrize(("workers", "nodes"), [(4, 1), (2, 2)])

@@ -42,7 +42,6 @@ OTHER_SCHEMES = [
     ("zero3-offload", 2, 1, True, True),
     ("hanayo", 2, 1, True, True),
     ("interleaved", 1, 2, False, False),
-    ("1f1b-2", 2, 1, True, True),
     ("naive", 1, 2, True, True),
     ("megatron-offload", 2, 1, True, True),
     ("gpipe x2", 2, 1, True, True),
