@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything found, and facts about the machine."""
+    """Everything that was found, and facts about the machine."""
 
     machine: dict[str, str]
     placement: PlacementReport
@@ -61,7 +61,7 @@ class Report:
     kept: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the report for ``--json``."""
         return {
             "machine": self.machine,
             "placement": self.placement.to_dict(),
@@ -71,7 +71,7 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """For people."""
+        """Returns the report for people."""
         width = max(len(name) for name in self.machine)
         lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
         lines += ["", *self.placement.to_lines(), ""]
@@ -88,9 +88,9 @@ class Report:
 
 
 def examine(run_dir: Path | None, config: Config | None = None) -> Report:
-    """Look at segments and processes, or at those of one run and its directory.
+    """Looks at segments and processes, or at those of one run and its directory.
 
-    Cores are placed for ``config``, or for the one of the run directory.
+    Cores are placed for ``config``, or for the configuration of the run directory.
     """
     config = config or _config_of(run_dir)
     findings = [*_segments(run_dir), *_processes(run_dir)]
@@ -104,8 +104,8 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
 
 
 def _config_of(run_dir: Path | None) -> Config | None:
-    """The configuration of a run directory, if it has one that can be read: the doctor also looks
-    at damaged ones.
+    """Returns the configuration of a run directory, if it has one that can be read: the doctor also
+    looks at damaged ones.
     """
     try:
         return None if run_dir is None else RunDirectory(run_dir).config
@@ -114,8 +114,8 @@ def _config_of(run_dir: Path | None) -> Config | None:
 
 
 def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Report:
-    """Remove what may go, what loses something only with ``force``; the same report with what was
-    removed and what was kept.
+    """Removes what may go, and what loses something only with ``force``. Returns the same report
+    with what was removed and what was kept.
     """
     removed, kept = [], []
     for finding in report.findings:
@@ -131,7 +131,7 @@ def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Repor
 
 
 def machine_facts() -> dict[str, str]:
-    """Python, native module, torch, and limits; torch is found but not imported."""
+    """Returns Python, native module, torch, and limits; torch is found but not imported."""
     total = os.statvfs(SHM_ROOT)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = memlock == resource.RLIM_INFINITY
@@ -163,7 +163,7 @@ def _version(package: str) -> str:
 
 
 def _segments(run_dir: Path | None) -> Iterable[Finding]:
-    """Of all runs, or of the one in ``run_dir``."""
+    """Yields the segments of all runs, or of the one in ``run_dir``."""
     run_id = None if run_dir is None else _run_id(run_dir)
     known: set[str] = set()
     for entry in inventory():
@@ -181,7 +181,9 @@ def _segments(run_dir: Path | None) -> Iterable[Finding]:
 
 
 def _run_id(run_dir: Path) -> str | None:
-    """Of a run directory, if it can be told: the doctor also looks at damaged ones."""
+    """Returns the id of the run in a run directory, if it can be told: the doctor also looks at
+    damaged ones.
+    """
     try:
         return RunDirectory(run_dir).run_id
     except PenstockError:
@@ -189,7 +191,7 @@ def _run_id(run_dir: Path) -> str | None:
 
 
 def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
-    """What a node of a run has in /dev/shm, and what would be lost with it."""
+    """Returns what a node of a run has in /dev/shm, and what would be lost with it."""
     detail, loses, removable = "", "", not entry.in_use
     pid = entry.owner.pid if entry.owner is not None else "unknown"
     if any(_is_of_another_user(name) for name in entry.names):
@@ -222,7 +224,9 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
 
 
 def _losses(committed: int, saved: int | None) -> str:
-    """What is lost with memory at step ``committed``; ``saved`` None: what is saved is unknown."""
+    """Says what is lost with memory at step ``committed``. ``saved``: the newest step on disk, None
+    where that is unknown.
+    """
     if saved is None:
         return f"all steps up to {committed} that are not saved are lost" if committed else ""
     if saved >= committed:
@@ -241,7 +245,9 @@ def _is_of_another_user(segment: str) -> bool:
 
 
 def _saved_version(run_id: str, run_dir: Path | None) -> int | None:
-    """The newest step on disk, 0 without one; None where the run's directory is not known."""
+    """Returns the newest step on disk, 0 without one, None where the run's directory is not
+    known.
+    """
     if run_dir is None or _run_id(run_dir) != run_id:
         return None
     saved = saved_states(run_dir)
@@ -249,7 +255,7 @@ def _saved_version(run_id: str, run_dir: Path | None) -> int | None:
 
 
 def _processes(run_dir: Path | None) -> Iterable[Finding]:
-    """Of all runs, or of the one in ``run_dir``."""
+    """Yields the processes of all runs, or of the one in ``run_dir``."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -272,7 +278,9 @@ def _processes(run_dir: Path | None) -> Iterable[Finding]:
 
 
 def _is_about(words: list[str], run_dir: Path | None) -> bool:
-    """Whether a command line is that of a child of a supervisor, of the run in ``run_dir``."""
+    """Returns whether a command line is that of a child of a supervisor, of the run in
+    ``run_dir``.
+    """
     options = dict(itertools.pairwise(words))
     if not options.get("--parent-pid", "").isdigit():
         return False
@@ -298,7 +306,7 @@ def _run_directory(run_dir: Path) -> Iterable[Finding]:
 
 
 def _is_held(run_dir: Path) -> bool:
-    """Whether a training or a node has the run directory locked."""
+    """Returns whether a training or a node has the run directory locked."""
     for path in run_dir.glob(".lock*"):
         if not path.is_file():
             continue  # nothing of ours, so nobody holds it

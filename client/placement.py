@@ -24,8 +24,10 @@ from penstock.shm.topology import Topology, format_cpus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementFacts:
-    """What placement depends on. ``memlock`` None: unlimited. ``huge_bytes``: shared memory of all
-    programs that lies in huge pages. ``binds``: whether pages can be put on NUMA nodes.
+    """What placement depends on.
+
+    ``memlock``: bytes that a process may lock, None for unlimited. ``huge_bytes``: shared memory of
+    all programs that lies in huge pages. ``binds``: whether pages can be put on NUMA nodes.
     """
 
     topology: Topology
@@ -39,7 +41,7 @@ class PlacementFacts:
 
     @classmethod
     def probe(cls) -> PlacementFacts:
-        """This machine, as this process may use it."""
+        """Returns the facts of this machine, as this process may use it."""
         topology = Topology.read()
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         return cls(
@@ -61,14 +63,14 @@ class PlacementFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementReport:
-    """``cluster``: node of the configuration -> what it gets, or why nothing."""
+    """``cluster``: for each node of the configuration what it gets, or why it gets nothing."""
 
     machine: PlacementFacts
     cluster: dict[str, dict[str, str]]
 
     @classmethod
     def of(cls, machine: PlacementFacts, config: Config | None) -> PlacementReport:
-        """All nodes of ``config`` are taken to be on the machine."""
+        """Returns the report; all nodes of ``config`` are taken to be on the machine."""
         if config is None:
             return cls(machine=machine, cluster={})
         nodes = enumerate(config.cluster.nodes)
@@ -78,7 +80,7 @@ class PlacementReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the report for ``--json``."""
         machine = self.machine
         return {
             "numa_nodes": {str(node): cpus for node, cpus in self._numa_nodes()},
@@ -92,7 +94,7 @@ class PlacementReport:
         }
 
     def to_lines(self) -> Iterator[str]:
-        """For people."""
+        """Yields the report for people."""
         machine = self.machine
         yield "placement"
         for node, cpus in self._numa_nodes():
@@ -111,7 +113,7 @@ class PlacementReport:
             yield f"  advice: {advice}"
 
     def advice(self) -> Iterator[str]:
-        """What to change, one line each."""
+        """Yields what to change, one line each."""
         machine = self.machine
         if machine.huge_pages is HugePages.NEVER:
             yield (

@@ -37,19 +37,21 @@ from penstock.protocol.run.stopping import (
 from penstock.shm.process import is_stopped
 
 CONSOLE_BYTES = 64 << 10
-"""Of the console that a full disk does not take."""
+"""So much of the console finds room even when the disk is full."""
 
 
 def console_path(run_dir: Path) -> Path:
-    """What the run's processes said on stdout and stderr since its last start."""
+    """Returns the file with what the run's processes said on stdout and stderr since its last
+    start.
+    """
     return run_dir / "logs" / "console.txt"
 
 
 def empty_console(run_dir: Path) -> None:
-    """Begin a console anew, with room for what processes say when the disk is full.
+    """Begins a console anew, with room for what processes say when the disk is full.
 
     Raises:
-        PenstockError: it cannot be written, or has no such room.
+        PenstockError: the file cannot be written, or has no such room.
     """
     path = console_path(run_dir)
     make_directory(path.parent)
@@ -58,7 +60,7 @@ def empty_console(run_dir: Path) -> None:
 
 
 class NodeProcess:
-    """One supervisor process; replaced when it is killed."""
+    """One supervisor process, which is replaced when it is killed."""
 
     def __init__(self, run_dir: Path, name: str, max_restarts: int) -> None:
         self.name = name
@@ -69,11 +71,13 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """Of the present process."""
+        """The pid of the present process."""
         return self._process.pid
 
     def poll(self, *, replace: bool) -> int | None:
-        """Exit code, or None while it runs. One that was killed is started anew if ``replace``."""
+        """Returns the exit code, or None while the process runs. One that was killed is started
+        anew if ``replace``.
+        """
         code = self._process.poll()
         if code is not None and code < 0 and replace and self._restarts_left:
             self._restarts_left -= 1
@@ -85,22 +89,24 @@ class NodeProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it."""
+        """Whether a signal has stopped the process."""
         return is_stopped(self._process.pid)
 
     def stop(self) -> None:
-        """Ask for a clean stop of the run, now and of every process that replaces this one."""
+        """Asks for a clean stop of the run, of this process now and of every process that replaces
+        it.
+        """
         if not self._stopping:  # a second signal would insist
             self._stopping = True
             self.signal(signal.SIGTERM)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal if it still runs."""
+        """Sends a signal if the process still runs."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL and reap; its children die with it."""
+        """Sends SIGKILL and reaps; the children of the process die with it."""
         self._process.kill()
         self._process.wait()
 
@@ -147,7 +153,7 @@ class Interruptions:
 
     @contextmanager
     def installed(self, *, process_ends: bool) -> Iterator[Interruptions]:
-        """Handle the signals inside the block. With ``process_ends`` those after it are ignored:
+        """Handles the signals inside the block. With ``process_ends`` those after it are ignored:
         latecomers of a round of signals must not change how the process ends.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -163,13 +169,15 @@ class Interruptions:
 
 LOOK_INTERVAL_S = 0.5
 LINGER_S = 90.0
-"""How long the other nodes may take to end after one has."""
+"""The other nodes may take so long to end after one has."""
 DEATH_WAIT_S = 20.0
-"""How long children of a killed node may take to die: the kernel gives their memory back first."""
+"""Children of a killed node may take so long to die: the kernel gives their memory back first."""
 
 
 class Supervision:
-    """The nodes of one embedded run, from their start to their end; :meth:`close` in any case."""
+    """The nodes of one embedded run, from their start to their end. Call :meth:`close` in
+    any case.
+    """
 
     def __init__(
         self,
@@ -196,7 +204,9 @@ class Supervision:
         self._linger_until_s: float | None = None
 
     def run(self) -> int:
-        """Start all nodes; until they have ended. Their common exit code (:func:`exit_code`)."""
+        """Starts all nodes and waits until they have ended. Returns their common exit code
+        (:func:`exit_code`).
+        """
         for name in self._names:
             self._nodes.append(NodeProcess(self._run_dir, name, self._max_restarts))
         while True:
@@ -214,7 +224,9 @@ class Supervision:
             self._doze(seen)
 
     def close(self) -> None:
-        """Kill what is left, wait until it is dead with all its children, and tidy up after it."""
+        """Kills what is left, waits until it is dead with all its children, and tidies up
+        after it.
+        """
         for node in self._nodes:
             node.kill()
         end, run_id = RunEnd.read(self._run_dir), RunDirectory(self._run_dir).run_id
@@ -231,13 +243,13 @@ class Supervision:
 
     @property
     def _replaces(self) -> bool:
-        """Whether nodes that are killed are started anew: also while a stop is under way, since the
-        scheduler needs them all to save; not when the run is over.
+        """Whether nodes that are killed are started anew. They are also while a stop is under way,
+        since the scheduler needs them all to save, but not when the run is over.
         """
         return not self._killed and self._linger_until_s is None and self._end is None
 
     def _obey(self) -> None:
-        """Act on signals that came, and on the end of the time that a stop may take."""
+        """Acts on signals that came, and on the end of the time that a stop may take."""
         asked_s, now_s = self._interruptions.asked_s, time.monotonic()
         if asked_s is not None and not self._stopping:
             self._stopping = True
@@ -257,14 +269,14 @@ class Supervision:
             self._kill("the time for stopping is over: killing all processes")
 
     def _kill(self, why: str) -> None:
-        """All nodes; their children die with them."""
+        """Kills all nodes; their children die with them."""
         self._killed = True
         self._display.say(f"{why}; the run's memory is kept, the same command goes on from it")
         for node in self._nodes:
             node.signal(signal.SIGKILL)
 
     def _kill_stopped(self) -> None:
-        """Nodes that a signal stopped look after nobody: they are killed, and replaced together
+        """Kills nodes that a signal stopped: they look after nobody. They are replaced together
         with their children, which die with them. After this process was stopped itself all have
         their full time again.
         """
@@ -279,12 +291,14 @@ class Supervision:
                 node.signal(signal.SIGKILL)
 
     def _without_stragglers(self, codes: list[int]) -> list[int]:
-        """What a node died of after the end of the run does not change how the run ended."""
+        """Returns the codes, but for what a node died of after the end of the run: that does not
+        change how the run ended.
+        """
         end = RunEnd.read(self._run_dir)
         return codes if end is None else [int(end.code) if code < 0 else code for code in codes]
 
     def _linger(self, ended: list[int]) -> None:
-        """One node has ended: so do the others, soon."""
+        """Makes the other nodes end soon after one has."""
         now_s = time.monotonic()
         if self._linger_until_s is None:
             self._linger_until_s = now_s + LINGER_S
@@ -297,15 +311,17 @@ class Supervision:
                 node.signal(signal.SIGKILL)
 
     def _doze(self, seen: tuple[bool, bool]) -> None:
-        """Wait for the next look, but not past an interruption."""
+        """Waits for the next look, but not past an interruption."""
         deadline_s = time.monotonic() + LOOK_INTERVAL_S
         while self._interruptions.state == seen and time.monotonic() < deadline_s:
             time.sleep(0.05)
 
 
 def exit_code(codes: list[int], *, interrupted: bool) -> int:
-    """The first failure of its own accord; else 0 for a finished run, 130 after an interruption, 4
-    for what was killed, 5 for a run that was stopped by command.
+    """Returns the first failure of its own accord.
+
+    Without one it returns 0 for a finished run, 130 after an interruption, 4 for what was killed,
+    and 5 for a run that was stopped by command.
     """
     well = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
     failures = [failure_code(code) for code in codes if code > 0 and code not in well]

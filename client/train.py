@@ -28,10 +28,10 @@ from penstock.protocol.run.stopping import Grace
 from penstock.shm.inventory import inventory
 
 COMPARED_STEPS = 20
-"""Steps at either end of a run whose mean losses the summary compares, at most."""
+"""The summary compares mean losses of at most so many steps at either end of a run."""
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
-"""The last line of a traceback."""
+"""Matches the last line of a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,10 @@ class TrainResult:
 def run_training(
     config: Config, run_dir: Path, display: Display, *, process_ends: bool = False
 ) -> TrainResult:
-    """Train to the end, an interruption, or a failure. ``process_ends``: with the training, so that
-    stop signals that come too late are ignored.
+    """Trains to the end, an interruption, or a failure.
+
+    ``process_ends``: the process ends with the training, so stop signals that come too late are
+    ignored.
 
     Raises:
         PenstockError: nothing was started: bad configuration, memory short, run in use.
@@ -112,14 +114,16 @@ def _supervise(
 
 
 def is_complete(directory: RunDirectory, steps: int) -> bool:
-    """Whether the run has nothing left to do: all steps saved, and no memory to give back."""
+    """Returns whether the run has nothing left to do: all steps are saved, and there is no memory
+    to give back.
+    """
     saved = saved_states(directory.path)
     held = any(entry.run_id == directory.run_id for entry in inventory())
     return bool(saved) and saved[-1].version >= steps and not held
 
 
 def complaints(run_dir: Path) -> str:
-    """What the processes of a failed run said for the user, each thing once."""
+    """Returns what the processes of a failed run said for the user, each thing once."""
     text = console_path(run_dir).read_text(encoding="utf-8", errors="replace")
     said = [line.removeprefix("penstock: ") for line in text.splitlines() if "penstock: " in line]
     supervisors = [line for line in text.splitlines() if line.startswith("node.")]
@@ -129,7 +133,9 @@ def complaints(run_dir: Path) -> str:
 
 
 def closing_words(result: TrainResult, config: Config, *, held: bool = False) -> list[str]:
-    """How it ended, and where things are; ``held``: shared memory still has the state."""
+    """Says how the training ended, and where things are. ``held``: shared memory still has the
+    state.
+    """
     trained = [entry for entry in result.metrics if entry["phase"] == "train"]
     step, steps = (trained[-1]["step"] if trained else 0), config.train.steps
     if result.exit_code in FAILURES:
@@ -161,8 +167,10 @@ def closing_words(result: TrainResult, config: Config, *, held: bool = False) ->
 
 
 def loss_words(losses: Sequence[float]) -> str:
-    """Where the loss began and where it ended: means over a fifth of the steps, at most
-    :data:`COMPARED_STEPS`, since single batches differ by more than training changes in between.
+    """Says where the loss began and where it ended.
+
+    Both are means over a fifth of the steps, at most :data:`COMPARED_STEPS`, since single batches
+    differ by more than training changes in between.
     """
     count = min(COMPARED_STEPS, max(1, len(losses) // 5))
     first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])

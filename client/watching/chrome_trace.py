@@ -64,7 +64,7 @@ _COPIES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Attempts from ``first`` to ``last``; evaluations and what lies between come along."""
+    """Attempts from ``first`` to ``last``. Evaluations and what lies between come along."""
 
     first: int
     last: int
@@ -74,7 +74,7 @@ class Range:
 
 
 def chrome_trace(run: TracedRun, node_names: tuple[str, ...], attempts: Range | None) -> str:
-    """The JSON text; of all attempts, or of a range of them."""
+    """Returns the JSON text of all attempts, or of a range of them."""
     maker = _ChromeTrace(run, attempts)
     events = [*maker.names(node_names), *maker.devices(), *maker.sweeps(), *maker.scheduled()]
     return json.dumps(
@@ -158,8 +158,8 @@ class _ChromeTrace:
         yield from self._publications(pid, own)
 
     def _publications(self, pid: int, own: DeviceTrace) -> Iterator[Event]:
-        """Moments; each is drawn until the next, a tenth of a millisecond at most. Evaluations
-        have none, nor have attempts that were broken off before.
+        """Yields the moments of publications. Each is drawn until the next, a tenth of a
+        millisecond at most. Evaluations have none, nor have attempts that were broken off before.
         """
         moments = sorted((moment, key) for key, moment in own.published.items())
         following = (moment for moment, _ in moments[1:])
@@ -172,7 +172,7 @@ class _ChromeTrace:
     def _waits(
         self, pid: int, work: TracedInstruction, loads: Iterable[TracedInstruction]
     ) -> Iterator[Event]:
-        """A wait, without the loads within it."""
+        """Yields a wait, without the loads within it."""
         start_s, ready_s = work.event.start_s, work.ready_s
         inside = [w.event for w in loads if start_s <= w.event.start_s < ready_s]
         edges = [(start_s, start_s), *((e.start_s, e.end_s) for e in inside), (ready_s, ready_s)]
@@ -202,7 +202,7 @@ class _ChromeTrace:
                 )
 
     def _flow_of_gradients(self, pid: int, event: TraceEvent) -> Iterator[Event]:
-        """From the last publication of the block before the sweep, once each."""
+        """Yields an arrow from the last publication of a block to its sweep, once each."""
         name, _, block = event.text.partition(" ")
         waiting = self._published.get(int(block), []) if block.isdigit() else []
         before = [item for item in waiting if item[0] <= event.start_s]
@@ -270,7 +270,7 @@ class _ChromeTrace:
 
 
 def _firsts(run: TracedRun) -> Iterator[TraceEvent]:
-    """The first events of everybody but the scheduler."""
+    """Yields the first events of everybody but the scheduler."""
     for trace in run.attempts.values():
         for own in trace.devices.values():
             for work in (*own.computed[:1], *own.issued[:1]):
@@ -280,7 +280,7 @@ def _firsts(run: TracedRun) -> Iterator[TraceEvent]:
 
 
 def _takers(trace: AttemptTrace) -> dict[tuple[int, Tensor], TracedInstruction]:
-    """By device and tensor, the first instruction that takes it."""
+    """Returns, by device and tensor, the first instruction that takes it."""
     found: dict[tuple[int, Tensor], TracedInstruction] = {}
     for device, own in trace.devices.items():
         for work in own.computed:

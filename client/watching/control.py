@@ -23,7 +23,7 @@ WATCH_PATIENCE_S = 30.0
 
 
 def connect(run_dir: Path | None, endpoint: str | None) -> ControlClient:
-    """A client for ``--endpoint``, or for the run in ``--run-dir``.
+    """Returns a client for ``--endpoint``, or for the run in ``--run-dir``.
 
     Raises:
         ConfigError: neither or both are given, or the run is not active.
@@ -37,7 +37,7 @@ def connect(run_dir: Path | None, endpoint: str | None) -> ControlClient:
 
 
 def status_dict(status: pb.StatusReply) -> dict[str, Any]:
-    """The status with plain numbers, and the last line of metrics as an object."""
+    """Returns the status with plain numbers, and the last line of metrics as an object."""
     fields: dict[str, Any] = MessageToDict(
         status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -50,7 +50,7 @@ def status_dict(status: pb.StatusReply) -> dict[str, Any]:
 
 
 def show_status(client: ControlClient, *, as_json: bool, console: Console) -> None:
-    """Print the status once."""
+    """Prints the status once."""
     status = client.status()
     if as_json:
         console.out(json.dumps(status_dict(status), indent=1), highlight=False)
@@ -71,13 +71,13 @@ def show_status(client: ControlClient, *, as_json: bool, console: Console) -> No
 
 
 def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
-    """Show the status again and again until the run ends; 0 when it is finished, 5 when it was
-    stopped before its last step, 4 when it failed.
+    """Shows the status again and again until the run ends. Returns 0 when it is finished, 5 when it
+    was stopped before its last step, 4 when it failed.
 
     With ``run_dir`` its endpoint file tells an end from a scheduler that is being replaced.
 
     Raises:
-        LostMemberError: no answer for :data:`WATCH_PATIENCE_S`.
+        LostMemberError: there was no answer for :data:`WATCH_PATIENCE_S`.
     """
     display = Interactive(console) if console.is_terminal else Plain(console.file)
     last_json, heard_s = "", time.monotonic()
@@ -107,7 +107,9 @@ def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
 
 
 def _end_code(last: pb.StatusReply, run_dir: Path | None) -> int:
-    """What the last status says about how the run ended; what came after it, saved states say."""
+    """Returns what the last status says about how the run ended; what came after it, saved states
+    say.
+    """
     if last.phase == "failed":
         return int(ExitCode.LOST_MEMBERS)
     saved = [state.version for state in saved_states(run_dir)] if run_dir is not None else []
@@ -120,7 +122,7 @@ def _has_ended(run_dir: Path | None) -> bool:
 
 
 def snapshot(client: ControlClient) -> str:
-    """Save now; what to tell the user."""
+    """Saves now; returns what to tell the user."""
     reply = client.snapshot()
     return f"step {reply.version} is saved in {reply.directory}"
 

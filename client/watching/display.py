@@ -32,30 +32,34 @@ _DECISIONS = {
 
 _PHASES = {"no_answer": "no answer from the scheduler"}
 _KEPT = 0.95
-"""Share of a smoothed loss that one more step leaves as it was: a memory of some 20 steps."""
+"""One more step leaves this share of a smoothed loss as it was: a memory of some 20 steps."""
 
 
 @dataclass(slots=True)
 class Smoothed:
-    """A running mean in which older values fade; from the first value on unbiased, as Adam's."""
+    """A running mean in which older values fade; it is unbiased from the first value on, as
+    Adam's.
+    """
 
     _sum: float = 0.0
     _weight: float = 0.0
 
     def add(self, value: object) -> None:
-        """One more value; None (a skipped step) and what is no finite number change nothing."""
+        """Takes one more value; None (a skipped step) and what is no finite number change
+        nothing.
+        """
         for number in numbers([value]):
             self._sum = _KEPT * self._sum + (1.0 - _KEPT) * number
             self._weight = _KEPT * self._weight + (1.0 - _KEPT)
 
     @property
     def value(self) -> float | None:
-        """The mean; None before the first value."""
+        """The mean, None before the first value."""
         return self._sum / self._weight if self._weight else None
 
 
 def describe(entry: Metrics, view: RunView | None) -> str:
-    """One line of metrics for people."""
+    """Returns a line of metrics in words for people."""
     if entry["phase"] == "eval":
         return f"step {entry['step']}  evaluation loss {_number(entry.get('loss'), '.4f')}"
     steps = f"/{view.steps}" if view is not None else ""
@@ -73,7 +77,7 @@ def describe(entry: Metrics, view: RunView | None) -> str:
 
 
 def render(view: RunView, last: Metrics | None, smoothed_loss: float | None) -> RenderableType:
-    """The live picture: progress, figures of the last step, processes in short."""
+    """Returns the live picture: progress, figures of the last step, processes in short."""
     status = view.status
     step = status.version if status is not None else (last["step"] if last else 0)
     head = Table.grid(padding=(0, 2))
@@ -95,7 +99,9 @@ def render(view: RunView, last: Metrics | None, smoothed_loss: float | None) -> 
 
 
 def processes(status: Any) -> Text:
-    """How many processes there are, and which need a look; pids and ports: ``penstock status``."""
+    """Says how many processes there are, and which need a look. Their pids and ports are in
+    ``penstock status``.
+    """
     states = Counter(member.state for member in status.members)
     text = Text(f"{len(status.members)} processes")
     for state, count in states.items():
@@ -108,7 +114,7 @@ def processes(status: Any) -> Text:
 
 
 def _learning(entry: Metrics, smoothed_loss: float | None) -> str:
-    """What the last step learned."""
+    """Says what the last step learned."""
     parts = [
         f"loss {_number(entry.get('loss'), '.4f')}",
         f"smoothed {_number(smoothed_loss, '.4f')}",
@@ -120,7 +126,7 @@ def _learning(entry: Metrics, smoothed_loss: float | None) -> str:
 
 
 def _speed(entry: Metrics, view: RunView) -> str:
-    """How fast it went, and the memory it took."""
+    """Says how fast the last step went, and how much memory it took."""
     parts = [
         f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
         f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
@@ -134,7 +140,7 @@ def _speed(entry: Metrics, view: RunView) -> str:
 
 
 def member_table(status: Any) -> Table:
-    """One row a process: state, pid, restarts, silence, metrics port."""
+    """Returns one row for each process: state, pid, restarts, silence, metrics port."""
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     for title in ("process", "state", "pid", "restarts", "silent", "metrics"):
         table.add_column(title, style=None, header_style="dim")
@@ -151,7 +157,7 @@ def member_table(status: Any) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
+    """Returns a duration as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -166,7 +172,7 @@ def _milliseconds(value: Any) -> str:
 
 
 def _decision(entry: Metrics) -> list[str]:
-    """What became of the step, where it was not simply committed."""
+    """Says what became of the step, where it was not simply committed."""
     decision = entry.get("decision")
     return [] if decision in (None, "commit") else [_DECISIONS.get(str(decision), str(decision))]
 
@@ -185,30 +191,32 @@ class Display(Protocol):
     """Where a training is shown."""
 
     def say(self, message: str) -> None:
-        """One line that stays."""
+        """Shows one line that stays."""
 
     def show(self, view: RunView) -> None:
-        """The run as it is now."""
+        """Shows the run as it is now."""
 
     def close(self) -> None:
-        """No more."""
+        """Shows no more."""
 
 
 class Silent:
     """Shows nothing: for programs."""
 
     def say(self, message: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def show(self, view: RunView) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Plain:
-    """Lines on a stream: first and last step, between them one every few seconds or ten steps."""
+    """Writes lines on a stream: first and last step, between them one every few seconds or ten
+    steps.
+    """
 
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -221,12 +229,12 @@ class Plain:
         self._view: RunView | None = None
 
     def say(self, message: str) -> None:
-        """One line."""
+        """Writes one line."""
         self._stream.write(message + "\n")
         self._stream.flush()
 
     def show(self, view: RunView) -> None:
-        """Lines that are due."""
+        """Writes the lines that are due."""
         self._view = view
         if view.phase != self._phase:
             self._phase = view.phase
@@ -246,7 +254,7 @@ class Plain:
                 self._line(entry, view)
 
     def close(self) -> None:
-        """The last step, if it was not shown."""
+        """Writes the last step, if it was not shown."""
         if self._last is not None and self._view is not None and self._last is not self._shown:
             self._line(self._last, self._view)
 
@@ -267,11 +275,11 @@ class Interactive:
         self._started = False
 
     def say(self, message: str) -> None:
-        """One line above the picture."""
+        """Writes one line above the picture."""
         self._console.print(message, markup=False, highlight=False)
 
     def show(self, view: RunView) -> None:
-        """Draw."""
+        """Draws the picture."""
         if not self._started:
             self._live.start()
             self._started = True
@@ -284,7 +292,7 @@ class Interactive:
         self._live.update(render(view, self._last, self._loss.value), refresh=True)
 
     def close(self) -> None:
-        """Remove the picture; what was said stays."""
+        """Removes the picture; what was said stays."""
         if self._started:
             self._live.stop()
             self._started = False
@@ -293,6 +301,6 @@ class Interactive:
 
 
 def choose_display() -> Display:
-    """A picture if the output is a terminal, else lines."""
+    """Returns a picture if the output is a terminal, else lines."""
     console = Console()
     return Interactive(console) if console.is_terminal else Plain(sys.stdout)

@@ -26,13 +26,16 @@ ABSENCE_S = 3.0
 """A scheduler that is silent for less is not worth a word."""
 
 ENDED_PHASES = frozenset(("stopping", "done", "failed"))
-"""After these the scheduler goes away."""
+"""After these phases the scheduler goes away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """``status`` is None while the scheduler does not answer; ``fresh``: metrics since the view
-    before; ``shared_bytes``: of the run's segments on this machine, None where that is not known.
+    """A run at one moment.
+
+    ``status`` is None while the scheduler does not answer. ``fresh``: metrics since the view
+    before. ``shared_bytes``: bytes of the run's segments on this machine, None where that is not
+    known.
     """
 
     steps: int
@@ -57,11 +60,11 @@ class MetricsTail:
 
     @classmethod
     def at_end(cls, path: Path) -> MetricsTail:
-        """Skip what is there already."""
+        """Returns a tail that skips what is there already."""
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def read(self) -> tuple[Metrics, ...]:
-        """Lines since the last call. What is no line of metrics is left out.
+        """Returns the lines since the last call. What is no line of metrics is left out.
 
         Raises:
             StateError: the file cannot be read.
@@ -80,8 +83,8 @@ class MetricsTail:
 
 
 def _metrics(line: bytes) -> Metrics | None:
-    """A line of metrics: an object that says at least in which phase it was written at which step;
-    None for any other, such as an editor might leave.
+    """Returns a line of metrics: an object that says at least in which phase it was written at
+    which step. Returns None for any other line, such as an editor might leave.
     """
     try:
         entry = parse_json(line)
@@ -92,13 +95,13 @@ def _metrics(line: bytes) -> Metrics | None:
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
-    """Those that are finite numbers."""
+    """Returns those values that are finite numbers."""
     kept = (v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool))
     return [value for value in kept if abs(value) < inf]
 
 
 class Observer:
-    """Looks at a run again and again; keeps one connection."""
+    """Looks at a run again and again over one connection."""
 
     def __init__(
         self, run_dir: Path, steps: int, clock: Callable[[], float] = time.monotonic
@@ -113,7 +116,7 @@ class Observer:
         self._run_id: str | None = None
 
     def look(self) -> RunView:
-        """The run now; waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
+        """Returns the run now; it waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
         status = self._status()
         if status is not None:
             self._phase, self._heard_s, self._run_id = status.phase, self._clock(), status.run_id
@@ -126,8 +129,8 @@ class Observer:
         )
 
     def _absent_phase(self) -> str:
-        """What to call it that the scheduler does not answer: it has not begun, or has ended (its
-        node then removes the endpoint), or it is away, for a moment or for longer.
+        """Returns a name for the time in which the scheduler does not answer: it has not begun, or
+        has ended (its node then removes the endpoint), or it is away, for a moment or for longer.
         """
         if self._phase == "starting":
             return self._phase
@@ -137,7 +140,7 @@ class Observer:
         return self._phase if away_s < ABSENCE_S else "no_answer"
 
     def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -154,7 +157,7 @@ class Observer:
 
 
 def all_metrics(run_dir: Path) -> tuple[Metrics, ...]:
-    """All complete lines of a run's metrics."""
+    """Returns all complete lines of a run's metrics."""
     return MetricsTail(run_dir / "metrics.jsonl").read()
 
 
@@ -170,7 +173,9 @@ class StateFolder:
 
 
 def saved_states(run_dir: Path) -> list[StateFolder]:
-    """All of them, oldest first. What is being written has another name and does not count."""
+    """Returns all saved states, oldest first. What is being written has another name and does not
+    count.
+    """
     found = [
         StateFolder(version=int(path.name.removeprefix(_PREFIX)), path=path)
         for path in (run_dir / "state").glob(f"{_PREFIX}*")

@@ -34,14 +34,17 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import RunTrace, read_traces
 
 WARM_UP = 3
-"""Attempts at the start of a trace that figures leave out: they fault pages in and fill caches."""
+"""Figures leave out so many attempts at the start of a trace: they fault pages in and fill
+caches.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What is compared; seconds and shares. Overlaps are ``None`` where there is nothing to hide.
+    """What is compared, in seconds and shares. Overlaps are ``None`` where there is nothing to
+    hide.
 
-    ``copies_hidden``: of the devices' copies and sends, the share while the device computes;
+    ``copies_hidden``: of the devices' copies and sends, the share while the device computes.
     ``optimizer_hidden``: of the optimizer's sweeps, the share while a device of the node computes.
     """
 
@@ -55,7 +58,7 @@ class Figures:
 
     @classmethod
     def of(cls, timeline: Picturable, devices_per_node: int) -> Figures:
-        """Of one attempt, measured or simulated."""
+        """Returns the figures of one attempt, measured or simulated."""
         pipeline_s = timeline.pipeline_s
         return cls(
             makespan_s=timeline.makespan_s,
@@ -69,7 +72,7 @@ class Figures:
 
     @classmethod
     def median_of(cls, figures: Sequence[Figures]) -> Figures:
-        """Of each figure by itself."""
+        """Returns the median of each figure by itself."""
         return cls(
             makespan_s=median(f.makespan_s for f in figures),
             pipeline_s=median(f.pipeline_s for f in figures),
@@ -83,7 +86,7 @@ class Figures:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the figures for ``--json``."""
         return {
             "makespan_seconds": self.makespan_s,
             "pipeline_seconds": self.pipeline_s,
@@ -102,7 +105,9 @@ def _median_of_known(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpcodeTimes:
-    """One opcode: how often in an attempt, seconds and seconds waited (medians)."""
+    """One opcode: how often it runs in an attempt, its seconds and the seconds that it waits
+    (medians).
+    """
 
     opcode: Opcode
     count: int
@@ -112,9 +117,11 @@ class OpcodeTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceReport:
-    """A traced run beside a simulation. ``between_s`` is what no plan knows of: messages, the
-    decision, the journal, the next batch; measured, and counted in both steps. ``costs``: whose the
-    simulation takes, ``None`` for those fitted to the trace.
+    """A traced run beside a simulation.
+
+    ``between_s`` is what no plan knows of: messages, the decision, the journal, the next batch. It
+    is measured, and counted in both steps. ``costs``: whose costs the simulation takes, ``None``
+    for those fitted to the trace.
     """
 
     run_dir: Path
@@ -134,7 +141,7 @@ class TraceReport:
 
     @cached_property
     def simulated(self) -> Figures:
-        """Of the simulation."""
+        """The figures of the simulation."""
         return Figures.of(self.simulation, self.fit.devices_per_node)
 
     @cached_property
@@ -145,19 +152,19 @@ class TraceReport:
 
     @property
     def step_s(self) -> float:
-        """Measured attempt, and what lies between two: never less than the attempt, as a median
-        over the attempts that another follows could be.
+        """The measured attempt, and what lies between two. It is never less than the attempt, as a
+        median over the attempts that another follows could be.
         """
         return self.measured.makespan_s + self.between_s
 
     @property
     def simulated_step_s(self) -> float:
-        """Simulated attempt, and what lies between two."""
+        """The simulated attempt, and what lies between two."""
         return self.simulated.makespan_s + self.between_s
 
     @property
     def error(self) -> float:
-        """Simulated step relative to the measured one, minus 1."""
+        """The simulated step relative to the measured one, minus 1."""
         return self.simulated_step_s / self.step_s - 1.0
 
     @cached_property
@@ -187,7 +194,7 @@ class TraceReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the report for ``--json``."""
         fit = self.fit
         return {
             "scheme": fit.plan.scheme,
@@ -225,7 +232,7 @@ class TraceReport:
         }
 
     def to_text(self) -> str:
-        """For people."""
+        """Returns the report for people."""
         tables = self._header(), self._table(), memory_lines(self.memory), self._opcode_lines()
         return "\n\n".join(text for table in tables if (text := "\n".join(table)))
 
@@ -301,7 +308,7 @@ def _shares(name: str, measured: float | None, simulated: float | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOutputs:
-    """Where to write what; ``None``: nowhere."""
+    """The files to write; ``None``: it is not written."""
 
     chrome: Path | None = None
     svg: Path | None = None
@@ -309,10 +316,11 @@ class TraceOutputs:
 
 
 def parse_attempts(attempt: int | None, attempts: str | None) -> Range | None:
-    """``--attempt`` and ``--attempts A:B``, either end of which may be left out.
+    """Returns the range of ``--attempt`` or ``--attempts A:B``, either end of which may be left
+    out.
 
     Raises:
-        ConfigError: both, or no range.
+        ConfigError: both are given, or what is given is no range.
     """
     if attempt is not None and attempts is not None:
         raise ConfigError("--attempt and --attempts: give one of them")
@@ -332,13 +340,13 @@ def parse_attempts(attempt: int | None, attempts: str | None) -> Range | None:
 def make_trace_report(
     run_dir: Path, wanted: Range | None, profile: Path | None, outputs: TraceOutputs
 ) -> TraceReport:
-    """Read a run's traces, write the files that were asked for, compare.
+    """Reads a run's traces, writes the files that were asked for, and compares.
 
     The Chrome trace comes first: it needs no complete attempt.
 
     Raises:
-        ConfigError: no run directory, no trace in it, no such attempt, none that is complete; a
-            file cannot be read or written.
+        ConfigError: there is no run directory, no trace in it, no such attempt, or none that is
+            complete; or a file cannot be read or written.
     """
     run, trace = RunDirectory(run_dir), read_traces(run_dir)
     if run.config.cluster.platform.models_time:
@@ -375,7 +383,9 @@ def _check_wanted(traced: TracedRun, wanted: Range | None) -> None:
 
 
 def _choose(measurement: Measurement, wanted: Range | None) -> tuple[MeasuredAttempt, ...]:
-    """Those wanted; of all attempts not the first ones, if enough others are there."""
+    """Returns the attempts that are wanted. If all are, it leaves out the first ones where enough
+    others are there.
+    """
     if wanted is not None:
         chosen = tuple(a for a in measurement.attempts if a.number in wanted)
     else:

@@ -17,7 +17,7 @@ from penstock.protocol.run.rundir import RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """One device: the greatest of its measured peaks, and the planned one."""
+    """One device: the greatest of its measured peaks, and the planned one, in bytes."""
 
     device: int
     measured: Peak
@@ -25,11 +25,11 @@ class DeviceMemory:
 
     @property
     def error(self) -> float:
-        """Planned relative to measured, minus 1."""
+        """The planned peak relative to the measured one, minus 1."""
         return self.planned_bytes / self.measured.num_bytes - 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the peaks for ``--json``."""
         return {
             "device": self.device,
             "measured_bytes": self.measured.num_bytes,
@@ -42,7 +42,7 @@ class DeviceMemory:
 def compare_memory(
     run: RunDirectory, attempts: Sequence[MeasuredAttempt], profile: Path | None
 ) -> tuple[DeviceMemory, ...]:
-    """Of the devices whose memory was measured.
+    """Returns the peaks of the devices whose memory was measured.
 
     Raises:
         ConfigError: the profile is of another model.
@@ -66,7 +66,7 @@ def _greatest(attempts: Sequence[MeasuredAttempt], device: int) -> Peak | None:
 
 
 def memory_lines(devices: Sequence[DeviceMemory]) -> Iterator[str]:
-    """Rows of a table, for people; none where nothing was measured."""
+    """Yields the rows of a table for people; none where nothing was measured."""
     if not devices:
         return
     yield f"{'peak of memory':<22}{'measured':>12}{'planned':>12}"

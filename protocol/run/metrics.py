@@ -30,11 +30,12 @@ class MetricsServer:
 
 
 def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -> MetricsServer:
-    """Serve the metrics of a process of ``run`` over HTTP where ``observability`` says, with what
-    every process has: ``penstock_process_info``, and log lines that were dropped.
+    """Serves the metrics of a process of ``run`` over HTTP where ``observability`` says.
+
+    What every process has is added: ``penstock_process_info``, and log lines that were dropped.
 
     Raises:
-        ConfigError: it cannot listen there; names the key.
+        ConfigError: it cannot listen there; the message names the key.
     """
     node, device = place_of_member(run.config, member)
     registry.register(DroppedLines())
@@ -52,10 +53,10 @@ def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -
 
 
 def listen(registry: CollectorRegistry, config: Config, port: int) -> MetricsServer:
-    """Serve ``registry`` on a port of ``observability.metrics_host``; 0 lets the system choose.
+    """Serves ``registry`` on a port of ``observability.metrics_host``; 0 lets the system choose.
 
     Raises:
-        ConfigError: it cannot listen there; names the key.
+        ConfigError: it cannot listen there; the message names the key.
     """
     host = config.observability.metrics_host
     try:
@@ -83,7 +84,7 @@ class LateGauge:
         self._gauge: Gauge | None = None
 
     def set(self, value: float) -> None:
-        """From now on it is there."""
+        """Sets the value; from now on the gauge is there."""
         if self._gauge is None:
             self._gauge = Gauge(self._name, self._text, registry=self._registry)
         self._gauge.set(value)

@@ -39,9 +39,9 @@ from penstock.protocol.run.files import append_whole, parse_json
 
 FORMAT = 1
 MAX_EVENTS = 32768
-"""Kept in memory at most; one more, and all are written, attempt or not."""
+"""At most so many events are kept in memory. One more, and all are written, attempt or not."""
 MAX_FILE_BYTES = 64 << 20
-"""Of a process at most twice as much is on disk: the file, and the one before."""
+"""At most twice as many bytes of a process are on disk: the file, and the one before."""
 
 
 _log = logging.getLogger(__name__)
@@ -51,31 +51,34 @@ class TraceLane(StrEnum):
     """What was busy."""
 
     COMPUTE = "compute"
-    """The interpreter, with an instruction that computes, or with a load that it does itself."""
+    """The interpreter runs an instruction that computes, or a load that it does itself."""
     ISSUE = "issue"
-    """The interpreter, with any other instruction; what that started may take longer."""
+    """The interpreter runs any other instruction; what that started may take longer."""
     FETCH = "fetch"
-    """A copy of weights to the device, beside the interpreter: ``FW 3 phase=forward``."""
+    """Weights are copied to the device, beside the interpreter: ``FW 3 phase=forward``."""
     OFFLOAD = "offload"
-    """Nothing: the moment at which gradients were published, ``block contribution``."""
+    """Nothing was busy: the moment at which gradients were published, ``block contribution``."""
     COPY = "copy"
-    """A copy that an instruction started beside the interpreter, from a device that knows when it
-    ran: ``OG 3``, ``SO 3 0 fraction=0.5``.
+    """A copy runs that an instruction started beside the interpreter, on a device that knows when
+    it ran: ``OG 3``, ``SO 3 0 fraction=0.5``.
     """
     UPDATE = "update"
-    """The preview of a block on the device, beside the interpreter: ``U 3``."""
+    """The device previews a block, beside the interpreter: ``U 3``."""
     ARRIVAL = "arrival"
-    """Nothing: the moment at which a peer's tensor arrived, ``activation 3 0``."""
+    """Nothing was busy: the moment at which a peer's tensor arrived, ``activation 3 0``."""
     MEMORY = "memory"
-    """Nothing: the moment at which the device held most in an attempt, ``bytes instruction``; the
-    end of the attempt, without instruction, where single instructions are not measured.
+    """Nothing was busy: the moment at which the device held most in an attempt, ``bytes
+    instruction``. It is the end of the attempt, without instruction, where single instructions are
+    not measured.
     """
     PULL = "pull"
-    """Nothing: the moment at which another node's gradients had arrived, ``block contribution``."""
+    """Nothing was busy: the moment at which another node's gradients had arrived, ``block
+    contribution``.
+    """
     OPTIMIZER = "optimizer"
-    """A node's optimizer threads with a sweep over a block: ``advance 7``."""
+    """A node's optimizer threads sweep over a block: ``advance 7``."""
     SCHEDULER = "scheduler"
-    """The scheduler: ``attempt`` from its announcement to the decision (or ``broken``),
+    """The scheduler was busy: ``attempt`` from its announcement to the decision (or ``broken``),
     ``amending`` while optimizers clip, then ``commit``, ``amend`` or ``skip`` until that is
     journaled and announced; ``evaluation``, ``save``, ``restore``.
     """
@@ -83,7 +86,7 @@ class TraceLane(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """One thing that happened; see the module for fields. Moments start and end at once."""
+    """One thing that happened; the module explains the fields. Moments start and end at once."""
 
     lane: TraceLane
     text: str
@@ -94,7 +97,7 @@ class TraceEvent:
     waited_s: float = 0.0
 
     def to_line(self) -> str:
-        """A line of the file. Written by hand: this is most of what tracing costs."""
+        """Returns a line of the file. It is written by hand: this is most of what tracing costs."""
         waited = f",{self.waited_s:.6f}" if self.waited_s else ""
         return (
             f'["{self.lane}",{json.dumps(self.text)},"{self.phase}",{self.attempt},'
@@ -103,7 +106,7 @@ class TraceEvent:
 
     @classmethod
     def from_list(cls, line: list[Any]) -> TraceEvent:
-        """The inverse of :meth:`to_line`, of what JSON makes of it.
+        """Returns the event of a line that JSON has read: the inverse of :meth:`to_line`.
 
         Raises:
             ValueError, TypeError: it is no event.
@@ -132,7 +135,7 @@ class TraceOrigin:
 
     @classmethod
     def here(cls, member: str) -> TraceOrigin:
-        """This process, now."""
+        """Returns the origin of this process, now."""
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return cls(
             member=member,
@@ -148,17 +151,17 @@ class TraceOrigin:
         return self.realtime_s - self.monotonic_s
 
     def to_line(self) -> str:
-        """The first line."""
+        """Returns the first line of a file."""
         times = round(self.monotonic_s, 6), round(self.realtime_s, 6)
         line = ["trace", FORMAT, self.member, self.pid, self.boot_id, *times]
         return json.dumps(line, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_list(cls, line: list[Any]) -> TraceOrigin:
-        """The inverse of :meth:`to_line`.
+        """Returns the origin of a line that JSON has read: the inverse of :meth:`to_line`.
 
         Raises:
-            ValueError, TypeError: it is none, or of another format.
+            ValueError, TypeError: it is no origin, or of another format.
         """
         _, version, member, pid, boot_id, monotonic_s, realtime_s = line
         if version != FORMAT:
@@ -173,7 +176,7 @@ class TraceOrigin:
 
 
 def now_s() -> float:
-    """The clock of traces; on Linux ``time.perf_counter`` reads the same one."""
+    """Returns the clock of traces in seconds; on Linux ``time.perf_counter`` reads the same one."""
     return time.monotonic()
 
 
@@ -181,7 +184,7 @@ class TraceLog:
     """The trace of this process. Any thread may add to it."""
 
     def __init__(self, path: Path | None, member: str) -> None:
-        """Append to ``path``; without one nothing is kept."""
+        """Appends to ``path``; without one nothing is kept."""
         self._path = path
         self._member = member
         self._events: deque[TraceEvent] = deque()
@@ -190,7 +193,7 @@ class TraceLog:
 
     @classmethod
     def of_run(cls, run_dir: Path, member: str, enabled: bool) -> TraceLog:
-        """The log of a member of a run; it keeps nothing unless ``enabled``."""
+        """Returns the log of a member of a run; it keeps nothing unless ``enabled``."""
         return cls(run_dir / "trace" / f"{member}.jsonl" if enabled else None, member)
 
     @property
@@ -199,7 +202,7 @@ class TraceLog:
         return self._path is not None
 
     def add(self, event: TraceEvent) -> None:
-        """Keep an event until the next :meth:`flush`."""
+        """Keeps an event until the next :meth:`flush`."""
         if self._path is None:
             return
         self._events.append(event)
@@ -207,7 +210,7 @@ class TraceLog:
             self.flush()
 
     def flush(self) -> None:
-        """Append all events to the file."""
+        """Appends all events to the file."""
         if self._path is None or not self._events:
             return
         with self._lock:
@@ -250,14 +253,18 @@ class MemberTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTrace:
-    """All traces of a run. ``skipped_lines`` were cut short or damaged; ``machines`` wrote it."""
+    """All traces of a run. ``skipped_lines``: lines that were cut short or damaged. ``machines``:
+    how many machines wrote them.
+    """
 
     members: tuple[MemberTrace, ...]
     skipped_lines: int
     machines: int
 
     def slowed(self, factor: float) -> RunTrace:
-        """All times as many times as long: the clock of an emulated cluster runs faster."""
+        """Returns all times multiplied by ``factor``: the clock of an emulated cluster runs
+        faster.
+        """
         members = (
             replace(member, events=tuple(_stretched(member.events, factor)))
             for member in self.members
@@ -266,10 +273,10 @@ class RunTrace:
 
 
 def read_traces(run_dir: Path) -> RunTrace:
-    """Read and merge all traces of a run.
+    """Reads and merges all traces of a run.
 
     Raises:
-        ConfigError: it is no run directory, or has no trace; says how to get one.
+        ConfigError: it is no run directory, or has no trace; the message says how to get one.
     """
     if not (run_dir / "run.json").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no run.json)")
@@ -314,7 +321,9 @@ def _read(path: Path) -> tuple[list[tuple[TraceOrigin, list[TraceEvent]]], int]:
 def _on_common_clock(
     lives: Iterable[tuple[TraceOrigin, list[TraceEvent]]],
 ) -> Iterator[MemberTrace]:
-    """The clock of the first machine; one offset for each machine, so that its order is kept."""
+    """Yields traces on the clock of the first machine, with one offset for each machine, so that
+    its order is kept.
+    """
     offsets: dict[str, float] = {}
     first: float | None = None
     for origin, events in lives:

@@ -36,7 +36,7 @@ class GroupModule(Protocol):
     """What the module of a transport offers that needs a process group."""
 
     def is_built(self) -> bool:
-        """Whether this torch has the library."""
+        """Returns whether this torch has the library."""
 
     def join(
         self,
@@ -46,15 +46,16 @@ class GroupModule(Protocol):
         abort: Abort,
         timeout_s: float,
     ) -> Wire:
-        """Meet the other members, which join too, and connect to them.
+        """Meets the other members, which join too, and connects to them.
 
         Raises:
-            Interrupted: aborted. LostMemberError: somebody did not come.
+            Interrupted: the epoch was aborted.
+            LostMemberError: somebody did not come.
         """
 
 
 def group_module(name: TransportName) -> GroupModule | None:
-    """The module of a transport; ``None`` for messages, which need no group."""
+    """Returns the module of a transport, ``None`` for messages, which need no group."""
     module = TRANSPORTS[name].group_module
     return None if module is None else cast(GroupModule, import_module(module))
 
@@ -62,7 +63,7 @@ def group_module(name: TransportName) -> GroupModule | None:
 def transport_of(
     config: Config, num_gpus: int, is_built: Callable[[TransportName], bool]
 ) -> TransportName:
-    """The transport that ``cluster.transport`` comes to on a node with so many GPUs.
+    """Returns the transport that ``cluster.transport`` comes to on a node with so many GPUs.
 
     Raises:
         ConfigError: the one that is asked for lacks its library, or a GPU for each worker.
@@ -90,7 +91,9 @@ def transport_of(
 
 
 def transport_here(config: Config) -> TransportName:
-    """The same, on this machine."""
+    """Returns the transport that ``cluster.transport`` comes to on this machine; raises like
+    :func:`transport_of`.
+    """
 
     def is_built(name: TransportName) -> bool:
         module = group_module(name)
@@ -100,7 +103,7 @@ def transport_here(config: Config) -> TransportName:
 
 
 def group_members(plan: Plan, name: TransportName) -> tuple[int, ...]:
-    """The devices that meet in a process group: none, or at least two.
+    """Returns the devices that meet in a process group: none, or at least two.
 
     Raises:
         ConfigError: the plan's sends and receives do not match.
@@ -109,7 +112,7 @@ def group_members(plan: Plan, name: TransportName) -> tuple[int, ...]:
 
 
 def told_by(device: int, members: Sequence[int]) -> frozenset[int]:
-    """Whom a device tells where the group meets."""
+    """Returns whom a device tells where the group meets: the leader tells all others."""
     return frozenset(members[1:] if device in members[:1] else ())
 
 
@@ -126,11 +129,14 @@ def open_channel(
     abort: Abort,
     timeout_s: float,
 ) -> Channel:
-    """Meet the other members; ``transport`` is connected to them and open for the epoch.
+    """Meets the other members and returns the channel of the epoch.
+
+    ``transport`` is connected to the members and open for the epoch.
 
     Raises:
-        Interrupted: aborted. LostMemberError: somebody did not come. ConfigError: the plan's sends
-        and receives do not match.
+        Interrupted: the epoch was aborted.
+        LostMemberError: somebody did not come.
+        ConfigError: the plan's sends and receives do not match.
     """
     kind = EmulatedChannel if isinstance(device, EmulatedDevice) else MessageChannel
     messages = kind(run_id=run_id, epoch=epoch, device=device, transport=transport)
