@@ -111,6 +111,7 @@ class NodeProcess:
         self._process.wait()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
+        # Born with stop signals blocked, the node cannot be hit before it is ready to listen.
         with console_path(self._run_dir).open("ab") as console, stop_signals_blocked():
             return subprocess.Popen(
                 [
@@ -144,6 +145,7 @@ class Interruptions:
         return self.asked_s is not None, self.insisted
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # This runs between two bytecodes of the main thread: it takes a note, the loop acts.
         now_s = time.monotonic()
         demand = self._insistence.heard(number, now_s)
         if demand is Demand.STOP:
@@ -232,6 +234,7 @@ class Supervision:
         end, run_id = RunEnd.read(self._run_dir), RunDirectory(self._run_dir).run_id
         remove = remove_empty_memory if end is None or end.keep_memory else remove_memory
         for name in self._names:
+            # A node's children hold its lock until they are dead. Only then is its memory nobody's.
             try:
                 path = node_lock_path(self._run_dir, name)
                 RunLock.acquire(path, wait_s=DEATH_WAIT_S).release()

@@ -90,6 +90,7 @@ def run_training(
 def _supervise(
     config: Config, run_dir: Path, display: Display, interruptions: Interruptions
 ) -> int:
+    # What the last start left would be taken for this one's: its scheduler, and how it ended.
     empty_console(run_dir)
     (run_dir / "endpoint.json").unlink(missing_ok=True)
     forget_end(run_dir)

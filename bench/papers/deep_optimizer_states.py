@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bench.papers.base import PaperTable
+from bench.papers.page import PaperTable
 from penstock.planner.cost.analytic import Host, analytic_costs
 from penstock.planner.cost.cluster import PREVIEW_SETTLE
 from penstock.planner.cost.update_rates import (

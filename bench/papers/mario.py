@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from bench.papers.base import PaperTable
+from bench.papers.page import PaperTable
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.cluster import Cluster

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bench.papers.base import PaperTable
 from bench.papers.obscura_testbed import (
     MEMORY_BYTES,
     PaperCase,
@@ -26,6 +25,7 @@ from bench.papers.obscura_testbed import (
     strawman,
     waiting_for_gradients,
 )
+from bench.papers.page import PaperTable
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Residency, StageLayout

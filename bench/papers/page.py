@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from bench.papers.base import PaperTable
 from penstock.planner.build import ScheduleRequest, with_stages
 from penstock.planner.cost.sources import UnitCosts
 from penstock.planner.pipeline import PlanContext, price, try_out
@@ -19,6 +18,20 @@ from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import RecomputeAfter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperTable:
+    """A table of the page: ``rows`` of formatted cells under ``columns``.
+
+    ``text`` says what is compared and how: it names the paper's section, table or figure, the
+    assumptions, and the constants that the paper leaves out.
+    """
+
+    title: str
+    text: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from bench.papers.base import PaperTable
+from bench.papers.page import PaperTable
 from bench.papers.spipe_ours import (
     DECOUPLED,
     OUR_INSTRUCTION_S,

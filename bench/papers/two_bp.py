@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 
-from bench.papers.base import PaperTable
+from bench.papers.page import PaperTable
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.cluster import Cluster

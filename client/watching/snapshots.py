@@ -77,6 +77,8 @@ class MetricsTail:
                 data = file.read()
         except OSError as error:
             raise StateError(f"{self.path}: cannot read it: {reason(error)}") from error
+        # A line whose end is not written yet is kept and joined with what comes: the writer appends
+        # whole lines, but a reader may look in between.
         self.offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return tuple(entry for line in lines if (entry := _metrics(line)) is not None)

@@ -205,6 +205,8 @@ class TraceLog:
         """Keeps an event until the next :meth:`flush`."""
         if self._path is None:
             return
+        # Appending to a deque is atomic. Without a lock the interpreter waits for the disk only
+        # when the buffer is full.
         self._events.append(event)
         if len(self._events) > MAX_EVENTS:
             self.flush()
@@ -220,13 +222,14 @@ class TraceLog:
                 self._append(self._path, [event.to_line() for event in events])
             except OSError as error:
                 _log.warning("%s: cannot write it, no trace from here on: %s", self._path, error)
-                self._path = None
+                self._path = None  # a full disk must not end a run for the sake of its trace
                 self._events.clear()
 
     def _append(self, path: Path, lines: list[str]) -> None:
         if not self._begun:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif path.stat().st_size > MAX_FILE_BYTES:
+            # One file back is kept, and the new one names its origin again: each reads by itself.
             path.replace(path.with_suffix(".old.jsonl"))
             self._begun = False
         start = ""

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from bench.papers import __main__ as command
-from bench.papers.base import PaperTable
 from bench.papers.page import (
     PAPERS,
     PICTURES,
     Paper,
+    PaperTable,
     Section,
     page,
     schemes_table,
