@@ -104,14 +104,10 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Times:
-    """``starts[t]`` and ``ends[t]`` of every task; NaN where it never does.
-
-    ``rates``: (time, task, bytes/s from then on), if they were recorded.
-    """
+    """``starts[t]`` and ``ends[t]`` of every task; NaN where it never does."""
 
     starts: Floats
     ends: Floats
-    rates: tuple[tuple[float, int, float], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -204,10 +200,10 @@ class GraphBuilder:
         )
 
 
-def run_tasks(tasks: Tasks, network: Network, *, record_rates: bool = False) -> Times:
+def run_tasks(tasks: Tasks, network: Network) -> Times:
     """Let the event core run the tasks."""
     offsets, queued = _served(tasks)
-    starts, ends, rates = _native.simulate_tasks(
+    starts, ends, _ = _native.simulate_tasks(
         seconds=tasks.seconds,
         amounts=tasks.amounts,
         delays=tasks.delays,
@@ -217,10 +213,9 @@ def run_tasks(tasks: Tasks, network: Network, *, record_rates: bool = False) -> 
         edge_needs=tasks.edge_needs,
         queue_offsets=offsets,
         queue_tasks=queued,
-        record_rates=record_rates,
         **network.arrays(),
     )
-    return Times(starts=starts, ends=ends, rates=tuple(rates))
+    return Times(starts=starts, ends=ends)
 
 
 def _served(tasks: Tasks) -> tuple[Ints, NDArray[np.int32]]:

@@ -13,11 +13,11 @@ import numpy as np
 
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import Costs
-from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints
+from penstock.planner.memory.footprint import DevicePeak, device_peaks
 from penstock.planner.orders.bounds import lower_bound_s
 from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate.columns import Columns
-from penstock.planner.simulate.graph import Floats, Label, Tasks, Times
+from penstock.planner.simulate.graph import Label, Tasks, Times
 from penstock.planner.tensors import transferred
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
@@ -155,43 +155,7 @@ class Simulation:
         """The most that each device holds, by :mod:`penstock.planner.memory.footprint`."""
         if self.known_peaks is not None:
             return self.known_peaks
-        return tuple(footprint.peak for footprint in self._footprints)
-
-    def device_memory(self, device: int) -> tuple[Floats, Floats]:
-        """``(times_s, bytes)``: what a device holds from each time on, till the next.
-
-        Bytes change when an instruction is reached: a compute instruction when it starts, any other
-        when it is issued.
-        """
-        held = np.array(self._footprints[device].total_bytes, dtype=np.float64)
-        return self._reached(device), held
-
-    def host_memory(self, node: int) -> tuple[Floats, Floats]:
-        """``(times_s, bytes)``: what the devices of a node have swapped to its memory.
-
-        Model state is not counted: it is always there.
-        """
-        times, changes = [np.zeros(0)], [np.zeros(0)]
-        for device, footprint in enumerate(self._footprints):
-            if self.cluster.node_of(device) == node:
-                times.append(self._reached(device))
-                changes.append(np.diff(np.array(footprint.host_bytes), prepend=0.0))
-        order = np.argsort(np.concatenate(times), kind="stable")
-        return np.concatenate(times)[order], np.cumsum(np.concatenate(changes)[order])
-
-    @cached_property
-    def _footprints(self) -> tuple[Footprint, ...]:
-        return footprints(self.plan, self.costs)
-
-    def _reached(self, device: int) -> Floats:
-        """When each instruction of a device starts (compute) or is issued."""
-        rows = np.flatnonzero(self.columns.devices == device)
-        after = self.columns.issued_after(rows)
-        ends = np.append(self.times.ends[self._computes], 0.0)  # -1: nothing before it
-        reached = ends[after]
-        computes = np.isin(rows, self.columns.computes)
-        reached[computes] = self.times.starts[after[computes]]
-        return reached
+        return device_peaks(self.plan, self.costs)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

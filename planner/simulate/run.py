@@ -31,7 +31,6 @@ def simulate(
     optimizer: OptimizerModel = ADVANCE,
     stops_early: bool = False,
     peaks: tuple[DevicePeak, ...] | None = None,
-    record_rates: bool = False,
 ) -> Simulation:
     """Run one attempt of a valid plan.
 
@@ -39,8 +38,7 @@ def simulate(
     leaves, weights that another node owns come from there, and gradients are published (and blocks
     updated) one by one, as our workers do it; otherwise it computes the whole stage, every node has
     all weights, and a stage's gradients are one copy and one update, as in the papers.
-    ``peaks``: of the devices' memory, where they are known already. ``record_rates``: keep how fast
-    every flow was when, for ``Simulation.times.rates``.
+    ``peaks``: of the devices' memory, where they are known already.
 
     Raises:
         ConfigError: the plan makes no sense: a send without receive, or instructions that wait for
@@ -55,7 +53,7 @@ def simulate(
     offloads = add_offloads(context, reduced, by_block=stops_early)
     add_optimizer(context, offloads, optimizer)
     tasks = context.builder.build()
-    times = run_tasks(tasks, context.network, record_rates=record_rates)
+    times = run_tasks(tasks, context.network)
     if np.isnan(times.ends).any():
         raise ConfigError(f"plan: it cannot finish; {_circle(context, tasks, times)}")
     return Simulation(
