@@ -15,7 +15,7 @@ from bench.papers.page import PAPERS, PICTURES, Section, page, schemes_table
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point; returns the exit code."""
+    """Computes every table and writes the page; returns the exit code."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m bench.papers PAGE.md\n")
         return 2

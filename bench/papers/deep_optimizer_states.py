@@ -26,11 +26,11 @@ from penstock.planner.cost.update_rates import (
 )
 
 V100 = UpdateRates(transfer=3e9, device=35e9, host=2e9, downscale=8.7e9)
-"""Section 5.4, "Verifying the correctness": all four are printed."""
+"""Section 5.4, "Verifying the correctness", prints all four rates."""
 
 H100 = UpdateRates(transfer=55e9 / 4, device=100e9 / 4, host=8e9 / 4, downscale=62e9 / 4)
-"""Per GPU. 55 GB/s of fp32 numbers (5.1); 100 and 8 billion parameters/s of all four GPUs, and of
-all CPUs (1); 62 GB/s of fp32 numbers converted (table 1), taken to be one process's.
+"""Rates of one GPU: 55 GB/s of fp32 numbers (5.1); 100 and 8 billion parameters/s of all four GPUs,
+and of all CPUs (1); 62 GB/s of fp32 numbers converted (table 1), taken to be one process's.
 """
 
 H100_BUSY = UpdateRates(
@@ -46,7 +46,7 @@ RATES: Mapping[str, UpdateRates] = MappingProxyType(
 )
 
 V100_MEASURED: Mapping[int, str] = MappingProxyType({2: "best", 3: "1.67", 4: "1.62", 5: "1.28"})
-"""Billions of parameters/s by k, section 5.4; for k = 2 only that it is best."""
+"""Billions of parameters/s by k, section 5.4. For k = 2 the paper says only that it is best."""
 
 FIGURE_16: tuple[tuple[str, int | None], ...] = (
     ("50 %", 2),
@@ -58,12 +58,12 @@ FIGURE_16: tuple[tuple[str, int | None], ...] = (
 
 
 def tables() -> tuple[PaperTable, ...]:
-    """All tables, in the order of the paper."""
+    """Returns all tables, in the order of the paper."""
     return equation_1(), figure_16(), strides_on_v100(), figure_10(), ours()
 
 
 def equation_1() -> PaperTable:
-    """k of both machines."""
+    """Returns k of both machines beside the paper's."""
     rows: list[tuple[str, ...]] = []
     for (name, rates), paper in zip(RATES.items(), ("2", "2", "2"), strict=True):
         numbers = (rates.transfer, rates.device, rates.host, rates.downscale)
@@ -91,7 +91,7 @@ def equation_1() -> PaperTable:
 
 
 def figure_16() -> PaperTable:
-    """Update throughput by share of updates on the GPU."""
+    """Returns the update throughput by share of updates on the GPU."""
     rows = tuple(
         (
             name,
@@ -113,7 +113,7 @@ def figure_16() -> PaperTable:
 
 
 def strides_on_v100() -> PaperTable:
-    """The V100's measured strides beside both readings of k."""
+    """Returns the V100's measured strides beside both readings of k."""
     rows = tuple(
         (
             str(k),
@@ -138,7 +138,7 @@ def strides_on_v100() -> PaperTable:
 
 
 def figure_10() -> PaperTable:
-    """Static residents: TwinFlow puts them first and waits, Deep Optimizer States last."""
+    """Compares static residents: TwinFlow puts them first and waits, Deep Optimizer States last."""
     rows: list[tuple[str, ...]] = []
     for percent in (0, 10, 20, 30, 40, 50):
         twin = resident_throughput(H100_BUSY, percent / 100, None)
@@ -165,7 +165,7 @@ def figure_10() -> PaperTable:
 
 
 def ours() -> PaperTable:
-    """The counterpart for preview and settle."""
+    """Returns the counterpart for preview and settle."""
     machines = (
         ("4x V100 PCIe (SPipe's)", "V100-PCIE-32", Host(dram_bandwidth=1.28e11)),
         ("4x V100 PCIe, slow CPU", "V100-PCIE-32", Host(optimizer_rate=1e9)),

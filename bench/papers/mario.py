@@ -25,12 +25,14 @@ _STEPS = ("apply-checkpoint", "overlap-recompute", "remove-redundancy", "prepose
 
 
 def tables() -> tuple[PaperTable, ...]:
-    """Figure 2, the same for other schemes, table 1, table 5."""
+    """Returns figure 2, the same for other schemes, table 1 and table 5."""
     return (figure_2(), other_schemes(), table_1(), *table_5())
 
 
 def _unit_context(schedule: Schedule, backward: float = 2.0) -> PassContext:
-    """A device's share of the model takes 1 in FORWARD and RECOMPUTE; it keeps 1 byte."""
+    """Returns unit costs: a device's share of the model takes 1 in FORWARD and RECOMPUTE, and keeps
+    1 byte.
+    """
     share = schedule.layout.num_devices / schedule.layout.num_blocks
     block = BlockCost(
         forward_s=share,
@@ -64,7 +66,7 @@ def _units(value: float) -> str:
 
 
 def figure_2() -> PaperTable:
-    """The four steps, simulated, beside the best order of the same instructions."""
+    """Returns the four steps, simulated, beside the best order of the same instructions."""
     schedule = _unit_schedule("1f1b", 4, 4)
     context = _unit_context(schedule)
     cells: list[tuple[str, ...]] = []
@@ -91,7 +93,7 @@ def figure_2() -> PaperTable:
 
 
 def other_schemes() -> PaperTable:
-    """The four steps on schemes of every shape, and together with 2BP."""
+    """Returns the four steps on schemes of every shape, and together with 2BP."""
     rows: list[tuple[str, ...]] = []
     for scheme in ("gpipe", "1f1b", "interleaved", "chimera", "hanayo", "zb-h1", "zb-v"):
         for backward in (2.0, 1.6):
@@ -126,7 +128,7 @@ _TABLE_1: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def table_1() -> PaperTable:
-    """Activation memory, without and with Mario."""
+    """Returns the activation memory, without and with Mario."""
     rows: list[tuple[str, ...]] = []
     for scheme, (base, with_mario) in _TABLE_1.items():
         for devices in (4, 8):
@@ -197,7 +199,9 @@ _TABLE_5 = (
         ((17.83, 16.21, 17.16), (29.74, 11.89)),
     ),
 )
-"""The base of GPT3-13B and of X are what the paper's own simulator says: those runs do not fit."""
+"""Table 5. The bases of GPT3-13B and of X are what the paper's own simulator says: those runs do
+not fit.
+"""
 
 _DEVICES = 32
 _GLOBAL_BATCH = 128
@@ -232,7 +236,9 @@ class _Case:
         return cls(measured=measured, analytic=analytic, schedule=schedule)
 
     def context(self, overhead_s: float) -> PassContext:
-        """With what the framework adds to each forward and backward of a stage."""
+        """Returns the context with what the framework adds to each forward and backward of
+        a stage.
+        """
         blocks = list(self.analytic.costs.blocks)
         for first in {stage.start for stage in self.schedule.layout.forward}:
             blocks[first] = replace(
@@ -249,12 +255,12 @@ class _Case:
         )
 
     def runs(self, context: PassContext) -> tuple[Schedule, Schedule, Schedule]:
-        """Base, ckpt and ovlp."""
+        """Returns the schedules base, ckpt and ovlp."""
         checkpointed = PASSES["apply-checkpoint"].run(self.schedule, context)
         return self.schedule, checkpointed, PASSES["mario"].run(self.schedule, context)
 
     def overhead_s(self) -> float:
-        """What makes the base as slow as measured; whole tens of microseconds."""
+        """The overhead that makes the base as slow as measured, in whole tens of microseconds."""
         low, high = 0, 5000
         while high - low > 1:
             middle = (low + high) // 2
@@ -264,7 +270,9 @@ class _Case:
 
 
 def table_5() -> tuple[PaperTable, PaperTable]:
-    """Relative rates and memory with nothing fitted; rates with one overhead per model."""
+    """Returns relative rates and memory with nothing fitted, and rates with one overhead
+    per model.
+    """
     plain: list[tuple[str, ...]] = []
     fitted: list[tuple[str, ...]] = []
     overhead_s = 0.0

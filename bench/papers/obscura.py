@@ -55,7 +55,7 @@ _CONSTANTS = (
 
 
 def tables() -> tuple[PaperTable, ...]:
-    """All tables, in the order of the paper."""
+    """Returns all tables, in the order of the paper."""
     return (
         bubble_table(),
         strawman_table(),
@@ -68,7 +68,7 @@ def tables() -> tuple[PaperTable, ...]:
 
 
 def unit_schedule(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B with a block a stage, nothing recomputed."""
+    """Returns 1F1B with a block a stage, nothing recomputed."""
     stages = tuple(StageRange(start=s, stop=s + 1, device=s) for s in range(num_stages))
     layout = StageLayout(
         num_devices=num_stages,
@@ -85,7 +85,7 @@ def unit_schedule(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def unit_context(num_stages: int, recompute_s: float = 1.0) -> PassContext:
-    """Forward 1, backward 2 in every stage; transfers take no time."""
+    """Returns costs of forward 1 and backward 2 in every stage; transfers take no time."""
     block = BlockCost(
         forward_s=1.0, recompute_s=recompute_s, backward_input_s=1.0, backward_weight_s=1.0
     )
@@ -95,7 +95,9 @@ def unit_context(num_stages: int, recompute_s: float = 1.0) -> PassContext:
 
 
 def recomputing(schedule: Schedule, last: int) -> Schedule:
-    """Stages 0 … ``last`` recompute fully, inside the backward: Recomp-N."""
+    """Returns the schedule in which stages 0 … ``last`` recompute fully, inside the backward:
+    Recomp-N.
+    """
     orders = (
         replace(order, recompute=FULL if order.stage <= last else NONE)
         for order in stage_orders(schedule)
@@ -104,12 +106,12 @@ def recomputing(schedule: Schedule, last: int) -> Schedule:
 
 
 def seconds(schedule: Schedule, context: PassContext) -> float:
-    """By compute alone."""
+    """Returns the makespan by compute alone."""
     return order_times(schedule.layout, schedule.orders, context.costs).makespan_s
 
 
 def bubble_table(num_stages: int = 8, num_microbatches: int = 32) -> PaperTable:
-    """Sections 3.1 and 5.3."""
+    """Returns the bubbles of sections 3.1 and 5.3."""
     context, plain = unit_context(num_stages), unit_schedule(num_stages, num_microbatches)
     times = order_times(plain.layout, plain.orders, context.costs)
     rows: list[tuple[str, ...]] = []
@@ -149,7 +151,9 @@ def bubble_table(num_stages: int = 8, num_microbatches: int = 32) -> PaperTable:
 
 
 def converted_bubbles(schedule: Schedule, context: PassContext, stage: int) -> float:
-    """Backward bubbles of the last of the adjusted stages 0 … ``stage``, before they are used."""
+    """Returns the backward bubbles of the last of the adjusted stages 0 … ``stage``, before they
+    are used.
+    """
     adjusted = migrate_forwards(recomputing(schedule, stage), context)
     bare = with_orders(adjusted, (replace(o, recompute=NONE) for o in stage_orders(adjusted)))
     times = order_times(bare.layout, bare.orders, context.costs)
@@ -157,7 +161,7 @@ def converted_bubbles(schedule: Schedule, context: PassContext, stage: int) -> f
 
 
 def strawman_table() -> PaperTable:
-    """Sections 3.1 and 3.2, figure 5."""
+    """Returns figure 5 (sections 3.1 and 3.2)."""
     context = unit_context(4)
     paper = {"Recomp-0": 19, "Recomp-1": 25, "Recomp-All": 33, "Strawman-0": 8, "Strawman-1": 17}
     rows: list[tuple[str, ...]] = []
@@ -181,7 +185,7 @@ def strawman_table() -> PaperTable:
 
 
 def overhead(last: int, num_microbatches: int, context: PassContext, *, early: bool) -> float:
-    """Time that Recomp-N (``early``: Strawman-N) adds, as a share."""
+    """Returns the time that Recomp-N (``early``: Strawman-N) adds, as a share."""
     plain = unit_schedule(4, num_microbatches)
     changed = recomputing(plain, last)
     if early:
@@ -203,7 +207,7 @@ _NAMES = {"llama2": "LLaMA-2", "gpt3": "GPT-3"}
 
 
 def speedup_table() -> PaperTable:
-    """Section 9.2, figure 12."""
+    """Returns figure 12 (section 9.2)."""
     rows: list[tuple[str, ...]] = []
     for (family, size), stated in _RANGES.items():
         for batch in (32, 64):
@@ -250,7 +254,7 @@ _SPEEDUP_COLUMNS = ("adjusted stages", "peak GB", *_SYSTEMS)
 
 
 def _speedups(case: PaperCase) -> tuple[str, ...]:
-    """Adjusted stages and peak memory of Obscura, and the speed-up of every system."""
+    """Returns adjusted stages and peak memory of Obscura, and the speed-up of every system."""
     reference = dapple_plus(case)
     runs = {name: system(case) for name, system in _SYSTEMS.items()}
     cells = [
@@ -263,14 +267,14 @@ def _speedups(case: PaperCase) -> tuple[str, ...]:
 
 
 def stage_names(stages: tuple[int, ...]) -> str:
-    """``0-2``, or ``none``."""
+    """Returns ``0-2``, or ``none``."""
     if not stages:
         return "none"
     return f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0])
 
 
 def memory_table() -> PaperTable:
-    """Section 9.3, figure 13."""
+    """Returns figure 13 (section 9.3)."""
     case = PaperCase(family="llama2", layers=_SIZES["28B"], num_stages=8, num_microbatches=32)
     mlp = bpipe(case, case.operators("mlp"))
     systems = (
@@ -306,7 +310,7 @@ def memory_table() -> PaperTable:
 
 
 def computation_table() -> PaperTable:
-    """Section 9.4, figure 14."""
+    """Returns figure 14 (section 9.4)."""
     case = PaperCase(family="llama2", layers=_SIZES["23B"], num_stages=8, num_microbatches=32)
     plain = dapple(case)
     rows = [
@@ -346,7 +350,7 @@ def _shares(case: PaperCase, one: SimulatedRun, plain: SimulatedRun) -> tuple[st
 
 
 def four_stage_table() -> PaperTable:
-    """Section 9.5, figure 15."""
+    """Returns figure 15 (section 9.5)."""
     rows: list[tuple[str, ...]] = []
     for family in ("llama2", "gpt3"):
         for layers, stated in (
@@ -377,7 +381,7 @@ def four_stage_table() -> PaperTable:
 
 
 def ablation_table() -> PaperTable:
-    """Section 9.6, figure 16."""
+    """Returns figure 16 (section 9.6)."""
     rows: list[tuple[str, ...]] = []
     for batch in (16, 32, 64, 128):
         case = PaperCase(

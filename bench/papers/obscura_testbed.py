@@ -77,7 +77,7 @@ class PaperCase:
 
     @cached_property
     def costs(self) -> Costs:
-        """Embedding, two blocks a layer, head."""
+        """The costs of embedding, two blocks a layer, and head."""
         blocks = self._analytic[0].blocks
         layers = blocks[1:3] * self.layers
         return Costs(
@@ -87,7 +87,7 @@ class PaperCase:
 
     @property
     def cluster(self) -> Cluster:
-        """The node."""
+        """The node that the GPUs are in."""
         return self._analytic[1]
 
     @cached_property
@@ -105,7 +105,7 @@ class PaperCase:
 
     @property
     def context(self) -> PassContext:
-        """For passes."""
+        """What passes decide by."""
         return PassContext(
             costs=self.costs,
             cluster=self.cluster,
@@ -130,7 +130,7 @@ class PaperCase:
         )
 
     def schedule(self, scheme: str, recompute: Recomputation) -> Schedule:
-        """A scheme on the even partition."""
+        """Returns a scheme on the even partition."""
         return Schedule(
             scheme=scheme,
             layout=self.layout,
@@ -139,7 +139,9 @@ class PaperCase:
         )
 
     def operators(self, name: str) -> Recomputation:
-        """Dropping a named set of operators, without those whose outputs nobody keeps."""
+        """Returns the recomputation that drops a named set of operators, without those whose
+        outputs nobody keeps.
+        """
         sizes: dict[str, float] = {}
         for block in self.costs.blocks:
             for operator in block.operators:
@@ -149,13 +151,15 @@ class PaperCase:
 
 
 def _on_device(block: BlockCost) -> BlockCost:
-    """Everything per parameter stays on the device; activations as large as the paper's."""
+    """Returns the block with everything per parameter on the device, and activations as large as
+    the paper's.
+    """
     return block.kept_on_device().with_activations(ACTIVATION_FACTOR)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """A schedule, simulated: seconds of an iteration, peak bytes of every stage."""
+    """A simulated schedule: seconds of an iteration, peak bytes of every stage."""
 
     schedule: Schedule
     seconds: float
@@ -163,12 +167,12 @@ class SimulatedRun:
 
     @property
     def fits(self) -> bool:
-        """No stage needs more than the GPU has."""
+        """Whether no stage needs more than the GPU has."""
         return max(self.peak_bytes) <= MEMORY_BYTES
 
 
 def run(case: PaperCase, schedule: Schedule, grain: Grain) -> SimulatedRun:
-    """Validate and simulate; recomputation waits for gradients if it is inside the backward."""
+    """Validates and simulates. Recomputation waits for gradients if it is inside the backward."""
     if grain is Grain.BLOCK:
         schedule = waiting_for_gradients(schedule)
     plan = lower(schedule)
@@ -181,7 +185,7 @@ def run(case: PaperCase, schedule: Schedule, grain: Grain) -> SimulatedRun:
 
 
 def waiting_for_gradients(schedule: Schedule) -> Schedule:
-    """The schedule as systems run it that recompute inside the backward."""
+    """Returns the schedule as systems run it that recompute inside the backward."""
     orders = (
         tuple(
             replace(i, after=RecomputeAfter.GRADIENT) if isinstance(i, Recompute) else i
@@ -193,7 +197,9 @@ def waiting_for_gradients(schedule: Schedule) -> Schedule:
 
 
 def _peaks(case: PaperCase, schedule: Schedule, plan: Plan, grain: Grain) -> tuple[float, ...]:
-    """The books of the plan; block by block, less what is not made at once."""
+    """Returns the peak bytes by the books of the plan; block by block, less what is not made at
+    once.
+    """
     books = footprints(plan, case.costs)
     if grain is Grain.STAGE:
         return tuple(max(book.total_bytes) for book in books)
@@ -212,7 +218,9 @@ def _peaks(case: PaperCase, schedule: Schedule, plan: Plan, grain: Grain) -> tup
 
 
 def _peak(program: Program, totals: Sequence[float], surplus: float) -> float:
-    """The most that is there, ``surplus`` less from a RECOMPUTE to the end of its BACKWARD."""
+    """Returns the most bytes that are there, ``surplus`` less from a RECOMPUTE to the end of its
+    BACKWARD.
+    """
     most, inside = 0.0, False
     for instruction, total in zip(program, totals, strict=True):
         inside = inside or isinstance(instruction, Recompute)
@@ -222,53 +230,58 @@ def _peak(program: Program, totals: Sequence[float], surplus: float) -> float:
 
 
 def dapple(case: PaperCase) -> SimulatedRun:
-    """1F1B that keeps everything."""
+    """Runs 1F1B that keeps everything."""
     return run(case, case.schedule("1f1b", NONE), Grain.BLOCK)
 
 
 def dapple_plus(case: PaperCase) -> SimulatedRun:
-    """1F1B with full recomputation on all stages: what others are compared with."""
+    """Runs 1F1B with full recomputation on all stages: what others are compared with."""
     return run(case, case.schedule("1f1b", FULL), Grain.BLOCK)
 
 
 def ohp_cmb(case: PaperCase) -> SimulatedRun:
-    """1F1B that recomputes the cost-effective operators on all stages."""
+    """Runs 1F1B that recomputes the cost-effective operators on all stages."""
     return run(case, case.schedule("1f1b", case.operators("cmb")), Grain.BLOCK)
 
 
 def bpipe(case: PaperCase, recompute: Recomputation = NONE) -> SimulatedRun:
-    """BPipe."""
+    """Runs BPipe."""
     return run(case, case.schedule("bpipe", recompute), Grain.BLOCK)
 
 
 def bpipe_that_fits(case: PaperCase) -> SimulatedRun:
-    """BPipe, with MLP recomputation where it does not fit without."""
+    """Runs BPipe, with MLP recomputation where it does not fit without."""
     plain = bpipe(case)
     return plain if plain.fits else bpipe(case, case.operators("mlp"))
 
 
 def strawman(case: PaperCase) -> SimulatedRun:
-    """Stages over the limit recompute fully, and run forwards early (section 3.2)."""
+    """Runs the strawman: stages over the limit recompute fully, and run forwards early (section
+    3.2).
+    """
     start = case.schedule("1f1b", NONE)
     identified = identify(start, case.context, grain=Grain.BLOCK)
     return run(case, migrate_forwards(identified, case.context), Grain.BLOCK)
 
 
 def paper_obscura(case: PaperCase) -> SimulatedRun:
-    """Obscura as the paper runs it."""
+    """Runs Obscura as the paper does."""
     start = case.schedule("1f1b", NONE)
     return run(case, obscura(start, case.context, grain=Grain.BLOCK), Grain.BLOCK)
 
 
 def our_obscura(case: PaperCase) -> SimulatedRun:
-    """Obscura on this system: RECOMPUTE does not wait for gradients, and makes a whole stage."""
+    """Runs Obscura on this system: RECOMPUTE does not wait for gradients, and makes a whole
+    stage.
+    """
     return run(case, obscura(case.schedule("1f1b", NONE), case.context), Grain.STAGE)
 
 
 def ours(case: PaperCase) -> SimulatedRun:
-    """The fastest that fits of: Obscura with any number of swaps, and that with split backwards.
+    """Returns the faster that fits of Obscura with any number of swaps, and the same with split
+    backwards.
 
-    Split backwards (2BP): weight gradients in bubbles, as many deferred as memory allows.
+    With split backwards (2BP) weight gradients lie in bubbles, as many deferred as memory allows.
     """
     context = case.context
     base = split = obscura_any_swap(case.schedule("1f1b", NONE), context)
@@ -281,8 +294,8 @@ def ours(case: PaperCase) -> SimulatedRun:
 
 
 def ablation(case: PaperCase, last: int) -> tuple[SimulatedRun, ...]:
-    """DR, DR+SAR, DR+SAR+CB as printed, and with the fastest partition, with the adjusted stages
-    0 … ``last`` (section 9.6).
+    """Runs DR, DR+SAR, and DR+SAR+CB as printed and with the fastest partition, with the adjusted
+    stages 0 … ``last`` (section 9.6).
     """
     context = case.context
     start = identify_cost_effective(case.schedule("1f1b", NONE), context, grain=Grain.BLOCK)

@@ -36,7 +36,7 @@ class PaperTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """``name`` for short, and what stands on its first page."""
+    """A paper: ``name`` for short, and what stands on its first page."""
 
     name: str
     title: str
@@ -98,17 +98,17 @@ class Picture:
     costs: UnitCosts
 
     def simulate(self) -> Simulation:
-        """Its time line."""
+        """Returns the schedule's time line."""
         prices = price(self.costs, self.request)
         return try_out(self.request, PlanContext(prices=prices))
 
     def svg(self) -> str:
-        """Its picture."""
+        """Returns the schedule's picture."""
         return svg(self.simulate(), Caption(heading=self.caption, unit=ABSTRACT))
 
 
 def page(sections: Sequence[Section], schemes: PaperTable, pictures: Sequence[Picture]) -> str:
-    """The whole page; pictures are expected in ``pictures/`` beside it."""
+    """Returns the whole page; pictures are expected in ``pictures/`` beside it."""
     parts = [_HEAD, _contents(sections), *map(section_text, sections)]
     parts.append(f"## Schemes\n\n{table(schemes)}")
     if pictures:
@@ -128,13 +128,13 @@ def _anchor(title: str) -> str:
 
 
 def section_text(section: Section) -> str:
-    """A paper's part of the page."""
+    """Returns a paper's part of the page."""
     tables = "\n".join(table(one) for one in section.tables)
     return f"## {section.paper.name}\n\n*{section.paper.title}*\n\n{tables}"
 
 
 def table(one: PaperTable) -> str:
-    """A table as Markdown: heading, text, and aligned columns."""
+    """Returns a table as Markdown: heading, text, and aligned columns."""
     rows = [one.columns, *one.rows]
     cells = [[_escape(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(one.columns))]
@@ -154,7 +154,9 @@ def _escape(cell: str) -> str:
 
 
 def schemes_table() -> PaperTable:
-    """Every scheme at one size, a model of equal work: times, bubbles, what devices keep."""
+    """Compares every scheme at one size, on a model of equal work: times, bubbles, what devices
+    keep.
+    """
     return PaperTable(
         title=f"{_DEVICES} devices, {_MICRO_BATCHES} micro-batches",
         text=(
@@ -204,7 +206,7 @@ def _scheme_row(name: str) -> tuple[str, ...]:
 def _request(
     scheme: str, *passes: str, micro_batches: int = 4, stages: tuple[int | None, int | None] = _ANY
 ) -> ScheduleRequest:
-    """On four devices; ``stages``: forward and backward."""
+    """Returns a schedule on four devices. ``stages``: forward and backward."""
     return ScheduleRequest(
         scheme=scheme,
         num_devices=4,
@@ -244,4 +246,4 @@ PICTURES: tuple[Picture, ...] = (
         costs=_PAPER_UNITS,
     ),
 )
-"""What the page shows."""
+"""The pictures that the page shows."""

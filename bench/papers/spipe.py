@@ -44,21 +44,24 @@ SIZES = ((2, 2, 4, 8), (4, 4, 8, 16), (4, 8, 8, 16), (8, 8, 16, 32), (8, 16, 16,
 """Devices, micro-batches, forward stages and SPipe's backward stages of the first table."""
 
 IN_PLACE_OFFLOAD_BYTES = 14.0
-"""What an update in place on a GPU brings back per parameter: fp32 state and a 16-bit weight."""
+"""An update in place on a GPU brings back so many bytes per parameter: fp32 state and a 16-bit
+weight.
+"""
 
 FITS = 0.5
 """Selective recomputation "fits" where at most this share of the forwards is recomputed."""
 
 
 def tables() -> tuple[PaperTable, ...]:
-    """All tables, in the order of the paper."""
+    """Returns all tables, in the order of the paper."""
     return units(), figure_9(), averages(), ours(), step_by_step()
 
 
 def pipeline_units(
     scheme: str, devices: int, micro_batches: int, forward_stages: int, backward_stages: int
 ) -> float:
-    """Length of a schedule whose forward stages take 1 each for forward, recomputation, backward.
+    """Returns the length of a schedule whose forward stages take 1 each for forward, recomputation,
+    backward.
 
     Finer backward stages take their share. Recomputation runs inside the backward, as drawn.
     """
@@ -84,7 +87,7 @@ def pipeline_units(
 
 
 def units() -> PaperTable:
-    """SPipe against Mobius without costs of a machine."""
+    """Compares SPipe with Mobius without costs of a machine."""
     rows: list[tuple[str, ...]] = []
     for devices, micro_batches, forward, backward in SIZES:
         mobius = pipeline_units("mobius", devices, micro_batches, forward, forward)
@@ -124,7 +127,7 @@ def units() -> PaperTable:
 
 @lru_cache(maxsize=1)
 def simulated() -> Mapping[Workload, Mapping[str, MeasuredRun]]:
-    """What :func:`~bench.papers.spipe_testbed.measured` has, simulated."""
+    """Simulates what :func:`~bench.papers.spipe_testbed.measured` has."""
     found: dict[Workload, Mapping[str, MeasuredRun]] = {}
     for workload in measured():
         runs: dict[str, MeasuredRun] = {}
@@ -138,7 +141,7 @@ def simulated() -> Mapping[Workload, Mapping[str, MeasuredRun]]:
 
 
 def mean_error(system: str) -> float:
-    """Mean absolute error of simulated iteration times, relative to measured ones."""
+    """Returns the mean absolute error of simulated iteration times, relative to measured ones."""
     return _mean(
         abs(simulated()[workload][system].iteration_s / runs[system].iteration_s - 1.0)
         for workload, runs in measured().items()
@@ -146,14 +149,14 @@ def mean_error(system: str) -> float:
 
 
 def mean_speedup(runs: Mapping[Workload, Mapping[str, MeasuredRun]], over: str) -> float:
-    """Average speed-up of SPipe over another system, in measured or simulated runs."""
+    """Returns the average speed-up of SPipe over another system, in measured or simulated runs."""
     return _mean(
         systems[over].iteration_s / systems["SPipe"].iteration_s for systems in runs.values()
     )
 
 
 def figure_9() -> PaperTable:
-    """Every measured iteration beside its simulation."""
+    """Returns every measured iteration beside its simulation."""
     rows: list[tuple[str, ...]] = []
     for workload, runs in measured().items():
         cells: list[str] = []
@@ -179,7 +182,7 @@ def figure_9() -> PaperTable:
 
 
 def averages() -> PaperTable:
-    """Errors, and average speed-ups."""
+    """Returns errors, and average speed-ups."""
     rows: list[tuple[str, ...]] = []
     for name in SYSTEMS:
         speedups = ("", "")
@@ -212,13 +215,13 @@ class Comparison:
 
     @property
     def selective_fits(self) -> bool:
-        """At most half of the forwards are recomputed within the memory."""
+        """Whether at most half of the forwards are recomputed within the memory."""
         return self.coupled is not None and self.coupled.recomputed <= FITS
 
 
 @lru_cache(maxsize=1)
 def comparisons() -> Mapping[Workload, Comparison]:
-    """Simulated seconds of Mobius, SPipe and ours."""
+    """Simulates Mobius, SPipe and ours; in seconds."""
     return MappingProxyType(
         {
             workload: Comparison(
@@ -233,7 +236,7 @@ def comparisons() -> Mapping[Workload, Comparison]:
 
 
 def full_speedup(*, overlapped: bool = False) -> float:
-    """Average speed-up over Mobius with full recomputation."""
+    """Returns our average speed-up over Mobius with full recomputation."""
     return _mean(
         one.mobius_s / (one.decoupled.overlapped_s if overlapped else one.decoupled.blocking_s)
         for one in comparisons().values()
@@ -241,7 +244,7 @@ def full_speedup(*, overlapped: bool = False) -> float:
 
 
 def selective_speedups() -> tuple[float, ...]:
-    """Speed-ups over Mobius of the workloads in which selective recomputation fits."""
+    """Returns our speed-ups over Mobius of the workloads in which selective recomputation fits."""
     return tuple(
         one.mobius_s / one.coupled.blocking_s
         for one in comparisons().values()
@@ -250,7 +253,7 @@ def selective_speedups() -> tuple[float, ...]:
 
 
 def ours() -> PaperTable:
-    """Speed-ups over Mobius of SPipe and of our plans, all simulated."""
+    """Returns the speed-ups over Mobius of SPipe and of our plans, all simulated."""
     rows = [_ours_row(workload, one) for workload, one in comparisons().items()]
     spipe = mean_speedup(simulated(), "Mobius")
     fitting = selective_speedups()
@@ -338,7 +341,7 @@ STEPS: tuple[tuple[str, tuple[str, ...], OptimizerModel], ...] = (
 
 
 def step_by_step() -> PaperTable:
-    """What each pass brings, for one workload."""
+    """Returns what each pass brings, for one workload."""
     workload = next(w for w in measured() if (w.billions, w.sequence) == (19, 1024))
     mobius_s = simulated()[workload]["Mobius"].iteration_s
     costs = with_blocking_transfers(analytic(workload).costs)
@@ -377,7 +380,7 @@ def step_by_step() -> PaperTable:
 
 
 def _interleaved_s(workload: Workload, costs: Costs) -> float:
-    """SPipe with its own CPU step, and updates in place on GPUs beside it."""
+    """Simulates SPipe with its own CPU step, and updates in place on GPUs beside it."""
     cluster = analytic(workload).cluster
     in_place = replace(
         cluster,

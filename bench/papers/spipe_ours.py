@@ -33,10 +33,10 @@ from penstock.protocol.plan.instructions import Forward, Keep
 from penstock.protocol.plan.plan import Plan
 
 MEMORY_LIMIT_BYTES = 32e9
-"""Of one V100 32GB, of which it has 34.4e9: the rest is left to CUDA and fragmentation."""
+"""Limit of one V100 32GB, which has 34.4e9: the rest is left to CUDA and fragmentation."""
 
 OUR_INSTRUCTION_S = 5e-4
-"""What an instruction takes where sends and receives do not block (:mod:`penstock.workers`): the
+"""An instruction takes so long where sends and receives do not block (:mod:`penstock.workers`): the
 launches in front of its first kernel. Assumed, not measured on this machine.
 """
 
@@ -58,13 +58,13 @@ class Ours:
 
 
 def decoupled(workload: Workload) -> Ours:
-    """SPipe's scheme with our passes."""
+    """Simulates SPipe's scheme with our passes."""
     short = replace(workload, sequence=SHORT_SEQUENCE)
     return _result(_decoupled_plan(short), workload, recomputed=1.0)
 
 
 def coupled(workload: Workload) -> Ours:
-    """Mobius's scheme with finer stages, keeping what fits.
+    """Simulates Mobius's scheme with finer stages, keeping what fits.
 
     Raises:
         ConfigError: nothing fits.
@@ -89,7 +89,7 @@ def coupled(workload: Workload) -> Ours:
 def apply_passes(
     schedule: Schedule, names: tuple[str, ...], costs: Costs, cluster: Cluster
 ) -> Schedule:
-    """The schedule after passes, by name, under :data:`MEMORY_LIMIT_BYTES`."""
+    """Returns the schedule after passes, by name, under :data:`MEMORY_LIMIT_BYTES`."""
     context = PassContext(costs=costs, cluster=cluster, memory_limit_bytes=MEMORY_LIMIT_BYTES)
     for name in names:
         schedule = PASSES[name].run(schedule, context)
@@ -99,7 +99,7 @@ def apply_passes(
 def iteration_s(
     plan: Plan, costs: Costs, workload: Workload, optimizer: OptimizerModel = PREVIEW_SETTLE
 ) -> float:
-    """Simulated seconds of an iteration on the test-bed."""
+    """Returns the simulated seconds of an iteration on the test-bed."""
     cluster = analytic(workload).cluster
     return simulate(plan, costs, cluster, optimizer=optimizer).makespan_s + STEP_S
 
@@ -107,8 +107,8 @@ def iteration_s(
 def decoupled_schedule(
     workload: Workload, names: tuple[str, ...] = DECOUPLED, *, cluster: Cluster | None = None
 ) -> Schedule:
-    """SPipe's scheme with the passes ``names``, from the workload's costs; on the test-bed unless
-    told.
+    """Returns SPipe's scheme with the passes ``names``, from the workload's costs; on the test-bed
+    unless told otherwise.
     """
     costs = with_blocking_transfers(analytic(workload).costs)
     request = ScheduleRequest(
@@ -139,7 +139,7 @@ def _result(plan: Plan, workload: Workload, *, recomputed: float) -> Ours:
 
 
 def _recomputed_share(schedule: Schedule, costs: Costs) -> float:
-    """Seconds of recomputation for each second of forward, over one micro-batch."""
+    """Returns the seconds of recomputation for each second of forward, over one micro-batch."""
     drops = {
         instruction.stage: instruction.drop
         for order in schedule.orders

@@ -39,8 +39,8 @@ where it stands for launches and transfers, too, which are counted apart here).
 BLOCKING_S = 6.5e-3
 """Fitted: what each compute instruction of the paper's systems takes beside its kernels.
 
-They build on Megatron-LM, whose point-to-point transfers end with a synchronisation of the device:
-the next instruction's launches start on an idle device.
+The systems build on Megatron-LM, whose point-to-point transfers end with a synchronisation of the
+device: the next instruction's launches start on an idle device.
 """
 
 PEER_BANDWIDTH = 9e9
@@ -49,7 +49,7 @@ PEER_BANDWIDTH = 9e9
 STEP_BYTES = 64.0
 """Fitted: DRAM traffic per parameter of the CPU step of figure 3.
 
-Each line is a pass over memory: to fp32 (10 bytes with the write-allocate), unscale (8), check (4),
+Each line sweeps over memory: to fp32 (10 bytes with the write-allocate), unscale (8), check (4),
 Adam (28), copy to fp16 (8), zero the gradients (4 to 8): 62 to 66.
 """
 
@@ -72,18 +72,18 @@ class Workload:
 
     @property
     def num_devices(self) -> int:
-        """GPUs."""
+        """How many GPUs the workload has."""
         return self.nodes * DEVICES_PER_NODE
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of an iteration."""
+        """How many micro-batches an iteration has."""
         return self.mini_batch // self.micro_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """A measured run: iteration, and its part till the GPUs are done."""
+    """A measured run: seconds of an iteration, and of its part till the GPUs are done."""
 
     iteration_s: float
     gpu_s: float
@@ -91,8 +91,8 @@ class MeasuredRun:
 
 @lru_cache(maxsize=1)
 def measured() -> Mapping[Workload, Mapping[str, MeasuredRun]]:
-    """Runs by workload and system: Mobius, Megatron, SPipe, and DeepSpeed (no GPU time, some runs
-    out of memory: left out).
+    """Returns runs by workload and system: Mobius, Megatron, SPipe, and DeepSpeed (no GPU time;
+    runs out of memory are left out).
     """
     text = (Path(__file__).parent / "data" / "spipe_figure9_v100.csv").read_text()
     runs: dict[Workload, dict[str, MeasuredRun]] = {}
@@ -160,12 +160,12 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
         )
     }
 )
-"""Section 5.1: two stages per GPU; SPipe two forward and six backward."""
+"""The systems of section 5.1: two stages per GPU; SPipe has two forward and six backward."""
 
 
 @lru_cache(maxsize=32)
 def analytic(workload: Workload) -> AnalyticCosts:
-    """The workload's model on the test-bed, without overheads of a system."""
+    """Returns the workload's model on the test-bed, without overheads of a system."""
     return analytic_costs(
         "V100-PCIE-32",
         f"spipe-{workload.billions}b",
@@ -178,13 +178,13 @@ def analytic(workload: Workload) -> AnalyticCosts:
 
 
 def with_blocking_transfers(costs: Costs) -> Costs:
-    """Compute waits for transfers, as in the paper's systems."""
+    """Returns costs with which compute waits for transfers, as in the paper's systems."""
     transfer_s = costs.blocks[0].output_bytes / PEER_BANDWIDTH
     return Costs(blocks=costs.blocks, instruction_s=BLOCKING_S + transfer_s)
 
 
 def costs_of(system: System, workload: Workload) -> Costs:
-    """What blocks take in a system of the paper."""
+    """Returns what blocks take in a system of the paper."""
     costs = with_blocking_transfers(analytic(workload).costs)
     if system.recomputes_head:
         return costs
@@ -194,14 +194,14 @@ def costs_of(system: System, workload: Workload) -> Costs:
 
 @lru_cache(maxsize=16)
 def plan_of(system: System, num_layers: int, num_devices: int, num_microbatches: int) -> Plan:
-    """The plan of a system of the paper, cut into equal numbers of layers."""
+    """Returns the plan of a system of the paper, cut into equal numbers of layers."""
     return lower(schedule_of(system, num_layers, num_devices, num_microbatches))
 
 
 def schedule_of(
     system: System, num_layers: int, num_devices: int, num_microbatches: int
 ) -> Schedule:
-    """As :func:`plan_of`, before lowering."""
+    """Returns the schedule of :func:`plan_of`, before lowering."""
     request = ScheduleRequest(
         scheme=system.scheme,
         num_devices=num_devices,
@@ -215,7 +215,7 @@ def schedule_of(
 
 
 def simulate_system(name: str, workload: Workload) -> Simulation:
-    """An iteration of a system of the paper, without :data:`STEP_S`."""
+    """Simulates an iteration of a system of the paper, without :data:`STEP_S`."""
     system, bed = SYSTEMS[name], analytic(workload)
     plan = plan_of(system, bed.model.num_layers, workload.num_devices, workload.num_microbatches)
     return simulate(plan, costs_of(system, workload), bed.cluster, optimizer=system.optimizer)

@@ -28,14 +28,16 @@ _PLAIN_2BP = ("split-backward", "fill-bubbles", "concatenate")
 
 
 def tables() -> tuple[PaperTable, ...]:
-    """Table 1, measured gains, figure 5, other schemes."""
+    """Returns table 1, measured gains, figure 5 and other schemes."""
     return (table_1(), measured_gains(), figure_5(), other_schemes())
 
 
 def _unit_context(
     schedule: Schedule, *, deferred: float = 0.0, memory: float | None = None
 ) -> PassContext:
-    """A device's share of the model takes 1 in each of forward, p1 and p2, and keeps 1 byte."""
+    """Returns unit costs: a device's share of the model takes 1 in each of forward, p1 and p2, and
+    keeps 1 byte.
+    """
     share = schedule.layout.num_devices / schedule.layout.num_blocks
     block = BlockCost(
         forward_s=share,
@@ -115,7 +117,7 @@ _FORMULAS = (
 
 
 def table_1() -> PaperTable:
-    """Bubble ratios and theoretical gains."""
+    """Returns bubble ratios and theoretical gains."""
     rows: list[tuple[str, ...]] = []
     for formula in _FORMULAS:
         for n in (2, 4, 8, 16):
@@ -163,7 +165,7 @@ class _Gain:
 
     @property
     def micro_batches(self) -> int:
-        """N, or 2N."""
+        """How many micro-batches the gain was measured with: N, or 2N."""
         return self.devices * (2 if self.scheme == "1f1b-2" else 1)
 
 
@@ -211,7 +213,7 @@ _GAINS = (
 
 
 def measured_gains() -> PaperTable:
-    """Measured gains beside simulated ones."""
+    """Returns measured gains beside simulated ones."""
     formulas: Mapping[str, _Formula] = MappingProxyType({f.scheme: f for f in _FORMULAS})
     rows: list[tuple[str, ...]] = []
     for gain in _GAINS:
@@ -266,7 +268,7 @@ _DEFERRED = 0.5
 
 
 def figure_5() -> PaperTable:
-    """What 2BP takes of memory, and three ways to take it back."""
+    """Returns what 2BP takes of memory, and three ways to take it back."""
     schedule = _schedule("1f1b-2", 4, 8, [1.0] * 4)
     context = _unit_context(schedule, deferred=_DEFERRED)
     limited = _unit_context(schedule, deferred=_DEFERRED, memory=4.0)
@@ -297,7 +299,7 @@ def figure_5() -> PaperTable:
 
 
 def other_schemes() -> PaperTable:
-    """2BP beyond the paper."""
+    """Returns 2BP on schemes beyond the paper."""
     rows: list[tuple[str, ...]] = []
     for scheme in (
         "interleaved",
