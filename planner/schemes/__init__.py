@@ -1,47 +1,40 @@
-"""The schemes by name."""
+"""The schemes by name: every :class:`Scheme` that a module of this folder defines.
+
+A new scheme is a module here, and its name among the choices of ``schedule.scheme``
+(:data:`penstock.protocol.config.execution.SchemeName`), whose order is that of :data:`SCHEMES`.
+A module's second scheme needs no name there: it can be planned and simulated, not trained with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType
+from typing import get_args
 
-from penstock.planner.schemes import (
-    bpipe,
-    chimera,
-    dualpipe_v,
-    gpipe,
-    hanayo,
-    interleaved,
-    megatron_offload,
-    mobius,
-    naive,
-    one_f_one_b,
-    spipe,
-    zb_h1,
-    zb_v,
-    zero3_offload,
-)
 from penstock.planner.schemes.base import Recomputation, RecomputeMode, Scheme, StageDevices
+from penstock.protocol.config.execution import SchemeName
 
-_ALL = (
-    naive.SCHEME,
-    gpipe.SCHEME,
-    one_f_one_b.SCHEME,
-    one_f_one_b.SCHEME_2,
-    interleaved.SCHEME,
-    chimera.SCHEME,
-    hanayo.SCHEME,
-    zb_h1.SCHEME,
-    zb_v.SCHEME,
-    dualpipe_v.SCHEME,
-    bpipe.SCHEME,
-    mobius.SCHEME,
-    megatron_offload.SCHEME,
-    spipe.SCHEME,
-    zero3_offload.SCHEME,
-)
 
-SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _ALL})
-"""Every scheme that ``schedule.scheme`` can name."""
+def _defined() -> Iterator[tuple[Scheme, ...]]:
+    """The schemes of each module, as it defines them."""
+    for module in iter_modules(__path__):
+        values = vars(import_module(f"{__name__}.{module.name}")).values()
+        if schemes := tuple(value for value in values if isinstance(value, Scheme)):
+            yield schemes
+
+
+def _registry() -> Mapping[str, Scheme]:
+    choices = get_args(SchemeName)
+    modules = sorted(_defined(), key=lambda schemes: choices.index(schemes[0].name))
+    schemes = {scheme.name: scheme for module in modules for scheme in module}
+    if missing := {*choices} - {"auto", *schemes}:
+        raise ImportError(f"schedule.scheme: no module of planner/schemes defines {missing}")
+    return MappingProxyType(schemes)
+
+
+SCHEMES = _registry()
+"""Those that ``schedule.scheme`` can name, and beside each the others of its module."""
 
 __all__ = ["SCHEMES", "Recomputation", "RecomputeMode", "Scheme", "StageDevices"]

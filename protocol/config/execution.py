@@ -21,6 +21,27 @@ from penstock.protocol.platforms.registry import (
     platform_of,
 )
 
+SchemeName = Literal[
+    "auto",
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "chimera",
+    "hanayo",
+    "zb-h1",
+    "zb-v",
+    "dualpipe-v",
+    "bpipe",
+    "mobius",
+    "megatron-offload",
+    "spipe",
+    "zero3-offload",
+]
+"""What ``schedule.scheme`` can name. All but ``auto`` are defined in modules of
+:mod:`penstock.planner.schemes`, and its registry has this order.
+"""
+
 _PAPERS_1F1B = "1f1b-2"
 """What the 2BP paper calls 1F1B with two micro-batches for each device: the same orders."""
 
@@ -30,23 +51,7 @@ class ScheduleConfig(Section):
     kept by resumes unless workers, limits, batches or the request changed.
     """
 
-    scheme: Literal[
-        "auto",
-        "naive",
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "chimera",
-        "hanayo",
-        "zb-h1",
-        "zb-v",
-        "dualpipe-v",
-        "bpipe",
-        "mobius",
-        "megatron-offload",
-        "spipe",
-        "zero3-offload",
-    ] = Field(
+    scheme: SchemeName = Field(
         default="spipe",
         description="A scheme by name (`penstock plan --list`; bpipe within one node). With auto,"
         " the fastest that the tuner finds within all memory limits; other keys of this section"
