@@ -2,109 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import isinf
 from pathlib import Path
-from typing import IO
 
-from penstock.protocol.errors import (
-    CapacityError,
-    ConfigError,
-    ExitCode,
-    LostMemberError,
-    PenstockError,
-)
+from penstock.daemons.node.preparing.tool import run_tool
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import Profile
 from penstock.protocol.plan.profile_file import load_profile
-
-TIMEOUT_S = 3600.0
-"""Measuring takes a minute or so; large models on slow machines take longer."""
-
-_MODULE = "penstock.models.profiling.profile"
-_COMPLAINT = "penstock: "
 
 
 def measure(
     config: Path, settings: tuple[str, ...], out: Path, progress: Callable[[str], None]
 ) -> Profile:
-    """Measure the model and machine of a configuration, write ``out``, and read it back.
+    """Measures the model and machine of a configuration, writes ``out``, and reads it back.
 
     ``progress`` hears what is being measured.
 
     Raises:
-        ConfigError: bad configuration, or ``out`` cannot be written.
+        ConfigError, CapacityError: bad configuration, or ``out`` cannot be written.
         LostMemberError: it did not end in time.
         PenstockError: the process failed otherwise.
     """
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: its directory does not exist")
-    arguments = [str(config), "--out", str(out)]
-    for setting in settings:
-        arguments += ["--set", setting]
-    said: list[str] = []
-    with _child(arguments) as process:
-        assert process.stderr is not None
-        for line in _lines(process.stderr):
-            said.append(line)
-            if line.startswith("measuring "):
-                progress(line)
-        code = process.wait()
-    if code:
-        _complain(code, said)
+    changes = (word for setting in settings for word in ("--set", setting))
+    arguments = (str(config), "--out", str(out), *changes)
+    run_tool("penstock.models.profiling.profile", *arguments, progress=progress)
     return load_profile(out)
 
 
-@contextmanager
-def _child(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """The measuring process; killed when it takes too long, or when nobody waits for it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE, *arguments, "--parent-pid", str(os.getpid())],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    expired = threading.Event()
-
-    def expire() -> None:
-        expired.set()
-        process.kill()
-
-    timer = threading.Timer(TIMEOUT_S, expire)
-    timer.start()
-    try:
-        with process:
-            try:
-                yield process
-            finally:
-                process.kill()
-    finally:
-        timer.cancel()
-        timer.join()
-    if expired.is_set():
-        raise LostMemberError(f"{_MODULE}: no end after {TIMEOUT_S:g} s")
-
-
-def _lines(stream: IO[str]) -> Iterator[str]:
-    for line in stream:
-        yield line.rstrip("\n")
-
-
-def _complain(code: int, said: list[str]) -> None:
-    complaints = [line for line in said if line.startswith(_COMPLAINT)]
-    if complaints:
-        kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
-        raise kind(complaints[-1].removeprefix(_COMPLAINT))
-    last = said[-1] if said else "it said nothing"
-    raise PenstockError(f"{_MODULE} ended with code {code}: {last}")
-
-
 def summary(profile: Profile, out: Path) -> str:
-    """What was measured, for people: a line per kind of block, then the machine."""
+    """Describes what was measured, for people: a line per kind of block, then the machine."""
     lines = [
         f"{profile.device}; sequences of {profile.sequence_length} tokens, micro-batches of"
         f" {profile.micro_batch}; times in ms per micro-batch",

@@ -148,8 +148,8 @@ def _description(device: torch.device, num_threads: int) -> str:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"measuring {message}\n")
-    sys.stderr.flush()
+    sys.stdout.write(f"measuring {message}\n")
+    sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

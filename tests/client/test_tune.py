@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from penstock.client.main import app
 from penstock.client.planning import configured as planning
-from penstock.client.planning import profiling, tuning
+from penstock.client.planning import tuning
+from penstock.daemons.node.preparing import tool
 from penstock.planner.configured import trainable_plan
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.tuning.auto import trainable_schemes
@@ -183,7 +184,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
         return real([sys.executable, "-c", program, *command[3:]], **options)
 
-    monkeypatch.setattr(profiling.subprocess, "Popen", start)
+    monkeypatch.setattr(tool.subprocess, "Popen", start)
 
 
 def test_profile_passes_on_what_the_process_says(
@@ -191,7 +192,7 @@ def test_profile_passes_on_what_the_process_says(
 ) -> None:
     _pretend(
         monkeypatch,
-        "import sys; print('measuring layers', file=sys.stderr);"
+        "import sys; print('measuring layers');"
         "print('penstock: train.steps: ' + ' '.join(sys.argv[1:]), file=sys.stderr); sys.exit(2)",
     )
     out = tmp_path / "p.json"
@@ -209,7 +210,7 @@ def test_profile_that_fails_or_has_nowhere_to_write(
 ) -> None:
     _pretend(monkeypatch, "raise RuntimeError('broken')")
     code, _, err = penstock("profile", str(config), "--out", str(tmp_path / "p.json"))
-    assert code == 4 and "ended with code 1: RuntimeError: broken" in err
+    assert code == 4 and "exited with code 1: RuntimeError: broken" in err
     code, _, err = penstock("profile", str(config), "--out", str(tmp_path / "no" / "p.json"))
     assert code == 2 and "its directory does not exist" in err
 
@@ -217,7 +218,7 @@ def test_profile_that_fails_or_has_nowhere_to_write(
 def test_profile_that_never_ends(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tool, "TIMEOUT_S", 0.2)
     _pretend(monkeypatch, "import time; time.sleep(60)")
     code, _, err = penstock("profile", str(config), "--out", str(tmp_path / "p.json"))
     assert code == 4 and "no end after 0.2 s" in err

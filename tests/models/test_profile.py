@@ -157,7 +157,7 @@ def test_the_command_writes_a_profile(
     path.write_text(_CONFIG, encoding="utf-8")
     assert profile.main([str(path), "--out", str(out), "--set", "train.micro_batch=2"]) == 0
     assert load_profile(out) == measured[0]
-    assert capsys.readouterr().err == "measuring everything\n"
+    assert capsys.readouterr().out == "measuring everything\n"
 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,17 +26,17 @@ TIMEOUT_S = 3600.0
 def run_tool(
     module: str,
     *arguments: str,
-    log: Path,
+    log: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
     keeps: tuple[int, ...] = (),
 ) -> None:
-    """Run ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout. It
+    """Runs ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout. It
     dies with this process, and has the descriptors of locks in ``keeps`` open as long as it lives.
 
     Raises:
         ConfigError, CapacityError: its last ``penstock: …`` line on stderr, by its exit code.
         LostMemberError: it did not end in time.
-        PenstockError: it failed otherwise; what it said is in ``log``.
+        PenstockError: it failed otherwise; what it said is in ``log``, if there is one.
     """
     command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
     code, said = _run(command, progress, keeps)
@@ -49,10 +49,13 @@ def run_tool(
         kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
         raise kind(complaints[-1].removeprefix("penstock: "))
     last = said.splitlines()[-1] if said else "it said nothing"
+    failure = f"{module} {describe_exit(code)}: {last}"
+    if log is None:
+        raise PenstockError(failure)
     make_directory(log.parent)
     with writing(log, len(said)):
         log.write_text(said + "\n", encoding="utf-8")
-    raise PenstockError(f"{module} {describe_exit(code)}: {last} (see {log})")
+    raise PenstockError(f"{failure} (see {log})")
 
 
 def _run(
