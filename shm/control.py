@@ -41,9 +41,11 @@ from __future__ import annotations
 import struct
 import uuid
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
 
 from penstock._native import load_u64, store_u64
 from penstock.shm.layout import PAGE_BYTES
@@ -64,7 +66,6 @@ _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
 _INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
 _EPOCH, _COMMITTED, _RECORDS, _SWEEP = 120, 128, 256, 512
 _RECORD_BYTES, _BLOCK_BYTES, _READY = 128, 128, 32
-_RECORD = struct.Struct("<QQQdddQQ")
 
 
 class Decision(IntEnum):
@@ -89,38 +90,61 @@ class CommitRecord:
     bias_step: int
     incarnation: int
 
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> CommitRecord:
+        """The record with these values, in the order of :data:`RECORD_FIELDS`.
+
+        Raises:
+            ValueError: there are not as many, or one is no decision.
+        """
+        fields = dict(zip(RECORD_FIELDS, values, strict=True))
+        return cls(**{**fields, "decision": Decision(fields["decision"])})
+
+    @classmethod
+    def of_restore(cls, version: int, incarnation: int, attempt: int = 0) -> CommitRecord:
+        """The record of memory that was filled with ``version``: no update is to be repeated."""
+        return cls(
+            version=version,
+            attempt=attempt,
+            decision=Decision.RESTORE,
+            coefficient=1.0,
+            inverse_loss_scale=1.0,
+            learning_rate=0.0,
+            bias_step=version,
+            incarnation=incarnation,
+        )
+
+    @property
+    def values(self) -> tuple[int | float, ...]:
+        """All values, in the order of :data:`RECORD_FIELDS`; a decision is its number."""
+        return tuple(getattr(self, name) for name in RECORD_FIELDS)
+
     def pack(self) -> bytes:
         """64 payload bytes and the checksum word."""
-        payload = _RECORD.pack(
-            self.version,
-            self.attempt,
-            self.decision,
-            self.coefficient,
-            self.inverse_loss_scale,
-            self.learning_rate,
-            self.bias_step,
-            self.incarnation,
-        )
+        payload = _RECORD.pack(*self.values)
         return payload + struct.pack("<Q", zlib.crc32(payload))
 
     @classmethod
     def unpack(cls, data: bytes) -> CommitRecord | None:
         """The record, or None when the bytes hold none (never written, or cut short)."""
         payload, (checksum,) = data[: _RECORD.size], struct.unpack_from("<Q", data, _RECORD.size)
-        version, attempt, decision, *rest = _RECORD.unpack(payload)
-        if checksum != zlib.crc32(payload) or decision not in tuple(Decision):
+        if checksum != zlib.crc32(payload):
             return None
-        coefficient, inverse_loss_scale, learning_rate, bias_step, incarnation = rest
-        return cls(
-            version=version,
-            attempt=attempt,
-            decision=Decision(decision),
-            coefficient=coefficient,
-            inverse_loss_scale=inverse_loss_scale,
-            learning_rate=learning_rate,
-            bias_step=bias_step,
-            incarnation=incarnation,
-        )
+        try:
+            return cls.of(_RECORD.unpack(payload))
+        except ValueError:  # a sound checksum over no decision
+            return None
+
+
+RECORD_FIELDS: Mapping[str, type[int] | type[float]] = MappingProxyType(
+    {f.name: float if f.type == "float" else int for f in fields(CommitRecord)}
+)
+"""Names of a record's fields and how their values are stored: in this order as words of the control
+segment, under these names in messages and in the journal.
+"""
+_RECORD = struct.Struct(
+    "<" + "".join("d" if kind is float else "Q" for kind in RECORD_FIELDS.values())
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from penstock.daemons.kit.events import (
 )
 from penstock.protocol.errors import ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.shm.control import RECORD_FIELDS, CommitRecord
 
 E = TypeVar("E")
 
@@ -50,3 +51,18 @@ def answer(
         return pb.MemberMessage(ready=pb.Ready(epoch=effect.epoch))
     failed = pb.Failed(error=effect.error, exit_code=effect.code, epoch=effect.epoch)
     return pb.MemberMessage(failed=failed)
+
+
+def record_message(record: CommitRecord) -> pb.Record:
+    """A commit record as it travels."""
+    fields: dict[str, Any] = dict(zip(RECORD_FIELDS, record.values, strict=True))
+    return pb.Record(**fields)
+
+
+def record_of(message: pb.Record) -> CommitRecord:
+    """The commit record that a message carries.
+
+    Raises:
+        ValueError: its decision is none.
+    """
+    return CommitRecord.of(getattr(message, name) for name in RECORD_FIELDS)

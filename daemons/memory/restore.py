@@ -21,7 +21,7 @@ from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.plan.step import WEIGHTS_DTYPES
-from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
+from penstock.shm.control import INVALID_VERSION, CommitRecord
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockSpec, padded
 
@@ -148,18 +148,7 @@ def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
     for block in blocks:
         control.set_state_version(block, version)
         control.set_slot_version(block, version % 2, version)
-    control.write_record(
-        CommitRecord(
-            version=version,
-            attempt=0,
-            decision=Decision.RESTORE,
-            coefficient=1.0,
-            inverse_loss_scale=1.0,
-            learning_rate=0.0,
-            bias_step=version,
-            incarnation=filling.incarnation,
-        )
-    )
+    control.write_record(CommitRecord.of_restore(version, filling.incarnation))
     control.set_committed(version)
     control.set_incarnation(filling.incarnation)
 

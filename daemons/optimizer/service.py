@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from penstock.daemons.kit.messages import record_of
 from penstock.daemons.optimizer.effects import Effects, FinishedSweep, read_facts
 from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels
@@ -53,27 +54,12 @@ from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, now_s
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, OptimizerStatus, encode
 from penstock.protocol.wire.member import Doing
-from penstock.shm.control import INVALID_VERSION, CommitRecord, ControlView, Decision
+from penstock.shm.control import INVALID_VERSION, ControlView
 from penstock.shm.layout import WEIGHT_SLOTS
 
 RESCAN_AFTER_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-def record_of(message: pb.Record) -> CommitRecord:
-    """The record that a message carries."""
-    return CommitRecord(
-        version=message.version,
-        attempt=message.attempt,
-        decision=Decision(message.decision),
-        coefficient=message.coefficient,
-        inverse_loss_scale=message.inverse_loss_scale,
-        learning_rate=message.learning_rate,
-        bias_step=message.bias_step,
-        incarnation=message.incarnation,
-    )
-
 
 EVENTS: dict[str, Callable[[Any], Event]] = {
     "drain": lambda m: DrainAsked(epoch=m.epoch),

@@ -33,7 +33,7 @@ from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.run.files import no_room
 from penstock.protocol.run.seal import CHECKSUM, check_object, with_checksum
-from penstock.shm.control import CommitRecord, Decision
+from penstock.shm.control import RECORD_FIELDS, CommitRecord, Decision
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 5.0
@@ -58,18 +58,13 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS epochs (
     epoch INTEGER PRIMARY KEY, next_attempt INTEGER NOT NULL, pids TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS decisions (
-    seq INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, version INTEGER NOT NULL,
-    attempt INTEGER NOT NULL, decision INTEGER NOT NULL, coefficient REAL NOT NULL,
-    inverse_loss_scale REAL NOT NULL, learning_rate REAL NOT NULL, bias_step INTEGER NOT NULL,
-    incarnation INTEGER NOT NULL, position TEXT NOT NULL);
+    seq INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, {record}, position TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS evaluations (
     evaluation INTEGER PRIMARY KEY, version INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS metrics (seq INTEGER PRIMARY KEY, line TEXT NOT NULL);
 """
-_RECORD_COLUMNS = (
-    "version, attempt, decision, coefficient, inverse_loss_scale, learning_rate, bias_step,"
-    " incarnation"
-)
+_RECORD_COLUMNS = ", ".join(RECORD_FIELDS)
+_COLUMN_TYPES = {int: "INTEGER NOT NULL", float: "REAL NOT NULL"}
 
 
 class Journal:
@@ -92,7 +87,7 @@ class Journal:
         try:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.executescript(_SCHEMA)
+            self._connection.executescript(_schema())
             self._identify(run_id)
         except sqlite3.DatabaseError as error:
             self.close()
@@ -136,18 +131,11 @@ class Journal:
         with self._transaction():
             self._connection.execute(
                 f"INSERT INTO decisions (epoch, position, {_RECORD_COLUMNS})"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f" VALUES (?, ?{', ?' * len(RECORD_FIELDS)})",
                 (
                     effect.epoch,
                     json.dumps(_sealed(effect.epoch, effect.position, record)),
-                    record.version,
-                    record.attempt,
-                    int(record.decision),
-                    record.coefficient,
-                    record.inverse_loss_scale,
-                    record.learning_rate,
-                    record.bias_step,
-                    record.incarnation,
+                    *record.values,
                 ),
             )
             self._append_line(effect.metrics_json)
@@ -229,7 +217,7 @@ class Journal:
     def _decision(self, row: tuple[Any, ...]) -> tuple[CommitRecord, Position]:
         """Record and position of a row, held against the checksum that is stored with them."""
         epoch, text, *columns = row
-        record = _record(*columns)
+        record = CommitRecord.of(columns)
         fields = json.loads(text)
         source = f"{self.path}: decision about attempt {record.attempt}"
         position = Position.from_fields(fields, source)
@@ -285,32 +273,15 @@ def _sealed(epoch: int, position: Position, record: CommitRecord) -> dict[str, A
 
 
 def _beside(epoch: int, record: CommitRecord) -> dict[str, Any]:
-    """What a row holds beside the position, as its checksum counts it."""
-    floats = (record.coefficient, record.inverse_loss_scale, record.learning_rate)
-    whole = (record.version, record.attempt, int(record.decision), record.bias_step)
-    return {
-        "epoch": epoch,
-        "record": [*whole, record.incarnation, *(float(value).hex() for value in floats)],
-    }
+    """What a row holds beside the position, as its checksum counts it: whole numbers first, then
+    fractions, bit for bit.
+    """
+    kinds = RECORD_FIELDS.values()
+    whole = [value for value, kind in zip(record.values, kinds, strict=True) if kind is int]
+    floats = [value for value, kind in zip(record.values, kinds, strict=True) if kind is float]
+    return {"epoch": epoch, "record": [*whole, *(float(value).hex() for value in floats)]}
 
 
-def _record(
-    version: int,
-    attempt: int,
-    decision: int,
-    coefficient: float,
-    inverse_scale: float,
-    rate: float,
-    bias_step: int,
-    incarnation: int,
-) -> CommitRecord:
-    return CommitRecord(
-        version=version,
-        attempt=attempt,
-        decision=Decision(decision),
-        coefficient=coefficient,
-        inverse_loss_scale=inverse_scale,
-        learning_rate=rate,
-        bias_step=bias_step,
-        incarnation=incarnation,
-    )
+def _schema() -> str:
+    columns = (f"{name} {_COLUMN_TYPES[kind]}" for name, kind in RECORD_FIELDS.items())
+    return _SCHEMA.format(record=", ".join(columns))

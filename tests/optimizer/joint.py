@@ -77,7 +77,7 @@ class Joint:
 
     def _begin(self, blocks: Any) -> None:
         self.driver.begin()
-        record = self.driver.machine.ledger.record
+        record = self.driver.machine.mirror.record
         assert record is not None
         self.memory.control.set_incarnation(record.incarnation)
         facts = read_facts(self.memory.control, blocks)
@@ -91,7 +91,7 @@ class Joint:
 
     def run(self, commits: int) -> None:
         """Attempts until ``commits`` are made; then settle, and compare every byte."""
-        while self.driver.machine.ledger.version < commits:
+        while self.driver.machine.mirror.version < commits:
             self.attempt()
         self._feed(SettleAsked(epoch=self.driver.epoch, version=commits))
         self._carry_on()
@@ -103,11 +103,11 @@ class Joint:
         """One attempt; the record of its decision."""
         self._carry_on()
         driver, control = self.driver, self.memory.control
-        ledger = driver.machine.ledger
-        epoch, attempt, version = driver.epoch, driver.attempt, ledger.version
-        assert ledger.position is not None
-        self.scales.append(ledger.position.loss_scale)
-        number = ledger.position.data_position // driver.rules.config.train.global_batch
+        mirror = driver.machine.mirror
+        epoch, attempt, version = driver.epoch, driver.attempt, mirror.version
+        assert mirror.position is not None
+        self.scales.append(mirror.position.loss_scale)
+        number = mirror.position.data_position // driver.rules.config.train.global_batch
         for block in reversed(self.blocks):
             assert control.readable(block, version), "workers read it"
             self.reference.assert_weights(self.memory, block, version)

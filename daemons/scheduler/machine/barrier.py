@@ -7,11 +7,11 @@ committed version and nothing of an older epoch running anywhere.
 from __future__ import annotations
 
 from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.messages import record_message
 from penstock.daemons.scheduler.machine.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import Effect
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
-from penstock.daemons.scheduler.machine.next_activity import record_message
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
@@ -127,6 +127,7 @@ class Barrier(Activity):
         return send_all(self.rules.workers, self._begin_message())
 
     def _begin_message(self) -> pb.SchedulerMessage:
+        assert self.mirror.record is not None, "an epoch begins with what is committed"
         begin = pb.Begin(
             epoch=self.mirror.epoch,
             record=record_message(self.mirror.record),

@@ -122,15 +122,8 @@ class JournalMirror:
 
         Its incarnation is new: memory of an older one is never believed again.
         """
-        return CommitRecord(
-            version=self.saved_version,
-            attempt=self.next_attempt - 1,
-            decision=Decision.RESTORE,
-            coefficient=1.0,
-            inverse_loss_scale=1.0,
-            learning_rate=0.0,
-            bias_step=self.saved_version,
-            incarnation=self._draw_incarnation(),
+        return CommitRecord.of_restore(
+            self.saved_version, self._draw_incarnation(), attempt=self.next_attempt - 1
         )
 
     def restored(self, record: CommitRecord) -> JournalDecision:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from penstock.daemons.scheduler.machine.events import Effect, Reply, ReplyError
 from penstock.daemons.scheduler.machine.grace import Deadline
@@ -80,17 +79,3 @@ def answer_snapshots(mirror: JournalMirror, requests: Requests, error: str = "")
     directory = "" if mirror.saved is None else mirror.saved.directory
     reply = pb.SnapshotReply(directory=directory, version=mirror.saved_version)
     return [Reply(ticket=ticket, reply=reply) for ticket in tickets]
-
-
-def record_message(record: Any) -> pb.Record:
-    """A :class:`~penstock.shm.control.CommitRecord` as it travels."""
-    return pb.Record(
-        version=record.version,
-        attempt=record.attempt,
-        decision=int(record.decision),
-        coefficient=record.coefficient,
-        inverse_loss_scale=record.inverse_loss_scale,
-        learning_rate=record.learning_rate,
-        bias_step=record.bias_step,
-        incarnation=record.incarnation,
-    )

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.messages import record_message
 from penstock.daemons.scheduler.machine.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
-from penstock.daemons.scheduler.machine.next_activity import record_message
 from penstock.daemons.scheduler.machine.position import learning_rate
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.daemons.scheduler.metrics_file import AttemptTimes, attempt_line
