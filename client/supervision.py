@@ -36,6 +36,11 @@ from penstock.protocol.run.stopping import (
 )
 from penstock.shm.process import is_stopped
 
+LOOK_INTERVAL_S = 0.5
+LINGER_S = 90.0
+"""The other nodes may take so long to end after one has."""
+DEATH_WAIT_S = 20.0
+"""Children of a killed node may take so long to die: the kernel gives their memory back first."""
 CONSOLE_BYTES = 64 << 10
 """So much of the console finds room even when the disk is full."""
 
@@ -167,13 +172,6 @@ class Interruptions:
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if process_ends else handler)
-
-
-LOOK_INTERVAL_S = 0.5
-LINGER_S = 90.0
-"""The other nodes may take so long to end after one has."""
-DEATH_WAIT_S = 20.0
-"""Children of a killed node may take so long to die: the kernel gives their memory back first."""
 
 
 class Supervision:

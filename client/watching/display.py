@@ -22,6 +22,13 @@ from penstock.client.watching.snapshots import Metrics, RunView, numbers
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.run.names import SCHEDULERD
 
+PLAIN_INTERVAL_S = 5.0
+PLAIN_STEPS = 10
+QUIET_PHASES = frozenset(
+    "running deciding amending settling draining beginning saving done starting ending"
+    " no_answer".split()
+)
+"""Phases that come and go with every step, save or epoch; plain output does not mention them."""
 _STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
 _DECISIONS = {
     "amend": "clipped (amend)",
@@ -29,10 +36,128 @@ _DECISIONS = {
     "hold": "waited for the norm (hold)",
 }
 """Decisions beside the ordinary one, in words."""
-
 _PHASES = {"no_answer": "no answer from the scheduler"}
 _KEPT = 0.95
 """One more step leaves this share of a smoothed loss as it was: a memory of some 20 steps."""
+
+
+class Display(Protocol):
+    """Where a training is shown."""
+
+    def say(self, message: str) -> None:
+        """Shows one line that stays."""
+
+    def show(self, view: RunView) -> None:
+        """Shows the run as it is now."""
+
+    def close(self) -> None:
+        """Shows no more."""
+
+
+class Silent:
+    """Shows nothing: for programs."""
+
+    def say(self, message: str) -> None:
+        """Does nothing."""
+
+    def show(self, view: RunView) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Plain:
+    """Writes lines on a stream: first and last step, between them one every few seconds or ten
+    steps.
+    """
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._next_s = clock()
+        self._phase = "starting"
+        self._message = ""
+        self._last: Metrics | None = None
+        self._shown: Metrics | None = None
+        self._view: RunView | None = None
+
+    def say(self, message: str) -> None:
+        """Writes one line."""
+        self._stream.write(message + "\n")
+        self._stream.flush()
+
+    def show(self, view: RunView) -> None:
+        """Writes the lines that are due."""
+        self._view = view
+        if view.phase != self._phase:
+            self._phase = view.phase
+            if view.phase not in QUIET_PHASES:
+                message = view.status.message if view.status is not None else ""
+                self.say(f"[{view.phase}]{': ' if message else ''}{message}")
+        if view.phase == "running" and view.status is not None:
+            if view.status.message not in ("", self._message):  # a save failed, for example
+                self.say(f"warning: {view.status.message}")
+            self._message = view.status.message
+        for entry in view.fresh:
+            if entry["phase"] == "eval":
+                self.say(describe(entry, view))
+                continue
+            self._last = entry
+            if entry["step"] % PLAIN_STEPS == 0 or self._clock() >= self._next_s:
+                self._line(entry, view)
+
+    def close(self) -> None:
+        """Writes the last step, if it was not shown."""
+        if self._last is not None and self._view is not None and self._last is not self._shown:
+            self._line(self._last, self._view)
+
+    def _line(self, entry: Metrics, view: RunView) -> None:
+        self.say(describe(entry, view))
+        self._shown = entry
+        self._next_s = self._clock() + PLAIN_INTERVAL_S
+
+
+class Interactive:
+    """A picture on a terminal that is drawn again with every view."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._last: Metrics | None = None
+        self._loss = Smoothed()
+        self._started = False
+
+    def say(self, message: str) -> None:
+        """Writes one line above the picture."""
+        self._console.print(message, markup=False, highlight=False)
+
+    def show(self, view: RunView) -> None:
+        """Draws the picture."""
+        if not self._started:
+            self._live.start()
+            self._started = True
+        for entry in view.fresh:
+            if entry["phase"] == "eval":
+                self.say(describe(entry, view))
+            else:
+                self._last = entry
+                self._loss.add(entry.get("loss"))
+        self._live.update(render(view, self._last, self._loss.value), refresh=True)
+
+    def close(self) -> None:
+        """Removes the picture; what was said stays."""
+        if self._started:
+            self._live.stop()
+            self._started = False
+        if self._last is not None:
+            self.say(describe(self._last, None))
+
+
+def choose_display() -> Display:
+    """Returns a picture if the output is a terminal, else lines."""
+    console = Console()
+    return Interactive(console) if console.is_terminal else Plain(sys.stdout)
 
 
 @dataclass(slots=True)
@@ -175,132 +300,3 @@ def _decision(entry: Metrics) -> list[str]:
     """Says what became of the step, where it was not simply committed."""
     decision = entry.get("decision")
     return [] if decision in (None, "commit") else [_DECISIONS.get(str(decision), str(decision))]
-
-
-PLAIN_INTERVAL_S = 5.0
-PLAIN_STEPS = 10
-
-QUIET_PHASES = frozenset(
-    "running deciding amending settling draining beginning saving done starting ending"
-    " no_answer".split()
-)
-"""Phases that come and go with every step, save or epoch; plain output does not mention them."""
-
-
-class Display(Protocol):
-    """Where a training is shown."""
-
-    def say(self, message: str) -> None:
-        """Shows one line that stays."""
-
-    def show(self, view: RunView) -> None:
-        """Shows the run as it is now."""
-
-    def close(self) -> None:
-        """Shows no more."""
-
-
-class Silent:
-    """Shows nothing: for programs."""
-
-    def say(self, message: str) -> None:
-        """Does nothing."""
-
-    def show(self, view: RunView) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class Plain:
-    """Writes lines on a stream: first and last step, between them one every few seconds or ten
-    steps.
-    """
-
-    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._next_s = clock()
-        self._phase = "starting"
-        self._message = ""
-        self._last: Metrics | None = None
-        self._shown: Metrics | None = None
-        self._view: RunView | None = None
-
-    def say(self, message: str) -> None:
-        """Writes one line."""
-        self._stream.write(message + "\n")
-        self._stream.flush()
-
-    def show(self, view: RunView) -> None:
-        """Writes the lines that are due."""
-        self._view = view
-        if view.phase != self._phase:
-            self._phase = view.phase
-            if view.phase not in QUIET_PHASES:
-                message = view.status.message if view.status is not None else ""
-                self.say(f"[{view.phase}]{': ' if message else ''}{message}")
-        if view.phase == "running" and view.status is not None:
-            if view.status.message not in ("", self._message):  # a save failed, for example
-                self.say(f"warning: {view.status.message}")
-            self._message = view.status.message
-        for entry in view.fresh:
-            if entry["phase"] == "eval":
-                self.say(describe(entry, view))
-                continue
-            self._last = entry
-            if entry["step"] % PLAIN_STEPS == 0 or self._clock() >= self._next_s:
-                self._line(entry, view)
-
-    def close(self) -> None:
-        """Writes the last step, if it was not shown."""
-        if self._last is not None and self._view is not None and self._last is not self._shown:
-            self._line(self._last, self._view)
-
-    def _line(self, entry: Metrics, view: RunView) -> None:
-        self.say(describe(entry, view))
-        self._shown = entry
-        self._next_s = self._clock() + PLAIN_INTERVAL_S
-
-
-class Interactive:
-    """A picture on a terminal that is drawn again with every view."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._last: Metrics | None = None
-        self._loss = Smoothed()
-        self._started = False
-
-    def say(self, message: str) -> None:
-        """Writes one line above the picture."""
-        self._console.print(message, markup=False, highlight=False)
-
-    def show(self, view: RunView) -> None:
-        """Draws the picture."""
-        if not self._started:
-            self._live.start()
-            self._started = True
-        for entry in view.fresh:
-            if entry["phase"] == "eval":
-                self.say(describe(entry, view))
-            else:
-                self._last = entry
-                self._loss.add(entry.get("loss"))
-        self._live.update(render(view, self._last, self._loss.value), refresh=True)
-
-    def close(self) -> None:
-        """Removes the picture; what was said stays."""
-        if self._started:
-            self._live.stop()
-            self._started = False
-        if self._last is not None:
-            self.say(describe(self._last, None))
-
-
-def choose_display() -> Display:
-    """Returns a picture if the output is a terminal, else lines."""
-    console = Console()
-    return Interactive(console) if console.is_terminal else Plain(sys.stdout)

@@ -34,6 +34,8 @@ from penstock.protocol.plan.plan import StageRange
 
 STAGES_PER_DEVICE = (1, 2, 3, 4, 6)
 """Of each direction, that ``match-stages`` tries."""
+_EFFORT = Effort(beam_width=16, max_states=20_000, time_limit_s=60.0)
+"""States end the search, so that every machine finds the same order."""
 
 
 def skip_dead_forward(schedule: Schedule, context: PassContext) -> Schedule:
@@ -160,10 +162,6 @@ def _placed(
             for blocks, device in zip(backward, placement.backward, strict=True)
         ),
     )
-
-
-_EFFORT = Effort(beam_width=16, max_states=20_000, time_limit_s=60.0)
-"""States end the search, so that every machine finds the same order."""
 
 
 def reorder(schedule: Schedule, context: PassContext) -> Schedule:

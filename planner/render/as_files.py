@@ -14,11 +14,20 @@ from penstock.planner.render.chart import Caption, Panel, chart, compared
 from penstock.planner.render.drawing import Anchor, Drawing, LineSegment, Rectangle, Text
 from penstock.planner.render.lanes import Picturable
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _HATCH = (
     '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse"'
     ' patternTransform="rotate(45)"><rect width="6" height="6" fill="#f1f3f5"/>'
     '<line x1="0" y1="0" x2="0" y2="6" stroke="#cfd6dd" stroke-width="2"/></pattern></defs>'
 )
+_DPI = 144
+_PIXELS_PER_INCH = 96.0
+_MAX_PIXELS = 30_000
+"""No side is longer: the largest picture that the Agg backend draws has 65535 pixels."""
+_POINTS_PER_PIXEL = 72.0 / _PIXELS_PER_INCH
+_ALIGNMENT = {Anchor.START: "left", Anchor.MIDDLE: "center", Anchor.END: "right"}
 
 
 def svg(simulation: Picturable, caption: Caption | None = None) -> str:
@@ -26,6 +35,23 @@ def svg(simulation: Picturable, caption: Caption | None = None) -> str:
     document.
     """
     return svg_of(chart(simulation, caption))
+
+
+def png(simulation: Picturable, caption: Caption | None = None) -> bytes:
+    """Returns the chart of a simulation (:func:`penstock.planner.render.chart.chart`) as a PNG
+    file.
+    """
+    return png_of(chart(simulation, caption))
+
+
+def compared_svg(upper: Panel, lower: Panel) -> str:
+    """Returns two time lines, one over the other on one axis, as an SVG document."""
+    return svg_of(compared(upper, lower))
+
+
+def compared_png(upper: Panel, lower: Panel) -> bytes:
+    """Returns two time lines, one over the other on one axis, as a PNG file."""
+    return png_of(compared(upper, lower))
 
 
 def svg_of(drawing: Drawing) -> str:
@@ -71,24 +97,6 @@ def _rectangle(shape: Rectangle) -> Iterator[str]:
 
 def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_DPI = 144
-_PIXELS_PER_INCH = 96.0
-_MAX_PIXELS = 30_000
-"""No side is longer: the largest picture that the Agg backend draws has 65535 pixels."""
-_POINTS_PER_PIXEL = 72.0 / _PIXELS_PER_INCH
-_ALIGNMENT = {Anchor.START: "left", Anchor.MIDDLE: "center", Anchor.END: "right"}
-
-
-def png(simulation: Picturable, caption: Caption | None = None) -> bytes:
-    """Returns the chart of a simulation (:func:`penstock.planner.render.chart.chart`) as a PNG
-    file.
-    """
-    return png_of(chart(simulation, caption))
 
 
 def png_of(drawing: Drawing) -> bytes:
@@ -171,13 +179,3 @@ def _paint_lines(axes: Axes, lines: Sequence[LineSegment], *, order: int) -> Non
         zorder=order,
     )
     axes.add_collection(collection, autolim=False)
-
-
-def compared_svg(upper: Panel, lower: Panel) -> str:
-    """Returns two time lines, one over the other on one axis, as an SVG document."""
-    return svg_of(compared(upper, lower))
-
-
-def compared_png(upper: Panel, lower: Panel) -> bytes:
-    """Returns two time lines, one over the other on one axis, as a PNG file."""
-    return png_of(compared(upper, lower))

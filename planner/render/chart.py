@@ -37,11 +37,13 @@ _RIGHT_WIDTH = 96.0
 _TOP = 62.0
 _LEGEND_LINE = 20.0
 _MARGIN = 12.0
+_BELOW = 30.0
+"""Pixels between the upper panel's axis and the lower panel."""
 _MERGED_BELOW = 0.6
 """Neighbours of one colour that are narrower than this many pixels become one rectangle."""
 _OUTLINED_FROM = 3.0
 """Narrower boxes have no outline: it would hide them."""
-
+_LANE_NAMES = {"link": "send", "reduce": "collective"}
 Shape = Rectangle | LineSegment | Text
 
 
@@ -51,6 +53,30 @@ class Caption:
 
     heading: str = ""
     unit: TimeUnit = SECONDS
+
+
+Panel = tuple[Picturable, Caption]
+"""A time line and what stands above it."""
+
+
+def chart(simulation: Picturable, caption: Caption | None = None) -> Drawing:
+    """Returns the whole picture. Its width is fixed, its height follows from the rows."""
+    return _Chart(simulation, caption or Caption()).draw()
+
+
+def compared(upper: Panel, lower: Panel) -> Drawing:
+    """Returns both charts, the first above. The axis is as long as the longer time line."""
+    axis_s = max(upper[0].makespan_s, lower[0].makespan_s)
+    shapes: list[Shape] = []
+    y = 0.0
+    panels = [_Panel(simulation, caption, axis_s) for simulation, caption in (upper, lower)]
+    for panel in panels:
+        drawn, height = panel.body()
+        shapes += (_lowered(shape, y) for shape in drawn)
+        y += height
+    legend, end = panels[1].legend_with(panels[0], y + 4.0)
+    width = _LABEL_WIDTH + _CHART_WIDTH + _RIGHT_WIDTH
+    return Drawing(width=width, height=end, shapes=(*shapes, *legend))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +95,6 @@ class _Heights:
         if num_devices <= 64:
             return cls(compute=16.0, thin=4.0, gap=4.0)
         return cls(compute=5.0 if num_devices <= 256 else 2.0, thin=1.0, gap=1.0)
-
-
-def chart(simulation: Picturable, caption: Caption | None = None) -> Drawing:
-    """Returns the whole picture. Its width is fixed, its height follows from the rows."""
-    return _Chart(simulation, caption or Caption()).draw()
 
 
 class _Chart:
@@ -277,6 +298,38 @@ class _Chart:
         return shapes, y + _MARGIN
 
 
+class _Panel(_Chart):
+    """A chart whose axis may be longer than its time line, without a legend of its own."""
+
+    def __init__(self, simulation: Picturable, caption: Caption, axis_s: float) -> None:
+        super().__init__(simulation, caption)
+        self._axis_s = axis_s
+        self._scale = _CHART_WIDTH / axis_s if axis_s > 0.0 else 0.0
+
+    def body(self) -> tuple[list[Shape], float]:
+        """Returns the chart's shapes from 0 down, and its height in pixels."""
+        rows, bottom = self._all_rows()
+        shapes = [*self._title(), *self._axis(bottom), *rows, *self._marks(bottom)]
+        return shapes, bottom + _BELOW
+
+    def legend_with(self, other: _Panel, y: float) -> tuple[list[Shape], float]:
+        """Returns the legend of both charts, and the height at which it ends."""
+        self._rows = (*other._rows, *self._rows)
+        return self._legend(y)
+
+    def _axis(self, bottom: float) -> Iterator[Shape]:
+        for time_s, text in self._caption.unit.ticks(self._axis_s, at_most=16):
+            x = self._x(time_s)
+            yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
+            yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
+
+
+def _lowered(shape: Shape, by: float) -> Shape:
+    if isinstance(shape, LineSegment):
+        return replace(shape, y1=shape.y1 + by, y2=shape.y2 + by)
+    return replace(shape, y=shape.y + by)
+
+
 def _largest_number(rows: Iterable[ChartRow]) -> int:
     """Returns the largest micro-batch: where it has no room, no other is shown either."""
     spans = (s for row in rows for track in row.tracks for s in track)
@@ -293,9 +346,6 @@ def _box_text(span: Span) -> str:
         first, _, rest = batches.partition(",")
         return f"{first}+" if rest else first
     return "" if stage is None or span.lane is Lane.LINK else str(stage)
-
-
-_LANE_NAMES = {"link": "send", "reduce": "collective"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,57 +401,3 @@ class _Box:
         room = 0.6 * text.size * max(self.digits, len(self.text)) + 2.0
         if self.text and height >= 8.0 and room <= width:
             yield text
-
-
-Panel = tuple[Picturable, Caption]
-"""A time line and what stands above it."""
-
-_BELOW = 30.0
-"""Pixels between the upper panel's axis and the lower panel."""
-
-
-def compared(upper: Panel, lower: Panel) -> Drawing:
-    """Returns both charts, the first above. The axis is as long as the longer time line."""
-    axis_s = max(upper[0].makespan_s, lower[0].makespan_s)
-    shapes: list[Shape] = []
-    y = 0.0
-    panels = [_Panel(simulation, caption, axis_s) for simulation, caption in (upper, lower)]
-    for panel in panels:
-        drawn, height = panel.body()
-        shapes += (_lowered(shape, y) for shape in drawn)
-        y += height
-    legend, end = panels[1].legend_with(panels[0], y + 4.0)
-    width = _LABEL_WIDTH + _CHART_WIDTH + _RIGHT_WIDTH
-    return Drawing(width=width, height=end, shapes=(*shapes, *legend))
-
-
-class _Panel(_Chart):
-    """A chart whose axis may be longer than its time line, without a legend of its own."""
-
-    def __init__(self, simulation: Picturable, caption: Caption, axis_s: float) -> None:
-        super().__init__(simulation, caption)
-        self._axis_s = axis_s
-        self._scale = _CHART_WIDTH / axis_s if axis_s > 0.0 else 0.0
-
-    def body(self) -> tuple[list[Shape], float]:
-        """Returns the chart's shapes from 0 down, and its height in pixels."""
-        rows, bottom = self._all_rows()
-        shapes = [*self._title(), *self._axis(bottom), *rows, *self._marks(bottom)]
-        return shapes, bottom + _BELOW
-
-    def legend_with(self, other: _Panel, y: float) -> tuple[list[Shape], float]:
-        """Returns the legend of both charts, and the height at which it ends."""
-        self._rows = (*other._rows, *self._rows)
-        return self._legend(y)
-
-    def _axis(self, bottom: float) -> Iterator[Shape]:
-        for time_s, text in self._caption.unit.ticks(self._axis_s, at_most=16):
-            x = self._x(time_s)
-            yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
-            yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
-
-
-def _lowered(shape: Shape, by: float) -> Shape:
-    if isinstance(shape, LineSegment):
-        return replace(shape, y1=shape.y1 + by, y2=shape.y2 + by)
-    return replace(shape, y=shape.y + by)

@@ -12,6 +12,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+GRID = "#d9dee3"
+"""Colour of the lines of the time axis."""
+IDLE = "#e9ecef"
+"""Colour of the time in which a device does not compute."""
+INK = "#222222"
+FAINT_INK = "#6b7480"
+_WHITE = (255, 255, 255)
+_BLACK = (0, 0, 0)
+_LIGHTEST = 0.38
+_DARKEST = 0.22
+
 
 class Anchor(StrEnum):
     """Which end of a text lies at its position."""
@@ -76,19 +87,6 @@ class Drawing:
     shapes: tuple[Rectangle | LineSegment | Text, ...]
 
 
-GRID = "#d9dee3"
-"""Colour of the lines of the time axis."""
-IDLE = "#e9ecef"
-"""Colour of the time in which a device does not compute."""
-INK = "#222222"
-FAINT_INK = "#6b7480"
-
-_WHITE = (255, 255, 255)
-_BLACK = (0, 0, 0)
-_LIGHTEST = 0.38
-_DARKEST = 0.22
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkKind:
     """A kind of work: its name in the legend and in titles, and its colour."""
@@ -117,7 +115,6 @@ KINDS: Mapping[str, WorkKind] = MappingProxyType(
     }
 )
 """Kinds of work by the first word of a span's label, in the order of the legend."""
-
 _OTHER = WorkKind(name="other", colour="#999999")
 
 

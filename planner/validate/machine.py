@@ -50,7 +50,6 @@ _Rule = Callable[[World, DeviceState, Any], Event | None]
 """A rule checks an instruction and lets it happen, or returns the event that the device
 waits for.
 """
-
 _EVALUATION: Mapping[type[Instruction], _Rule] = MappingProxyType(
     {
         Forward: compute.forward,
@@ -60,7 +59,6 @@ _EVALUATION: Mapping[type[Instruction], _Rule] = MappingProxyType(
         ReleaseWeights: moves.release,
     }
 )
-
 _TRAINING: Mapping[type[Instruction], _Rule] = MappingProxyType(
     {
         **_EVALUATION,
@@ -79,6 +77,8 @@ _TRAINING: Mapping[type[Instruction], _Rule] = MappingProxyType(
         Update: moves.update,
     }
 )
+_SHOWN_WAITS = 16
+"""A deadlock message lists at most so many devices."""
 
 
 class AbstractMachine:
@@ -123,10 +123,6 @@ class AbstractMachine:
                 device.position += 1
         except RuleBroken as error:
             raise RuleError(device.index, device.position, str(error)) from error
-
-
-_SHOWN_WAITS = 16
-"""A deadlock message lists at most so many devices."""
 
 
 def check_deadlock(world: World) -> None:

@@ -29,7 +29,10 @@ from penstock.workers.data import evaluation_of
 from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 NamedTensors = dict[str, torch.Tensor]
-
+ShapeKey = tuple[int, str, str, int]
+"""Sender, phase, kind and stage."""
+_MAX_PORT = 65535
+_MAX_SHAPES = 1 << 14
 _RECEIVES: dict[type, str] = {
     RecvActivation: "activation",
     RecvGradient: "gradient",
@@ -222,13 +225,6 @@ class Inbox:
     def __len__(self) -> int:
         with self._changed:
             return len(self._tensors)
-
-
-ShapeKey = tuple[int, str, str, int]
-"""Sender, phase, kind and stage."""
-
-_MAX_PORT = 65535
-_MAX_SHAPES = 1 << 14
 
 
 class Notices:

@@ -49,8 +49,77 @@ from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.errors import ConfigError
 
+COST_EFFECTIVE = frozenset({"norm", "silu", "gelu", "mul"})
+"""The operators of the CMB strategy by name (sections 8 and 9.1)."""
 _ROUNDING = 1e-6
 """A bubble may be short of a whole number of forwards by this share of one."""
+
+
+def identify(schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE) -> Schedule:
+    """Makes stages over the limit recompute fully (section 3.2, step 1).
+
+    Raises:
+        ConfigError: the schedule has no 1F1B shape, or it recomputes already.
+    """
+    return _identify(schedule, context, grain, lambda order: (FULL,))
+
+
+def identify_cost_effective(
+    schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE
+) -> Schedule:
+    """Makes stages over the limit drop cost-effective operators if that is enough (section 8).
+
+    Raises:
+        ConfigError: the schedule has no 1F1B shape, or it recomputes already.
+    """
+
+    def remedies(order: StageOrder) -> Iterable[Recomputation]:
+        stage = context.costs.of(schedule.layout.forward[order.stage].blocks)
+        return cost_effective(stage), FULL
+
+    return _identify(schedule, context, grain, remedies)
+
+
+def _identify(
+    schedule: Schedule,
+    context: PassContext,
+    grain: Grain,
+    remedies: Callable[[StageOrder], Iterable[Recomputation]],
+) -> Schedule:
+    orders = stage_orders(schedule)
+    if any(order.recompute != NONE for order in orders):
+        raise ConfigError(
+            "schedule.recompute: the passes of Obscura choose what is recomputed; start from"
+            " recompute: none"
+        )
+    limit, total = context.memory_limit_bytes, schedule.layout.num_microbatches
+    if any(o.ahead != one_f_one_b_ahead(len(orders), o.stage, total) for o in orders):
+        raise ConfigError(
+            f"schedule.scheme = {schedule.scheme!r}: the passes of Obscura start from the order of"
+            " 1f1b"
+        )
+    if limit is None:
+        return schedule
+
+    def fits(order: StageOrder) -> bool:
+        return order_memory(schedule.layout, context.costs, order, grain) <= limit
+
+    def remedied(order: StageOrder) -> StageOrder:
+        choices = (order, *(replace(order, recompute=one) for one in remedies(order)))
+        return next((choice for choice in choices if fits(choice)), choices[-1])
+
+    chosen = [remedied(order) for order in orders]
+    last = max((order.stage for order in chosen if order.recompute == FULL), default=-1)
+    chosen = [replace(o, recompute=FULL) if o.stage <= last else o for o in chosen]
+    return with_orders(schedule, chosen)
+
+
+def cost_effective(stage: BlockCost) -> Recomputation:
+    """Returns the CMB strategy for a stage: its cost-effective operators are dropped, nothing if it
+    has none.
+    """
+    found = dict.fromkeys(op.name for op in stage.operators if op.name in COST_EFFECTIVE)
+    return Recomputation(mode="selective", drop=tuple(found)) if found else NONE
 
 
 def migrate_forwards(schedule: Schedule, context: PassContext) -> Schedule:
@@ -137,74 +206,3 @@ def _alternating(order: StageOrder) -> tuple[int, ...]:
 def _forward_s(schedule: Schedule, context: PassContext, stage: int) -> float:
     costs = context.costs
     return costs.of(schedule.layout.forward[stage].blocks).forward_s + costs.instruction_s
-
-
-COST_EFFECTIVE = frozenset({"norm", "silu", "gelu", "mul"})
-"""The operators of the CMB strategy by name (sections 8 and 9.1)."""
-
-
-def cost_effective(stage: BlockCost) -> Recomputation:
-    """Returns the CMB strategy for a stage: its cost-effective operators are dropped, nothing if it
-    has none.
-    """
-    found = dict.fromkeys(op.name for op in stage.operators if op.name in COST_EFFECTIVE)
-    return Recomputation(mode="selective", drop=tuple(found)) if found else NONE
-
-
-def identify(schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE) -> Schedule:
-    """Makes stages over the limit recompute fully (section 3.2, step 1).
-
-    Raises:
-        ConfigError: the schedule has no 1F1B shape, or it recomputes already.
-    """
-    return _identify(schedule, context, grain, lambda order: (FULL,))
-
-
-def identify_cost_effective(
-    schedule: Schedule, context: PassContext, *, grain: Grain = Grain.STAGE
-) -> Schedule:
-    """Makes stages over the limit drop cost-effective operators if that is enough (section 8).
-
-    Raises:
-        ConfigError: the schedule has no 1F1B shape, or it recomputes already.
-    """
-
-    def remedies(order: StageOrder) -> Iterable[Recomputation]:
-        stage = context.costs.of(schedule.layout.forward[order.stage].blocks)
-        return cost_effective(stage), FULL
-
-    return _identify(schedule, context, grain, remedies)
-
-
-def _identify(
-    schedule: Schedule,
-    context: PassContext,
-    grain: Grain,
-    remedies: Callable[[StageOrder], Iterable[Recomputation]],
-) -> Schedule:
-    orders = stage_orders(schedule)
-    if any(order.recompute != NONE for order in orders):
-        raise ConfigError(
-            "schedule.recompute: the passes of Obscura choose what is recomputed; start from"
-            " recompute: none"
-        )
-    limit, total = context.memory_limit_bytes, schedule.layout.num_microbatches
-    if any(o.ahead != one_f_one_b_ahead(len(orders), o.stage, total) for o in orders):
-        raise ConfigError(
-            f"schedule.scheme = {schedule.scheme!r}: the passes of Obscura start from the order of"
-            " 1f1b"
-        )
-    if limit is None:
-        return schedule
-
-    def fits(order: StageOrder) -> bool:
-        return order_memory(schedule.layout, context.costs, order, grain) <= limit
-
-    def remedied(order: StageOrder) -> StageOrder:
-        choices = (order, *(replace(order, recompute=one) for one in remedies(order)))
-        return next((choice for choice in choices if fits(choice)), choices[-1])
-
-    chosen = [remedied(order) for order in orders]
-    last = max((order.stage for order in chosen if order.recompute == FULL), default=-1)
-    chosen = [replace(o, recompute=FULL) if o.stage <= last else o for o in chosen]
-    return with_orders(schedule, chosen)

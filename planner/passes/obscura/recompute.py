@@ -31,12 +31,74 @@ import numpy as np
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Values of beta that are tried where a fraction can be swapped."""
-
 LOOKAHEAD = 2
 """A swapped block comes back when the backward this many micro-batches before its own ends."""
-
 _TIE = 1e-9
 """Times whose relative difference is smaller are equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of a stage per micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """The paper's 3f + r."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """Swapping of a stage: it evicts ``evicted`` activation blocks (lambda) in the warm-up, and
+    moves one of them one way in ``block_s`` (a beta / B).
+    """
+
+    evicted: int = 0
+    block_s: float = 0.0
+
+
+def communication_s(times: StageTimes, transfers: Transfers, *, stages_after: int) -> float:
+    """Returns the seconds of communication that computation cannot hide, T^C of Equation 2.
+
+    ``stages_after``: k - s. In the warm-up a transfer hides behind one forward and the forward
+    bubbles that stage s < k keeps; in the end behind recomputation and backward. Each of both terms
+    is at least 0 here (the paper bounds the first only). Epsilon, what swapping designs add, is
+    taken as 0.
+    """
+    spare_s = stages_after * (times.backward_s + times.recompute_s)
+    warmup_s = transfers.evicted * (transfers.block_s - times.forward_s) - spare_s
+    ending_s = transfers.evicted * (transfers.block_s - times.backward_s - times.recompute_s)
+    return max(warmup_s, 0.0) + max(ending_s, 0.0)
+
+
+def execution_times(
+    stages: Sequence[StageTimes],
+    num_microbatches: int,
+    last_adjusted: int,
+    transfers: Sequence[Transfers] = (),
+) -> tuple[float, ...]:
+    """Returns T_s of every stage: seconds from its first forward to its last backward (Equations 3,
+    5).
+
+    ``transfers`` are those of the adjusted stages 0 … k, nothing without swapping. The first entry
+    is the time of the pipeline.
+    """
+    adjusted = range(last_adjusted + 1)
+    adjusted_s = max((stages[s].busy_s for s in adjusted), default=0.0)
+    other_s = max((stage.busy_s for stage in stages[last_adjusted + 1 :]), default=0.0)
+    times = [other_s * (num_microbatches + len(stages) - s - 1) for s in range(len(stages))]
+    for s in reversed(adjusted):
+        after = last_adjusted - s
+        moved_s = 0.0
+        if transfers:
+            moved_s = communication_s(stages[s], transfers[s], stages_after=after)
+        following_s = times[s + 1] + adjusted_s if s + 1 < len(stages) else 0.0
+        times[s] = max(following_s, adjusted_s * (num_microbatches + after) + moved_s)
+    return tuple(times)
 
 
 class SwapStyle(StrEnum):
@@ -290,67 +352,3 @@ class _Rows:
             (operators, -evicted * (saved + remake)),
             (t + 2, -1.0),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
-    """Seconds of a stage per micro-batch."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """The paper's 3f + r."""
-        return self.forward_s + self.backward_s + self.recompute_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
-    """Swapping of a stage: it evicts ``evicted`` activation blocks (lambda) in the warm-up, and
-    moves one of them one way in ``block_s`` (a beta / B).
-    """
-
-    evicted: int = 0
-    block_s: float = 0.0
-
-
-def communication_s(times: StageTimes, transfers: Transfers, *, stages_after: int) -> float:
-    """Returns the seconds of communication that computation cannot hide, T^C of Equation 2.
-
-    ``stages_after``: k - s. In the warm-up a transfer hides behind one forward and the forward
-    bubbles that stage s < k keeps; in the end behind recomputation and backward. Each of both terms
-    is at least 0 here (the paper bounds the first only). Epsilon, what swapping designs add, is
-    taken as 0.
-    """
-    spare_s = stages_after * (times.backward_s + times.recompute_s)
-    warmup_s = transfers.evicted * (transfers.block_s - times.forward_s) - spare_s
-    ending_s = transfers.evicted * (transfers.block_s - times.backward_s - times.recompute_s)
-    return max(warmup_s, 0.0) + max(ending_s, 0.0)
-
-
-def execution_times(
-    stages: Sequence[StageTimes],
-    num_microbatches: int,
-    last_adjusted: int,
-    transfers: Sequence[Transfers] = (),
-) -> tuple[float, ...]:
-    """Returns T_s of every stage: seconds from its first forward to its last backward (Equations 3,
-    5).
-
-    ``transfers`` are those of the adjusted stages 0 … k, nothing without swapping. The first entry
-    is the time of the pipeline.
-    """
-    adjusted = range(last_adjusted + 1)
-    adjusted_s = max((stages[s].busy_s for s in adjusted), default=0.0)
-    other_s = max((stage.busy_s for stage in stages[last_adjusted + 1 :]), default=0.0)
-    times = [other_s * (num_microbatches + len(stages) - s - 1) for s in range(len(stages))]
-    for s in reversed(adjusted):
-        after = last_adjusted - s
-        moved_s = 0.0
-        if transfers:
-            moved_s = communication_s(stages[s], transfers[s], stages_after=after)
-        following_s = times[s + 1] + adjusted_s if s + 1 < len(stages) else 0.0
-        times[s] = max(following_s, adjusted_s * (num_microbatches + after) + moved_s)
-    return tuple(times)
