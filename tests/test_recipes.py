@@ -1,0 +1,167 @@
+"""``docs/RECIPES.md``, followed: every recipe is applied to a copy of the sources and used there.
+
+A heading says how many files a recipe touches. A line that is a path says where the blocks below it
+go: ``python`` is a new file, ``diff`` an edit of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("client", "daemons", "models", "planner", "protocol", "shm", "workers")
+
+USES = {
+    "Schedule": """
+        from penstock.planner.schemes import SCHEMES
+        assert list(SCHEMES)[2] == "waves"
+        penstock("plan --scheme waves --devices 4 --micro-batches 8 --out plan.json",
+                 "waves: 4 devices, 8 micro-batches")
+        penstock("simulate plan.json", "makespan 42")
+        penstock("config schedule.scheme", "waves")
+        penstock("plan --scheme waves --devices 2 --micro-batches 4 --recompute full"
+                 " --passes mario", "waves + mario")
+    """,
+    "Pass": """
+        penstock("plan --list", "recompute when the gradient is there")
+        penstock("plan --scheme 1f1b --devices 4 --micro-batches 4 --recompute full"
+                 " --passes wait-for-gradients --out plan.json", "1f1b + wait-for-gradients")
+        from pathlib import Path
+        from penstock.protocol.plan.instructions import Recompute
+        from penstock.protocol.plan.plan import Plan
+        plan = Plan.from_json(Path("plan.json").read_text())
+        waits = {i.after for program in plan.programs for i in program if isinstance(i, Recompute)}
+        assert {wait.name for wait in waits} == {"GRADIENT"}, waits
+    """,
+    "Transport": """
+        from penstock.protocol.config.schema import parse_config
+        from penstock.workers.channels.opening import group_module, transport_here
+        config = parse_config({"model": {"hf": {"model_type": "llama"}}, "data": {"path": "x"},
+                               "cluster": {"transport": "loud"}})
+        assert transport_here(config) == "loud"
+        assert group_module("loud").__name__.endswith("channels.loud")
+        penstock("config cluster.transport", "nccl or loud")
+    """,
+    "Metric": """
+        from types import SimpleNamespace
+        from prometheus_client import CollectorRegistry
+        from penstock.workers.interpreter import JobResult
+        from penstock.workers.session import Session
+        from penstock.workers.telemetry.metrics import WorkerMetrics
+        from penstock.workers.telemetry.timing import Tally
+        registry = CollectorRegistry()
+        result = JobResult(loss_sum=0.0, loss_tokens=0, wall_s=1.0, tail_s=0.25, tally=Tally(),
+                           weights_wait_s=0.0)
+        Session._measure(SimpleNamespace(_metrics=WorkerMetrics(registry)), result)
+        assert registry.get_sample_value("penstock_worker_tail_seconds_total") == 0.25
+    """,
+}
+"""By recipe: a program that uses what was added."""
+
+PROLOGUE = """
+import contextlib, sys, textwrap, warnings
+warnings.simplefilter("error")
+def penstock(words, expected):
+    from typer.testing import CliRunner
+    from penstock.client.main import app
+    done = CliRunner().invoke(app, words.split(), catch_exceptions=False)
+    assert done.exit_code == 0 and expected in done.output, done.output
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One block of a recipe: ``text`` is a file (``python``), or an edit (``diff``)."""
+
+    path: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A section of the document."""
+
+    name: str
+    promised: int
+    steps: tuple[Step, ...]
+
+
+def recipes() -> Iterator[Recipe]:
+    """Those of the document, in its order."""
+    text = (ROOT / "docs" / "RECIPES.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        heading = re.match(r"(\w+): (\d+) files", section)
+        assert heading is not None, section[:40]
+        steps, path = [], ""
+        for match in re.finditer(
+            r"^`([\w/.]+)`$|^```(python|diff|cpp)\n(.*?)^```$", section, re.M | re.S
+        ):
+            path = match[1] or path
+            if match[2]:
+                steps.append(Step(path=path, kind=match[2], text=match[3]))
+        yield Recipe(name=heading[1], promised=int(heading[2]), steps=tuple(steps))
+
+
+RECIPES = {recipe.name: recipe for recipe in recipes()}
+
+
+def linked_copy(to: Path) -> None:
+    """The package in a folder of its own; files are links until they are edited."""
+    package = to / "penstock"
+    package.mkdir()
+    for path in (ROOT / "src" / "penstock").iterdir():
+        if path.name not in FOLDERS:
+            (package / path.name).symlink_to(path.resolve())
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            target = package / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(path)
+
+
+def apply(step: Step, package: Path) -> None:
+    """Write a step's file, or replace the lines that its edit shows."""
+    path = package / step.path
+    if step.kind != "diff":
+        assert not path.exists(), f"{step.path} exists"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(step.text, encoding="utf-8")
+        return
+    lines = step.text.splitlines()
+    old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+    new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{step.path} has not once:\n{old}"
+    path.unlink()
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_recipe_works_and_touches_no_more_files_than_it_says(name: str, tmp_path: Path) -> None:
+    recipe = RECIPES[name]
+    assert len({step.path for step in recipe.steps}) == recipe.promised
+    linked_copy(tmp_path)
+    for step in recipe.steps:
+        apply(step, tmp_path / "penstock")
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PROLOGUE}exec(textwrap.dedent({USES[name]!r}))"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_recipe_is_followed() -> None:
+    assert set(RECIPES) == set(USES)
