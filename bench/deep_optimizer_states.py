@@ -38,10 +38,9 @@ import yaml
 
 from bench import emulated
 from bench.papers.deep_optimizer_states import H100_BUSY
-from penstock.planner.configured import build_plan
+from penstock.planner.configured import build_plan, config_prices, optimizer_of
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.cost.emulation import Emulation
-from penstock.planner.cost.prices import config_prices, optimizer_of
 from penstock.planner.cost.sources import Prices
 from penstock.planner.cost.update_rates import (
     UpdateRates,

@@ -13,8 +13,10 @@ from math import ceil
 from pathlib import Path
 
 from penstock.planner.build import ScheduleRequest
+from penstock.planner.cost.cluster import OptimizerModel
+from penstock.planner.cost.emulation import Emulation, optimizer_way
 from penstock.planner.cost.operators import OPERATOR_SETS
-from penstock.planner.cost.prices import config_prices, optimizer_of
+from penstock.planner.cost.profile import cluster_of, guess_of, table_costs
 from penstock.planner.cost.sources import Prices
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.pipeline import PlanContext, finished, lowered, make_schedule
@@ -27,17 +29,54 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ConfigError, ProtocolError, reason
 from penstock.protocol.plan.executable import check_executable, check_updates
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.profile_file import load_profile
 from penstock.shm.table import BlockTable
 
 _NEAR = 1.005
 """How near to the smallest limit the named one is, where it has to be searched for."""
 
 
+def config_prices(
+    config: Config, table: BlockTable, profile: Path | None = None, micro_batch: int | None = None
+) -> Prices:
+    """Returns what blocks cost and the cluster, for a configuration's micro-batches or for those of
+    ``micro_batch`` sequences: from ``profile``, or the one that ``schedule.profile`` names; else
+    those of the cluster that ``cluster.device`` models, or a guess.
+
+    Raises:
+        ConfigError: the profile cannot be read, or is of another model.
+    """
+    profile = profile or config.schedule.profile
+    micro_batch = micro_batch or config.train.micro_batch
+    platform = config.cluster.platform
+    if profile is None and platform.models_time:
+        train = config.train.model_copy(update={"micro_batch": micro_batch})
+        emulation = Emulation.of(config.model_copy(update={"train": train}))
+        return Prices(costs=emulation.costs, cluster=emulation.cluster)
+    source = load_profile(profile) if profile is not None else guess_of(platform)
+    return Prices(
+        costs=table_costs(
+            table,
+            source,
+            tokens=micro_batch * config.data.sequence_length,
+            own_memory=platform.own_memory,
+        ),
+        cluster=cluster_of(source, devices_per_node=config.cluster.workers),
+    )
+
+
+def optimizer_of(config: Config) -> OptimizerModel:
+    """Returns how a configuration's optimizer works on its nodes' cores."""
+    if config.cluster.platform.models_time:
+        return Emulation.of(config).optimizer
+    return optimizer_way(config.optimizer)
+
+
 def config_context(config: Config, table: BlockTable, prices: Prices | None = None) -> PlanContext:
     """Returns what plans of a configuration are made and simulated with.
 
     ``prices``: the configuration's own unless given
-    (:func:`~penstock.planner.cost.prices.config_prices`).
+    (:func:`config_prices`).
 
     Raises:
         ConfigError: the profile cannot be read, or is of another model.

@@ -19,9 +19,8 @@ from rich.table import Table
 from penstock.client.planning.laboratory import options_named
 from penstock.client.planning.outputs import write_file
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.planner.configured import config_context, trainable_plan
+from penstock.planner.configured import config_context, config_prices, trainable_plan
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
-from penstock.planner.cost.prices import config_prices
 from penstock.planner.cost.sources import AnalyticSource
 from penstock.planner.pipeline import OPTIMIZERS, PlanContext, make_plan, operators_named
 from penstock.planner.render.units import SECONDS, format_bytes

@@ -19,7 +19,7 @@ from typing import Any
 from penstock.client.planning.outputs import heading, write_file
 from penstock.client.watching.chrome_trace import Range, chrome_trace
 from penstock.client.watching.trace_memory import DeviceMemory, compare_memory, memory_lines
-from penstock.planner.cost.prices import config_prices, optimizer_of
+from penstock.planner.configured import config_prices, optimizer_of
 from penstock.planner.render import SECONDS, Caption
 from penstock.planner.render.as_files import compared_png, compared_svg
 from penstock.planner.render.lanes import Picturable

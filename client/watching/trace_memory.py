@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.cost.prices import config_prices
+from penstock.planner.configured import config_prices
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.render.units import format_bytes
 from penstock.planner.traces.measured import MeasuredAttempt

@@ -12,7 +12,6 @@ from enum import StrEnum
 from math import ceil
 
 from penstock.planner.cost.costs import Costs
-from penstock.planner.cost.prices import config_prices
 from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
@@ -47,10 +46,9 @@ class MemoryRow:
 
 
 def memory_table(
-    config: Config, table: BlockTable, plan: Plan, costs: Costs | None = None
+    config: Config, table: BlockTable, plan: Plan, costs: Costs
 ) -> tuple[MemoryRow, ...]:
-    """Rows of all nodes, then of all devices; with the configuration's costs unless given."""
-    costs = costs or config_prices(config, table).costs
+    """Returns rows of all nodes, then of all devices, whose blocks cost ``costs``."""
     return (*node_rows(config, table, plan), *device_rows(config, plan, costs))
 
 

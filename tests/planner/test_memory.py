@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.planner.configured import build_plan
+from penstock.planner.configured import build_plan, config_prices
 from penstock.planner.cost.profile import GPU_GUESS, TableCosts, table_costs
 from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints
-from penstock.planner.memory.table import Resource, memory_table
+from penstock.planner.memory.table import MemoryRow, Resource, memory_table
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Opcode
+from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable, BorrowedTensor, DType
 
 Tables = Callable[..., BlockTable]
@@ -22,6 +23,10 @@ Configs = Callable[..., Config]
 
 def gpu_costs(table: BlockTable, tokens: int) -> TableCosts:
     return table_costs(table, GPU_GUESS, tokens=tokens, own_memory=True)
+
+
+def rows_of(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
+    return memory_table(config, table, plan, config_prices(config, table).costs)
 
 
 def test_rows_of_two_nodes(make_table: Tables, make_config: Configs) -> None:
@@ -33,7 +38,7 @@ def test_rows_of_two_nodes(make_table: Tables, make_config: Configs) -> None:
     )
     table = make_table(4)
     plan = build_plan(config, table)
-    rows = [(r.place, r.use, r.num_bytes) for r in memory_table(config, table, plan)]
+    rows = [(r.place, r.use, r.num_bytes) for r in rows_of(config, table, plan)]
     owned = 2 * 1024 * 4
     node = [
         ("weights", 2 * owned),
@@ -72,7 +77,7 @@ def test_a_split_master_and_one_copy_of_gradients_are_16_bytes_a_parameter(
     found = {
         name: {
             row.use: row.num_bytes / parameters
-            for row in memory_table(one, table, build_plan(one, table))
+            for row in rows_of(one, table, build_plan(one, table))
             if row.resource is Resource.SHM and row.use != "page padding"
         }
         for name, one in ways.items()
@@ -92,8 +97,8 @@ def test_a_cpu_worker_needs_host_memory_a_gpu_its_own(
         update={"cluster": config.cluster.model_copy(update={"device": "cuda"})}
     )
     plan = build_plan(config, table)
-    assert memory_table(config, table, plan)[-1].resource is Resource.HOST
-    assert memory_table(cuda, table, plan)[-1].resource is Resource.DEVICE
+    assert rows_of(config, table, plan)[-1].resource is Resource.HOST
+    assert rows_of(cuda, table, plan)[-1].resource is Resource.DEVICE
 
 
 def test_a_tied_gradient_is_stored_where_it_is_computed(
@@ -111,7 +116,7 @@ def test_a_tied_gradient_is_stored_where_it_is_computed(
     grads = {
         (t is tied, row.place): row.num_bytes
         for t in (table, tied)
-        for row in memory_table(config, t, plan)
+        for row in rows_of(config, t, plan)
         if row.use == "grads"
     }
     block = 2 * 1024 * 4
@@ -131,7 +136,7 @@ def test_replicas_contribute_where_they_run(make_table: Tables, make_config: Con
     """A replica on each of two nodes: the first owns all blocks, and pulls gradients."""
     config = make_config("gpipe", workers=2, nodes=2, replicas=2, reduce_gradients=False)
     table = make_table(4)
-    rows = memory_table(config, table, build_plan(config, table))
+    rows = rows_of(config, table, build_plan(config, table))
     copies = 2 * 4 * 1024 * 4
     assert [(r.place, r.resource, r.use, r.num_bytes) for r in rows if "grad" in r.use][:3] == [
         ("node n0", Resource.SHM, "grads", copies),
@@ -146,7 +151,7 @@ def test_replicas_on_two_nodes_contribute_once(make_table: Tables, make_config: 
     config = make_config("gpipe", workers=2, nodes=2, replicas=2)
     table = make_table(4)
     plan = build_plan(config, table)
-    rows = memory_table(config, table, plan)
+    rows = rows_of(config, table, plan)
     assert [(r.place, r.num_bytes) for r in rows if "grads" in r.use] == [
         ("node n0", 2 * 4 * 1024 * 4)
     ]
@@ -163,9 +168,9 @@ def test_more_routes_than_ready_words(make_table: Tables, make_config: Configs) 
     with pytest.raises(
         ConfigError, match=r"13 routes .* 'block0', .* at most 12: use 12 routes or"
     ):
-        memory_table(config, table, plan)
+        rows_of(config, table, plan)
     summed = make_config("gpipe", workers=13, micro_batches=13, replicas=13, reduce_gradients=True)
-    assert memory_table(summed, table, build_plan(summed, table))
+    assert rows_of(summed, table, build_plan(summed, table))
 
 
 def test_peaks_of_gpipe(make_table: Tables, make_config: Configs) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.daemons.node.preparing.prospect import look_ahead
-from penstock.planner.configured import config_context, trainable_plan
-from penstock.planner.cost.prices import config_prices
+from penstock.planner.configured import config_context, config_prices, trainable_plan
 from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
 from penstock.planner.memory.arrivals import early_arrivals
 from penstock.planner.memory.footprint import device_peaks, footprints

@@ -257,11 +257,11 @@ def hashes_of_scheme(scheme: str) -> Hashes:
 
 def hashes_of_configuration(config: Config, table: BlockTable) -> str:
     """All that the golden file says of a configuration: as of schemes, and its memory table."""
-    plan = build_plan(config, table)
-    simulation = try_plan(plan, config_context(config, table))
+    plan, context = build_plan(config, table), config_context(config, table)
+    simulation = try_plan(plan, context)
     rows = [
         (row.place, str(row.resource), row.use, row.num_bytes)
-        for row in memory_table(config, table, plan)
+        for row in memory_table(config, table, plan, context.prices.costs)
     ]
     return f"{_hashes(simulation)} {_short(repr(rows))}"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.planner.cost.prices import config_prices
+from penstock.planner.configured import config_prices
 from penstock.planner.memory.footprint import device_peaks
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system.conftest import Runner
