@@ -9,19 +9,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock._native import undo_state
+from penstock.daemons.kit.events import EffectFailed, Exit, SendDrained, SendFailed, SendReady
+from penstock.daemons.kit.messages import answer
 from penstock.daemons.optimizer.machine.events import (
     BeginSweep,
     BlockWords,
-    Broken,
     CancelPulls,
     Effect,
     EndSweep,
-    Exit,
+    Event,
     FlipCommitted,
     MemoryFacts,
     OwnedBlock,
@@ -29,9 +30,6 @@ from penstock.daemons.optimizer.machine.events import (
     RunSweep,
     SendAmended,
     SendBlockStatus,
-    SendDrained,
-    SendFailed,
-    SendReady,
     SendSettled,
     SetEpoch,
     SetSlot,
@@ -96,7 +94,7 @@ class FinishedSweep:
     """A sweep with its outcome; readings of ``time.perf_counter``."""
 
     work: Sweep
-    event: SweepDone | Broken
+    event: SweepDone | EffectFailed
     start_s: float
     end_s: float
 
@@ -141,12 +139,12 @@ class SweepThread:
 
     def _outcome(self, work: Sweep) -> FinishedSweep:
         start_s = time.perf_counter()
-        event: SweepDone | Broken
+        event: SweepDone | EffectFailed
         try:
             status = self._kernels.run(work)
         except Exception as error:
             # Reported, not raised: the state machine tells the scheduler why the run ends.
-            event, end_s = Broken(error=f"{work}: {error!r}"), time.perf_counter()
+            event, end_s = EffectFailed(error=f"{work}: {error!r}"), time.perf_counter()
         else:
             end_s = time.perf_counter()
             event = SweepDone(status=status, seconds=end_s - start_s)
@@ -163,8 +161,8 @@ class PullOrders(Protocol):
         """Give up all pulls ordered so far."""
 
 
-class Effects:
-    """Carries out effects; :attr:`end` is set once the machine wants to exit."""
+class OptimizerEffects:
+    """Carries out effects; ``exit`` is set once the machine wants to end the process."""
 
     def __init__(
         self,
@@ -174,38 +172,38 @@ class Effects:
         pulls: PullOrders | None,
         send: Callable[[pb.MemberMessage], None],
     ) -> None:
-        self.end: Exit | None = None
-        self.error = ""
+        self.exit: Exit | None = None
         self._control = control
         self._words = ControlWords(control)
         self._send = send
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             RunSweep: lambda e: sweeps.order(e.work),
             SendDrained: self._send_drained,
-            SendReady: self._send_ready,
+            SendReady: self._answer,
             SendBlockStatus: self._send_block_status,
             SendAmended: self._send_amended,
             SendSettled: self._send_settled,
-            SendFailed: self._send_failed,
+            SendFailed: self._answer,
             Exit: self._exit,
         }
         if pulls is not None:
             self._handlers |= {Pull: pulls.order, CancelPulls: lambda e: pulls.cancel()}
 
-    def carry_out(self, effects: Iterable[Effect]) -> None:
-        """Carry out effects in order."""
+    def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
+        """Carry out effects in order. Sweeps and pulls answer later: no event follows at once."""
         for effect in effects:
             if not self._words.write(effect):
                 self._handlers[type(effect)](effect)
+        return ()
 
     def _send_drained(self, effect: SendDrained) -> None:
         memory = pb.MemoryState(
             incarnation=self._control.incarnation, committed=self._control.committed
         )
-        self._send(pb.MemberMessage(drained=pb.Drained(epoch=effect.epoch, memory=memory)))
+        self._send(answer(effect, memory))
 
-    def _send_ready(self, effect: SendReady) -> None:
-        self._send(pb.MemberMessage(ready=pb.Ready(epoch=effect.epoch)))
+    def _answer(self, effect: SendReady | SendFailed) -> None:
+        self._send(answer(effect))
 
     def _send_block_status(self, effect: SendBlockStatus) -> None:
         status = pb.BlockStatus(
@@ -226,10 +224,5 @@ class Effects:
         settled = pb.Settled(epoch=effect.epoch, version=effect.version)
         self._send(pb.MemberMessage(settled=settled))
 
-    def _send_failed(self, effect: SendFailed) -> None:
-        self.error = effect.error
-        failed = pb.Failed(error=effect.error, exit_code=effect.exit_code)
-        self._send(pb.MemberMessage(failed=failed))
-
     def _exit(self, effect: Exit) -> None:
-        self.end = effect
+        self.exit = effect

@@ -14,8 +14,9 @@ from typing import Any
 
 import zmq
 
+from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.optimizer.effects import FinishedSweep
-from penstock.daemons.optimizer.machine.events import Broken, Pulled
+from penstock.daemons.optimizer.machine.events import Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -44,7 +45,7 @@ class Lost:
 class PullOutcome:
     """A pull has ended."""
 
-    event: Pulled | Broken
+    event: Pulled | EffectFailed
     num_bytes: int
 
 

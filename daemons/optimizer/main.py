@@ -6,20 +6,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from penstock._native import Pool
-from penstock.daemons.optimizer.effects import Effects, SweepRunner, SweepThread
+from penstock.daemons.optimizer.effects import OptimizerEffects, SweepRunner, SweepThread
 from penstock.daemons.optimizer.emulated import EmulatedKernels
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.locality import local_ratio
 from penstock.daemons.optimizer.machine.events import OwnedBlock, UpdatePolicy
-from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
-from penstock.daemons.optimizer.service import Parts, Service
+from penstock.daemons.optimizer.service import OptimizerService, ServiceParts
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.placement import Placement, place
@@ -43,7 +42,6 @@ from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 
 GRADIENT_SOCKET = "optimizer"
-STATUS_SOCKET = "optimizer-status"
 _MAPPED = (SegmentKind.WEIGHTS, SegmentKind.STATE, SegmentKind.GRADS)
 
 
@@ -89,7 +87,7 @@ def _sources(run: RunDirectory, blocks: tuple[OwnedBlock, ...]) -> dict[tuple[in
 
 def _build(
     stack: ExitStack, run: RunDirectory, node: str, scheduler: str, stop: StopSignal
-) -> tuple[Service, MemberLink, tuple[GradientSocket | LinkReader, ...]]:
+) -> tuple[OptimizerService, MemberLink, tuple[GradientSocket | LinkReader, ...]]:
     """Make all parts; ``stack`` takes them apart again, in the opposite order."""
     config, member, inbox = run.config, optimizerd_name(node), Inbox()
     index = node_index(config, node)
@@ -120,20 +118,21 @@ def _build(
         silence_timeout_s=config.cluster.heartbeat_timeout_s,
         doing=lambda: service.doing(sweeps.running),
     )
-    parts = Parts(
+    parts = ServiceParts(
         run_id=run.run_id,
         blocks=blocks,
         control=memory.control,
         kernels=kernels,
-        effects=Effects(control=memory.control, sweeps=sweeps, pulls=puller, send=link.send),
+        effects=OptimizerEffects(
+            control=memory.control, sweeps=sweeps, pulls=puller, send=link.send
+        ),
         puller=puller,
-        status_socket=_status_socket(stack, ipc_address(run.run_id, node, STATUS_SOCKET)),
         metrics=metrics,
         stop=stop,
         trace=TraceLog.of_run(run.path, member, config.observability.trace),
     )
-    machine = OptimizerState(blocks, together=config.emulation.optimizer_start == "flush")
-    service = Service(machine=machine, inbox=inbox, parts=parts)
+    machine = OptimizerMachine(blocks, together=config.emulation.optimizer_start == "flush")
+    service = OptimizerService(machine=machine, inbox=inbox, parts=parts)
     return service, link, (LinkReader(link, inbox), gradients)
 
 
@@ -190,11 +189,3 @@ def _puller(
     puller.start()
     stack.callback(puller.close)
     return puller
-
-
-def _status_socket(stack: ExitStack, address: str) -> zmq.Socket[bytes]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stack.callback(context.destroy, linger=0)
-    socket = context.socket(zmq.PUB)
-    socket.bind(address)
-    return socket

@@ -15,8 +15,9 @@ from typing import Any
 
 import zmq
 
+from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.optimizer.kernels import RemoteGradients
-from penstock.daemons.optimizer.machine.events import Broken, Pull, Pulled
+from penstock.daemons.optimizer.machine.events import Pull, Pulled
 from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, Pace
 from penstock.protocol.wire.frames import BlockRequest
@@ -26,7 +27,7 @@ ATTEMPT_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
 
-Report = Callable[[Pulled | Broken, int], None]
+Report = Callable[[Pulled | EffectFailed, int], None]
 """Called with the event and the number of bytes fetched."""
 
 
@@ -110,7 +111,7 @@ class Puller:
                 )
                 self._report(event, out.nbytes)
         except PenstockError as error:
-            self._report(Broken(error=str(error)), 0)
+            self._report(EffectFailed(error=str(error)), 0)
 
     def _fetch(
         self, client: BlockClient, address: str, request: BlockRequest, out: Any, generation: int

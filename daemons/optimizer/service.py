@@ -12,32 +12,30 @@ import os
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import zmq
-
-from penstock.daemons.kit.messages import record_of
-from penstock.daemons.optimizer.effects import Effects, FinishedSweep, read_facts
+from penstock.daemons.kit.events import Exit, ShutdownAsked, StopAsked
+from penstock.daemons.kit.loop import Loop
+from penstock.daemons.kit.messages import COMMON_EVENTS, event_of, record_of
+from penstock.daemons.optimizer.effects import FinishedSweep, OptimizerEffects, read_facts
 from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
-    BeginAsked,
     CommitAsked,
     DeviceUpdated,
-    DrainAsked,
     Event,
     GradientsReady,
     OwnedBlock,
     Pulled,
+    RecoveryAsked,
     SettleAsked,
     SkipAsked,
-    StopAsked,
     SweepDone,
     UpdatePolicy,
 )
-from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
@@ -45,14 +43,13 @@ from penstock.protocol.errors import (
     ExitCode,
     LostMemberError,
     PenstockError,
-    RefusedError,
     StateError,
 )
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.step import SweepStatus
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, now_s
-from penstock.protocol.wire.frames import BlockUpdated, GradientReady, OptimizerStatus, encode
+from penstock.protocol.wire.frames import BlockUpdated, GradientReady
 from penstock.protocol.wire.member import Doing
 from penstock.shm.control import INVALID_VERSION, ControlView
 from penstock.shm.layout import WEIGHT_SLOTS
@@ -61,8 +58,9 @@ RESCAN_AFTER_S = 1.0
 
 _log = logging.getLogger(__name__)
 
+
 EVENTS: dict[str, Callable[[Any], Event]] = {
-    "drain": lambda m: DrainAsked(epoch=m.epoch),
+    **{kind: COMMON_EVENTS[kind] for kind in ("drain", "shutdown", "refused")},
     "run_attempt": lambda m: AttemptAsked(
         epoch=m.epoch,
         attempt=m.attempt,
@@ -75,43 +73,35 @@ EVENTS: dict[str, Callable[[Any], Event]] = {
     "commit": lambda m: CommitAsked(epoch=m.epoch, record=record_of(m.record)),
     "skip": lambda m: SkipAsked(epoch=m.epoch, attempt=m.attempt),
     "settle": lambda m: SettleAsked(epoch=m.epoch, version=m.version),
-    "shutdown": lambda m: StopAsked(),
 }
-"""Messages that are events as they stand; Begin needs the memory, Refused ends the process."""
+"""Messages that are events as they stand; a Begin needs what the memory holds, too."""
 
 
 _ENDINGS = frozenset({"commit", "skip", "drain"})
 """Messages after which an attempt is over, and its trace is written."""
 
 
-class StatusSocket(Protocol):
-    """The part of a PUB socket that is used."""
-
-    def send(self, data: bytes, flags: int = 0) -> Any:
-        """Queue a message."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ServiceParts:
     """What the service works with."""
 
     run_id: str
     blocks: tuple[OwnedBlock, ...]
     control: ControlView
     kernels: Kernels
-    effects: Effects
+    effects: OptimizerEffects
     puller: Puller | None
-    status_socket: StatusSocket
     metrics: OptimizerMetrics
     stop: StopSignal
     trace: TraceLog
 
 
-class Service:
+class OptimizerService:
     """One optimizerd, from its first message to its exit."""
 
-    def __init__(self, *, machine: OptimizerState, inbox: Inbox, parts: Parts) -> None:
+    def __init__(self, *, machine: OptimizerMachine, inbox: Inbox, parts: ServiceParts) -> None:
         self._machine = machine
+        self._loop = Loop(machine, parts.effects)
         self._inbox = inbox
         self._parts = parts
         self._local = {
@@ -137,7 +127,7 @@ class Service:
             PenstockError: the run cannot go on (the scheduler has been told), or refuses this
                 process.
         """
-        while self._parts.effects.end is None:
+        while self._loop.exit is None:
             try:
                 item = self._inbox.get(timeout=POLL_S)
             except queue.Empty:
@@ -149,7 +139,7 @@ class Service:
             self._handlers[type(item)](item)
             self._handling = ""
         self._parts.trace.flush()
-        self._leave(self._parts.effects.end.code)
+        self._leave(self._loop.exit)
 
     def hello(self, metrics_port: int, member: str, endpoint: str) -> pb.Hello:
         """How this process introduces itself on every new stream."""
@@ -175,7 +165,7 @@ class Service:
 
     def _feed(self, event: Event) -> None:
         epoch, phase = self._machine.joined_epoch, self._machine.phase
-        self._parts.effects.carry_out(self._machine.handle(event))
+        self._loop.feed(event)
         if (epoch, phase) != (self._machine.joined_epoch, self._machine.phase):
             _log.info(
                 "%s in epoch %d at version %d",
@@ -190,23 +180,24 @@ class Service:
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")
-        if kind == "refused":
-            raise RefusedError(f"the scheduler refuses this optimizerd: {message.refused.reason}")
         if kind == "begin":
             self._on_begin(message.begin)
-        elif kind in EVENTS:
-            if kind == "shutdown":
-                _log.info("shutdown: %s", message.shutdown.reason)
-            self._feed(EVENTS[kind](getattr(message, kind)))
-            if kind in _ENDINGS:
-                self._parts.trace.flush()
+            return
+        event = event_of(message, EVENTS)
+        if event is None:
+            return  # it concerns other members
+        if isinstance(event, ShutdownAsked):
+            _log.info("shutdown: %s", event.reason)
+        self._feed(event)
+        if kind in _ENDINGS:
+            self._parts.trace.flush()
 
     def _on_begin(self, begin: pb.Begin) -> None:
         if self._parts.puller is not None:
             self._parts.puller.set_addresses({e.member: e.address for e in begin.endpoints})
         facts = read_facts(self._parts.control, self._parts.blocks)
         record = record_of(begin.record)
-        self._feed(BeginAsked(epoch=begin.epoch, record=record, facts=facts))
+        self._feed(RecoveryAsked(epoch=begin.epoch, record=record, facts=facts))
 
     def _on_gradients(self, message: GradientReady) -> None:
         reason = self._why_not(message)
@@ -270,28 +261,13 @@ class Service:
 
     def _on_sweep(self, finished: FinishedSweep) -> None:
         event = finished.event
-        attempt, epoch = self._machine.attempt, self._machine.joined_epoch
+        attempt = self._machine.attempt
         self._feed(event)
         if isinstance(event, SweepDone):
-            self._publish(finished.work, event, epoch, attempt)
             text = f"{finished.work.name} {finished.work.block}"
             self._trace(TraceLane.OPTIMIZER, text, attempt, finished.start_s, finished.end_s)
             elements = self._parts.kernels.num_elements(finished.work.block)
             self._parts.metrics.sweep_done(finished.work.name, event.seconds, elements)
-
-    def _publish(self, work: Sweep, done: SweepDone, epoch: int, attempt: int) -> None:
-        status = done.status
-        message = OptimizerStatus(
-            run_id=self._parts.run_id,
-            epoch=epoch,
-            attempt=attempt,
-            block=work.block,
-            pass_name=work.name,
-            finite=status is None or status.finite,
-            sum_squares=0.0 if status is None else status.sum_squares,
-            seconds=done.seconds,
-        )
-        self._parts.status_socket.send(encode(message), zmq.NOBLOCK)
 
     def _on_pull(self, outcome: PullOutcome) -> None:
         self._parts.metrics.pulled_bytes.inc(outcome.num_bytes)
@@ -322,8 +298,8 @@ class Service:
                     _log.warning("no message came for %s", wanted)
                     self._feed(wanted)
 
-    def _leave(self, code: ExitCode) -> None:
-        if code is ExitCode.DONE:
+    def _leave(self, end: Exit) -> None:
+        if end.code == ExitCode.DONE:
             return
-        kinds: dict[ExitCode, type[PenstockError]] = {ExitCode.BAD_CONFIG: StateError}
-        raise kinds.get(code, LostMemberError)(self._parts.effects.error)
+        kinds: dict[int, type[PenstockError]] = {ExitCode.BAD_CONFIG: StateError}
+        raise kinds.get(end.code, LostMemberError)(end.reason)

@@ -170,20 +170,6 @@ class BlockReply:
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStatus:
-    """Published by optimizerd on its PUB socket after each pass of a block."""
-
-    run_id: str
-    epoch: int
-    attempt: int
-    block: int
-    pass_name: str
-    finite: bool
-    sum_squares: float
-    seconds: float
-
-
 Header = (
     Transfer
     | GroupAddress
@@ -194,7 +180,6 @@ Header = (
     | LeaseReply
     | BlockRequest
     | BlockReply
-    | OptimizerStatus
 )
 H = TypeVar("H", bound=Header)
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from penstock import _native
-from penstock.daemons.optimizer.effects import Effects, read_facts
+from penstock.daemons.optimizer.effects import OptimizerEffects, read_facts
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.machine.events import (
-    BeginAsked,
     Event,
     GradientsReady,
+    RecoveryAsked,
     SettleAsked,
     SweepDone,
 )
-from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.daemons.optimizer.service import EVENTS
 from penstock.daemons.scheduler.machine.events import JournalDecision, Send
@@ -63,11 +63,11 @@ class Joint:
         self.kernels = Kernels(
             pool, memory, config.optimizer, blocks, RemoteGradients(memory, blocks)
         )
-        self._machine = OptimizerState(blocks)
+        self._machine = OptimizerMachine(blocks)
         self._down: deque[pb.SchedulerMessage] = deque()
         self._up: deque[pb.MemberMessage] = deque()
         self._orders: deque[Sweep] = deque()
-        self._effects = Effects(
+        self._effects = OptimizerEffects(
             control=memory.control,
             sweeps=self,  # type: ignore[arg-type]  # order() is all that is asked of it
             pulls=None,
@@ -81,7 +81,7 @@ class Joint:
         assert record is not None
         self.memory.control.set_incarnation(record.incarnation)
         facts = read_facts(self.memory.control, blocks)
-        self._feed(BeginAsked(epoch=self.driver.epoch, record=record, facts=facts))
+        self._feed(RecoveryAsked(epoch=self.driver.epoch, record=record, facts=facts))
         self._up.clear()  # Ready: the driver has said so
         self._collect()
 
@@ -159,7 +159,7 @@ class Joint:
     def _feed(self, event: Event) -> None:
         self._effects.carry_out(self._machine.handle(event))
         self._machine.validate()
-        assert self._effects.end is None, self._effects.error
+        assert self._effects.exit is None, self._effects.exit
 
     def _collect(self) -> None:
         """Take what the scheduler's machine just ordered."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from penstock.daemons.kit.events import SendReady
 from penstock.daemons.optimizer.machine.events import (
     AttemptAsked,
-    BeginAsked,
     BlockWords,
     GradientsReady,
     MemoryFacts,
     OwnedBlock,
+    RecoveryAsked,
     SendBlockStatus,
-    SendReady,
     SetEpoch,
     SetSlot,
     SweepDone,
     UndoWords,
 )
-from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.protocol.plan.step import OptimizerStep, SweepStatus
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
 
@@ -70,10 +70,10 @@ def facts(
     )
 
 
-def begin(found: MemoryFacts, commit: CommitRecord | None = None, epoch: int = 1) -> BeginAsked:
+def begin(found: MemoryFacts, commit: CommitRecord | None = None, epoch: int = 1) -> RecoveryAsked:
     """A Begin with the commit that memory has, or with ``commit``."""
     commit = commit or record(found.committed, 10 * found.committed)
-    return BeginAsked(epoch=epoch, record=commit, facts=found)
+    return RecoveryAsked(epoch=epoch, record=commit, facts=found)
 
 
 def attempt(number: int, base: int, *, hold: bool = False, epoch: int = 1) -> AttemptAsked:
@@ -109,16 +109,16 @@ def live(
     blocks: tuple[OwnedBlock, ...] = ONE_BLOCK,
     *,
     together: bool = False,
-) -> OptimizerState:
+) -> OptimizerMachine:
     """A machine in epoch 1 at ``committed`` (odd: its weights are in slot 1)."""
-    machine = OptimizerState(blocks, together=together)
+    machine = OptimizerMachine(blocks, together=together)
     words = {b.index: (state, committed - 1, committed) for b in blocks}
     assert machine.handle(begin(facts(committed, words))) == [SetEpoch(epoch=1), SendReady(epoch=1)]
     machine.validate()
     return machine
 
 
-def reported(*, hold: bool = False) -> OptimizerState:
+def reported(*, hold: bool = False) -> OptimizerMachine:
     """A machine at 5 that has reported the only block of attempt 51."""
     machine = live(state=5)
     machine.handle(attempt(51, 5, hold=hold))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from penstock import _native
+from penstock.daemons.kit.events import SendFailed, SendReady
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     BeginSweep,
@@ -32,8 +33,6 @@ from penstock.daemons.optimizer.machine.events import (
     RunSweep,
     SendAmended,
     SendBlockStatus,
-    SendFailed,
-    SendReady,
     SendSettled,
     SetEpoch,
     SetSlot,
@@ -45,7 +44,7 @@ from penstock.daemons.optimizer.machine.events import (
     UpdatePolicy,
     WriteRecord,
 )
-from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import (
     FinishHold,
     FinishInvert,
@@ -86,9 +85,9 @@ LOOK = RunSweep(work=GradientStatus(block=0, version=6))
 SKIP = SkipAsked(epoch=1, attempt=11)
 
 
-def live(blocks: tuple[OwnedBlock, ...] = ONE_BLOCK) -> OptimizerState:
+def live(blocks: tuple[OwnedBlock, ...] = ONE_BLOCK) -> OptimizerMachine:
     """A machine in epoch 1 at version 5, whose attempt 11 has begun."""
-    machine = OptimizerState(blocks)
+    machine = OptimizerMachine(blocks)
     words = {b.index: (5, 4, 5) for b in blocks}
     assert machine.handle(begin(facts(5, words))) == READY
     assert machine.handle(attempt(11, 5)) == [ANNOUNCED]
@@ -123,7 +122,7 @@ def inverted(block: int = 0) -> list[Effect]:
     return [SetState(block=block, version=5), EndSweep()]
 
 
-def ahead() -> OptimizerState:
+def ahead() -> OptimizerMachine:
     """A machine whose only block has taken attempt 11's step."""
     machine = live()
     assert machine.handle(ready(11)) == [LOOK]
@@ -205,7 +204,7 @@ def test_a_commit_that_is_heard_again_changes_nothing_ahead_of_it() -> None:
 
 
 def test_an_attempt_that_holds_steps_after_its_commit() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     machine.handle(begin(facts(5, {0: (5, 4, 5)})))
     assert machine.handle(attempt(11, 5, hold=True)) == []
     assert machine.handle(ready(11)) == [LOOK]
@@ -264,15 +263,15 @@ def found(
 def test_begin_takes_back_what_was_not_committed(
     memory: MemoryFacts, effects: list[Effect]
 ) -> None:
-    assert OptimizerState(ONE_BLOCK).handle(begin(memory)) == effects
+    assert OptimizerMachine(ONE_BLOCK).handle(begin(memory)) == effects
 
 
 def test_begin_finishes_a_step_to_take_it_back_and_an_inverse() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     machine.handle(begin(found(5, to=6, armed=True)))
     assert machine.handle(QUIET) == [*stepped(), invalid(0, 0), *inverting()]
     assert machine.handle(QUIET) == [*inverted(), *READY]
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     machine.handle(begin(found(6, to=5, armed=True)))
     assert machine.handle(QUIET) == [*inverted(), *READY]
 
@@ -280,7 +279,7 @@ def test_begin_finishes_a_step_to_take_it_back_and_an_inverse() -> None:
 @pytest.mark.parametrize("announced", [ANNOUNCED.record, None], ids=["written", "cut short"])
 def test_begin_keeps_the_step_that_was_journaled(announced: CommitRecord | None) -> None:
     commit = record(6, 11)
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     assert machine.handle(begin(found(6, announced=announced), commit)) == [
         WriteRecord(record=commit),
         FlipCommitted(version=6),
@@ -298,13 +297,13 @@ def test_begin_keeps_the_step_that_was_journaled(announced: CommitRecord | None)
     ],
 )
 def test_begin_refuses_what_cannot_be(memory: MemoryFacts, commit: CommitRecord) -> None:
-    [failed, _] = OptimizerState(ONE_BLOCK).handle(begin(memory, commit))
+    [failed, _] = OptimizerMachine(ONE_BLOCK).handle(begin(memory, commit))
     assert isinstance(failed, SendFailed), failed
 
 
 def test_begin_pulls_the_gradients_of_the_step_that_it_takes_back() -> None:
     blocks = (OwnedBlock(index=0, contributions=1, remote=frozenset({0}), policy=IN_PLACE),)
-    machine = OptimizerState(blocks)
+    machine = OptimizerMachine(blocks)
     pull = Pull(epoch=1, since_epoch=0, attempt=11, version=6, block=0, contribution=0)
     assert machine.handle(begin(found(6))) == [CancelPulls(), invalid(0, 0), pull]
     arrived = Pulled(epoch=1, attempt=11, version=6, block=0, contribution=0)

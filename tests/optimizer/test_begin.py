@@ -6,25 +6,21 @@ import dataclasses
 
 import pytest
 
+from penstock.daemons.kit.events import DrainAsked, Exit, SendDrained, SendFailed, SendReady
 from penstock.daemons.optimizer.machine.events import (
     BeginSweep,
-    DrainAsked,
     Effect,
     EndSweep,
-    Exit,
     FlipCommitted,
     MemoryFacts,
     RunSweep,
-    SendDrained,
-    SendFailed,
-    SendReady,
     SetEpoch,
     SetSlot,
     SetState,
     UndoWords,
     WriteRecord,
 )
-from penstock.daemons.optimizer.machine.state import OptimizerState, Phase
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine, OptimizerPhase
 from penstock.daemons.optimizer.machine.sweeps import (
     CastWeights,
     FinishHold,
@@ -48,12 +44,12 @@ from tests.optimizer.machine import (
 
 
 def test_a_fresh_process_drains_before_its_first_begin() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     assert machine.handle(DrainAsked(epoch=1)) == [SendDrained(epoch=1)]
 
 
 def test_begin_applies_an_outstanding_commit() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     commit = record(6, 51)
     assert machine.handle(begin(facts(5, {0: (5, 6, 5)}), commit)) == [
         WriteRecord(record=commit),
@@ -64,7 +60,7 @@ def test_begin_applies_an_outstanding_commit() -> None:
 
 
 def test_begin_completes_a_held_commit() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     commit = record(6, 51, coefficient=0.5)
     assert machine.handle(begin(facts(5, {0: (5, 4, 5)}), commit)) == [
         WriteRecord(record=commit),
@@ -73,7 +69,7 @@ def test_begin_completes_a_held_commit() -> None:
         BeginSweep(block=0, state_version=6),
         RunSweep(work=Hold(block=0, update=update(6, 0.125))),
     ]
-    assert machine.phase is Phase.RECOVERING
+    assert machine.phase is OptimizerPhase.RECOVERING
     assert machine.handle(DONE) == [
         SetState(block=0, version=6),
         EndSweep(),
@@ -84,7 +80,7 @@ def test_begin_completes_a_held_commit() -> None:
 
 
 def test_begin_casts_the_weights_of_a_settled_block() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     assert machine.handle(begin(facts(5, {0: (5, 4, INVALID_VERSION)}))) == [
         invalid(0, 1),
         RunSweep(work=CastWeights(block=0, version=5)),
@@ -92,7 +88,7 @@ def test_begin_casts_the_weights_of_a_settled_block() -> None:
 
 
 def test_begin_forgets_only_newer_previews() -> None:
-    machine = OptimizerState(TWO_BLOCKS)
+    machine = OptimizerMachine(TWO_BLOCKS)
     assert machine.handle(begin(facts(5, {0: (5, 6, 5), 3: (4, 4, 5)}))) == [
         invalid(0, 0),
         SetEpoch(epoch=1),
@@ -101,7 +97,7 @@ def test_begin_forgets_only_newer_previews() -> None:
 
 
 def test_begin_writes_a_record_that_was_cut_short() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     found = dataclasses.replace(facts(5, {0: (4, 4, 5)}), record=None)
     assert machine.handle(begin(found)) == [
         WriteRecord(record=record(5, 50)),
@@ -114,7 +110,7 @@ TAG = sweep_tag(0, 5)
 
 
 def test_begin_drops_the_intent_of_a_sweep_that_never_started() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     intent = SweepIntent(block=0, state_version=5)
     found = facts(5, {0: (4, INVALID_VERSION, 5)}, interrupted=intent)
     assert machine.handle(begin(found)) == [EndSweep(), SetEpoch(epoch=1), SendReady(epoch=1)]
@@ -124,7 +120,7 @@ def test_begin_drops_the_intent_of_a_sweep_that_never_started() -> None:
 def test_begin_writes_the_words_that_a_complete_sweep_lacks(
     state: int, words: list[Effect]
 ) -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     intent = SweepIntent(block=0, state_version=5)
     undo = UndoWords(armed=False, tag=TAG, completed=TAG)
     found = facts(5, {0: (state, INVALID_VERSION, 5)}, interrupted=intent, undo=undo)
@@ -137,7 +133,7 @@ def test_begin_writes_the_words_that_a_complete_sweep_lacks(
 
 
 def test_begin_finishes_an_interrupted_sweep_as_settle_only() -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     intent = SweepIntent(block=0, state_version=5)
     undo = UndoWords(armed=True, tag=TAG, completed=7)
     found = facts(5, {0: (4, INVALID_VERSION, 5)}, interrupted=intent, undo=undo)
@@ -154,7 +150,7 @@ def test_begin_finishes_an_interrupted_sweep_as_settle_only() -> None:
 
 def test_begin_finishes_an_interrupted_hold_as_a_hold() -> None:
     """Told by the slot: upper halves of a split master exist nowhere else."""
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     intent = SweepIntent(block=0, state_version=5)
     undo = UndoWords(armed=True, tag=TAG, completed=7)
     found = facts(5, {0: (4, 4, INVALID_VERSION)}, interrupted=intent, undo=undo)
@@ -195,8 +191,8 @@ ARMED = UndoWords(armed=True, tag=TAG, completed=0)
     ],
 )
 def test_begin_refuses_what_cannot_be(found: MemoryFacts, commit: CommitRecord, error: str) -> None:
-    machine = OptimizerState(ONE_BLOCK)
+    machine = OptimizerMachine(ONE_BLOCK)
     failed, leave = machine.handle(begin(found, commit))
     assert isinstance(failed, SendFailed) and error in failed.error
-    assert leave == Exit(code=ExitCode.BAD_CONFIG)
+    assert leave == Exit(code=ExitCode.BAD_CONFIG, reason=failed.error)
     assert machine.handle(DrainAsked(epoch=9)) == []

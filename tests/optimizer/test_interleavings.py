@@ -16,35 +16,31 @@ import numpy as np
 import pytest
 
 from penstock import _native
+from penstock.daemons.kit.events import DrainAsked, Exit, SendDrained, SendFailed, SendReady
 from penstock.daemons.optimizer.effects import ControlWords, read_facts
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
-    BeginAsked,
     CancelPulls,
     CommitAsked,
     DeviceUpdated,
-    DrainAsked,
     Effect,
     Event,
-    Exit,
     GradientsReady,
     Pull,
     Pulled,
+    RecoveryAsked,
     RunSweep,
     SendAmended,
     SendBlockStatus,
-    SendDrained,
-    SendFailed,
-    SendReady,
     SendSettled,
     SettleAsked,
     SkipAsked,
     SweepDone,
     UpdatePolicy,
 )
-from penstock.daemons.optimizer.machine.state import OptimizerState, Phase
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine, OptimizerPhase
 from penstock.daemons.optimizer.machine.sweeps import CastWeights, Preview, Sweep, sweep_tag
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep
@@ -125,7 +121,7 @@ class World:
     def new_process(self) -> None:
         """A fresh machine; what only the old process knew is gone. Its plan may be another, too."""
         self.blocks = owned_blocks(self.memory, self.choose_policy)
-        self.machine = OptimizerState(self.blocks)
+        self.machine = OptimizerMachine(self.blocks)
         self.running: Sweep | None = None
         self.pulls: list[Pull] = []
         self.sent: list[Effect] = []
@@ -164,7 +160,7 @@ class World:
             self.perhaps_die()
             self.carry_out(effect)
         self.perhaps_die()
-        if self.machine.phase is Phase.LIVE:
+        if self.machine.phase is OptimizerPhase.LIVE:
             self.control.validate(b.index for b in self.blocks)
 
     def carry_out(self, effect: Effect) -> None:
@@ -308,7 +304,7 @@ class World:
                 else:
                     self.new_process()
                 facts = read_facts(self.control, self.blocks)
-                self.deliver(BeginAsked(epoch=self.epoch, record=self.record, facts=facts))
+                self.deliver(RecoveryAsked(epoch=self.epoch, record=self.record, facts=facts))
                 ready = SendReady(epoch=self.epoch)
                 self.until(lambda m=ready: self.has_sent(m), "Ready")  # type: ignore[misc]
                 assert self.control.committed == self.record.version

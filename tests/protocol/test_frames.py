@@ -21,7 +21,6 @@ from penstock.protocol.wire.frames import (
     Header,
     LeaseReply,
     LeaseRequest,
-    OptimizerStatus,
     TensorHeader,
     Transfer,
     TransferShape,
@@ -39,7 +38,6 @@ KINDS = (
     LeaseReply,
     BlockRequest,
     BlockReply,
-    OptimizerStatus,
 )
 
 UNTIMED = settings(deadline=None)
@@ -116,17 +114,6 @@ headers: st.SearchStrategy[Header] = st.one_of(
         num_bytes=counts,
         array_bytes=counts,
         error=texts,
-    ),
-    st.builds(
-        OptimizerStatus,
-        run_id=texts,
-        epoch=counts,
-        attempt=counts,
-        block=counts,
-        pass_name=texts,
-        finite=st.booleans(),
-        sum_squares=st.floats(allow_nan=False),
-        seconds=st.floats(allow_nan=False),
     ),
 )
 anything = st.recursive(

@@ -37,45 +37,51 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Invert,
     Sweep,
 )
-from penstock.daemons.optimizer.machine.words import Ledger
-from penstock.daemons.optimizer.machine.work import CHOOSERS, Attempt, Chooser, Kind, Work
+from penstock.daemons.optimizer.machine.words import WordsMirror
+from penstock.daemons.optimizer.machine.work import (
+    CHOOSERS,
+    AttemptProgress,
+    Chooser,
+    QueuedWork,
+    WorkKind,
+)
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.control import CommitRecord, Decision
 
 
-def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
+def _update(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
     assert attempt is not None, "updates are dropped with their attempt"
     if attempt.hold or block not in attempt.looked_at:
         return GradientStatus(block=block, version=attempt.update.version)
     return Hold(block=block, update=attempt.update)
 
 
-def _amend(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
+def _amend(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
     assert attempt is not None and attempt.amended is not None, "amends go with their attempt"
     return Hold(block=block, update=attempt.amended)
 
 
-def _revert(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep | None:
-    ahead = ledger.ahead(block)
+def _revert(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep | None:
+    ahead = words.ahead(block)
     return None if ahead is None else Invert(block=block, update=ahead)
 
 
-def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
-    return FinishHold(block=block, update=ledger.pending(block) or ledger.announced)
+def _finish(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
+    return FinishHold(block=block, update=words.pending(block) or words.announced)
 
 
-def _finish_revert(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
-    return FinishInvert(block=block, update=ledger.announced)
+def _finish_revert(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
+    return FinishInvert(block=block, update=words.announced)
 
 
-_IN_PLACE: Mapping[Kind, Chooser] = MappingProxyType(
+_IN_PLACE: Mapping[WorkKind, Chooser] = MappingProxyType(
     {
         **CHOOSERS,
-        Kind.UPDATE: _update,
-        Kind.AMEND: _amend,
-        Kind.FINISH: _finish,
-        Kind.REVERT: _revert,
-        Kind.FINISH_REVERT: _finish_revert,
+        WorkKind.UPDATE: _update,
+        WorkKind.AMEND: _amend,
+        WorkKind.FINISH: _finish,
+        WorkKind.REVERT: _revert,
+        WorkKind.FINISH_REVERT: _finish_revert,
     }
 )
 
@@ -100,9 +106,9 @@ class ArithmeticEpoch(Epoch):
         super()._on_attempt(event)
         if event.hold or not begins:
             return
-        assert self.ledger.record is not None, "an epoch begins with a record"
+        assert self.words.record is not None, "an epoch begins with a record"
         step = replace(
-            self.ledger.record,
+            self.words.record,
             version=event.base_version + 1,
             attempt=event.attempt,
             decision=Decision.COMMIT,
@@ -111,9 +117,9 @@ class ArithmeticEpoch(Epoch):
             learning_rate=event.learning_rate,
             bias_step=event.base_version + 1,
         )
-        self.ledger.announce(step)
+        self.words.announce(step)
 
-    def _finish_update(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+    def _finish_update(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
         attempt = self._attempt
         assert attempt is not None and done is not None
         if isinstance(sweep, Hold):
@@ -133,12 +139,12 @@ class ArithmeticEpoch(Epoch):
         attempt.amended = OptimizerStep.of(event.record)
         attempt.amending = set(self._blocks.active)
         self._amendment = event.record
-        self._plan(Kind.REVERT, self._blocks.active)
+        self._plan(WorkKind.REVERT, self._blocks.active)
         self._report_amended(attempt)
 
     def _on_commit(self, event: CommitAsked) -> None:
-        ahead, news = self._ahead(), event.record.version != self.ledger.committed
-        if ahead and news and OptimizerStep.of(event.record) != self.ledger.announced:
+        ahead, news = self._ahead(), event.record.version != self.words.committed
+        if ahead and news and OptimizerStep.of(event.record) != self.words.announced:
             raise ImpossibleError(
                 f"version {event.record.version} is committed with another step than blocks"
                 f" {ahead} have taken"
@@ -155,23 +161,23 @@ class ArithmeticEpoch(Epoch):
                 f"attempt {event.attempt} is skipped before the sweep of blocks {sorted(missing)}"
             )
         super()._on_skip(event)
-        self._plan(Kind.REVERT, self._ahead())
+        self._plan(WorkKind.REVERT, self._ahead())
 
     def _queue_settles(self, blocks: Iterable[int]) -> set[int]:
         """To settle is to take back, too: those that are ahead wait for their REVERT."""
         ahead = set(self._ahead())
         return super()._queue_settles(blocks) | ahead
 
-    def _finish_revert(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+    def _finish_revert(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
         self._finish_recovery(work, sweep, done)
         self._finish_settle(work, sweep, done)
         if self._amendment is not None and not self._ahead():
-            self.ledger.announce(self._amendment)
+            self.words.announce(self._amendment)
             self._amendment = None
-            self._plan(Kind.AMEND, self._blocks.active)
+            self._plan(WorkKind.AMEND, self._blocks.active)
 
     def _ahead(self) -> list[int]:
-        return [block for block in self._blocks.active if self.ledger.ahead(block) is not None]
+        return [block for block in self._blocks.active if self.words.ahead(block) is not None]
 
     _HANDLERS: ClassVar[Handlers] = {
         **Epoch._HANDLERS,
@@ -183,7 +189,7 @@ class ArithmeticEpoch(Epoch):
     _CHOOSERS = _IN_PLACE
     _FINISHERS: ClassVar[Finishers] = {
         **Epoch._FINISHERS,
-        Kind.UPDATE: _finish_update,
-        Kind.REVERT: _finish_revert,
-        Kind.FINISH_REVERT: Epoch._finish_recovery,
+        WorkKind.UPDATE: _finish_update,
+        WorkKind.REVERT: _finish_revert,
+        WorkKind.FINISH_REVERT: Epoch._finish_recovery,
     }

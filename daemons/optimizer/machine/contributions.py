@@ -14,7 +14,7 @@ from penstock.daemons.optimizer.machine.events import (
 )
 
 
-class Blocks:
+class OwnedBlocks:
     """The blocks of this node, in forward order.
 
     ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are the pairs
@@ -60,7 +60,7 @@ class Pulls:
     It outlives epochs, as the buffers do: what was pulled need not be pulled again.
     """
 
-    def __init__(self, blocks: Blocks, effects: list[Effect]) -> None:
+    def __init__(self, blocks: OwnedBlocks, effects: list[Effect]) -> None:
         self._remote = blocks.remote
         self._effects = effects
         self._held: dict[tuple[int, int, int], int] = {}  # (block, contribution, copy) -> attempt

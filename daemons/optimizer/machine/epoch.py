@@ -1,8 +1,8 @@
 """What optimizerd does within one epoch: recovery, then attempts, decisions and settles.
 
-A part of the pure machine in :mod:`penstock.daemons.optimizer.machine.state`, which decides whether
-an epoch may hear of an event. Here is what the event means: which blocks are queued, which sweep
-runs next, what is reported when it has ended.
+A part of the pure machine in :mod:`penstock.daemons.optimizer.machine.machine`, which decides
+whether an epoch may hear of an event. Here is what the event means: which blocks are queued, which
+sweep runs next, what is reported when it has ended.
 
 Blocks that are settled early are queued for it when an attempt begins, ahead of the new gradients
 of all blocks. Those that a device updates get no other sweep of an attempt, unless it holds: what
@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from penstock.daemons.optimizer.machine.contributions import Blocks, Pulls
+from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
-    BeginAsked,
     CommitAsked,
     DeviceUpdated,
     Effect,
     GradientsReady,
     Pulled,
+    RecoveryAsked,
     RunSweep,
     SendAmended,
     SendBlockStatus,
@@ -39,8 +39,15 @@ from penstock.daemons.optimizer.machine.events import (
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, begin_recovery
 from penstock.daemons.optimizer.machine.sweeps import Advance, Hold, Preview, Sweep
-from penstock.daemons.optimizer.machine.words import Ledger
-from penstock.daemons.optimizer.machine.work import CHOOSERS, Attempt, Chooser, Kind, Running, Work
+from penstock.daemons.optimizer.machine.words import WordsMirror
+from penstock.daemons.optimizer.machine.work import (
+    CHOOSERS,
+    AttemptProgress,
+    Chooser,
+    QueuedWork,
+    RunningSweep,
+    WorkKind,
+)
 from penstock.protocol.plan.step import OptimizerStep, SweepStatus
 
 LiveEvent: TypeAlias = (
@@ -55,7 +62,9 @@ LiveEvent: TypeAlias = (
 """What an epoch may hear of once it has recovered."""
 
 Handlers: TypeAlias = Mapping[type[Any], Callable[[Any, Any], None]]
-Finishers: TypeAlias = Mapping[Kind, Callable[[Any, Work, Sweep | None, SweepDone | None], None]]
+Finishers: TypeAlias = Mapping[
+    WorkKind, Callable[[Any, QueuedWork, Sweep | None, SweepDone | None], None]
+]
 
 
 class Epoch:
@@ -66,19 +75,20 @@ class Epoch:
     """
 
     def __init__(
-        self, begin: BeginAsked, blocks: Blocks, pulls: Pulls, effects: list[Effect]
+        self, begin: RecoveryAsked, blocks: OwnedBlocks, pulls: Pulls, effects: list[Effect]
     ) -> None:
         self.number = begin.epoch
-        self.ledger = Ledger(begin.facts, effects)
+        self.words = WordsMirror(begin.facts, effects)
         self._blocks = blocks
         self._pulls = pulls
         self._out = effects
-        self._attempt: Attempt | None = None
+        self._attempt: AttemptProgress | None = None
         self._early: dict[int, list[GradientsReady | DeviceUpdated]] = {}
         self._settling: set[int] = set()  # blocks that Settled waits for
-        self._queue: deque[Work] = deque()
-        self._running: Running | None = None
-        self._recovery = begin_recovery(begin, self.ledger, blocks, pulls)
+        self._queue: deque[QueuedWork] = deque()
+        self._running: RunningSweep | None = None
+        self._validated = (-1, 0)  # committed version and attempt at the last check
+        self._recovery = begin_recovery(begin, self.words, blocks, pulls)
         if not self._recovery.awaited:
             self._queue.extend(self._recovery.left)
 
@@ -118,22 +128,30 @@ class Epoch:
         )
 
     def validate(self) -> None:
-        """Check the invariants of memory and queue, once recovered.
+        """Check the invariants of memory and queue, once recovered: of all blocks after a decision
+        or a new attempt, else of those whose words have changed since the last check (the loop asks
+        after each event, and a model may have hundreds of blocks).
 
         Raises:
             ValueError: naming what contradicts what.
         """
-        committed = self.ledger.committed
-        self.ledger.validate(frozenset(self._blocks.active))
+        committed, now = self.words.committed, (self.words.committed, self.attempt)
+        changed, self.words.changed = self.words.changed, set()
+        if now == self._validated:
+            blocks = [block for block in self._blocks.active if block in changed]
+        else:
+            blocks = list(self._blocks.active)
+        self._validated = now
+        self.words.validate(blocks)
         if len(set(self._queue)) != len(self._queue):
             raise ValueError(f"work is queued twice: {list(self._queue)}")
-        due = {work.block for work in self._queue if work.kind is Kind.COMPLETE}
-        if self._running is not None and self._running.work.kind is Kind.COMPLETE:
+        due = {work.block for work in self._queue if work.kind is WorkKind.COMPLETE}
+        if self._running is not None and self._running.work.kind is WorkKind.COMPLETE:
             due.add(self._running.work.block)
-        for block in self._blocks.active:
-            if not self.ledger.holds(block, committed) and block not in due:
+        for block in blocks:
+            if not self.words.holds(block, committed) and block not in due:
                 raise ValueError(f"block {block}: no weights of the committed {committed}")
-            newest = self.ledger.newest_slot(block)
+            newest = self.words.newest_slot(block)
             previewed = self._attempt is not None and block in self._attempt.previewed
             if newest > committed and not previewed:
                 raise ValueError(f"block {block}: weights of {newest} from no attempt")
@@ -170,17 +188,19 @@ class Epoch:
             raise ImpossibleError(
                 f"attempt {event.attempt} begins, but {self._attempt.number} is undecided"
             )
-        if event.base_version != self.ledger.committed:
+        if event.base_version != self.words.committed:
             raise ImpossibleError(
                 f"attempt {event.attempt} is based on version {event.base_version}, but"
-                f" {self.ledger.committed} is committed"
+                f" {self.words.committed} is committed"
             )
         update = OptimizerStep.speculative(
             version=event.base_version + 1,
             loss_scale=event.loss_scale,
             learning_rate=event.learning_rate,
         )
-        attempt = self._attempt = Attempt(number=event.attempt, update=update, hold=event.hold)
+        attempt = self._attempt = AttemptProgress(
+            number=event.attempt, update=update, hold=event.hold
+        )
         self._pulls.order(
             self._blocks.remote,
             epoch=self.number,
@@ -192,13 +212,13 @@ class Epoch:
             self._queue_settles(self._blocks.active)
         else:
             for block in self._blocks.on_devices:
-                self.ledger.vacate(block, update.version)
+                self.words.vacate(block, update.version)
             self._queue_settles(self._blocks.settled_early)
         for early in self._early.pop(event.attempt, ()):
             self.handle(early)
         self._early = {n: events for n, events in self._early.items() if n > event.attempt}
 
-    def _of_attempt(self, event: GradientsReady | DeviceUpdated) -> Attempt | None:
+    def _of_attempt(self, event: GradientsReady | DeviceUpdated) -> AttemptProgress | None:
         """The attempt under way if a worker speaks of it; what is early is kept."""
         if self._attempt is not None and event.attempt == self._attempt.number:
             return self._attempt
@@ -216,31 +236,31 @@ class Epoch:
         block, attempt = event.block, self._of_attempt(event)
         if attempt is None or block not in self._on_devices(attempt) or block in attempt.reported:
             return
-        if self.ledger.pending(block) is not None:
+        if self.words.pending(block) is not None:
             raise ImpossibleError(
                 f"a worker updated block {block} in attempt {attempt.number}, whose state is not at"
-                f" version {self.ledger.committed} yet"
+                f" version {self.words.committed} yet"
             )
-        self.ledger.set_slot(block, attempt.update.version)
+        self.words.set_slot(block, attempt.update.version)
         attempt.previewed[block] = attempt.update
         self._report(attempt, block, event.status, event.seconds)
 
-    def _on_devices(self, attempt: Attempt) -> tuple[int, ...]:
+    def _on_devices(self, attempt: AttemptProgress) -> tuple[int, ...]:
         """The blocks whose preview is a worker's."""
         return () if attempt.hold else self._blocks.on_devices
 
-    def _mark_ready(self, attempt: Attempt, block: int, contribution: int) -> None:
+    def _mark_ready(self, attempt: AttemptProgress, block: int, contribution: int) -> None:
         ready = attempt.ready.setdefault(block, set())
         if contribution in ready:
             return
         ready.add(contribution)
         startable = self._blocks.startable(block, attempt.ready)
         elsewhere = self._on_devices(attempt)
-        self._plan(Kind.UPDATE, [b for b in startable if b not in elsewhere])
+        self._plan(WorkKind.UPDATE, [b for b in startable if b not in elsewhere])
 
     # ---- decisions ----
 
-    def _decided(self, attempt: int, record_version: int) -> Attempt:
+    def _decided(self, attempt: int, record_version: int) -> AttemptProgress:
         """The attempt under way, when a decision about it is possible."""
         current = self._attempt
         if current is None or current.number != attempt:
@@ -261,16 +281,16 @@ class Epoch:
         attempt = self._decided(event.attempt, event.record.version)
         attempt.amended = OptimizerStep.of(event.record)
         attempt.amending = set(self._blocks.active)
-        self._plan(Kind.AMEND, self._blocks.active)
+        self._plan(WorkKind.AMEND, self._blocks.active)
         self._report_amended(attempt)
 
-    def _report_amended(self, attempt: Attempt) -> None:
+    def _report_amended(self, attempt: AttemptProgress) -> None:
         if not attempt.amending:
             self._out.append(SendAmended(epoch=self.number, attempt=attempt.number))
 
     def _on_commit(self, event: CommitAsked) -> None:
-        record, ledger = event.record, self.ledger
-        if record.version == ledger.committed:
+        record, words = event.record, self.words
+        if record.version == words.committed:
             return
         attempt = self._decided(record.attempt, record.version)
         promised = OptimizerStep.of(record)
@@ -278,30 +298,30 @@ class Epoch:
         for block in unlike:
             # Normally a hold, and nothing is there; weights of another step must not become
             # readable by the flip.
-            ledger.forget(block, record.version)
-        ledger.commit(record)
-        ledger.follow_commit(self._blocks.empty)
+            words.forget(block, record.version)
+        words.commit(record)
+        words.follow_commit(self._blocks.empty)
         self._attempt = None
-        self._plan(Kind.COMPLETE, unlike)
+        self._plan(WorkKind.COMPLETE, unlike)
 
     def _on_skip(self, event: SkipAsked) -> None:
         attempt = self._attempt
         if attempt is None or attempt.number != event.attempt:
             return
         self._queue = deque(
-            work for work in self._queue if work.kind not in (Kind.UPDATE, Kind.AMEND)
+            work for work in self._queue if work.kind not in (WorkKind.UPDATE, WorkKind.AMEND)
         )
         self._attempt = None
         for block in self._blocks.active:
-            self.ledger.forget(block, attempt.update.version)
+            self.words.forget(block, attempt.update.version)
         self._pulls.cancel()
 
     # ---- settling ----
 
     def _on_settle(self, event: SettleAsked) -> None:
-        if event.version != self.ledger.committed:
+        if event.version != self.words.committed:
             raise ImpossibleError(
-                f"state is to be settled at version {event.version}, but {self.ledger.committed} is"
+                f"state is to be settled at version {event.version}, but {self.words.committed} is"
                 " committed"
             )
         self._settling = self._queue_settles(self._blocks.active)
@@ -309,34 +329,34 @@ class Epoch:
 
     def _queue_settles(self, blocks: Iterable[int]) -> set[int]:
         """Queue those of ``blocks`` whose state lags, once; returns them."""
-        lagging = [b for b in blocks if self.ledger.pending(b) is not None]
-        queued = {work.block for work in self._queue if work.kind is Kind.SETTLE}
-        self._plan(Kind.SETTLE, [b for b in lagging if b not in queued])
+        lagging = [b for b in blocks if self.words.pending(b) is not None]
+        queued = {work.block for work in self._queue if work.kind is WorkKind.SETTLE}
+        self._plan(WorkKind.SETTLE, [b for b in lagging if b not in queued])
         return set(lagging)
 
     def _report_settled(self) -> None:
         if not self._settling:
-            self._out.append(SendSettled(epoch=self.number, version=self.ledger.committed))
+            self._out.append(SendSettled(epoch=self.number, version=self.words.committed))
 
     # ---- sweeps ----
 
-    def _plan(self, kind: Kind, blocks: Iterable[int]) -> None:
-        self._queue.extend(Work(kind=kind, block=block) for block in blocks)
+    def _plan(self, kind: WorkKind, blocks: Iterable[int]) -> None:
+        self._queue.extend(QueuedWork(kind=kind, block=block) for block in blocks)
 
     def start_next(self) -> None:
         """Start the sweep whose turn it is, unless one is running."""
         while self._running is None and self._queue:
             work = self._queue.popleft()
-            sweep = self._CHOOSERS[work.kind](work.block, self.ledger, self._attempt)
+            sweep = self._CHOOSERS[work.kind](work.block, self.words, self._attempt)
             if sweep is None:
                 self._finish(work, None, None)
                 continue
-            attempt = self._attempt if work.kind in (Kind.UPDATE, Kind.AMEND) else None
+            attempt = self._attempt if work.kind in (WorkKind.UPDATE, WorkKind.AMEND) else None
             if attempt is not None:
                 attempt.previewed.pop(work.block, None)
             number = None if attempt is None else attempt.number
-            self._running = Running(work=work, sweep=sweep, attempt=number)
-            self.ledger.open_sweep(sweep)
+            self._running = RunningSweep(work=work, sweep=sweep, attempt=number)
+            self.words.open_sweep(sweep)
             self._out.append(RunSweep(work=sweep))
 
     def sweep_done(self, event: SweepDone) -> None:
@@ -345,15 +365,15 @@ class Epoch:
         assert running is not None, "no sweep was running"
         # Weights of an attempt that was skipped or abandoned meanwhile stay invalid.
         current = running.attempt is None or running.attempt == self.attempt
-        self.ledger.close_sweep(running.sweep, keep_weights=current)
+        self.words.close_sweep(running.sweep, keep_weights=current)
         if current:
             self._finish(running.work, running.sweep, event)
 
-    def _finish(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+    def _finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
         """``sweep`` and ``done`` are None if nothing was left to do."""
         self._FINISHERS[work.kind](self, work, sweep, done)
 
-    def _finish_update(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+    def _finish_update(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
         assert self._attempt is not None and done is not None
         if done.status is None:
             self._queue.appendleft(work)  # settled first; its new gradients are looked at now
@@ -362,7 +382,9 @@ class Epoch:
             self._attempt.previewed[work.block] = sweep.update
         self._report(self._attempt, work.block, done.status, done.seconds)
 
-    def _report(self, attempt: Attempt, block: int, status: SweepStatus, seconds: float) -> None:
+    def _report(
+        self, attempt: AttemptProgress, block: int, status: SweepStatus, seconds: float
+    ) -> None:
         attempt.reported.add(block)
         self._out.append(
             SendBlockStatus(
@@ -374,18 +396,20 @@ class Epoch:
             )
         )
 
-    def _finish_amend(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+    def _finish_amend(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
         assert self._attempt is not None and isinstance(sweep, Preview | Hold)
         self._attempt.previewed[work.block] = sweep.update
         self._attempt.amending.discard(work.block)
         self._report_amended(self._attempt)
 
-    def _finish_settle(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+    def _finish_settle(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
         if work.block in self._settling:
             self._settling.discard(work.block)
             self._report_settled()
 
-    def _finish_recovery(self, work: Work, sweep: Sweep | None, done: SweepDone | None) -> None:
+    def _finish_recovery(
+        self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None
+    ) -> None:
         """Of what a commit during the epoch left to complete, nobody waits for the end."""
         self._recovery.left.pop(work, None)
 
@@ -398,11 +422,11 @@ class Epoch:
         SkipAsked: _on_skip,
         SettleAsked: _on_settle,
     }
-    _CHOOSERS: ClassVar[Mapping[Kind, Chooser]] = CHOOSERS
+    _CHOOSERS: ClassVar[Mapping[WorkKind, Chooser]] = CHOOSERS
     _FINISHERS: ClassVar[Finishers] = {
-        Kind.UPDATE: _finish_update,
-        Kind.AMEND: _finish_amend,
-        Kind.SETTLE: _finish_settle,
-        Kind.COMPLETE: _finish_recovery,
-        Kind.FINISH: _finish_recovery,
+        WorkKind.UPDATE: _finish_update,
+        WorkKind.AMEND: _finish_amend,
+        WorkKind.SETTLE: _finish_settle,
+        WorkKind.COMPLETE: _finish_recovery,
+        WorkKind.FINISH: _finish_recovery,
     }

@@ -1,4 +1,7 @@
-"""What reaches optimizerd's state machine (events) and what it orders (effects): plain values."""
+"""What reaches optimizerd's machine (events) and what it orders (effects): plain values.
+
+Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from penstock.daemons.kit.events import (
+    DrainAsked,
+    EffectFailed,
+    Exit,
+    RefusedByScheduler,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    ShutdownAsked,
+    StopAsked,
+)
 from penstock.daemons.optimizer.machine.sweeps import Sweep
-from penstock.protocol.errors import ExitCode
 from penstock.protocol.plan.step import SweepStatus
 from penstock.shm.control import CommitRecord, SweepIntent
 
@@ -77,15 +90,10 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainAsked:
-    """Leave the old epoch; ``epoch`` is the next one."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginAsked:
-    """Enter ``epoch`` with the commit that ``record`` describes."""
+class RecoveryAsked:
+    """The scheduler's Begin: enter ``epoch`` with the commit that ``record`` describes. The memory
+    holds what ``facts`` says.
+    """
 
     epoch: int
     record: CommitRecord
@@ -145,13 +153,6 @@ class SweepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
-    """A sweep or a pull cannot be done at all."""
-
-    error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AmendAsked:
     """The norm was over the limit: preview every block again as ``record`` says."""
 
@@ -184,24 +185,21 @@ class SettleAsked:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopAsked:
-    """Finish the running sweep, then exit: a signal, or the scheduler's Shutdown."""
-
-
 Event = (
     DrainAsked
-    | BeginAsked
+    | RecoveryAsked
     | AttemptAsked
     | GradientsReady
     | DeviceUpdated
     | Pulled
     | SweepDone
-    | Broken
+    | EffectFailed
     | AmendAsked
     | CommitAsked
     | SkipAsked
     | SettleAsked
+    | ShutdownAsked
+    | RefusedByScheduler
     | StopAsked
 )
 
@@ -290,20 +288,6 @@ class CancelPulls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendDrained:
-    """Tell the scheduler: nothing of an older epoch runs."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendReady:
-    """Tell the scheduler: the memory is as its journal says."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SendBlockStatus:
     """Tell the scheduler about the gradients of a block."""
 
@@ -328,21 +312,6 @@ class SendSettled:
 
     epoch: int
     version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendFailed:
-    """Tell the scheduler that the run cannot go on, and why."""
-
-    error: str
-    exit_code: ExitCode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
-    """End the process."""
-
-    code: ExitCode
 
 
 Effect = (

@@ -13,17 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from penstock.daemons.optimizer.machine.contributions import Blocks, Pulls
+from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
 from penstock.daemons.optimizer.machine.events import (
-    BeginAsked,
     EndSweep,
     MemoryFacts,
     OwnedBlock,
+    RecoveryAsked,
     UpdatePolicy,
 )
 from penstock.daemons.optimizer.machine.sweeps import sweep_tag
-from penstock.daemons.optimizer.machine.words import Ledger
-from penstock.daemons.optimizer.machine.work import Kind, Work
+from penstock.daemons.optimizer.machine.words import WordsMirror
+from penstock.daemons.optimizer.machine.work import QueuedWork, WorkKind
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.control import CommitRecord, Decision
 
@@ -32,7 +32,7 @@ class ImpossibleError(Exception):
     """Memory, scheduler and state machine contradict each other: going on would lose bytes."""
 
 
-class Interrupted(Enum):
+class SweepFate(Enum):
     """What became of the sweep that the intent names."""
 
     NONE = auto()
@@ -41,7 +41,7 @@ class Interrupted(Enum):
     COMPLETE = auto()
 
 
-def interrupted_sweep(facts: MemoryFacts) -> Interrupted:
+def interrupted_sweep(facts: MemoryFacts) -> SweepFate:
     """Tell the cases apart that are drawn in :mod:`penstock.daemons.optimizer.machine.words`.
 
     Raises:
@@ -55,13 +55,13 @@ def interrupted_sweep(facts: MemoryFacts) -> Interrupted:
             f" {tag:#x}: the control segment is damaged"
         )
     if intent is None:
-        return Interrupted.NONE
+        return SweepFate.NONE
     if undo.armed:
-        return Interrupted.CUT_SHORT
-    return Interrupted.COMPLETE if undo.completed == tag else Interrupted.NOT_STARTED
+        return SweepFate.CUT_SHORT
+    return SweepFate.COMPLETE if undo.completed == tag else SweepFate.NOT_STARTED
 
 
-def check_begin(begin: BeginAsked, blocks: Iterable[OwnedBlock]) -> None:
+def check_begin(begin: RecoveryAsked, blocks: Iterable[OwnedBlock]) -> None:
     """Check that the scheduler's commit and the memory belong together.
 
     Raises:
@@ -97,7 +97,7 @@ def check_begin(begin: BeginAsked, blocks: Iterable[OwnedBlock]) -> None:
     _check_intent(begin)
 
 
-def _stepped_ahead(begin: BeginAsked, state: int) -> bool:
+def _stepped_ahead(begin: RecoveryAsked, state: int) -> bool:
     """Whether a block took a step in place, and which one is known."""
     facts, record = begin.facts, begin.record
     if state != facts.committed + 1:
@@ -109,9 +109,9 @@ def _stepped_ahead(begin: BeginAsked, state: int) -> bool:
     return facts.next_record is None or OptimizerStep.of(facts.next_record) == step
 
 
-def _check_intent(begin: BeginAsked) -> None:
+def _check_intent(begin: RecoveryAsked) -> None:
     facts, intent = begin.facts, begin.facts.interrupted
-    if interrupted_sweep(facts) is Interrupted.NONE or intent is None:
+    if interrupted_sweep(facts) is SweepFate.NONE or intent is None:
         return
     words = facts.blocks.get(intent.block)
     # A sweep leads to the committed version, and no later commit is possible before it has ended;
@@ -141,7 +141,7 @@ class Recovery:
     """
 
     awaited: set[tuple[int, int]]
-    left: dict[Work, None]
+    left: dict[QueuedWork, None]
 
     @property
     def done(self) -> bool:
@@ -149,26 +149,28 @@ class Recovery:
         return not self.awaited and not self.left
 
 
-def begin_recovery(begin: BeginAsked, ledger: Ledger, blocks: Blocks, pulls: Pulls) -> Recovery:
+def begin_recovery(
+    begin: RecoveryAsked, words: WordsMirror, blocks: OwnedBlocks, pulls: Pulls
+) -> Recovery:
     """Apply the commit of a ``Begin`` that has been checked, and find out what it still lacks."""
     record = begin.record
-    work = _resolve_intent(begin.facts, ledger)
+    work = _resolve_intent(begin.facts, words)
     # A sweep that was cut short leads to the committed version, so then this changes nothing
     # that finishing it needs; it only makes sure of the record.
-    ledger.commit(record)
+    words.commit(record)
     for block in blocks.active:
-        ledger.forget(block, record.version + 1)
-    ledger.follow_commit(blocks.empty)
+        words.forget(block, record.version + 1)
+    words.follow_commit(blocks.empty)
     # Later settles need them at hand; a new optimizerd has lost what it had pulled.
-    lagging = [block for block in blocks.active if ledger.pending(block) is not None]
+    lagging = [block for block in blocks.active if words.pending(block) is not None]
     awaited = _pull_again(begin.epoch, record, lagging, pulls)
-    ahead = _ahead(begin, ledger, blocks.active)
-    if ahead and ledger.next_record is not None:
-        awaited += _pull_again(begin.epoch, ledger.next_record, ahead, pulls)
-    work += [Work(kind=Kind.REVERT, block=block) for block in ahead]
+    ahead = _ahead(begin, words, blocks.active)
+    if ahead and words.next_record is not None:
+        awaited += _pull_again(begin.epoch, words.next_record, ahead, pulls)
+    work += [QueuedWork(kind=WorkKind.REVERT, block=block) for block in ahead]
     # To finish a hold writes weights, too: nothing is left to do for its block then.
-    incomplete = [block for block in blocks.active if not ledger.holds(block, record.version)]
-    work += [Work(kind=Kind.COMPLETE, block=block) for block in incomplete]
+    incomplete = [block for block in blocks.active if not words.holds(block, record.version)]
+    work += [QueuedWork(kind=WorkKind.COMPLETE, block=block) for block in incomplete]
     return Recovery(awaited=set(awaited), left=dict.fromkeys(work))
 
 
@@ -184,24 +186,26 @@ def _pull_again(
     return awaited
 
 
-def _ahead(begin: BeginAsked, ledger: Ledger, active: Iterable[int]) -> list[int]:
+def _ahead(begin: RecoveryAsked, words: WordsMirror, active: Iterable[int]) -> list[int]:
     """Blocks whose step is to be taken back, that of a sweep which was cut short among them."""
     intent, facts = begin.facts.interrupted, begin.facts
     stepping = None
-    if intent is not None and interrupted_sweep(facts) is Interrupted.CUT_SHORT:
-        stepping = intent.block if intent.state_version > ledger.committed else None
-    return [b for b in active if b == stepping or ledger.ahead(b) is not None]
+    if intent is not None and interrupted_sweep(facts) is SweepFate.CUT_SHORT:
+        stepping = intent.block if intent.state_version > words.committed else None
+    return [b for b in active if b == stepping or words.ahead(b) is not None]
 
 
-def _resolve_intent(facts: MemoryFacts, ledger: Ledger) -> list[Work]:
+def _resolve_intent(facts: MemoryFacts, words: WordsMirror) -> list[QueuedWork]:
     """Clear the intent of a sweep that needs no repair; else the work that repairs its block."""
     intent, found = facts.interrupted, interrupted_sweep(facts)
     if intent is None:
         return []
-    if found is Interrupted.CUT_SHORT:
-        back = intent.state_version < ledger.state_version(intent.block)
-        return [Work(kind=Kind.FINISH_REVERT if back else Kind.FINISH, block=intent.block)]
-    if found is Interrupted.COMPLETE:
-        ledger.set_state(intent.block, intent.state_version)
-    ledger.effects.append(EndSweep())
+    if found is SweepFate.CUT_SHORT:
+        back = intent.state_version < words.state_version(intent.block)
+        return [
+            QueuedWork(kind=WorkKind.FINISH_REVERT if back else WorkKind.FINISH, block=intent.block)
+        ]
+    if found is SweepFate.COMPLETE:
+        words.set_state(intent.block, intent.state_version)
+    words.effects.append(EndSweep())
     return []

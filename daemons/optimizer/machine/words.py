@@ -103,11 +103,12 @@ class _Words:
     slots: list[int]
 
 
-class Ledger:
+class WordsMirror:
     """The words as they will be once :attr:`effects` have been carried out."""
 
     def __init__(self, facts: MemoryFacts, effects: list[Effect]) -> None:
         self.effects = effects
+        self.changed: set[int] = set()  # blocks whose words were set since the last check
         self.committed = facts.committed
         self.record = facts.record
         self.next_record = facts.next_record
@@ -167,6 +168,7 @@ class Ledger:
         """Set a block's state version."""
         if self.state_version(block) != version:
             self._blocks[block].state_version = version
+            self.changed.add(block)
             self.effects.append(SetState(block=block, version=version))
 
     def set_slot(self, block: int, version: int) -> None:
@@ -212,13 +214,13 @@ class Ledger:
         if written is not None and keep_weights:
             self.set_slot(work.block, written)
 
-    def validate(self, blocks: frozenset[int]) -> None:
-        """Check the conservation rules for the blocks that have state.
+    def validate(self, blocks: Iterable[int]) -> None:
+        """Check the conservation rules for some of the blocks that have state.
 
         Raises:
             ValueError: naming the block and its versions.
         """
-        for block in sorted(blocks):
+        for block in blocks:
             state, slots = self.state_version(block), self._blocks[block].slots
             ahead = 0 if self.next_record is None else self.next_record.version
             if state not in (self.committed, self.committed - 1, ahead):
@@ -233,6 +235,7 @@ class Ledger:
 
     def _write_slot(self, block: int, slot: int, version: int) -> None:
         self._blocks[block].slots[slot] = version
+        self.changed.add(block)
         self.effects.append(SetSlot(block=block, slot=slot, version=version))
 
 

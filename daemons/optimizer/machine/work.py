@@ -19,11 +19,11 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Settle,
     Sweep,
 )
-from penstock.daemons.optimizer.machine.words import Ledger
+from penstock.daemons.optimizer.machine.words import WordsMirror
 from penstock.protocol.plan.step import OptimizerStep, SweepStatus
 
 
-class Kind(Enum):
+class WorkKind(Enum):
     """Why a block is to be worked on."""
 
     UPDATE = auto()
@@ -43,24 +43,24 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class QueuedWork:
     """A block waiting for its turn."""
 
-    kind: Kind
+    kind: WorkKind
     block: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningSweep:
     """The sweep that the threads are busy with; ``attempt`` is that of an UPDATE or AMEND."""
 
-    work: Work
+    work: QueuedWork
     sweep: Sweep
     attempt: int | None
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt:
+class AttemptProgress:
     """The attempt under way. ``previewed``: the step whose weights each block's slot holds.
 
     ``ready``: contributions that are complete, by block; ``reported``: blocks whose status was
@@ -80,14 +80,14 @@ class Attempt:
     looked_at: dict[int, tuple[SweepStatus, float]] = field(default_factory=dict)
 
 
-Chooser: TypeAlias = Callable[[int, Ledger, Attempt | None], Sweep | None]
+Chooser: TypeAlias = Callable[[int, WordsMirror, AttemptProgress | None], Sweep | None]
 """The sweep that brings work on a block forward, None if nothing is left to do."""
 
 
-def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
+def _update(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
     """One that holds may need two: a settle first, then the look at the new gradients."""
     assert attempt is not None, "updates are dropped with their attempt"
-    pending = ledger.pending(block)
+    pending = words.pending(block)
     if attempt.hold:
         if pending is not None:
             return Settle(block=block, update=pending)
@@ -97,40 +97,40 @@ def _update(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
     return Preview(block=block, update=attempt.update)
 
 
-def _amend(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
+def _amend(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
     assert attempt is not None and attempt.amended is not None, "amends go with their attempt"
     return Preview(block=block, update=attempt.amended)
 
 
-def _complete(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep | None:
-    if ledger.holds(block, ledger.committed):
+def _complete(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep | None:
+    if words.holds(block, words.committed):
         return None
-    pending = ledger.pending(block)
+    pending = words.pending(block)
     if pending is not None:
         return Hold(block=block, update=pending)
-    return CastWeights(block=block, version=ledger.committed)
+    return CastWeights(block=block, version=words.committed)
 
 
-def _settle(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep | None:
-    pending = ledger.pending(block)
+def _settle(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep | None:
+    pending = words.pending(block)
     return None if pending is None else Settle(block=block, update=pending)
 
 
-def _finish(block: int, ledger: Ledger, attempt: Attempt | None) -> Sweep:
-    pending = ledger.pending(block)
+def _finish(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
+    pending = words.pending(block)
     assert pending is not None, "a sweep that was cut short has not set the state version"
-    if ledger.holds(block, pending.version):
+    if words.holds(block, pending.version):
         return FinishSettle(block=block, update=pending)
     # A hold: a split master has nothing to make its weights from but this very sweep.
     return FinishHold(block=block, update=pending)
 
 
-CHOOSERS: Mapping[Kind, Chooser] = MappingProxyType(
+CHOOSERS: Mapping[WorkKind, Chooser] = MappingProxyType(
     {
-        Kind.UPDATE: _update,
-        Kind.AMEND: _amend,
-        Kind.COMPLETE: _complete,
-        Kind.SETTLE: _settle,
-        Kind.FINISH: _finish,
+        WorkKind.UPDATE: _update,
+        WorkKind.AMEND: _amend,
+        WorkKind.COMPLETE: _complete,
+        WorkKind.SETTLE: _settle,
+        WorkKind.FINISH: _finish,
     }
 )

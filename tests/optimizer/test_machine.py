@@ -6,40 +6,42 @@ import dataclasses
 
 import pytest
 
+from penstock.daemons.kit.events import (
+    DrainAsked,
+    EffectFailed,
+    Exit,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    StopAsked,
+)
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
-    BeginAsked,
     BeginSweep,
-    Broken,
     CancelPulls,
     CommitAsked,
     DeviceUpdated,
-    DrainAsked,
     EndSweep,
     Event,
-    Exit,
     FlipCommitted,
     GradientsReady,
     OwnedBlock,
     Pull,
     Pulled,
+    RecoveryAsked,
     RunSweep,
     SendAmended,
-    SendDrained,
-    SendFailed,
-    SendReady,
     SendSettled,
     SetEpoch,
     SetSlot,
     SetState,
     SettleAsked,
     SkipAsked,
-    StopAsked,
     UndoWords,
     UpdatePolicy,
     WriteRecord,
 )
-from penstock.daemons.optimizer.machine.state import OptimizerState
+from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
     FinishSettle,
@@ -306,7 +308,7 @@ def test_drain_when_idle_is_answered_at_once_old_ones_never() -> None:
 
 def test_frozen_blocks_follow_the_commits_without_a_sweep() -> None:
     blocks = (OwnedBlock(index=0, contributions=0),)
-    machine = OptimizerState(blocks)
+    machine = OptimizerMachine(blocks)
     machine.handle(begin(facts(5, {0: (5, 4, 5)})))
     assert machine.handle(attempt(51, 5)) == []
     assert machine.handle(CommitAsked(epoch=1, record=record(6, 51))) == [
@@ -334,7 +336,7 @@ def arrived(version: int, number: int) -> Pulled:
 
 
 def test_a_remote_contribution_is_pulled_from_the_start_of_the_attempt() -> None:
-    machine = OptimizerState(REMOTE)
+    machine = OptimizerMachine(REMOTE)
     assert machine.handle(begin(facts(5, {0: (5, 4, 5)}))) == [
         CancelPulls(),
         SetEpoch(epoch=1),
@@ -349,14 +351,14 @@ def test_a_remote_contribution_is_pulled_from_the_start_of_the_attempt() -> None
 def test_pulls_follow_the_backward() -> None:
     """Pulls run one by one: the blocks whose gradients are there first come first."""
     blocks = [OwnedBlock(index=b, contributions=2, remote=frozenset([1])) for b in range(3)]
-    machine = OptimizerState(blocks)
+    machine = OptimizerMachine(blocks)
     machine.handle(begin(facts(5, {b: (5, 4, 5) for b in range(3)})))
     pulls = [effect for effect in machine.handle(attempt(51, 5)) if isinstance(effect, Pull)]
     assert [(effect.block, effect.contribution) for effect in pulls] == [(2, 1), (1, 1), (0, 1)]
 
 
 def test_begin_pulls_pending_remote_gradients_again_of_whatever_epoch() -> None:
-    machine = OptimizerState(REMOTE)
+    machine = OptimizerMachine(REMOTE)
     undo = UndoWords(armed=True, tag=sweep_tag(0, 5), completed=0)
     found = facts(
         5,
@@ -372,7 +374,7 @@ def test_begin_pulls_pending_remote_gradients_again_of_whatever_epoch() -> None:
 
 
 def test_pulled_gradients_survive_a_change_of_epoch() -> None:
-    machine = OptimizerState(REMOTE)
+    machine = OptimizerMachine(REMOTE)
     machine.handle(begin(facts(5, {0: (5, 4, 5)})))
     machine.handle(attempt(51, 5))
     machine.handle(arrived(6, 51))
@@ -420,8 +422,9 @@ def test_contradictions_end_the_run(event: Event, error: str) -> None:
     machine.handle(ready(51))
     failed, leave = machine.handle(event)
     assert isinstance(failed, SendFailed) and error in failed.error
-    of_memory = isinstance(event, BeginAsked)
-    assert leave == Exit(code=ExitCode.BAD_CONFIG if of_memory else ExitCode.LOST_MEMBERS)
+    of_memory = isinstance(event, RecoveryAsked)
+    code = ExitCode.BAD_CONFIG if of_memory else ExitCode.LOST_MEMBERS
+    assert leave == Exit(code=code, reason=failed.error)
 
 
 def test_an_attempt_must_be_based_on_the_committed_version() -> None:
@@ -431,9 +434,9 @@ def test_an_attempt_must_be_based_on_the_committed_version() -> None:
 
 def test_a_sweep_that_cannot_run_ends_the_run() -> None:
     machine = live()
-    assert machine.handle(Broken(error="no such array")) == [
-        SendFailed(error="no such array", exit_code=ExitCode.LOST_MEMBERS),
-        Exit(code=ExitCode.LOST_MEMBERS),
+    assert machine.handle(EffectFailed(error="no such array")) == [
+        SendFailed(error="no such array", code=ExitCode.LOST_MEMBERS),
+        Exit(code=ExitCode.LOST_MEMBERS, reason="no such array"),
     ]
 
 
@@ -541,7 +544,7 @@ def test_an_update_from_state_that_is_not_settled_ends_the_run() -> None:
     machine.handle(attempt(51, 5))
     failed, exited = machine.handle(updated(51))
     assert isinstance(failed, SendFailed) and "block 0 in attempt 51" in failed.error
-    assert exited == Exit(code=ExitCode.LOST_MEMBERS)
+    assert exited == Exit(code=ExitCode.LOST_MEMBERS, reason=failed.error)
 
 
 def test_a_settle_that_is_asked_for_counts_those_that_are_under_way_already() -> None:

@@ -2,11 +2,11 @@
 
 Pure: events come in, effects go out (:mod:`penstock.daemons.optimizer.machine.events`), to be
 carried out in order. No threads, sockets, clocks or memory; the control words are mirrored in a
-:class:`~penstock.daemons.optimizer.machine.words.Ledger`. What happens within an epoch is in
+:class:`~penstock.daemons.optimizer.machine.words.WordsMirror`. What happens within an epoch is in
 :mod:`penstock.daemons.optimizer.machine.epoch` (steps in place:
 :mod:`penstock.daemons.optimizer.machine.arithmetic`).
 
-Life (``Phase``)::
+Life (``OptimizerPhase``)::
 
     IDLE -- Begin --> RECOVERING -- all the commit promises is there --> LIVE
      ^                     |                                               |
@@ -21,37 +21,41 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar
 
+from penstock.daemons.kit.events import (
+    DrainAsked,
+    EffectFailed,
+    Exit,
+    RefusedByScheduler,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    ShutdownAsked,
+    StopAsked,
+)
 from penstock.daemons.optimizer.machine.arithmetic import ArithmeticEpoch
-from penstock.daemons.optimizer.machine.contributions import Blocks, Pulls
+from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
 from penstock.daemons.optimizer.machine.epoch import Epoch, LiveEvent
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
-    BeginAsked,
-    Broken,
     CommitAsked,
     DeviceUpdated,
-    DrainAsked,
     Effect,
     Event,
-    Exit,
     GradientsReady,
     OwnedBlock,
     Pulled,
-    SendDrained,
-    SendFailed,
-    SendReady,
+    RecoveryAsked,
     SetEpoch,
     SettleAsked,
     SkipAsked,
-    StopAsked,
     SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, check_begin
 from penstock.protocol.errors import ExitCode
 
 
-class Phase(Enum):
+class OptimizerPhase(Enum):
     """See the module."""
 
     IDLE = auto()
@@ -61,15 +65,15 @@ class Phase(Enum):
     STOPPED = auto()
 
 
-class OptimizerState:
+class OptimizerMachine:
     """optimizerd of one node, which owns ``blocks``; ``together`` as in
-    :class:`~penstock.daemons.optimizer.machine.contributions.Blocks`.
+    :class:`~penstock.daemons.optimizer.machine.contributions.OwnedBlocks`.
     """
 
     def __init__(self, blocks: Sequence[OwnedBlock], *, together: bool = False) -> None:
-        self.phase = Phase.IDLE
+        self.phase = OptimizerPhase.IDLE
         self._out: list[Effect] = []
-        self._blocks = Blocks(blocks, together=together)
+        self._blocks = OwnedBlocks(blocks, together=together)
         self._pulls = Pulls(self._blocks, self._out)
         self._joined: Epoch | None = None  # of the last Begin; abandoned by a Drain or a stop
         self._newest = 0  # epoch of the last Drain or Begin: nothing older is obeyed
@@ -85,7 +89,7 @@ class OptimizerState:
     @property
     def committed(self) -> int:
         """The committed version, 0 before the first Begin."""
-        return 0 if self._joined is None else self._joined.ledger.committed
+        return 0 if self._joined is None else self._joined.words.committed
 
     @property
     def attempt(self) -> int:
@@ -113,20 +117,22 @@ class OptimizerState:
             live.validate()
 
     def _live(self) -> Epoch | None:
-        return self._joined if self.phase is Phase.LIVE else None
+        return self._joined if self.phase is OptimizerPhase.LIVE else None
 
     # ---- the one entrance ----
 
-    def handle(self, event: Event) -> list[Effect]:
-        """React to an event; the effects are to be carried out in order, all of them."""
-        if self.phase is Phase.STOPPED:
+    def handle(self, event: Event, now_s: float = 0.0) -> list[Effect]:
+        """Return what to do about ``event``, all of it and in order. Nothing that an optimizerd
+        decides depends on time.
+        """
+        if self.phase is OptimizerPhase.STOPPED:
             return []
         try:
             self._HANDLERS[type(event)](self, event)
             self._proceed()
         except ImpossibleError as error:
             # A wrong memory is the user's to mend; either way nothing more is written.
-            of_memory = isinstance(event, BeginAsked)
+            of_memory = isinstance(event, RecoveryAsked)
             self._fail(str(error), ExitCode.BAD_CONFIG if of_memory else ExitCode.LOST_MEMBERS)
         out = list(self._out)
         self._out.clear()  # in place: all parts append to the same list
@@ -136,25 +142,25 @@ class OptimizerState:
         if self._joined is None:
             return
         self._joined.start_next()
-        if self.phase is Phase.RECOVERING and self._joined.recovered:
-            self.phase = Phase.LIVE
+        if self.phase is OptimizerPhase.RECOVERING and self._joined.recovered:
+            self.phase = OptimizerPhase.LIVE
             self._out += [SetEpoch(epoch=self.joined_epoch), SendReady(epoch=self.joined_epoch)]
 
     # ---- from epoch to epoch ----
 
     def _too_old(self, epoch: int) -> bool:
         """Whether a new epoch is none; a stopping process enters none at all."""
-        stopping = self.phase is Phase.STOPPING
+        stopping = self.phase is OptimizerPhase.STOPPING
         return stopping or epoch < self._newest or epoch <= self.joined_epoch
 
-    def _on_begin(self, event: BeginAsked) -> None:
+    def _on_begin(self, event: RecoveryAsked) -> None:
         if self._too_old(event.epoch):
             return
         if self._joined is not None and self._joined.busy:
             raise ImpossibleError(f"epoch {event.epoch} begins before the old one has drained")
         check_begin(event, self._blocks.all)
         self._newest = event.epoch
-        self.phase = Phase.RECOVERING
+        self.phase = OptimizerPhase.RECOVERING
         self._pulls.cancel()
         epoch = ArithmeticEpoch if self._blocks.in_place else Epoch
         self._joined = epoch(event, self._blocks, self._pulls, self._out)
@@ -163,11 +169,11 @@ class OptimizerState:
         if self._too_old(event.epoch):
             return
         self._newest = event.epoch
-        self.phase = Phase.IDLE
+        self.phase = OptimizerPhase.IDLE
         self._leave(SendDrained(epoch=event.epoch))
 
-    def _on_stop(self, event: StopAsked) -> None:
-        self.phase = Phase.STOPPING
+    def _on_stop(self, event: StopAsked | ShutdownAsked) -> None:
+        self.phase = OptimizerPhase.STOPPING
         self._leave(Exit(code=ExitCode.DONE))
 
     def _leave(self, farewell: Effect) -> None:
@@ -183,7 +189,7 @@ class OptimizerState:
             return
         self._out.append(self._farewell)
         if isinstance(self._farewell, Exit):
-            self.phase = Phase.STOPPED
+            self.phase = OptimizerPhase.STOPPED
         self._farewell = None
 
     # ---- within an epoch ----
@@ -195,7 +201,7 @@ class OptimizerState:
             live.handle(event)
 
     def _on_pulled(self, event: Pulled) -> None:
-        entered = self.phase in (Phase.RECOVERING, Phase.LIVE)
+        entered = self.phase in (OptimizerPhase.RECOVERING, OptimizerPhase.LIVE)
         if self._joined is not None and entered and event.epoch == self._joined.number:
             self._joined.pulled(event)
 
@@ -206,20 +212,27 @@ class OptimizerState:
 
     # ---- the end ----
 
-    def _on_broken(self, event: Broken) -> None:
-        self._fail(event.error, ExitCode.LOST_MEMBERS)
+    def _on_refused(self, event: RefusedByScheduler) -> None:
+        self.phase = OptimizerPhase.STOPPED
+        reason = f"the scheduler refuses this optimizerd: {event.reason}"
+        self._out.append(Exit(code=ExitCode.LOST_MEMBERS, reason=reason))
+
+    def _on_failed(self, event: EffectFailed) -> None:
+        self._fail(event.error, event.code)
 
     def _fail(self, error: str, code: ExitCode) -> None:
-        self.phase = Phase.STOPPED
-        self._out += [SendFailed(error=error, exit_code=code), Exit(code=code)]
+        self.phase = OptimizerPhase.STOPPED
+        self._out += [SendFailed(error=error, code=code), Exit(code=code, reason=error)]
 
-    _HANDLERS: ClassVar[Mapping[type[Any], Callable[[OptimizerState, Any], None]]] = {
+    _HANDLERS: ClassVar[Mapping[type[Any], Callable[[OptimizerMachine, Any], None]]] = {
         DrainAsked: _on_drain,
-        BeginAsked: _on_begin,
+        RecoveryAsked: _on_begin,
         StopAsked: _on_stop,
+        ShutdownAsked: _on_stop,
+        RefusedByScheduler: _on_refused,
+        EffectFailed: _on_failed,
         Pulled: _on_pulled,
         SweepDone: _on_sweep_done,
-        Broken: _on_broken,
         AttemptAsked: _on_live,
         GradientsReady: _on_live,
         DeviceUpdated: _on_live,
