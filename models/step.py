@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from penstock.protocol.config.training import OptimizerConfig, OptimizerName
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import OptimizerStep
 
 
@@ -47,7 +47,7 @@ class StepScalars:
             eps=_fp32(config.eps),
             step_size=_fp32(step.learning_rate / (1.0 - _power(beta1, step.bias_step))),
             learning_rate=step.learning_rate,
-            decoupled=config.name is OptimizerName.ADAMW,
+            decoupled=config.name.traits.decouples_decay,
         )
 
 

@@ -23,8 +23,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from penstock import _native
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.protocol.config.optimizers import OptimizerName
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.training import OptimizerName
 from penstock.protocol.plan.placement import place
 from penstock.protocol.plan.step import WEIGHTS_DTYPES, OptimizerStep
 from penstock.protocol.plan.updating import PIECE_ELEMENTS
@@ -158,7 +158,9 @@ def _sweeps(
     grads_dtype = NUMPY_TYPES[config.optimizer.grad_dtype]
     state: dict[str, Any] = {
         "master": _shared(num_elements, np.float32),
-        "arrays": [_shared(num_elements, np.float32) for _ in config.optimizer.name.state_arrays],
+        "arrays": [
+            _shared(num_elements, np.float32) for _ in config.optimizer.name.traits.state_arrays
+        ],
         "ranges": [(0, num_elements, 0.1)],
     }
     out: dict[str, Any] = {

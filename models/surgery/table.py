@@ -52,7 +52,7 @@ def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
         blocks=blocks,
         weight_dtype=config.model.dtype,
         grad_dtype=config.optimizer.grad_dtype,
-        state_arrays=config.optimizer.name.state_arrays,
+        state_arrays=config.optimizer.name.traits.state_arrays,
         vocab_size=int(hf_config.vocab_size),
         num_parameters=sum(t.num_elements for b in blocks for t in b.tensors),
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
+from penstock.protocol.config.optimizers import OPTIMIZERS, OptimizerName
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -94,10 +96,14 @@ class OptimizerModel:
     early: OptimizerModel | None = None
 
 
+MOMENTS_BYTES = OPTIMIZERS[OptimizerName.ADAMW].state_bytes
+"""Of the moments, per parameter: what is reckoned with where nobody names an optimizer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepBytes:
-    """DRAM traffic of the optimizer's sweeps, in bytes per parameter: AdamW with float32 moments,
-    and 16-bit gradients and weights.
+    """DRAM traffic of the optimizer's sweeps, in bytes per parameter, with 16-bit gradients and
+    weights.
     """
 
     preview: float
@@ -106,14 +112,16 @@ class SweepBytes:
     hold: float
 
     @classmethod
-    def of_master(cls, *, split: bool) -> SweepBytes:
-        """A sweep that writes the state of a split master writes its lower halves only: the upper
+    def of(cls, state_bytes: float = MOMENTS_BYTES, *, split: bool = False) -> SweepBytes:
+        """Of an optimizer whose state arrays have ``state_bytes`` per parameter.
+
+        A sweep that writes the state of a split master writes its lower halves only: the upper
         ones lie in a slot of the weights, written by the preview (``native/storage.h``). It reads
         both, as much as a whole master.
         """
-        grads, weights, moments = 2.0, 2.0, 8.0
-        read = 4.0 + moments
-        written = (2.0 if split else 4.0) + moments
+        grads, weights = 2.0, 2.0
+        read = 4.0 + state_bytes
+        written = (2.0 if split else 4.0) + state_bytes
         return cls(
             preview=read + grads + weights,
             settle=read + grads + written,
@@ -132,19 +140,16 @@ class SweepBytes:
         return OptimizerModel(tail_bytes=self.preview, settle_bytes=self.settle)
 
 
-WHOLE_MASTER = SweepBytes.of_master(split=False)
-SPLIT_MASTER = SweepBytes.of_master(split=True)
-
-PREVIEW_SETTLE = WHOLE_MASTER.preview_settle
+PREVIEW_SETTLE = SweepBytes.of().preview_settle
 """Preview in the tail, settle during the next forward."""
 
-ADVANCE = WHOLE_MASTER.advancing
+ADVANCE = SweepBytes.of().advancing
 """Settle and preview in one sweep, per backward stage, but as the plan says it: what this system
 does.
 """
 
-IN_PLACE = OptimizerModel(tail_bytes=WHOLE_MASTER.hold)
+IN_PLACE = OptimizerModel(tail_bytes=SweepBytes.of().hold)
 """SPipe's asynchronous in-place step."""
 
-SYNCHRONOUS = OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=WHOLE_MASTER.hold)
+SYNCHRONOUS = OptimizerModel(start=OptimizerStart.FLUSH, tail_bytes=SweepBytes.of().hold)
 """The step of Mobius and Megatron-offload: in place, after the last gradient."""

@@ -23,9 +23,6 @@ from typing import Any
 
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.cluster import (
-    IN_PLACE,
-    SPLIT_MASTER,
-    WHOLE_MASTER,
     Cluster,
     OptimizerModel,
     OptimizerStart,
@@ -55,14 +52,15 @@ _CAST_BYTES = 6.0
 
 def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
     """How the optimizer gets from version to version, where the plan does not say it."""
+    moved = _sweep_bytes(config)
     if config.rollback == "arithmetic":
         # Gradients are looked at before the step: what Inf destroys no arithmetic brings back.
-        return replace(IN_PLACE, tail_bytes=IN_PLACE.tail_bytes + _STATUS_BYTES)
-    return _sweep_bytes(config).advancing
+        return OptimizerModel(tail_bytes=moved.hold + _STATUS_BYTES)
+    return moved.advancing
 
 
 def _sweep_bytes(config: OptimizerConfig) -> SweepBytes:
-    return SPLIT_MASTER if config.master == "split" else WHOLE_MASTER
+    return SweepBytes.of(config.name.traits.state_bytes, split=config.master == "split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +295,7 @@ def _of_profile(path: Path, config: Config) -> _Source:
         profile.table,
         weight_dtype=config.model.dtype,
         grad_dtype=config.optimizer.grad_dtype,
-        state_arrays=config.optimizer.name.state_arrays,
+        state_arrays=config.optimizer.name.traits.state_arrays,
     )
     return _Source(
         name=profile.device,
@@ -379,7 +377,7 @@ def _table(found: AnalyticCosts, config: Config) -> BlockTable:
         blocks=blocks,
         weight_dtype=config.model.dtype,
         grad_dtype=config.optimizer.grad_dtype,
-        state_arrays=config.optimizer.name.state_arrays,
+        state_arrays=config.optimizer.name.traits.state_arrays,
         vocab_size=found.model.vocab_size,
         num_parameters=sum(t.num_elements for block in blocks for t in block.tensors),
     )

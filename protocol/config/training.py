@@ -10,12 +10,17 @@ are in :mod:`penstock.protocol.config.execution`.
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.protocol.config.optimizers import (
+    Hyperparameter,
+    OptimizerName,
+    labels_with,
+    names_that_decouple,
+)
 from penstock.protocol.config.values import (
     AUTO,
     Accepts,
@@ -201,45 +206,27 @@ class TrainConfig(Section):
         return self.global_batch // self.micro_batch
 
 
-class OptimizerName(StrEnum):
-    """Optimizers with a native kernel."""
-
-    ADAMW = "adamw"
-    ADAM = "adam"
-    SGD = "sgd"
-    LION = "lion"
-    ADAGRAD = "adagrad"
-
-    @property
-    def state_arrays(self) -> tuple[str, ...]:
-        """What it keeps per parameter beside master, by torch's names."""
-        return _STATE_ARRAYS[self]
-
-
-_STATE_ARRAYS = {
-    OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq"),
-    OptimizerName.ADAM: ("exp_avg", "exp_avg_sq"),
-    OptimizerName.SGD: ("momentum_buffer",),
-    OptimizerName.LION: ("exp_avg",),
-    OptimizerName.ADAGRAD: ("sum",),
-}
-
-
 class OptimizerConfig(Section):
     """The optimizer, its learning-rate schedule, and the CPU cores that run it."""
 
     name: OptimizerName = Field(
         default=OptimizerName.ADAMW,
-        description="adamw and lion decouple weight decay from the gradient, the others add it.",
+        description=f"{names_that_decouple()} decouple weight decay from the gradient, the others"
+        " add it.",
     )
     lr: float = Field(
         default=3.0e-4, gt=0.0, description="Learning rate at the top of the curve, after warmup."
     )
     betas: Annotated[
         tuple[float, float], Accepts("two numbers, 0 or more and below 1, such as [0.9, 0.95]")
-    ] = Field(default=(0.9, 0.95), description="Of Adam and Lion; for Lion 0.9 and 0.99 are usual.")
-    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Of SGD.")
-    eps: float = Field(default=1.0e-8, gt=0.0, description="Of Adam and Adagrad.")
+    ] = Field(
+        default=(0.9, 0.95),
+        description=f"Of {labels_with(Hyperparameter.BETAS)}; for Lion 0.9 and 0.99 are usual.",
+    )
+    momentum: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description=f"Of {labels_with(Hyperparameter.MOMENTUM)}."
+    )
+    eps: float = Field(default=1.0e-8, gt=0.0, description=f"Of {labels_with(Hyperparameter.EPS)}.")
     weight_decay: float = Field(
         default=0.1, ge=0.0, description="Acts on parameters with two or more axes."
     )

@@ -6,17 +6,14 @@ optimizer. Whether a plan makes sense at all is decided by :mod:`penstock.planne
 
 from __future__ import annotations
 
+from penstock.protocol.config.optimizers import names_on_gpus
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.training import OptimizerName
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Instruction, SwapIn, SwapOut
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
 from penstock.protocol.run.names import ownership
 from penstock.shm.table import BlockTable
-
-_ON_GPUS = (OptimizerName.ADAMW, OptimizerName.ADAM)
-"""Optimizers of which GPUs execute UPDATE; other devices execute it of all."""
 
 
 def check_executable(plan: Plan, *, devices_per_node: int) -> None:
@@ -63,10 +60,10 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
             f" update whole masters only: {advice}, or set optimizer.master: fp32"
         )
     own_kernels = config.cluster.platform.own_update_kernels
-    if own_kernels and config.optimizer.name not in _ON_GPUS:
+    if own_kernels and not config.optimizer.name.traits.on_gpus:
         raise ConfigError(
             f"optimizer.name = {config.optimizer.name.value}: GPUs update with"
-            f" {' and '.join(_ON_GPUS)} only (block {min(plan.updates)}): {advice}"
+            f" {names_on_gpus()} only (block {min(plan.updates)}): {advice}"
         )
     if plan.shards_weights:
         raise ConfigError(

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from penstock import _native
+from penstock.protocol.config.optimizers import Hyperparameter
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.training import OptimizerConfig, OptimizerName
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.shm.control import CommitRecord
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory
@@ -32,15 +33,6 @@ WEIGHTS_DTYPES = {
     DType.FP16: _native.WeightsDtype.FLOAT16,
 }
 """What native sweeps write weights as."""
-
-
-_OPTIMIZERS = {
-    OptimizerName.ADAMW: _native.Optimizer.ADAMW,
-    OptimizerName.ADAM: _native.Optimizer.ADAM,
-    OptimizerName.SGD: _native.Optimizer.SGD,
-    OptimizerName.LION: _native.Optimizer.LION,
-    OptimizerName.ADAGRAD: _native.Optimizer.ADAGRAD,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +75,7 @@ class OptimizerStep:
     def hyper(self, config: OptimizerConfig) -> _native.Hyper:
         """The step's scalars, with those that all steps of a run have in common."""
         beta1, beta2 = config.betas
-        if config.name is OptimizerName.SGD:
+        if Hyperparameter.MOMENTUM in config.name.traits.hyperparameters:
             beta1 = config.momentum
         return _native.Hyper(
             lr=self.learning_rate,
@@ -92,7 +84,7 @@ class OptimizerStep:
             eps=config.eps,
             step=self.bias_step,
             coefficient=self.coefficient,
-            optimizer=_OPTIMIZERS[config.name],
+            optimizer=_native.Optimizer[config.name.name],
         )
 
 

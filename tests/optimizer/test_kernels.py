@@ -26,7 +26,8 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Settle,
     Sweep,
 )
-from penstock.protocol.config.training import OptimizerConfig, OptimizerName
+from penstock.protocol.config.optimizers import OptimizerName
+from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
@@ -45,7 +46,7 @@ def config_of(name: OptimizerName) -> OptimizerConfig:
 def table_of(name: OptimizerName, sizes: list[int]) -> BlockTable:
     """One block with two contributions; every second tensor decays."""
     table = make_table([make_block(0, sizes, contributions=2)], DType.FP32, DType.FP32)
-    return replace(table, state_arrays=name.state_arrays)
+    return replace(table, state_arrays=name.traits.state_arrays)
 
 
 def step_to(version: int) -> OptimizerStep:

@@ -14,7 +14,7 @@ from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.daemons.node.preparing.prospect import look_ahead
 from penstock.planner.configured import build_plan
-from penstock.planner.cost.cluster import ADVANCE, SPLIT_MASTER, OptimizerStart
+from penstock.planner.cost.cluster import ADVANCE, OptimizerStart, SweepBytes
 from penstock.planner.cost.emulation import Emulation, SweepWork, stored_table
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
@@ -152,7 +152,9 @@ def test_a_split_master_is_read_whole_and_written_by_its_lower_halves() -> None:
         for name in ("preview", "settle", "advance", "hold")
     }
     assert moved == {"preview": [16, 16], "settle": [26, 24], "advance": [30, 28], "hold": [28, 26]}
-    assert (whole.optimizer, split.optimizer) == (ADVANCE, SPLIT_MASTER.advancing)
+    assert (whole.optimizer, split.optimizer) == (ADVANCE, SweepBytes.of(split=True).advancing)
+    momentum = Emulation.of(config(**wanted, optimizer={"name": "sgd"}))
+    assert momentum.optimizer.tail_bytes == 30 - 2 * 4, "one array of state: read and written"
     assert (whole.sweep_work("cast", 1) is None, split.sweep_work("cast", 1)) == (False, None)
 
 
