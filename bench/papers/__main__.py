@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from bench.papers.page import PAPERS, PICTURES, Section, page, schemes_table
+from bench.papers.page import PAPERS, PICTURES, PaperSection, page, schemes_table
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write("usage: python -m bench.papers PAGE.md\n")
         return 2
     path = Path(arguments[0])
-    sections: list[Section] = []
+    sections: list[PaperSection] = []
     missing: list[str] = []
     for name, paper in PAPERS.items():
         sys.stderr.write(f"{paper.name}\n")
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         except Exception as error:
             missing.append(f"{name}: {error!r}")
             continue
-        sections.append(Section(paper=paper, tables=tables))
+        sections.append(PaperSection(paper=paper, tables=tables))
     pictures = path.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:

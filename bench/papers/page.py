@@ -81,7 +81,7 @@ compares, its assumptions, and the constants that a paper leaves out, stand abov
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PaperSection:
     """The tables of one paper."""
 
     paper: Paper
@@ -107,7 +107,7 @@ class Picture:
         return svg(self.simulate(), Caption(heading=self.caption, unit=ABSTRACT))
 
 
-def page(sections: Sequence[Section], schemes: PaperTable, pictures: Sequence[Picture]) -> str:
+def page(sections: Sequence[PaperSection], schemes: PaperTable, pictures: Sequence[Picture]) -> str:
     """Returns the whole page; pictures are expected in ``pictures/`` beside it."""
     parts = [_HEAD, _contents(sections), *map(section_text, sections)]
     parts.append(f"## Schemes\n\n{table(schemes)}")
@@ -117,7 +117,7 @@ def page(sections: Sequence[Section], schemes: PaperTable, pictures: Sequence[Pi
     return "\n".join(parts)
 
 
-def _contents(sections: Sequence[Section]) -> str:
+def _contents(sections: Sequence[PaperSection]) -> str:
     titles = [*(section.paper.name for section in sections), "Schemes", "Pictures"]
     return "".join(f"* [{title}](#{_anchor(title)})\n" for title in titles)
 
@@ -127,7 +127,7 @@ def _anchor(title: str) -> str:
     return kept.replace(" ", "-")
 
 
-def section_text(section: Section) -> str:
+def section_text(section: PaperSection) -> str:
     """Returns a paper's part of the page."""
     tables = "\n".join(table(one) for one in section.tables)
     return f"## {section.paper.name}\n\n*{section.paper.title}*\n\n{tables}"

@@ -82,7 +82,7 @@ def _best(
     """Returns the shortest of all fillings that memory allows, if memory allows any."""
 
     def run(filling: FillPolicy) -> Dispatched:
-        return Dispatcher(board, latest_s, filling, _rooms(schedule, context)).run()
+        return Dispatcher(board, latest_s, filling, _memories(schedule, context)).run()
 
     runs = [run(FillPolicy.ALWAYS)]
     if runs[0].moved:  # else there is nothing to fill a wait with, however strictly
@@ -103,7 +103,7 @@ def _peaks(schedule: Schedule, context: PassContext, orders: Sequence[Order]) ->
 
 
 @dataclass(slots=True, kw_only=True)
-class _Room:
+class _LimitedMemory:
     """The memory of a device. ``graph_bytes``: what a recomputation makes at most.
 
     ``recomputed``: a recomputation waits for its backward.
@@ -130,20 +130,20 @@ class _Room:
             self.recomputed = isinstance(instruction, Recompute)
 
 
-def _rooms(schedule: Schedule, context: PassContext) -> list[_Room]:
+def _memories(schedule: Schedule, context: PassContext) -> list[_LimitedMemory]:
     """Returns the memory of each device; nothing where memory is no limit."""
     if context.memory_limit_bytes is None:
         return []
-    rooms: list[_Room] = []
+    memories: list[_LimitedMemory] = []
     for device in range(schedule.layout.num_devices):
         stages = [schedule.layout.backward[b] for b in schedule.layout.backward_stages_on(device)]
         graphs = (context.costs.of(stage.blocks).activation_bytes for stage in stages)
         memory = OrderMemory.of(schedule.layout, schedule.residency, context.costs, device)
-        rooms.append(
-            _Room(
+        memories.append(
+            _LimitedMemory(
                 memory=memory,
                 limit_bytes=context.memory_limit_bytes,
                 graph_bytes=max(graphs, default=0.0),
             )
         )
-    return rooms
+    return memories

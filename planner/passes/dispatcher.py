@@ -67,8 +67,8 @@ class FillerMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrderFacts:
-    """An order, and what deciding needs of each of its instructions.
+class DeviceLine:
+    """The instructions that stand in line for a device, and what deciding needs of each.
 
     ``makes`` and ``inputs``: numbers of what it makes (-1: nothing) and of what it waits for.
     ``lanes``: instructions of one lane (-1: none) keep their order among themselves. ``may_move``:
@@ -82,9 +82,9 @@ class OrderFacts:
     lanes: tuple[int, ...]
     may_move: tuple[bool, ...]
 
-    def permuted(self, positions: Sequence[int]) -> OrderFacts:
+    def permuted(self, positions: Sequence[int]) -> DeviceLine:
         """Returns the same instructions in another order."""
-        return OrderFacts(
+        return DeviceLine(
             order=tuple([self.order[p] for p in positions]),
             seconds=tuple([self.seconds[p] for p in positions]),
             inputs=tuple([self.inputs[p] for p in positions]),
@@ -96,11 +96,11 @@ class OrderFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """The orders of all devices. ``users``: the devices that wait for each number. ``hop_s``:
+    """The lines of all devices. ``users``: the devices that wait for each number. ``hop_s``:
     seconds from one device to the next.
     """
 
-    lines: tuple[OrderFacts, ...]
+    lines: tuple[DeviceLine, ...]
     users: tuple[tuple[int, ...], ...]
     hop_s: float
 
@@ -117,7 +117,7 @@ class Board:
         seconds = seconds_of(layout, context.costs)
         facts = Facts(layout=layout, skipped=skipped_forwards(layout, orders))
         lines = tuple(
-            OrderFacts(
+            DeviceLine(
                 order=order,
                 seconds=tuple(map(seconds, order)),
                 inputs=tuple(tuple([numbers[key] for key in _inputs(facts, i)]) for i in order),
@@ -149,7 +149,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
-    """For every device the positions of its order as they ran, and when each started."""
+    """For every device the positions of its line as they ran, and when each started."""
 
     positions: tuple[tuple[int, ...], ...]
     starts_s: tuple[tuple[float, ...], ...]
@@ -163,13 +163,13 @@ class Dispatched:
 
 @dataclass(slots=True, kw_only=True)
 class _Device:
-    """An order, and what of it is done.
+    """A line, and what of it is done.
 
     ``lanes`` and ``backwards``: positions that are left, of each lane and of :data:`BACKWARDS`.
     ``latest_s``: when each instruction started so far.
     """
 
-    line: OrderFacts
+    line: DeviceLine
     latest_s: Sequence[float]
     lanes: tuple[deque[int], ...]
     backwards: deque[int]
@@ -180,7 +180,7 @@ class _Device:
     starts_s: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, line: OrderFacts, latest_s: Sequence[float]) -> _Device:
+    def of(cls, line: DeviceLine, latest_s: Sequence[float]) -> _Device:
         lanes: dict[int, deque[int]] = defaultdict(deque)
         for position, lane in enumerate(line.lanes):
             if lane >= 0:
@@ -217,8 +217,8 @@ class _Device:
 class Dispatcher:
     """One simulation; :meth:`run` may be called once.
 
-    ``latest_s``: when the instructions of each order started so far. ``rooms``: the memory of each
-    device, nothing where memory is no limit.
+    ``latest_s``: when the instructions of each line started so far. ``memories``: of each device,
+    nothing where memory is no limit.
     """
 
     def __init__(
@@ -226,11 +226,11 @@ class Dispatcher:
         board: Board,
         latest_s: Sequence[Sequence[float]],
         filling: FillPolicy,
-        rooms: Sequence[FillerMemory] = (),
+        memories: Sequence[FillerMemory] = (),
     ) -> None:
         self._board = board
         self._filling = filling
-        self._rooms = rooms
+        self._memories = memories
         self._made_s: list[float | None] = [None] * len(board.users)
         self._made_by = [-1] * len(board.users)
         self._devices = [
@@ -268,7 +268,7 @@ class Dispatcher:
             filler_s = self._ready_s(number, position)
             if filler_s is None or not self._fits(device, position, max(filler_s, now_s), ready_s):
                 continue
-            if self._rooms and not self._rooms[number].admits(device.line.order[position]):
+            if self._memories and not self._memories[number].admits(device.line.order[position]):
                 continue
             if filler_s <= now_s:
                 return position, None
@@ -288,8 +288,8 @@ class Dispatcher:
         device.free_s = end_s = now_s + device.line.seconds[position]
         device.chosen.append(position)
         device.starts_s.append(now_s)
-        if self._rooms:
-            self._rooms[number].apply(device.line.order[position])
+        if self._memories:
+            self._memories[number].apply(device.line.order[position])
         yield end_s, number
         made = device.line.makes[position]
         if made >= 0:

@@ -13,8 +13,8 @@ from bench.papers.page import (
     PAPERS,
     PICTURES,
     Paper,
+    PaperSection,
     PaperTable,
-    Section,
     page,
     schemes_table,
     section_text,
@@ -52,7 +52,7 @@ def test_a_table_is_aligned_markdown() -> None:
 
 
 def test_the_page_has_contents_sections_and_pictures() -> None:
-    text = page([Section(paper=PAPER, tables=(TABLE,))], TABLE, PICTURES[:1])
+    text = page([PaperSection(paper=PAPER, tables=(TABLE,))], TABLE, PICTURES[:1])
     assert text.startswith("# The papers' numbers beside ours\n")
     assert "\n* [2BP: two](#2bp-two)\n* [Schemes](#schemes)\n" in text
     assert f"\n## 2BP: two\n\n*Two steps*\n\n{MARKDOWN}\n## Schemes\n\n{MARKDOWN}" in text
@@ -113,13 +113,13 @@ def test_the_documents_numbers_are_those_computed_now(name: str) -> None:
     """Every number of the paper's section: whoever changes one, changes the document."""
     tables = import_module(f"bench.papers.{name}").tables()
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
-    text = section_text(Section(paper=PAPERS[name], tables=tables))
+    text = section_text(PaperSection(paper=PAPERS[name], tables=tables))
     assert f"\n{text}" in DOCUMENT.read_text(encoding="utf-8"), STALE
 
 
 def test_the_rest_of_the_document_is_what_is_written_now() -> None:
     """All but the numbers of the papers: head, contents, schemes, pictures, and nothing else."""
-    sections = [Section(paper=paper, tables=()) for paper in PAPERS.values()]
+    sections = [PaperSection(paper=paper, tables=()) for paper in PAPERS.values()]
     parts = DOCUMENT.read_text(encoding="utf-8").split("\n## ")
     for index, paper in enumerate(PAPERS.values(), start=1):
         assert parts[index].startswith(f"{paper.name}\n"), STALE

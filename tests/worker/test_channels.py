@@ -289,7 +289,7 @@ def test_the_order_is_that_of_the_senders_programs(make_cluster: Any) -> None:
     cluster = make_cluster(scheme="1f1b", workers=2, micro_batches=2)
     plan = cluster.plan
     order = TransferOrder.of(plan)
-    assert dict(order.lines) == {
+    assert dict(order.transfers) == {
         Direction(0, 1, "train"): (
             OrderedTransfer("activation", 0, 0),
             OrderedTransfer("activation", 0, 1),

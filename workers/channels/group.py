@@ -144,7 +144,9 @@ class GroupChannel:
         if buffer.numel():
             self._wire.wait(key, abort, timeout_s)
         del self._buffers[key]
-        packing = self._transport.notices.packing(_shape_key(place.line, OrderedTransfer.of(key)))
+        packing = self._transport.notices.packing(
+            _shape_key(place.direction, OrderedTransfer.of(key))
+        )
         assert packing is not None, f"{key} was posted without its shapes"
         self._transport.metrics.transferred("received", key.kind, packing.num_bytes)
         return self._wire.incoming(packing.unpack(buffer))
@@ -203,31 +205,31 @@ class GroupChannel:
         self, key: TransferKey, place: Place, abort: Abort | None = None, timeout_s: float = 0.0
     ) -> None:
         """Post all up to ``key``; with ``abort``, wait for the shapes of what is posted."""
-        line = place.line
-        incoming = self._incoming.get(line.sender)
+        direction = place.direction
+        incoming = self._incoming.get(direction.sender)
         if incoming is None or (incoming.phase, incoming.number) != (key.phase, key.attempt):
-            incoming = self._incoming[line.sender] = _Incoming(key.phase, key.attempt)
+            incoming = self._incoming[direction.sender] = _Incoming(key.phase, key.attempt)
         while incoming.posted <= place.position:
-            slot = self._order.lines[line][incoming.posted]
-            named = TransferKey(phase=key.phase, attempt=key.attempt, **slot._asdict())
-            shape_key = _shape_key(line, slot)
+            transfer = self._order.transfers[direction][incoming.posted]
+            named = TransferKey(phase=key.phase, attempt=key.attempt, **transfer._asdict())
+            shape_key = _shape_key(direction, transfer)
             packing = self._transport.notices.packing(shape_key)
             if packing is None and abort is None:
                 return
             if packing is None:
                 assert abort is not None
                 packing = self._transport.notices.wait_packing(
-                    shape_key, f"{named} from worker {line.sender}", abort, timeout_s
+                    shape_key, f"{named} from worker {direction.sender}", abort, timeout_s
                 )
             buffer = self._buffers[named] = self._wire.buffer(packing.num_bytes)
             if packing.num_bytes:
-                tag = Place(line, incoming.posted).tag(key.attempt)
-                self._wire.receive(line.sender, buffer, tag, named)
+                tag = Place(direction, incoming.posted).tag(key.attempt)
+                self._wire.receive(direction.sender, buffer, tag, named)
             incoming.posted += 1
 
 
-def _shape_key(line: Direction, slot: OrderedTransfer) -> ShapeKey:
-    return line.sender, line.phase, slot.kind, slot.stage
+def _shape_key(direction: Direction, transfer: OrderedTransfer) -> ShapeKey:
+    return direction.sender, direction.phase, transfer.kind, transfer.stage
 
 
 def _described(headers: tuple[TensorHeader, ...]) -> str:

@@ -75,7 +75,7 @@ def join(
 ) -> NcclWire:
     """See :class:`penstock.workers.channels.opening.GroupModule`."""
     assembly, members = Assembly(meeting), meeting.members
-    ways = {(members.index(at.sender), members.index(at.receiver)) for at in order.lines}
+    ways = {(members.index(at.sender), members.index(at.receiver)) for at in order.transfers}
     groups = patiently(
         lambda: make_groups(
             assembly.store(abort, timeout_s),

@@ -44,14 +44,14 @@ _RECEIVES: Mapping[type, TransferKind] = {
 _POSITION_BITS = 16
 _NUMBER_BITS = 14
 MAX_TRANSFERS = (1 << _POSITION_BITS) - 1
-"""Of a line in one job."""
+"""A direction has at most so many transfers in one job."""
 
 RESERVED_TAG = (1 << 31) - 1
-"""No transfer's."""
+"""A tag that no transfer has."""
 
 
 class Direction(NamedTuple):
-    """One direction between two devices in one phase."""
+    """From one device to another, in one phase."""
 
     sender: int
     receiver: int
@@ -59,7 +59,7 @@ class Direction(NamedTuple):
 
 
 class OrderedTransfer(NamedTuple):
-    """One transfer of a line."""
+    """One transfer of a direction."""
 
     kind: TransferKind
     stage: int
@@ -67,35 +67,36 @@ class OrderedTransfer(NamedTuple):
 
     @classmethod
     def of(cls, key: TransferKey) -> OrderedTransfer:
-        """The transfer, whatever the attempt."""
+        """Returns the transfer, whatever the attempt."""
         return cls(key.kind, key.stage, key.micro_batch)
 
 
 class Place(NamedTuple):
-    """Where a transfer comes in the order of its line."""
+    """Where a transfer comes in the order of its direction."""
 
-    line: Direction
+    direction: Direction
     position: int
 
     def tag(self, number: int) -> int:
-        """What tells it from other transfers under way between the same devices: 31 bits.
+        """Returns what tells the transfer from others under way between the same devices, in 31
+        bits.
 
-        A line is at most a few attempts, or evaluation batches, ahead of its receiver.
+        A sender is at most a few attempts, or evaluation batches, ahead of its receiver.
         """
-        job = (number % (1 << _NUMBER_BITS)) << 1 | (self.line.phase == "eval")
+        job = (number % (1 << _NUMBER_BITS)) << 1 | (self.direction.phase == "eval")
         return job << _POSITION_BITS | self.position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOrder:
-    """Transfers of each line, in the order of its sender's program."""
+    """The transfers of each direction, in the order of its sender's program."""
 
-    lines: Mapping[Direction, tuple[OrderedTransfer, ...]]
+    transfers: Mapping[Direction, tuple[OrderedTransfer, ...]]
     places: Mapping[tuple[Direction, OrderedTransfer], Place]
 
     @classmethod
     def of(cls, plan: Plan) -> TransferOrder:
-        """From all programs, training and evaluation.
+        """Returns the order of all programs, training and evaluation.
 
         Raises:
             ConfigError: a device does not receive exactly what another sends to it.
@@ -113,28 +114,32 @@ class TransferOrder:
                     _note(sent, received, device, phase, instruction)
                     if isinstance(instruction, ReduceGradients):
                         _reduce(sent, received, reduction, instruction.stage)
-        for line in sorted({*sent, *received}):
-            _check(line, sent[line], received[line])
+        for direction in sorted({*sent, *received}):
+            _check(direction, sent[direction], received[direction])
         return cls(
-            lines={line: tuple(slots) for line, slots in sent.items()},
+            transfers={direction: tuple(transfers) for direction, transfers in sent.items()},
             places={
-                (line, slot): Place(line, position)
-                for line, slots in sent.items()
-                for position, slot in enumerate(slots)
+                (direction, transfer): Place(direction, position)
+                for direction, transfers in sent.items()
+                for position, transfer in enumerate(transfers)
             },
         )
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Devices that send or receive anything, ascending."""
-        return tuple(sorted({d for line in self.lines for d in (line.sender, line.receiver)}))
+        """The devices that send or receive anything, ascending."""
+        return tuple(
+            sorted(
+                {d for direction in self.transfers for d in (direction.sender, direction.receiver)}
+            )
+        )
 
     def arriving(self, device: int) -> Mapping[tuple[Phase, OrderedTransfer], Place]:
-        """Where each transfer that ``device`` receives comes."""
+        """Returns where each transfer that ``device`` receives comes."""
         return {
-            (line.phase, slot): place
-            for (line, slot), place in self.places.items()
-            if line.receiver == device
+            (direction.phase, transfer): place
+            for (direction, transfer), place in self.places.items()
+            if direction.receiver == device
         }
 
 
@@ -146,15 +151,15 @@ def _note(
     instruction: Instruction,
 ) -> None:
     if isinstance(instruction, (SendActivation, SendGradient, SendCheckpoint)):
-        slot = OrderedTransfer(
+        transfer = OrderedTransfer(
             _SENDS[type(instruction)], instruction.stage, instruction.micro_batch
         )
-        sent[Direction(device, instruction.peer, phase)].append(slot)
+        sent[Direction(device, instruction.peer, phase)].append(transfer)
     elif isinstance(instruction, (RecvActivation, RecvGradient, RecvCheckpoint)):
-        slot = OrderedTransfer(
+        transfer = OrderedTransfer(
             _RECEIVES[type(instruction)], instruction.stage, instruction.micro_batch
         )
-        received[Direction(instruction.peer, device, phase)].append(slot)
+        received[Direction(instruction.peer, device, phase)].append(transfer)
 
 
 def _reduce(
@@ -163,25 +168,29 @@ def _reduce(
     reduction: Reduction,
     stage: int,
 ) -> None:
-    """The sums of a backward stage that is not its own root."""
+    """Notes the transfer of the sums of a backward stage that is not its own root."""
     if not reduction.publishes(stage):
         sender = reduction.layout.backward[stage].device
-        line = Direction(sender, reduction.root_device(stage), "train")
-        sent[line].append(OrderedTransfer("reduction", stage, 0))
-        received[line].append(OrderedTransfer("reduction", stage, 0))
+        direction = Direction(sender, reduction.root_device(stage), "train")
+        sent[direction].append(OrderedTransfer("reduction", stage, 0))
+        received[direction].append(OrderedTransfer("reduction", stage, 0))
 
 
-def _check(line: Direction, sent: list[OrderedTransfer], received: list[OrderedTransfer]) -> None:
+def _check(
+    direction: Direction, sent: list[OrderedTransfer], received: list[OrderedTransfer]
+) -> None:
     odd = sorted(set(sent) ^ set(received))
     if odd or len(sent) != len(received):
-        named = ", ".join(" ".join(map(str, slot)) for slot in odd[:3]) or "one of them twice"
+        named = (
+            ", ".join(" ".join(map(str, transfer)) for transfer in odd[:3]) or "one of them twice"
+        )
         raise ConfigError(
-            f"plan ({line.phase}): device {line.receiver} does not receive what device"
-            f" {line.sender} sends to it: {named}"
+            f"plan ({direction.phase}): device {direction.receiver} does not receive what device"
+            f" {direction.sender} sends to it: {named}"
         )
     if len(sent) > MAX_TRANSFERS:
         raise ConfigError(
-            f"plan ({line.phase}): device {line.sender} sends {len(sent)} tensors to device"
-            f" {line.receiver}; cluster.transport gloo and nccl take {MAX_TRANSFERS}, zmq any"
-            " number"
+            f"plan ({direction.phase}): device {direction.sender} sends {len(sent)} tensors to"
+            f" device {direction.receiver}; cluster.transport gloo and nccl take {MAX_TRANSFERS},"
+            " zmq any number"
         )
