@@ -8,24 +8,27 @@ matter.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Order, OrderedInstruction, Residency, StageLayout
 from penstock.planner.lowering.weights import NUM_WEIGHT_BUFFERS
-from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Keep,
-    Recompute,
-    SwapIn,
-    SwapOut,
+from penstock.protocol.plan.instructions import Forward, Keep, SwapIn, SwapOut
+from penstock.protocol.plan.semantics import (
+    COMPUTES,
+    GRAPHS,
+    Facts,
+    Kind,
+    Place,
+    StateKind,
+    TensorKind,
+    makes,
+    side_of,
+    takes,
 )
-
-_Work = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,16 +37,16 @@ class OrderMemory:
 
     ``fixed_bytes``: what does not depend on the order. ``work_bytes``: what is held for a (stage,
     micro-batch); ``swapped_bytes``: what of it is elsewhere; ``selective``: whose forward dropped
-    operators.
+    operators, as far as forwards have run (``facts`` looks at the same set).
     """
 
-    layout: StageLayout
+    facts: Facts
+    selective: set[Place]
     costs: Costs
     fixed_bytes: float
     checkpoint_bytes: tuple[float, ...]
-    work_bytes: dict[_Work, float] = field(default_factory=dict)
-    swapped_bytes: dict[_Work, float] = field(default_factory=dict)
-    selective: set[_Work] = field(default_factory=set)
+    work_bytes: dict[Place, float] = field(default_factory=dict)
+    swapped_bytes: dict[Place, float] = field(default_factory=dict)
     held_bytes: float = 0.0
 
     @classmethod
@@ -60,7 +63,14 @@ class OrderMemory:
             0.0 if stage.start == 0 else costs.blocks[stage.start - 1].output_bytes
             for stage in layout.backward
         )
-        return cls(layout=layout, costs=costs, fixed_bytes=sum(sizes), checkpoint_bytes=checkpoints)
+        selective: set[Place] = set()
+        return cls(
+            facts=Facts(layout=layout, selective=selective),
+            selective=selective,
+            costs=costs,
+            fixed_bytes=sum(sizes),
+            checkpoint_bytes=checkpoints,
+        )
 
     @property
     def total_bytes(self) -> float:
@@ -90,38 +100,36 @@ class OrderMemory:
             self.apply(instruction)
         return peak
 
-    def _cost(self, instruction: OrderedInstruction) -> BlockCost:
-        match instruction:
-            case Forward(stage=s):
-                return self.costs.of(self.layout.forward[s].blocks)
-            case Recompute(stage=b) | Backward(stage=b) | BackwardInput(stage=b):
-                return self.costs.of(self.layout.backward[b].blocks)
-            case BackwardWeight(stage=b):
-                return self.costs.of(self.layout.backward[b].blocks)
-        return BlockCost()
+    def _cost(self, instruction: Any) -> BlockCost:
+        if not isinstance(instruction, COMPUTES):
+            return BlockCost()
+        stages = self.facts.layout.stages(side_of(instruction))
+        return self.costs.of(stages[instruction.stage].blocks)
 
-    def _changes(self, instruction: OrderedInstruction) -> list[tuple[_Work, float]]:
-        cost = self._cost(instruction)
+    def _changes(self, instruction: OrderedInstruction) -> Iterable[tuple[Place, float]]:
+        """By stage and micro-batch, bytes that come (or, negative, go)."""
         match instruction:
-            case Forward(stage=s, micro_batch=m, keep=Keep.INPUT):
-                return [((b, m), self.checkpoint_bytes[b]) for b in self.layout.checkpoints_of(s)]
-            case Forward(stage=s, micro_batch=m, drop=drop):
-                return [((s, m), cost.activation_bytes - cost.drop_bytes(drop))]
-            case Recompute(stage=b, micro_batch=m):
-                # After keep=selective a part is there; after keep=input the checkpoint stays.
-                part = self._held(b, m) if (b, m) in self.selective else 0.0
-                return [((b, m), cost.activation_bytes - part)]
-            case Backward(stage=b, micro_batch=m):
-                return [((b, m), -self._held(b, m))]
-            case BackwardInput(stage=b, micro_batch=m):
-                return [((b, m), cost.deferred_bytes - self._held(b, m))]
-            case BackwardWeight(stage=b, micro_batches=batches):
-                return [((b, m), -self._held(b, m)) for m in batches]
             case SwapOut(stage=s, micro_batch=m, fraction=fraction):
                 return [((s, m), -fraction * self._held(s, m))]
             case SwapIn(stage=s, micro_batch=m):
                 return [((s, m), self.swapped_bytes.get((s, m), 0.0))]
-        return []
+        changes: dict[Place, float] = defaultdict(float)
+        for kind, stage, m in takes(instruction, self.facts):
+            if isinstance(kind, StateKind):  # a checkpoint stays with its graph
+                changes[stage, m] -= self._held(stage, m)
+        for kind, stage, m in makes(instruction, self.facts):
+            changes[stage, m] += self._made_bytes(kind, stage, instruction)
+        return changes.items()
+
+    def _made_bytes(self, kind: Kind, stage: int, instruction: OrderedInstruction) -> float:
+        if kind is TensorKind.CHECKPOINT:
+            return self.checkpoint_bytes[stage]
+        if kind is StateKind.DEFERRED:
+            return self._cost(instruction).deferred_bytes
+        if kind not in GRAPHS:
+            return 0.0  # tensors between stages, and sums, which are there all the time
+        cost, drop = self._cost(instruction), getattr(instruction, "drop", ())
+        return cost.activation_bytes - cost.drop_bytes(drop)
 
     def _held(self, stage: int, micro_batch: int) -> float:
         return self.work_bytes.get((stage, micro_batch), 0.0)

@@ -12,23 +12,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.protocol.plan.instructions import (
-    INSTRUCTIONS,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Program,
-    Recompute,
-    Update,
-)
+from penstock.protocol.plan.instructions import INSTRUCTIONS, Instruction, Program, Update
+from penstock.protocol.plan.semantics import COMPUTES
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 CODES = {cls: code for code, cls in enumerate(INSTRUCTIONS)}
-_COMPUTE = (Forward, Recompute, Backward, BackwardInput, BackwardWeight)
 
 
 def bytes_of(arrays: Any) -> int:
@@ -106,7 +96,7 @@ class Columns:
     @cached_property
     def computes(self) -> Ints:
         """Rows of what occupies the compute stream."""
-        return self.rows(*_COMPUTE)
+        return self.rows(*COMPUTES)
 
     @cached_property
     def _computes_before(self) -> Ints:

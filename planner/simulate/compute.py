@@ -12,8 +12,6 @@ from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
 from penstock.planner.simulate.graph import Floats
 from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
     Keep,
@@ -21,7 +19,10 @@ from penstock.protocol.plan.instructions import (
     SwapIn,
     SwapOut,
 )
-from penstock.protocol.plan.semantics import Lane
+from penstock.protocol.plan.semantics import Lane, StateKind, takers
+
+_USERS = {*takers(StateKind.GRAPH), *takers(StateKind.PARTIAL_GRAPH)}
+"""Instructions that need back what was swapped out."""
 
 
 def add_compute(context: Context, *, stops_early: bool) -> None:
@@ -69,14 +70,12 @@ def _make_dropped_again(context: Context, seconds: Floats) -> None:
 def _stop_at_last_checkpoint(context: Context, seconds: Floats) -> None:
     """The last forward stage of a route with ``keep=input`` leaves checkpoints and nothing else."""
     layout, columns = context.layout, context.columns
-    for stage, blocks in enumerate(s.blocks for s in layout.forward):
+    for stage in range(len(layout.forward)):
         if not layout.is_last_forward(stage):
             continue
-        starts = (layout.backward[b].start for b in layout.checkpoints_of(stage))
-        needed = range(blocks.start, max(starts, default=blocks.start))
         rows = np.flatnonzero((columns.codes == CODES[Forward]) & (columns.stages == stage))
         partial = columns.map(rows, lambda forward: forward.keep is Keep.INPUT) > 0
-        seconds[rows[partial]] = context.costs.of(needed).forward_s
+        seconds[rows[partial]] = context.costs.of(layout.blocks_for_checkpoints(stage)).forward_s
 
 
 def add_swaps(context: Context) -> None:
@@ -135,7 +134,7 @@ def _add_users(context: Context, tasks: Ints, rows: Ints) -> None:
     back = columns.rows(SwapIn)
     arriving = tasks[np.searchsorted(rows, back)]
     wanted = context.pairs(back)
-    for kind in (Recompute, Backward, BackwardInput):
+    for kind in _USERS:
         users = columns.rows(kind)
         numbers = np.searchsorted(columns.computes, users)
         found = lookup(context.pairs(users), numbers, wanted, context.num_pairs)

@@ -12,12 +12,10 @@ from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.transfers import add_ring
 from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
     OffloadGradients,
     ReduceGradients,
 )
-from penstock.protocol.plan.semantics import Lane
+from penstock.protocol.plan.semantics import Lane, StateKind, takers
 
 Reduced = Mapping[int, Ints]
 """By backward stage that publishes, the tasks after which its gradients are summed."""
@@ -140,7 +138,7 @@ def _await_former(context: Context, offloads: Ints, rows: Ints) -> None:
     them: the first backward of a stage waits for all offloads before it but the last.
     """
     columns = context.columns
-    backwards = columns.rows(Backward, BackwardInput)
+    backwards = columns.rows(*takers(StateKind.GRAPH))
     firsts = backwards[np.unique(columns.stages[backwards], return_index=True)[1]]
     own = np.searchsorted(rows, columns.starts[columns.devices[firsts]])
     awaited = np.searchsorted(rows, firsts) - 2

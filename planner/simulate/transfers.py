@@ -15,35 +15,30 @@ from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
 from penstock.planner.simulate.graph import Floats, Label
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
-    Forward,
-    Recompute,
-    RecomputeAfter,
-    RecvActivation,
-    RecvCheckpoint,
-    RecvGradient,
-    SendActivation,
-    SendCheckpoint,
-    SendGradient,
+from penstock.protocol.plan.instructions import Instruction
+from penstock.protocol.plan.semantics import (
+    COMPUTES,
+    RECEIVES,
+    SEMANTICS,
+    SENDS,
+    Condition,
+    Facts,
+    Lane,
+    TensorKind,
 )
-from penstock.protocol.plan.semantics import Lane
 
-_SENDS = (SendActivation, SendGradient, SendCheckpoint)
-_RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
-_ACTIVATION, _GRADIENT, _CHECKPOINT = range(3)
+_NUMBERS = {kind: number for number, kind in enumerate(TensorKind)}
 _KINDS = np.zeros(len(CODES), dtype=np.int64)
-"""Which of the three tensors a send or receive moves, by code."""
-_KINDS[[CODES[kind] for kind in _SENDS]] = range(3)
-_KINDS[[CODES[kind] for kind in _RECEIVES]] = range(3)
+"""Which tensor a send or receive moves, by code."""
+for _transfers in (SENDS, RECEIVES):
+    _KINDS[[CODES[_transfers[kind]] for kind in TensorKind]] = [_NUMBERS[k] for k in TensorKind]
 _KINDS.flags.writeable = False
 
 
 def add_transfers(context: Context) -> None:
     """One task for each send: it starts when sent and posted, behind what was sent before it."""
     columns, builder = context.columns, context.builder
-    rows = columns.rows(*_SENDS)
+    rows = columns.rows(*SENDS.values())
     if not len(rows):
         return
     sources, targets = columns.devices[rows], columns.numbers(rows, "peer")
@@ -71,7 +66,7 @@ def _amounts(context: Context, rows: Ints) -> Floats:
     inputs = np.array([blocks[stage.start - 1].output_bytes for stage in layout.backward])
     stages = columns.stages[rows]
     amounts = np.empty(len(rows))
-    forward = _KINDS[columns.codes[rows]] == _ACTIVATION
+    forward = _KINDS[columns.codes[rows]] == _NUMBERS[TensorKind.ACTIVATION]
     amounts[forward] = outputs[stages[forward]]
     amounts[~forward] = inputs[stages[~forward]]
     return amounts
@@ -89,7 +84,7 @@ def _routes(context: Context, sources: Ints, targets: Ints) -> Ints:
 def _receives(context: Context, sends: Ints, targets: Ints) -> Ints:
     """Row of the receive of each send."""
     columns = context.columns
-    receives = columns.rows(*_RECEIVES)
+    receives = columns.rows(*RECEIVES.values())
     found = lookup(_tensors(context, receives), receives, _tensors(context, sends), _size(context))
     there = found >= 0
     peers = np.full(len(columns.codes), -1)
@@ -109,18 +104,24 @@ def _add_consumers(context: Context, tasks: Ints, sends: Ints, targets: Ints) ->
     columns, builder, size = context.columns, context.builder, context.num_pairs
     kinds = _KINDS[columns.codes[sends]]
 
-    def wait(rows: Ints, kind: int, step: int) -> None:
-        sent = np.flatnonzero(kinds == kind)
+    def wait(rows: Ints, kind: TensorKind, step: int) -> None:
+        sent = np.flatnonzero(kinds == _NUMBERS[kind])
         index = lookup(context.pairs(sends[sent]), sent, context.pairs(rows, step=step), size)
         here = (index >= 0) & (targets[index] == columns.devices[rows])
         builder.need(np.searchsorted(columns.computes, rows[here]), tasks[index[here]])
 
-    wait(columns.rows(Forward), _ACTIVATION, -1)
-    wait(columns.rows(Backward, BackwardInput), _GRADIENT, 1)
-    recomputes = columns.rows(Recompute)
-    wait(recomputes, _CHECKPOINT, 0)
-    late = columns.map(recomputes, lambda work: work.after is RecomputeAfter.GRADIENT) > 0
-    wait(recomputes[late], _GRADIENT, 1)
+    for cls in COMPUTES:
+        for kind, step, _, when in SEMANTICS[cls.opcode].reads:
+            if isinstance(kind, TensorKind):
+                wait(_rows(context, cls, when), kind, step)
+
+
+def _rows(context: Context, cls: type[Instruction], when: Condition | None) -> Ints:
+    """Rows of the instructions of a class that meet a condition."""
+    rows, facts = context.columns.rows(cls), Facts(layout=context.layout)
+    if when is None:
+        return rows
+    return rows[context.columns.map(rows, lambda instruction: when(instruction, facts)) > 0]
 
 
 def _size(context: Context) -> int:

@@ -14,8 +14,11 @@ from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.transfers import add_ring
-from penstock.protocol.plan.instructions import FetchWeights, Forward, Phase, ReleaseWeights
-from penstock.protocol.plan.semantics import Lane
+from penstock.protocol.plan.instructions import FetchWeights, Phase, ReleaseWeights
+from penstock.protocol.plan.semantics import COMPUTES, SEMANTICS, Lane
+
+_FORWARD = [CODES[cls] for cls in COMPUTES if SEMANTICS[cls.opcode].side is Phase.FORWARD]
+"""Codes of what computes with a forward stage."""
 
 
 def add_weights(context: Context, *, from_owners: bool = False) -> None:
@@ -119,7 +122,7 @@ def _add_users(context: Context, fetches: Ints, rows: Ints, forward: np.ndarray)
         same = (place >= 0) & (changes[place] // num_rows == wanted)
         return np.where(same, tasks[place], -1)
 
-    is_forward = columns.codes[computes] == CODES[Forward]
+    is_forward = np.isin(columns.codes[computes], _FORWARD)
     own, shared = filled(is_forward), filled(np.ones(len(computes), dtype=np.bool_))
     used = np.where(own >= 0, own, shared)
     # By device, because one gathering task fills the buffers of all of them.

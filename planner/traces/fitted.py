@@ -312,8 +312,7 @@ def _computed_ranges(layout: StageLayout, plan: Plan) -> list[range]:
     for index, stage in enumerate(layout.forward):
         needed = stage.blocks
         if index in inputs and layout.is_last_forward(index):
-            starts = (layout.backward[b].start for b in layout.checkpoints_of(index))
-            needed = range(stage.start, max(starts, default=stage.start))
+            needed = layout.blocks_for_checkpoints(index)
         ranges.append(needed)
     return ranges
 

@@ -118,6 +118,14 @@ class StageLayout:
         """Backward stages whose input a forward stage passes through (its route's first, too)."""
         return self._checkpoints[forward_stage]
 
+    def blocks_for_checkpoints(self, forward_stage: int) -> range:
+        """Returns the blocks in front of the last checkpoint that a FORWARD with ``keep=input``
+        leaves: all that it computes where nobody needs its output.
+        """
+        stage = self.forward[forward_stage]
+        starts = (self.backward[b].start for b in self.checkpoints_of(forward_stage))
+        return range(stage.start, max(starts, default=stage.start))
+
     @cached_property
     def _checkpoint_sources(self) -> tuple[int, ...]:
         place = {

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -109,7 +108,7 @@ class Resource(NamedTuple):
     micro_batch: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What rows know of a plan beside an instruction: its stages, and which FORWARDs are left out
     (``skipped``) or drop operators (``selective``).
@@ -142,26 +141,14 @@ class Facts:
         if isinstance(kind, StateKind):
             partial = kind is StateKind.PARTIAL_GRAPH
             return not partial or (stage, micro_batch) in self.selective
-        if (kind, stage) not in self._tensors:
-            return False
-        if kind is TensorKind.ACTIVATION:
-            return (stage + 1, micro_batch) not in self.skipped
-        return kind is TensorKind.GRADIENT or (stage, micro_batch) not in self.selective
-
-    @cached_property
-    def _tensors(self) -> frozenset[tuple[TensorKind, int]]:
-        """Kinds and stages of the tensors between two stages of a route."""
         layout = self.layout
-        inner = [b for b in range(len(layout.backward)) if not layout.is_first_backward(b)]
-        return frozenset(
-            {(TensorKind.GRADIENT, b) for b in inner}
-            | {(TensorKind.CHECKPOINT, b) for b in inner}
-            | {
-                (TensorKind.ACTIVATION, s)
-                for s in range(len(layout.forward))
-                if not layout.is_last_forward(s)
-            }
-        )
+        if kind is TensorKind.ACTIVATION:
+            inside = 0 <= stage < len(layout.forward) and not layout.is_last_forward(stage)
+            return inside and (stage + 1, micro_batch) not in self.skipped
+        inside = 0 <= stage < len(layout.backward) and not layout.is_first_backward(stage)
+        if kind is TensorKind.GRADIENT:
+            return inside
+        return inside and (stage, micro_batch) not in self.selective
 
     def maker(self, resource: Resource) -> tuple[Phase, int]:
         """Side and stage of the instruction that makes a tensor, or what is deferred."""

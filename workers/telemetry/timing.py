@@ -12,9 +12,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from penstock.protocol.plan.instructions import Instruction, Opcode
+from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.run.trace import TraceEvent, TraceLane
 from penstock.workers.platforms.base import Device, Stamp
-from penstock.workers.telemetry.trace import COMPUTE, Executed, TraceRing
+from penstock.workers.telemetry.trace import Executed, TraceRing
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class Timeline:
             opcode = instruction.opcode
             tally.seconds[opcode] += end - min(start, ready)
             tally.counts[opcode] += 1
-            if type(instruction) in COMPUTE:
+            if isinstance(instruction, COMPUTES):
                 tally.busy_s += end - ready
                 tally.computed_at = max(tally.computed_at, end)
             self._ring.executed(

@@ -9,20 +9,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Recompute,
-)
+from penstock.protocol.plan.instructions import Instruction
+from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog
 
 REMEMBERED = 16
 """Instructions kept for error messages."""
-
-COMPUTE = frozenset({Forward, Recompute, Backward, BackwardInput, BackwardWeight})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ class TraceRing:
         if text is None:  # a plan's instructions come again in every attempt
             text = self._texts[instruction] = str(instruction)
         return TraceEvent(
-            lane=TraceLane.COMPUTE if type(instruction) in COMPUTE else TraceLane.ISSUE,
+            lane=TraceLane.COMPUTE if isinstance(instruction, COMPUTES) else TraceLane.ISSUE,
             text=text,
             phase=executed.phase,
             attempt=executed.attempt,

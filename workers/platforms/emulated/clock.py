@@ -68,9 +68,7 @@ class Durations:
             and instruction.keep is Keep.INPUT
             and layout.is_last_forward(instruction.stage)
         ):
-            blocks = layout.forward[instruction.stage].blocks
-            starts = (layout.backward[b].start for b in layout.checkpoints_of(instruction.stage))
-            needed = range(blocks.start, max(starts, default=blocks.start))
+            needed = layout.blocks_for_checkpoints(instruction.stage)
             return self._costs.of(needed).forward_s + self._costs.instruction_s
         return self._seconds(instruction)
 
