@@ -21,7 +21,7 @@ from penstock.models.saved_activations import SavedActivations, SavePolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
 from penstock.protocol.errors import LostMemberError, PenstockError
-from penstock.protocol.plan.instructions import FetchWeights, Update
+from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.trace import TraceEvent, TraceLane
@@ -33,7 +33,7 @@ from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.transport import Transport
 from penstock.workers.platforms.base import Device, Stamp
-from penstock.workers.state.flow import Flow
+from penstock.workers.state.flow import Flow, tensor_taken, tensors_awaited, tensors_left
 from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.stages import Stages
 from penstock.workers.state.swaps import SwapStreams
@@ -127,6 +127,7 @@ class Attempt:
     def __init__(self, context: EpochContext, job: Job) -> None:
         self.context = context
         self.job = job
+        self._facts = context.flow.facts_in(job.phase)
         context.transport.inbox.begin(job.phase, job.number)
         self.tally = Tally()
         self.timeline = Timeline(context.device, context.trace, job.phase, job.number)
@@ -184,6 +185,22 @@ class Attempt:
         if key not in self._kept:
             raise UnusedWorkError(f"{kind} of stage {stage}, micro-batch {micro_batch} is not here")
         return self._kept.pop(key)
+
+    def inputs(self, instruction: Instruction) -> NamedTensors:
+        """Returns what an instruction takes from another one, and waits for it; the first stage of
+        a route starts from the batch, its last backward from the loss: nobody left them anything.
+        """
+        key = tensor_taken(instruction, self._facts)
+        return {} if key is None else self.take(*key)
+
+    def await_others(self, instruction: Instruction) -> None:
+        """Waits for what an instruction does not take but must not run without."""
+        for key in tensors_awaited(instruction, self._facts):
+            self.await_posted(*key)
+
+    def left(self, instruction: Instruction) -> Mapping[int, tuple[TransferKind, int]]:
+        """See :func:`penstock.workers.state.flow.tensors_left`."""
+        return tensors_left(instruction, self._facts)
 
     def post(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
         """Expect tensors from a device."""

@@ -247,6 +247,10 @@ class Costs:
             self._stages[key] = sum((self.blocks[i] for i in blocks), start=BlockCost())
         return self._stages[key]
 
+    def input_bytes(self, block: int) -> float:
+        """Bytes of a block's input, which comes out of the block before; nothing of the batch."""
+        return self.blocks[block - 1].output_bytes if block else 0.0
+
     @cached_property
     def _stages(self) -> dict[tuple[int, int], BlockCost]:
         return {}

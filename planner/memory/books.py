@@ -32,6 +32,7 @@ from penstock.protocol.plan.semantics import (
     StateKind,
     TensorKind,
     WeightUse,
+    boundary,
     makes,
     reads,
     row_of,
@@ -58,10 +59,7 @@ class Sizes:
         self.layout = layout
         self.forward = [costs.of(stage.blocks) for stage in layout.forward]
         self.backward = [costs.of(stage.blocks) for stage in layout.backward]
-        self.inputs = [
-            0.0 if stage.start == 0 else costs.blocks[stage.start - 1].output_bytes
-            for stage in layout.backward
-        ]
+        self.costs = costs
         self.blocks = costs.blocks
         self.facts = Facts.of(layout, plan.programs)
         self.reduction = Reduction.of(plan)
@@ -85,9 +83,7 @@ class Sizes:
 
     def of_tensor(self, kind: TensorKind, stage: int) -> float:
         """Bytes of a tensor that travels between stages."""
-        if kind is TensorKind.ACTIVATION:
-            return self.forward[stage].output_bytes
-        return self.inputs[stage]
+        return self.costs.input_bytes(boundary(self.layout, kind, stage))
 
     def of_graph(self, instruction: Forward | Recompute) -> float:
         """Bytes of what stays for the backward: all, less what a FORWARD drops."""

@@ -25,6 +25,7 @@ from penstock.protocol.plan.semantics import (
     Place,
     StateKind,
     TensorKind,
+    boundary,
     makes,
     side_of,
     takes,
@@ -44,7 +45,6 @@ class OrderMemory:
     selective: set[Place]
     costs: Costs
     fixed_bytes: float
-    checkpoint_bytes: tuple[float, ...]
     work_bytes: dict[Place, float] = field(default_factory=dict)
     swapped_bytes: dict[Place, float] = field(default_factory=dict)
     held_bytes: float = 0.0
@@ -59,17 +59,12 @@ class OrderMemory:
         sizes = sorted(map(_fixed_bytes, map(costs.of, stages)), reverse=True)
         if residency is Residency.STREAMED:
             sizes = sizes[:NUM_WEIGHT_BUFFERS]
-        checkpoints = tuple(
-            0.0 if stage.start == 0 else costs.blocks[stage.start - 1].output_bytes
-            for stage in layout.backward
-        )
         selective: set[Place] = set()
         return cls(
             facts=Facts(layout=layout, selective=selective),
             selective=selective,
             costs=costs,
             fixed_bytes=sum(sizes),
-            checkpoint_bytes=checkpoints,
         )
 
     @property
@@ -123,7 +118,7 @@ class OrderMemory:
 
     def _made_bytes(self, kind: Kind, stage: int, instruction: OrderedInstruction) -> float:
         if kind is TensorKind.CHECKPOINT:
-            return self.checkpoint_bytes[stage]
+            return self.costs.input_bytes(boundary(self.facts.layout, kind, stage))
         if kind is StateKind.DEFERRED:
             return self._cost(instruction).deferred_bytes
         if kind not in GRAPHS:

@@ -385,6 +385,13 @@ def _is_receive(row: Row) -> bool:
     return row.lane is None and bool(row.makes)
 
 
+def boundary(layout: StageLayout, kind: TensorKind, stage: int) -> int:
+    """The block whose input a tensor is, or whose input it is the gradient of."""
+    if kind is TensorKind.ACTIVATION:
+        return layout.forward[stage].stop
+    return layout.backward[stage].start
+
+
 def classes(condition: Callable[[Row], bool]) -> tuple[type[Any], ...]:
     """Instructions whose rows meet a condition, in the order of opcodes."""
     return tuple(cls for cls in INSTRUCTIONS if condition(SEMANTICS[cls.opcode]))

@@ -19,11 +19,8 @@ from penstock.protocol.plan.instructions import (
     Keep,
     Phase,
     Recompute,
-    RecomputeAfter,
 )
-from penstock.protocol.wire.frames import TransferKind
 from penstock.workers.attempt import Attempt
-from penstock.workers.channels.inbox import NamedTensors
 from penstock.workers.state.weights import StageKey
 
 
@@ -37,14 +34,11 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
     dropped.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    layout = attempt.context.flow.layout
     if attempt.has_graph(stage, m):
         _make_again(instruction, attempt)
         return
-    # The first stage of a route starts from the batch, so nobody left it a checkpoint.
-    inputs = {} if layout.is_first_backward(stage) else attempt.take("checkpoint", stage, m)
-    if instruction.after is RecomputeAfter.GRADIENT:
-        attempt.await_posted("gradient", stage + 1, m)
+    inputs = attempt.inputs(instruction)
+    attempt.await_others(instruction)
     bound = attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
     output = _run(attempt, bound, inputs, m, autograd=True, storing=attempt.storing(stage, m))
     attempt.count_loss(m, output)
@@ -53,13 +47,13 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
 
 def backward(instruction: Backward, attempt: Attempt) -> None:
     """Gradients of a stage's weights, added up, and of its inputs, kept for the stage before."""
-    _backward(attempt, instruction.stage, instruction.micro_batch)
+    _backward(instruction, attempt)
 
 
 def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
     """Gradients of a stage's inputs only; those of its weights wait."""
     stage, m = instruction.stage, instruction.micro_batch
-    output = _backward(attempt, stage, m)
+    output = _backward(instruction, attempt)
     assert output.stored is not None and output.stored.deferred is not None
     attempt.defer(stage, m, output.stored.deferred)
 
@@ -75,24 +69,22 @@ def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
     )
 
 
-def _backward(attempt: Attempt, stage: int, micro_batch: int) -> StageOutput:
-    layout = attempt.context.flow.layout
-    last = layout.is_last_backward(stage)
-    gradients = {} if last else attempt.take("gradient", stage + 1, micro_batch)
+def _backward(instruction: Backward | BackwardInput, attempt: Attempt) -> StageOutput:
+    stage, m = instruction.stage, instruction.micro_batch
+    gradients = attempt.inputs(instruction)
     _bind_anew(attempt, stage)
     attempt.stages.begin_backward(stage)
-    output = attempt.take_graph(stage, micro_batch)
+    output = attempt.take_graph(stage, m)
     found = attempt.context.runtime.backward(output, gradients)
-    if not layout.is_first_backward(stage):
-        attempt.keep("gradient", stage, micro_batch, found)
+    for kind, of_stage in attempt.left(instruction).values():
+        attempt.keep(kind, of_stage, m, found)
     return output
 
 
 def _make_again(instruction: Recompute, attempt: Attempt) -> None:
     """What the forward dropped, from what it kept."""
     stage, m = instruction.stage, instruction.micro_batch
-    if instruction.after is RecomputeAfter.GRADIENT:
-        attempt.await_posted("gradient", stage + 1, m)
+    attempt.await_others(instruction)
     _bind_anew(attempt, stage)
     attempt.saved_activations(stage, m).recompute()
 
@@ -113,12 +105,12 @@ def _bind_anew(attempt: Attempt, stage: int) -> None:
 def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
     """``keep=all`` or ``selective``: forward and backward stages are the same list."""
     stage, m = instruction.stage, instruction.micro_batch
-    inputs = _inputs(attempt, stage, m)
+    inputs = attempt.inputs(instruction)
     bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=True)
     storing = attempt.storing(stage, m, instruction.drop)
     output = _run(attempt, bound, inputs, m, autograd=True, storing=storing)
     attempt.count_loss(m, output)
-    _hand_on(attempt, stage, m, output.tensors)
+    _hand_on(instruction, attempt, output.tensors)
     _keep_graph(attempt, stage, m, output)
 
 
@@ -129,37 +121,28 @@ def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
     stops where the last checkpoint is.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    layout = attempt.context.flow.layout
-    blocks = layout.forward[stage].blocks
-    starts = {
-        layout.backward[b].start: b
-        for b in layout.checkpoints_of(stage)
-        if not layout.is_first_backward(b)
-    }
-    stop = blocks.stop
-    if _output(attempt, stage, m) is None:
-        stop = max(starts, default=blocks.start)
-    tensors = _inputs(attempt, stage, m)
-    inner = [start for start in starts if blocks.start < start < stop]
+    blocks = attempt.context.flow.layout.forward[stage].blocks
+    left = attempt.left(instruction)
+    stop = max(left, default=blocks.start)
+    tensors = attempt.inputs(instruction)
     found: dict[int, Mapping[str, torch.Tensor]] = {blocks.start: tensors}
     if stop > blocks.start:
         bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=False)
+        inner = [start for start in left if blocks.start < start < stop]
         output = _run(attempt, bound[: stop - blocks.start], tensors, m, checkpoints_at=inner)
         found |= {**output.checkpoints, stop: output.tensors}
-    for start, backward_stage in starts.items():
-        attempt.keep("checkpoint", backward_stage, m, found[start])
-    if stop == blocks.stop:
-        _hand_on(attempt, stage, m, found[stop])
+    for block, (kind, of_stage) in left.items():
+        attempt.keep(kind, of_stage, m, found[block])
 
 
 def _forward_only(instruction: Forward, attempt: Attempt) -> None:
     """``keep=none``: evaluation."""
     stage, m = instruction.stage, instruction.micro_batch
-    inputs = _inputs(attempt, stage, m)
+    inputs = attempt.inputs(instruction)
     bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=False)
     output = _run(attempt, bound, inputs, m)
     attempt.count_loss(m, output)
-    _hand_on(attempt, stage, m, output.tensors)
+    _hand_on(instruction, attempt, output.tensors)
 
 
 _FORWARDS: Mapping[Keep, Callable[[Forward, Attempt], None]] = {
@@ -170,24 +153,9 @@ _FORWARDS: Mapping[Keep, Callable[[Forward, Attempt], None]] = {
 }
 
 
-def _inputs(attempt: Attempt, stage: int, micro_batch: int) -> NamedTensors:
-    if attempt.context.flow.layout.is_first_forward(stage):
-        return {}
-    return attempt.take("activation", stage - 1, micro_batch)
-
-
-def _output(attempt: Attempt, stage: int, micro_batch: int) -> tuple[TransferKind, int] | None:
-    training = attempt.job.phase == "train"
-    return attempt.context.flow.output(stage, micro_batch, training=training)
-
-
-def _hand_on(
-    attempt: Attempt, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    output = _output(attempt, stage, micro_batch)
-    if output is not None:
-        kind, of_stage = output
-        attempt.keep(kind, of_stage, micro_batch, tensors)
+def _hand_on(instruction: Forward, attempt: Attempt, tensors: Mapping[str, torch.Tensor]) -> None:
+    for kind, of_stage in attempt.left(instruction).values():
+        attempt.keep(kind, of_stage, instruction.micro_batch, tensors)
 
 
 def _run(

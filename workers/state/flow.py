@@ -1,60 +1,90 @@
-"""Where tensors go in a plan: stages by route, what becomes of a forward's output, and who sums
-gradients.
-"""
+"""Where tensors go in a plan: what instructions take and leave, and who sums gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.protocol.plan.instructions import BackwardInput, SwapOut
-from penstock.protocol.plan.layout import StageLayout, skipped_forwards
+from penstock.protocol.plan.instructions import BackwardInput, Instruction, SwapOut
+from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.plan.semantics import (
+    Facts,
+    Place,
+    TensorKind,
+    boundary,
+    makes,
+    reads,
+    takes,
+)
 from penstock.protocol.wire.frames import TransferKind
+
+TensorKey = tuple[TransferKind, int, int]
+"""Kind, stage and micro-batch of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The stages of a plan, and what training does to some (stage, micro-batch).
+    """The facts of a plan's training programs, and what they do to some (stage, micro-batch).
 
-    ``skipped``: forwards that it leaves out. ``split``: backwards in two halves. ``swapped``: what
-    a forward keeps is swapped.
+    ``split``: backwards in two halves. ``swapped``: what a forward keeps is swapped.
     """
 
-    layout: StageLayout
+    facts: Facts
     reduction: Reduction
-    skipped: frozenset[tuple[int, int]]
-    split: frozenset[tuple[int, int]]
-    swapped: frozenset[tuple[int, int]]
+    split: frozenset[Place]
+    swapped: frozenset[Place]
 
     @classmethod
     def of(cls, plan: Plan) -> Flow:
         """From all programs of the plan."""
-        layout = StageLayout.of(plan)
-        found: dict[type, set[tuple[int, int]]] = {BackwardInput: set(), SwapOut: set()}
+        found: dict[type, set[Place]] = {BackwardInput: set(), SwapOut: set()}
         for program in plan.programs:
             for instruction in program:
                 if isinstance(instruction, (BackwardInput, SwapOut)):
                     found[type(instruction)].add((instruction.stage, instruction.micro_batch))
         return cls(
-            layout=layout,
+            facts=Facts.of(StageLayout.of(plan), plan.programs),
             reduction=Reduction.of(plan),
-            skipped=skipped_forwards(layout, plan.programs),
             split=frozenset(found[BackwardInput]),
             swapped=frozenset(found[SwapOut]),
         )
 
-    def output(
-        self, stage: int, micro_batch: int, *, training: bool
-    ) -> tuple[TransferKind, int] | None:
-        """What the output of a forward is, and of which stage; ``None`` where nobody needs it.
+    @property
+    def layout(self) -> StageLayout:
+        """The stages."""
+        return self.facts.layout
 
-        It is the input of the next forward or, where that is left out, the checkpoint of the
-        backward stage that starts there. Evaluation leaves none out.
-        """
-        if self.layout.is_last_forward(stage):
-            return None
-        if not training or (stage + 1, micro_batch) not in self.skipped:
-            return "activation", stage
-        following = self.layout.checkpoint_after(stage)
-        return None if following is None else ("checkpoint", following)
+    def facts_in(self, phase: str) -> Facts:
+        """The facts of training, or of an evaluation, which leaves no forward out."""
+        return self.facts if phase == "train" else Facts(layout=self.layout)
+
+
+def tensor_taken(instruction: Instruction, facts: Facts) -> TensorKey | None:
+    """The tensor that an instruction takes; ``None`` where it starts from the batch, the loss, or
+    what its own stage kept.
+    """
+    for kind, stage, micro_batch in takes(instruction, facts):
+        if isinstance(kind, TensorKind):
+            return kind.value, stage, micro_batch
+    return None
+
+
+def tensors_awaited(instruction: Instruction, facts: Facts) -> Iterator[TensorKey]:
+    """Tensors that an instruction waits for and leaves to another one."""
+    gone = frozenset(takes(instruction, facts))
+    for resource in reads(instruction, facts):
+        if isinstance(resource.kind, TensorKind) and resource not in gone:
+            yield resource.kind.value, resource.stage, resource.micro_batch
+
+
+def tensors_left(instruction: Instruction, facts: Facts) -> Mapping[int, tuple[TransferKind, int]]:
+    """Kind and stage of the tensors that an instruction leaves to others, by the block at whose
+    input they are.
+    """
+    return {
+        boundary(facts.layout, kind, stage): (kind.value, stage)
+        for kind, stage, _ in makes(instruction, facts)
+        if isinstance(kind, TensorKind)
+    }

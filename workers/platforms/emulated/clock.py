@@ -17,8 +17,10 @@ from typing import Any
 
 from penstock.planner.cost.costs import Costs
 from penstock.planner.orders.timing import seconds_of
-from penstock.protocol.plan.instructions import Forward, Keep, SendActivation
+from penstock.planner.tensors import transferred
+from penstock.protocol.plan.instructions import Forward, Keep
 from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.plan.semantics import boundary
 from penstock.workers.waiting import POLL_S, Abort
 
 
@@ -74,11 +76,8 @@ class Durations:
 
     def num_bytes(self, send: Any) -> float:
         """Of what an instruction sends."""
-        if isinstance(send, SendActivation):
-            block = self._layout.forward[send.stage].stop - 1
-        else:
-            block = self._layout.backward[send.stage].start - 1
-        return self._costs.blocks[block].output_bytes
+        kind = transferred(send).kind
+        return self._costs.input_bytes(boundary(self._layout, kind, send.stage))
 
     def kept_bytes(self, stage: int, micro_batch: int) -> float:
         """Of what a forward, whose seconds were asked for before, kept."""

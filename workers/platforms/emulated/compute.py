@@ -22,11 +22,9 @@ from penstock.protocol.plan.instructions import (
     Opcode,
     Phase,
     Recompute,
-    RecomputeAfter,
     SwapIn,
     SwapOut,
 )
-from penstock.protocol.plan.layout import StageLayout
 from penstock.workers.attempt import Attempt
 from penstock.workers.platforms.emulated.device import EmulatedDevice, SwapKey
 from penstock.workers.platforms.emulated.runtime import Deferred, EmulatedOutput, EmulatedRuntime
@@ -43,45 +41,40 @@ def device_of(attempt: Attempt) -> EmulatedDevice:
 def forward(instruction: Forward, attempt: Attempt) -> None:
     """Run a forward stage; leaves what a backward needs, or checkpoints, as ``keep`` says."""
     stage, m, keep = instruction.stage, instruction.micro_batch, instruction.keep
-    flow, layout = attempt.context.flow, attempt.context.flow.layout
-    inputs = {} if layout.is_first_forward(stage) else attempt.take("activation", stage - 1, m)
-    trains = keep in (Keep.ALL, Keep.SELECTIVE)
-    starts = _checkpoints(layout, stage) if keep is Keep.INPUT else {}
-    handed_on = flow.output(stage, m, training=attempt.job.phase == "train")
-    first = layout.forward[stage].start
-    if keep is Keep.INPUT and handed_on is None and not set(starts) - {first}:
-        for backward_stage in starts.values():  # it computes nothing, so it has no weights
-            attempt.keep("checkpoint", backward_stage, m, inputs)
+    blocks = attempt.context.flow.layout.forward[stage].blocks
+    inputs, left = attempt.inputs(instruction), attempt.left(instruction)
+    if keep is Keep.INPUT and not left.keys() - {blocks.start}:
+        for kind, of_stage in left.values():  # it computes nothing, so it has no weights
+            attempt.keep(kind, of_stage, m, inputs)
         return
-    output = _run(attempt, StageKey(stage, Phase.FORWARD), inputs, m, trains, starts)
-    for start, backward_stage in starts.items():
-        attempt.keep("checkpoint", backward_stage, m, output.checkpoints[start])
+    trains = keep in (Keep.ALL, Keep.SELECTIVE)
+    inner = [block for block in left if block < blocks.stop]
+    output = _run(attempt, StageKey(stage, Phase.FORWARD), inputs, m, trains, inner)
+    found = {**output.checkpoints, blocks.stop: output.tensors}
+    for block, (kind, of_stage) in left.items():
+        attempt.keep(kind, of_stage, m, found[block])
     if keep is not Keep.INPUT:
         attempt.count_loss(m, output)
     if trains:
         attempt.keep_graph(stage, m, output)
     if keep is Keep.SELECTIVE:
         device_of(attempt).dropped.add((stage, m))
-    if handed_on is not None:
-        kind, of_stage = handed_on
-        attempt.keep(kind, of_stage, m, output.tensors)
 
 
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
     """From the checkpoint; nothing to make again after a forward that dropped operators."""
     stage, m = instruction.stage, instruction.micro_batch
-    layout, device = attempt.context.flow.layout, device_of(attempt)
+    device = device_of(attempt)
     if (stage, m) in device.dropped:
         device.dropped.remove((stage, m))
         device.await_swap(stage, m)
         _await_weights(stage, attempt)
     else:
-        inputs = {} if layout.is_first_backward(stage) else attempt.take("checkpoint", stage, m)
-        output = _run(attempt, attempt.stages.backward_key(stage), inputs, m, True, {})
+        inputs = attempt.inputs(instruction)
+        output = _run(attempt, attempt.stages.backward_key(stage), inputs, m, True, ())
         attempt.count_loss(m, output)
         attempt.keep_graph(stage, m, output)
-    if instruction.after is RecomputeAfter.GRADIENT:
-        attempt.await_posted("gradient", stage + 1, m)
+    attempt.await_others(instruction)
 
 
 def backward(instruction: Backward, attempt: Attempt) -> None:
@@ -133,26 +126,16 @@ def _input_gradient(instruction: Backward | BackwardInput, attempt: Attempt) -> 
     Weights may have been released since the forward; then they are awaited again.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    layout = attempt.context.flow.layout
     device_of(attempt).await_swap(stage, m)
     _await_weights(stage, attempt)
-    gradients = {} if layout.is_last_backward(stage) else attempt.take("gradient", stage + 1, m)
+    gradients = attempt.inputs(instruction)
     attempt.stages.begin_backward(stage)
     output: object = attempt.take_graph(stage, m)
     assert isinstance(output, EmulatedOutput)
     found, deferred = _runtime(attempt).backward_input(output, gradients)
-    if not layout.is_first_backward(stage):
-        attempt.keep("gradient", stage, m, found)
+    for kind, of_stage in attempt.left(instruction).values():
+        attempt.keep(kind, of_stage, m, found)
     return deferred
-
-
-def _checkpoints(layout: StageLayout, stage: int) -> dict[int, int]:
-    """Blocks inside a forward stage at which backward stages start that need a checkpoint."""
-    return {
-        layout.backward[b].start: b
-        for b in layout.checkpoints_of(stage)
-        if not layout.is_first_backward(b)
-    }
 
 
 def _run(

@@ -14,18 +14,20 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.planner.cost.costs import BlockCost
-from penstock.protocol.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Keep,
-    OffloadGradients,
-    Recompute,
+from penstock.protocol.plan.instructions import Instruction
+from penstock.protocol.plan.semantics import (
+    COMPUTES,
+    GRAPHS,
+    Facts,
+    StateKind,
+    TensorKind,
+    boundary,
+    makes,
+    side_of,
+    takes,
 )
 from penstock.workers.attempt import Attempt
 from penstock.workers.platforms.emulated.device import EmulatedDevice
@@ -74,7 +76,7 @@ class EmulatedMeter:
         now = dict(self._entries(attempt))
         before, self._before = self._before, now
         before = {key: entry for key, entry in before.items() if key not in _LEAVES_BY_ITSELF}
-        moved = _changes_its_name(instruction)
+        moved = _changes_its_name(instruction, attempt.context.flow.facts)
         if moved is not None:
             before = {k: e for k, e in before.items() if k in now or e.use is not moved}
         needed = _together(before, now)
@@ -154,40 +156,28 @@ class EmulatedMeter:
             yield (kind, stage, m), _Entry(Use.TRANSFERS, num_bytes, None)
 
     def _transfer_bytes(self, attempt: Attempt, kind: str, stage: int) -> float:
-        layout = attempt.context.flow.layout
-        forward = kind == "activation"
-        block = layout.forward[stage].stop if forward else layout.backward[stage].start
-        return 0.0 if block == 0 else self._cost(block - 1).output_bytes
+        tensor = TensorKind.ACTIVATION if kind == "activation" else TensorKind.GRADIENT
+        return self._costs.input_bytes(boundary(attempt.context.flow.layout, tensor, stage))
 
     def _cost(self, block: int) -> BlockCost:
         return self._costs.blocks[block]
 
-    def _workspace(self, instruction: Instruction, attempt: Attempt) -> float:
-        layout = attempt.context.flow.layout
-        match instruction:
-            case Forward(stage=stage, keep=keep):
-                needs = self._costs.of(layout.forward[stage].blocks).by_kind
-                return needs.graph if keep in (Keep.ALL, Keep.SELECTIVE) else needs.forward
-            case Recompute(stage=stage):
-                return self._costs.of(layout.backward[stage].blocks).by_kind.graph
-            case Backward(stage=stage):
-                return self._costs.of(layout.backward[stage].blocks).by_kind.backward
-            case BackwardInput(stage=stage):
-                return self._costs.of(layout.backward[stage].blocks).by_kind.backward_input
-            case BackwardWeight(stage=stage):
-                return self._costs.of(layout.backward[stage].blocks).by_kind.backward_weight
-        return 0.0
+    def _workspace(self, instruction: Any, attempt: Attempt) -> float:
+        if not isinstance(instruction, COMPUTES):
+            return 0.0
+        stages = attempt.context.flow.layout.stages(side_of(instruction))
+        cost = self._costs.of(stages[instruction.stage].blocks)
+        return cost.workspace_of(instruction)
 
 
-def _changes_its_name(instruction: Instruction) -> Use | None:
+def _changes_its_name(instruction: Instruction, facts: Facts) -> Use | None:
     """What an instruction does not let go of but leaves as something else: its input, which a graph
     saves; gradient sums, which are being copied.
     """
-    if isinstance(instruction, Forward):
-        return Use.TRANSFERS if instruction.keep in (Keep.ALL, Keep.SELECTIVE) else None
-    if isinstance(instruction, Recompute):
+    if any(resource.kind in GRAPHS for resource in makes(instruction, facts)):
         return Use.TRANSFERS
-    return Use.GRADIENTS if isinstance(instruction, OffloadGradients) else None
+    sums = any(resource.kind is StateKind.SUMS for resource in takes(instruction, facts))
+    return Use.GRADIENTS if sums else None
 
 
 def _together(before: _Entries, now: _Entries) -> defaultdict[Use, float]:
