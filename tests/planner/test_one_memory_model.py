@@ -159,8 +159,8 @@ def test_a_borrowed_tensor_takes_the_whole_array_that_it_is_in(make_table: Table
     lent = BorrowedTensor(name="block0.weight", local_name="tied", owner=0, contribution=1)
     blocks[3] = replace(blocks[3], borrows=(lent,))
     table = replace(table, blocks=tuple(blocks), weight_dtype=DType.BF16)
-    on_gpu = table_costs(table, GPU_GUESS, tokens=8, on_cpu=False)
-    on_cpu = table_costs(table, GPU_GUESS, tokens=8, on_cpu=True)
+    on_gpu = table_costs(table, GPU_GUESS, tokens=8, own_memory=True)
+    on_cpu = table_costs(table, GPU_GUESS, tokens=8, own_memory=False)
     own, last = on_gpu.of(range(2, 3)), on_gpu.of(range(3, 4))
     assert last.weight_bytes - own.weight_bytes == 3000 * 2
     assert last.device_gradient_bytes - own.device_gradient_bytes == 3000 * 4

@@ -138,7 +138,9 @@ def errors_of(stack: ExitStack, name: str, settings: dict[str, Any]) -> list[flo
     meters = use_plan(cluster, plan)
     for attempt in (1, 2):
         cluster.train(cluster.job(attempt=attempt))
-    costs = table_costs(cluster.table, profile_of(cluster.config), tokens=2 * SEQUENCE, on_cpu=True)
+    costs = table_costs(
+        cluster.table, profile_of(cluster.config), tokens=2 * SEQUENCE, own_memory=False
+    )
     errors = []
     for planned, meter in zip(device_peaks(plan, costs), meters, strict=True):
         assert meter.peak is not None
