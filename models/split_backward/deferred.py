@@ -36,7 +36,11 @@ class Unsplit:
 
 
 class DeferredWeights:
-    """Deferred weight gradients of one stage for one micro-batch: one forward, one backward."""
+    """Deferred weight gradients of one stage for one micro-batch: one forward, one backward.
+
+    A forward fills it, the backward seals it, and :meth:`run` empties it, one after the other:
+    nothing is locked.
+    """
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -49,7 +53,9 @@ class DeferredWeights:
 
     @property
     def bytes(self) -> int:
-        """Memory that the store keeps alive, weights and gradient sums apart; each storage once."""
+        """Bytes that the store keeps alive, without weights and gradient sums; each storage
+        once.
+        """
         held = {
             storage.data_ptr(): storage.nbytes()
             for tensor in self.held()
@@ -59,18 +65,20 @@ class DeferredWeights:
 
     @property
     def unsplit(self) -> dict[Unsplit, int]:
-        """What was left to BACKWARD_INPUT, and how often."""
+        """Uses of parameters that were left to BACKWARD_INPUT -> how often."""
         return dict(self._unsplit)
 
     def run(self) -> None:
-        """Add the weight gradients to ``.grad``; what an entry kept is freed right after its use.
+        """Add the weight gradients to ``.grad``, latest use first, as autograd does.
+
+        What an entry kept is freed right after its use.
 
         Raises:
             RuntimeError: BACKWARD_INPUT has not run.
         """
         entries, records = self._take()
         units = _units(entries)
-        del entries
+        del entries  # so that each unit's tensors have no other reference when it is popped
         sums = _Sums(record for unit in units for record in unit.records)
         for record in records:
             sums.expect(record, len(record.waiting))
@@ -84,13 +92,13 @@ class DeferredWeights:
         self.shared.clear()
 
     def discard(self) -> None:
-        """Forget everything: the micro-batch is given up."""
+        """Free everything, because the micro-batch is given up."""
         self._entries.clear()
         self._records.clear()
         self.shared.clear()
 
     def seal(self) -> None:
-        """BACKWARD_INPUT is over: drop the entries that it did not reach, with the weights they
+        """Drop the entries that BACKWARD_INPUT, which is over, did not reach, with the weights they
         refer to. Gradients go where ``.grad`` points now.
         """
         self._entries = [entry for entry in self._entries if entry.reached]
@@ -104,7 +112,7 @@ class DeferredWeights:
             record.uses += 1
 
     def record_of(self, parameter: torch.Tensor) -> ParameterRecord:
-        """A new record of a parameter."""
+        """Returns a new record of a parameter, of any shape, that this forward uses."""
         record = ParameterRecord(parameter)
         self._records.append(record)
         return record
@@ -114,7 +122,9 @@ class DeferredWeights:
         self._unsplit[unsplit] += 1
 
     def take_products(self) -> dict[tuple[int, int], ProductEntry]:
-        """Take out the products whose parameters have no other use, by their gradients' place."""
+        """Take the products out whose parameters have no other use; returns them by the place of
+        their gradients.
+        """
         uses = Counter(record for entry in self._entries for record in entry.records)
         taken = {
             entry.place: entry
@@ -135,6 +145,7 @@ class DeferredWeights:
         return [entry for entry in entries if entry.reached], records
 
     def held(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors, of any shape, that the store keeps alive; some may share storages."""
         for entry in self._entries:
             yield from entry.held()
         for saved in self.shared:
@@ -144,11 +155,15 @@ class DeferredWeights:
 
 
 def run_together(stores: Sequence[DeferredWeights], *, concatenate: bool = False) -> None:
-    """BACKWARD_WEIGHT of several micro-batches of one stage, in the given order.
+    """Run BACKWARD_WEIGHT of several micro-batches of one stage, in the given order.
 
-    ``concatenate``: one matrix product per Linear over all micro-batches' rows (2BP, section 3)
-    instead of one each: fewer kernels, a copy of inputs and gradients, other rounding. Without it,
-    and for everything but Linear, bits are those of one run after the other.
+    ``concatenate``: one matrix product per Linear over all micro-batches' rows (2BP,
+    arXiv 2405.18047, section 3) instead of one each: fewer kernels, a copy of inputs and gradients,
+    other rounding. Without it, and for everything but Linear, bits are those of one run after the
+    other.
+
+    Raises:
+        RuntimeError: BACKWARD_INPUT of a micro-batch has not run.
     """
     if concatenate and len(stores) > 1:
         found: defaultdict[tuple[int, int], list[ProductEntry]] = defaultdict(list)
@@ -171,7 +186,7 @@ class _GraphUnit:
         self.records = tuple(dict.fromkeys(r for entry in entries for r in entry.records))
 
     def gradients(self) -> Iterator[tuple[ParameterRecord, torch.Tensor | None]]:
-        """Gradients of all parameters; None where none arrived."""
+        """Yields the gradients of all parameters, of their shapes; None where none arrived."""
         roots, seeds = [], []
         for entry in self._entries:
             starts, gradients = entry.roots()
@@ -187,7 +202,8 @@ _Unit = _GraphUnit | ProductEntry
 
 
 def _units(entries: Sequence[Entry]) -> list[_Unit]:
-    """Entries in the order of the forward, those with shared nodes together at the latest's place.
+    """Returns entries in the order of the forward, those with shared nodes together at the place of
+    the latest.
 
     Only tensors derived from parameters are shared, so two such entries with a parameter in common
     may share some.
@@ -217,22 +233,27 @@ def _units(entries: Sequence[Entry]) -> list[_Unit]:
 
 
 class _Sums:
-    """Adds up a parameter's contributions and hands on the sum with the last one."""
+    """Adds up a parameter's contributions, in the compute dtype, and hands the sum on with the
+    last.
+    """
 
     def __init__(self, expected: Iterable[ParameterRecord]) -> None:
         self._missing = Counter(expected)
         self._sums: dict[ParameterRecord, torch.Tensor] = {}
 
     def expect(self, record: ParameterRecord, contributions: int) -> None:
-        """More will come."""
+        """Count on more contributions to come."""
         if contributions:
             self._missing[record] += contributions
 
     def add(self, record: ParameterRecord, gradient: torch.Tensor | None) -> None:
-        """One contribution; None if the use turned out to have none."""
+        """Take one contribution, of the parameter's shape; None if the use turned out to have
+        none.
+        """
         before = self._sums.pop(record, None)
         if before is not None:
-            # Not in place: a gradient may be the very tensor that another entry keeps.
+            # Not in place: a gradient may be the very tensor that another entry keeps. Autograd
+            # adds up the same way, so the rounding is its own.
             gradient = before if gradient is None else before + gradient
         self._missing[record] -= 1
         if gradient is None:

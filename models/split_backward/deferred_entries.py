@@ -18,7 +18,7 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 
 
 class ParameterRecord:
-    """A parameter of the stage: where its gradient goes.
+    """A parameter of the stage, of any shape and dtype: where its gradient goes.
 
     Holds the gradient array that is bound when BACKWARD_INPUT ends, at the latest; before that, or
     with none bound, or with hooks that want to see the gradient, the parameter.
@@ -48,7 +48,7 @@ class ParameterRecord:
 
     @property
     def place(self) -> int:
-        """The same for all records whose gradients go there."""
+        """A key that is the same for all records whose gradients go to the same memory."""
         return id(self._parameter) if self._gradient is None else self._gradient.data_ptr()
 
     def settle(self) -> None:
@@ -57,19 +57,27 @@ class ParameterRecord:
         if parameter is None or parameter.grad is None:
             return
         if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            # The parameter aliases weights whose buffer may hold another stage by BACKWARD_WEIGHT;
+            # without it here, its last reference goes with the graph.
             self._gradient, self._parameter = parameter.grad, None
 
     def accumulate(self, gradient: torch.Tensor) -> None:
-        """Add to ``.grad`` as autograd does: converted to its type, then added in place."""
+        """Add a gradient of the parameter's shape, in the compute dtype, to ``.grad``."""
         self.settle()
         if self._gradient is not None:
+            # As autograd does, to the bit: converted to the sum's dtype (fp32, say), then added in
+            # place, so that the sum rounds once a contribution.
             self._gradient.add_(gradient.to(self._gradient.dtype))
         else:
             assert self._parameter is not None
             torch.autograd.backward([self._parameter], [gradient])
 
     def receive(self, gradient: torch.Tensor) -> None:
-        """A gradient that BACKWARD_INPUT made; it waits if others follow that belong to one sum."""
+        """Take a gradient, of the parameter's shape, that BACKWARD_INPUT made.
+
+        The gradient waits if others follow that must be added to it first: autograd adds the uses
+        of a parameter up before they reach ``.grad``, and another order would round differently.
+        """
         if self.uses or (self.caught and self.edge is not None):
             self.waiting.append(gradient)
         else:
@@ -77,20 +85,25 @@ class ParameterRecord:
 
 
 class DeferredTensor:
-    """A tensor that waits for BACKWARD_WEIGHT, packed by the saved-tensor hooks around the forward
-    (a swap, for example), if any. Without its graph, which may be the one that keeps it.
+    """A tensor of any shape that waits for BACKWARD_WEIGHT, packed by the saved-tensor hooks around
+    the forward (a swap, for example), if there are any.
     """
 
     __slots__ = ("_packed", "_unpack", "_version")
 
     def __init__(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
+        # Without its graph, which may be the one that keeps this object: a circle would never free.
         tensor = tensor.detach()
         self._packed = tensor if hooks is None else hooks[0](tensor)
         self._unpack = None if hooks is None else hooks[1]
         self._version = tensor._version
 
     def get(self) -> torch.Tensor:
-        """The tensor; raises RuntimeError if it was changed in place meanwhile."""
+        """Returns the tensor, of the shape and dtype that it had.
+
+        Raises:
+            RuntimeError: it was changed in place meanwhile.
+        """
         if self._unpack is not None:
             return self._unpack(self._packed)
         tensor: torch.Tensor = self._packed
@@ -102,13 +115,14 @@ class DeferredTensor:
         return tensor
 
     def held(self) -> Iterator[torch.Tensor]:
-        """What it keeps alive."""
+        """Yields the tensor itself, if it is kept alive here and not by the hooks."""
         if isinstance(self._packed, torch.Tensor):
             yield self._packed
 
 
 class Lent:
-    """Weights that a use saved: real until BACKWARD_INPUT has passed, then only their shape.
+    """Weights, of any shape, that a use saved: real until BACKWARD_INPUT has passed, then only
+    their shape.
 
     Until then they are where the saved-tensor hooks around the forward find them, if there are any:
     perhaps in other memory than the forward's.
@@ -122,7 +136,9 @@ class Lent:
         self._shape = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def get(self) -> torch.Tensor:
-        """The weights, or memory of their shape, which no weight gradient reads."""
+        """Returns the weights, or uninitialized memory of their shape, strides and dtype, which no
+        weight gradient reads.
+        """
         if self._packed is None:
             size, stride, dtype, device = self._shape
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -130,7 +146,7 @@ class Lent:
         return tensor
 
     def forget(self) -> None:
-        """Let go of the weights."""
+        """Let go of the weights: BACKWARD_INPUT has read them for the last time."""
         self._packed = None
 
 
@@ -160,11 +176,15 @@ class GraphEntry:
         return bool(self._roots)
 
     def attach(self, edges: Iterable[GradientEdge]) -> None:
-        """The edges of its outputs."""
+        """Take the edges of the outputs, where BACKWARD_INPUT brings gradients."""
         self._edges = list(edges)
 
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Keep the gradients of the outputs; returns those of the inputs."""
+        """Keep the gradients of the outputs, one of each output's shape or None; returns those of
+        the inputs, of the inputs' shapes.
+
+        The graph is retained: its other half runs in BACKWARD_WEIGHT.
+        """
         pairs = [(e, g) for e, g in zip(self._edges, gradients, strict=True) if g is not None]
         self._roots = [edge for edge, _ in pairs]
         self._seeds = [gradient for _, gradient in pairs]
@@ -182,20 +202,22 @@ class GraphEntry:
         return found
 
     def roots(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Where its half of the backward starts, and the gradients there."""
+        """Returns where BACKWARD_WEIGHT starts, and the gradients there, of the outputs' shapes."""
         return self._roots, self._seeds
 
     def held(self) -> Iterator[torch.Tensor]:
-        """What it keeps alive."""
+        """Yields the tensors, of any shape, that the entry keeps alive; none is a weight."""
         yield from self._seeds
         for saved in self.saved:
             yield from saved.held()
 
 
 class ProductEntry:
-    """``rows @ weight.T + bias`` (or ``rows @ weight``) with parameters that nothing else touched.
+    """``rows @ weight.T + bias`` (``transposed``: ``rows @ weight + bias``) with parameters that
+    nothing else touched.
 
-    ``rows`` has shape (..., inputs), the gradient (..., outputs).
+    ``rows`` has shape (..., inputs), the gradient (..., outputs), the weight (outputs, inputs) or,
+    transposed, (inputs, outputs). ``rows`` may be None where no weight is trained.
     """
 
     __slots__ = ("_bias", "_gradient", "_rows", "_transposed", "_weight", "records")
@@ -221,16 +243,21 @@ class ProductEntry:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where its gradients go: equal for the same Linear in other micro-batches."""
+        """A key of where its gradients go: equal for the same Linear in other micro-batches."""
         weight, bias = self._weight, self._bias
         return (0 if weight is None else weight.place, 0 if bias is None else bias.place)
 
     def receive(self, gradient: torch.Tensor) -> None:
-        """Keep the gradient of the product."""
+        """Keep the gradient of the product, of shape (..., outputs)."""
         self._gradient = gradient
 
     def gradients(self) -> Iterator[tuple[ParameterRecord, torch.Tensor]]:
-        """Gradients of weight and bias, by the kernels of addmm's derivative."""
+        """Yields the gradients of bias, (outputs,), and weight, of the weight's shape, in the
+        compute dtype.
+
+        dL/dW = G^T X and dL/db = sum of G over the rows, by the kernels of addmm's derivative, so
+        that the bits are those of an unsplit backward.
+        """
         assert self._gradient is not None
         gradient = self._gradient.reshape(-1, self._gradient.shape[-1])
         if self._bias is not None:
@@ -243,7 +270,7 @@ class ProductEntry:
             yield self._weight, product
 
     def held(self) -> Iterator[torch.Tensor]:
-        """What it keeps alive."""
+        """Yields the rows and the gradient, as far as they are kept alive here."""
         if self._gradient is not None:
             yield self._gradient
         if self._rows is not None:
@@ -251,7 +278,11 @@ class ProductEntry:
 
     @staticmethod
     def joined(entries: Sequence[ProductEntry]) -> ProductEntry:
-        """The same product over the rows of several micro-batches."""
+        """Returns the same product over the rows of several micro-batches (2BP, section 3).
+
+        Inputs and gradients are copied. One sum over all rows rounds differently from a sum of
+        sums.
+        """
         first = entries[0]
         if len(entries) == 1:
             return first

@@ -74,10 +74,10 @@ def split_backward(
 ) -> Iterator[None]:
     """Make the backward of the forward inside a split one; ``store`` takes the weight gradients.
 
-    ``parameters``: the weights of the forward's modules, trainable or frozen. What is not among
-    them is an activation. Their gradients go where ``.grad`` points by BACKWARD_INPUT.
-    ``reductions``: defer the gradients of norms and elementwise functions too. A store takes one
-    forward.
+    ``parameters`` are the weights of the forward's modules, of any shapes, trainable or frozen;
+    what is not among them is an activation. Their gradients go where ``.grad`` points by
+    BACKWARD_INPUT. ``reductions``: defer the gradients of norms and elementwise functions too. A
+    store takes one forward, on one thread.
     """
     mode = _SplitMode(store, parameters, reductions=reductions)
     try:
@@ -92,9 +92,10 @@ def backward_input(
     outputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """BACKWARD_INPUT: ``.grad`` of the stage's inputs, and ``store`` ready to run.
+    """Run BACKWARD_INPUT: it leaves ``.grad`` of the stage's inputs, and ``store`` ready to run.
 
-    The caller should let go of the outputs: their graph is of no use any more.
+    ``gradients`` have the shapes and dtypes of ``outputs``; None for a scalar loss. The caller
+    should let go of the outputs: their graph is of no use any more.
     """
     torch.autograd.backward(outputs, gradients)
     store.seal()
@@ -108,6 +109,7 @@ class _ParameterSource(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, record: ParameterRecord, box: list[torch.Tensor]) -> Any:
+        # Weak: the record refers to this node by its edge, and the two would keep each other alive.
         ctx.record = weakref.ref(record)
         return box[0].detach()
 
@@ -140,7 +142,7 @@ class _Link(torch.autograd.Function):
     def forward(
         ctx: Any, entry: GraphEntry, outputs: list[torch.Tensor], *inputs: torch.Tensor
     ) -> Any:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None says that an output has no gradient: no zeros
         ctx.entry = entry
         ctx.num_inputs = len(inputs)
         return tuple(output.detach() for output in outputs)
@@ -170,6 +172,7 @@ class _SplitMode(TorchFunctionMode):
         reductions: bool,
     ) -> None:
         super().__init__()
+        # An id may be used again once its object is gone: whatever is known by id is held here.
         self._store = store
         self._reductions = reductions
         self._parameters = {id(tensor): tensor for tensor in parameters}
@@ -180,7 +183,7 @@ class _SplitMode(TorchFunctionMode):
         self._catchers: dict[int, torch.Tensor] = {}
 
     def close(self) -> None:
-        """Let go of all tensors of the forward."""
+        """Let go of all tensors of the forward: what the backward needs is in graphs and store."""
         self._parameters, self._own = {}, {}
         self._sources, self._detached, self._catchers = {}, {}, {}
 
@@ -236,7 +239,7 @@ class _SplitMode(TorchFunctionMode):
         return tuple(dict.fromkeys(r for t in own for r in self._own[id(t)].records))
 
     def _sources_of(self, own: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Replacements for parameters, to which the store's graphs may refer."""
+        """Returns replacements for parameters, to which the store's graphs may refer."""
         return {id(t): self._source(self._own[id(t)]) for t in own if not self._own[id(t)].derived}
 
     def _source(self, parameter: _Own) -> torch.Tensor:
@@ -256,7 +259,7 @@ class _SplitMode(TorchFunctionMode):
     def _derive(
         self, call: TorchCall, own: Sequence[torch.Tensor], hooks: SavedTensorHooks | None
     ) -> Any:
-        """Nothing but parameters: the result stays on the parameter side."""
+        """Run a call of nothing but parameters: its result stays on the parameter side."""
         memory, shared = self._memory, self._store.shared
 
         def pack(tensor: torch.Tensor) -> DeferredTensor:
@@ -287,7 +290,7 @@ class _SplitMode(TorchFunctionMode):
         return call.run({})
 
     def _catchers_of(self, own: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Replacements that are leaves of the main graph, where BACKWARD_INPUT leaves gradients."""
+        """Returns replacements: leaves of the main graph, where BACKWARD_INPUT leaves gradients."""
         return {id(t): self._catcher(self._own[id(t)]) for t in own}
 
     def _catcher(self, own: _Own) -> torch.Tensor:
@@ -298,6 +301,7 @@ class _SplitMode(TorchFunctionMode):
                 own.records[0].caught = True
 
             def take(leaf: torch.Tensor) -> None:
+                # Taken out at once, so that the leaf does not add up and holds no memory.
                 gradient, leaf.grad = leaf.grad, None
                 assert gradient is not None
                 receive(gradient)
@@ -308,7 +312,7 @@ class _SplitMode(TorchFunctionMode):
         return found
 
     def _defer_from(self, own: _Own) -> Callable[[torch.Tensor], None]:
-        """From a derived tensor on, the gradients of its parameters are deferred."""
+        """Returns what takes the gradient of a derived tensor: from there on it is deferred."""
         entry = GraphEntry(own.records, derived=True)
         entry.attach([_edge(own.tensor)])
         self._store.append(entry)
@@ -388,7 +392,7 @@ class _SplitMode(TorchFunctionMode):
 
 
 def _node_edge(tensor: torch.Tensor) -> GradientEdge:
-    """For nodes that another graph keeps alive; makes no operation, unlike torch's own function."""
+    """Returns the edge of a tensor whose node another graph keeps alive; makes no operation."""
     assert tensor.grad_fn is not None
     return GradientEdge(tensor.grad_fn, tensor.output_nr)
 

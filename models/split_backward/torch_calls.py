@@ -1,5 +1,5 @@
-"""Calls of torch functions as a function mode sees them: what they are, their tensors, replacing
-some of them.
+"""Calls of torch functions as a function mode sees them: what they are, which tensors they have,
+and how some of these are replaced.
 
 Which functions :mod:`penstock.models.split_backward.split` treats how is said here; what it does is
 said there.
@@ -64,7 +64,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def computed_name(function: Any) -> str | None:
-    """The function's name; None if it does not return a part of the graph."""
+    """Returns the function's name; None if it does not return a part of the graph."""
     name: str = function.__name__
     if name == "__get__":
         name = function.__self__.__name__
@@ -73,7 +73,7 @@ def computed_name(function: Any) -> str | None:
 
 
 class TorchCall:
-    """A call of a torch function."""
+    """A call of a torch function that is about to be made."""
 
     __slots__ = ("args", "function", "kwargs", "name")
 
@@ -84,7 +84,7 @@ class TorchCall:
 
     @property
     def in_place(self) -> bool:
-        """Whether it changes a tensor."""
+        """Whether the call changes a tensor, by the conventions of torch's names."""
         name = self.name
         return (
             (name.endswith("_") and not name.endswith("__"))
@@ -93,7 +93,9 @@ class TorchCall:
         )
 
     def run(self, replacements: Mapping[int, torch.Tensor]) -> Any:
-        """Call it, with some tensors (by id) replaced."""
+        """Make the call, with some tensors (by id) replaced by others of the same shape and dtype;
+        returns its result.
+        """
         if not replacements:
             return self.function(*self.args, **self.kwargs)
         args = [replaced(value, replacements) for value in self.args]
@@ -103,7 +105,11 @@ class TorchCall:
 
 
 class MatrixProduct(NamedTuple):
-    """``rows @ weight.T + bias``, or (``transposed``) ``rows @ weight + bias``."""
+    """``rows @ weight.T + bias``, or (``transposed``) ``rows @ weight + bias``.
+
+    ``rows`` is (..., inputs), ``bias`` (outputs,), ``weight`` (outputs, inputs), or (inputs,
+    outputs) where it is transposed.
+    """
 
     rows: torch.Tensor
     weight: torch.Tensor
@@ -124,8 +130,8 @@ class MatrixProduct(NamedTuple):
 
 
 def matrix_product(call: TorchCall) -> MatrixProduct | None:
-    """The product that a call of ``F.linear`` or ``addmm`` makes; None where it is not plainly
-    one.
+    """Returns the product that a call of ``F.linear`` or ``addmm`` makes; None for other calls, and
+    for an ``addmm`` with factors.
     """
     if call.name == "linear":
         return _linear(*call.args, **call.kwargs)
@@ -142,7 +148,7 @@ def _linear(
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Tensors in nested lists, tuples and dicts."""
+    """Returns the tensors, of any shape and dtype, in nested lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []
     _collect((value,), found)
     return found
@@ -159,7 +165,9 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
 
 
 def replaced(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
-    """Nested lists, tuples and dicts with some tensors (by id) replaced."""
+    """Returns nested lists, tuples and dicts with some tensors (by id) replaced, of any shape and
+    dtype; the others stay.
+    """
     if isinstance(value, torch.Tensor):
         return replacements.get(id(value), value)
     if isinstance(value, tuple):
@@ -173,5 +181,5 @@ def replaced(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Address of the memory that a tensor is a view of."""
+    """Returns the address of the memory that a tensor of any shape is a view of."""
     return tensor.untyped_storage().data_ptr()
