@@ -1,8 +1,8 @@
 """Blocks over memory: leaf tensors that alias flat arrays, and the modules that they are put into.
 
-Nothing is copied: a leaf is a view of the weights, its ``.grad`` a view of the gradients.
-
-Between a block's tensors by name and its two flat arrays. NumPy only.
+Nothing is copied: a leaf is a view of the weights, its ``.grad`` a view of the gradients. At the
+end of the file :func:`pack` and :func:`unpack` convert between a block's tensors by name and its
+two flat arrays, with NumPy alone. Where each tensor lies in them is :mod:`penstock.shm.table`'s.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.models.surgery.skeleton import LAYER_NUMBERS, Part
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec
 
 Borrowed = tuple[torch.Tensor, torch.Tensor | None]
-"""Flat array of the owner that holds the tied tensor, and the flat gradients of this use (None:
-none, or not yet)."""
+"""The owner's flat array that holds the tied tensor, and the flat gradients of this use, both 1-D
+(None: no gradients, or not yet)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,15 @@ def bind_block(
     borrowed: Mapping[str, Borrowed],
     sums: torch.dtype | None,
 ) -> BoundBlock:
-    """See :meth:`penstock.models.runtime.ModelRuntime.bind`; gradients are not bound."""
+    """Returns the block over flat 1-D arrays, without gradients bound.
+
+    Arguments and errors are those of :meth:`penstock.models.runtime.ModelRuntime.bind`: ``weights``
+    of (trainable_elements,), ``frozen`` of (frozen_elements,), in the compute dtype; ``sums`` is
+    the dtype that gradients will have, None for inference.
+
+    Raises:
+        ValueError: an array is missing or has another shape than the table says.
+    """
     spec = table.blocks[block]
     _check_length(spec, "weights", weights, spec.trainable_elements)
     _check_length(spec, "frozen", frozen, spec.frozen_elements)
@@ -79,12 +87,20 @@ def bind_gradients(
     grads: torch.Tensor | None,
     borrowed: Mapping[str, torch.Tensor],
 ) -> None:
-    """See :meth:`penstock.models.runtime.ModelRuntime.bind_gradients`."""
+    """Make ``.grad`` of the block's leaves views of flat 1-D arrays, of the ``sums`` dtype.
+
+    ``grads`` is (trainable_elements,) of the block, each array of ``borrowed`` the same of its
+    owner; see :meth:`penstock.models.runtime.ModelRuntime.bind_gradients`.
+
+    Raises:
+        ValueError: an array is missing or has another shape than the table says.
+    """
     spec = table.blocks[bound.index]
     _check_length(spec, "grads", grads, spec.trainable_elements)
     for tensor in spec.tensors:
         if tensor.trainable:
             assert grads is not None
+            # Set by hand: autograd then adds into this memory, and never allocates a gradient.
             bound.leaves[tensor.name].grad = _view(tensor, grads).detach()
     for lent in spec.borrows:
         tensor = _lent_tensor(table, lent)
@@ -115,14 +131,17 @@ class BlockModules:
 
     @contextmanager
     def installed(self, bound: BoundBlock, prefix: str, layer_index: int | None) -> Iterator[None]:
-        """Put the leaves into the modules meanwhile; ``prefix`` starts the names of this block's
-        tensors.
+        """Put the block's leaves into the modules while the context lasts.
+
+        ``prefix`` starts the names of this block's tensors; ``layer_index`` is what its modules
+        know as their number. Blocks of one kind take turns: contexts of one kind must not overlap.
         """
         slots = self._slots
         cut = len(prefix)
         for name, leaf in bound.leaves.items():
             places, key = slots[name[cut:]]
-            places[key] = leaf  # type: ignore[assignment]  # a leaf serves as a parameter
+            # Past nn.Module's __setattr__, which would refuse what is no nn.Parameter.
+            places[key] = leaf  # type: ignore[assignment]
         for attributes, name in self._numbered:
             attributes[name] = layer_index
         try:
@@ -133,7 +152,7 @@ class BlockModules:
                 places[key] = self._meta[name]
 
     def set_training(self, training: bool) -> None:
-        """Dropout on or off; walks the modules only when it changes."""
+        """Switch dropout on or off; walks the modules only when that changes."""
         if training != self._training:
             for module in self._modules:
                 module.train(training)
@@ -152,7 +171,9 @@ def _check_length(spec: BlockSpec, what: str, flat: torch.Tensor | None, wanted:
 
 
 def _leaf(tensor: TensorSpec, flat: torch.Tensor, sums: torch.dtype | None) -> torch.Tensor:
-    """A leaf over ``flat`` at the tensor's place; ``sums``: of its ``.grad``, ``None``: none."""
+    """Returns a leaf over ``flat`` at the tensor's place; ``sums``: dtype of its ``.grad``, None:
+    none.
+    """
     leaf = _view(tensor, flat).detach()
     if sums is not None and tensor.trainable:
         leaf.requires_grad_(True)
@@ -170,12 +191,14 @@ def _view(tensor: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
 
 
 Flat = NDArray[np.float32]
+"""A 1-D array of all trainable, or all frozen, elements of a block, padding between tensors."""
 
 
 def pack(block: BlockSpec, tensors: Mapping[str, Any]) -> tuple[Flat, Flat]:
-    """Flat fp32 arrays of ``trainable_elements`` and ``frozen_elements``; padding is zero.
+    """Returns flat fp32 arrays of (trainable_elements,) and (frozen_elements,); padding is zero.
 
-    ``tensors`` maps the names of the block's tensors to arrays or CPU tensors of their shapes.
+    ``tensors`` maps the names of the block's tensors to arrays or CPU tensors of their shapes, of
+    any floating type; the values are copied.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
@@ -199,7 +222,11 @@ def pack(block: BlockSpec, tensors: Mapping[str, Any]) -> tuple[Flat, Flat]:
 def unpack(
     block: BlockSpec, trainable: NDArray[Any] | None, frozen: NDArray[Any] | None
 ) -> dict[str, NDArray[Any]]:
-    """Views of the flat arrays by tensor name; an array given as None leaves its tensors out."""
+    """Returns views of the flat arrays by tensor name, of the tensors' shapes and the arrays'
+    dtype.
+
+    Nothing is copied: a view keeps its array alive. An array given as None leaves its tensors out.
+    """
     views = {}
     for spec in block.tensors:
         flat = trainable if spec.trainable else frozen

@@ -24,8 +24,8 @@ from torch import nn
 from penstock.models.binding import BoundBlock
 
 _OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({"inductor": {"fallback_random": True}})
-"""Random numbers of torch's own kernels: dropout of a recomputation, which is another graph than
-that of its forward, must hit the same elements."""
+"""Random numbers come from torch's own kernels: dropout of a recomputation, which is another graph
+than that of its forward, must hit the same elements."""
 
 
 class CompiledLayer:
@@ -37,11 +37,11 @@ class CompiledLayer:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer itself."""
+        """Call the layer: arguments and results are its own, of the same shapes and dtypes."""
         return self._run(*args, **kwargs)
 
     def aliased(self, block: BoundBlock) -> BoundBlock:
-        """The block over tensors that share its leaves' memory, and hand their gradients on.
+        """Returns the block over tensors that share its leaves' memory and hand their gradients on.
 
         The leaves themselves have gradients that may be wider than they are, which the compiler's
         stand-ins for tensors cannot have.
@@ -54,7 +54,7 @@ class CompiledLayer:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory, neither a leaf nor a view of one."""
+    """A tensor over the same memory that autograd takes for neither a leaf nor a view of one."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:

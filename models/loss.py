@@ -22,17 +22,21 @@ def chunked_cross_entropy(
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """Summed negative log-likelihood, a fp32 scalar; labels of -100 count nothing.
+    """Returns the summed negative log-likelihood in nats, a fp32 scalar: the sum over rows of
+    log sum_v exp(logits[v]) - logits[label]. Labels of -100 count nothing.
 
-    ``hidden`` is (rows, hidden), ``labels`` (rows,) int64. ``logits_of`` maps (chunk, hidden) to
-    (chunk, vocabulary). With more than one chunk each chunk's logits are computed again in the
-    backward, so memory is bounded by one chunk in both directions; ``logits_of`` must allow being
-    called then.
+    ``hidden`` is (rows, hidden) in the compute dtype, ``labels`` (rows,) int64. ``logits_of`` maps
+    (chunk, hidden) to (chunk, vocabulary), which is widened to fp32. A chunk's logits take at most
+    ``chunk_bytes`` in fp32, or one row's. With more than one chunk each chunk's logits are computed
+    again in the backward, so memory is bounded by one chunk in both directions; ``logits_of`` must
+    allow being called then.
     """
     rows = hidden.shape[0]
     chunk_rows = max(1, chunk_bytes // (4 * vocab_size))
     if rows <= chunk_rows:
         return _summed(logits_of, hidden, labels)
+    # Chunks are added one after the other, in fp32: the rounding of the sum follows from their
+    # size.
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for start in range(0, rows, chunk_rows):
         part, wanted = hidden[start : start + chunk_rows], labels[start : start + chunk_rows]

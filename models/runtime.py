@@ -47,11 +47,12 @@ HIDDEN = "hidden"
 class StageOutput:
     """Results of a forward over consecutive blocks.
 
-    ``tensors`` are the named tensors for the next block (empty after the head). ``checkpoints[b]``
-    are the detached inputs of block ``b``. ``loss_sum`` is the detached sum over counted tokens
-    (head only), ``loss`` the same times ``loss_weight`` with its graph. ``inputs`` are the leaves
-    whose gradient :meth:`ModelRuntime.backward` returns. ``stored``: what the forward left, if it
-    was told how.
+    ``tensors`` are the named tensors for the next block (empty after the head): :data:`HIDDEN`,
+    (micro_batch, sequence, hidden) in the compute dtype. ``checkpoints[b]`` are the detached inputs
+    of block ``b``, of the same shape. ``loss_sum`` is the detached sum over counted tokens, a fp32
+    scalar in nats (head only), ``loss`` the same times ``loss_weight`` with its graph. ``inputs``
+    are the leaves whose gradient :meth:`ModelRuntime.backward` returns. ``stored``: what the
+    forward left for the backward, if it was told how.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -78,8 +79,9 @@ class _Prepared:
 class ModelRuntime:
     """Forward and backward of any range of blocks of one model on one device.
 
-    Runs that train seed torch's default generator of the device, for each block, from (seed, data
-    position, micro-batch, block): whoever recomputes a block sees the same dropout.
+    Used by one thread at a time: blocks of a kind share their module objects. Runs that train seed
+    torch's default generator of the device, for each block, from (seed, data position, micro-batch,
+    block): whoever recomputes a block sees the same dropout.
     """
 
     def __init__(
@@ -92,8 +94,14 @@ class ModelRuntime:
         seed: int,
         compiler: str | None = None,
     ) -> None:
-        """``compiler``: backend of ``torch.compile`` for the layers, see
+        """Build the model's modules on ``device``, without parameters.
+
+        ``compute_dtype`` is the type of hidden states, and of the weights that will be bound.
+        ``compiler`` is the backend of ``torch.compile`` for the layers, see
         :mod:`penstock.models.compiled`.
+
+        Raises:
+            ConfigError: the model cannot be taken apart, or ``table`` describes another one.
         """
         self._table = table
         self._device = torch.device(device)
@@ -135,7 +143,7 @@ class ModelRuntime:
         borrowed: Mapping[str, Borrowed] | None = None,
         sums: torch.dtype | None = None,
     ) -> BoundBlock:
-        """Make the block's leaves over flat 1-D arrays; nothing is copied.
+        """Returns the block's leaves as views of flat 1-D arrays; nothing is copied.
 
         ``weights`` and ``grads`` have ``trainable_elements``, ``frozen`` ``frozen_elements``
         elements (None where there are none). Gradients add up in ``grads``, in its own dtype, over
@@ -166,8 +174,9 @@ class ModelRuntime:
         grads: torch.Tensor | None,
         borrowed: Mapping[str, torch.Tensor],
     ) -> None:
-        """From now on, also for graphs that were made before, gradients add up in ``grads``, and in
-        ``borrowed`` (by ``local_name``) for trainable tensors of others.
+        """Let gradients add up in ``grads``, (trainable_elements,), and in ``borrowed`` (by
+        ``local_name``) for trainable tensors of others, from now on, also for graphs that were made
+        before. The arrays have the dtype of sums that the block was bound with.
 
         Raises:
             ValueError: an array is missing or has another length than the table says.
@@ -190,11 +199,17 @@ class ModelRuntime:
     ) -> StageOutput:
         """Run consecutive blocks on one micro-batch.
 
-        ``inputs`` are the named tensors that the block before handed on (empty for block 0).
-        ``training`` switches dropout. ``autograd``: record a graph for :meth:`backward`; by default
-        when any bound block collects gradients. ``checkpoints_at``: blocks (numbers in the model)
-        whose inputs are wanted. ``storing``: how to keep what the backward needs; where activations
-        are kept, the inputs are let go of.
+        ``inputs`` are the named tensors that the block before handed on: (micro_batch, sequence,
+        hidden) in the compute dtype (none for block 0). ``training`` switches dropout, whose random
+        numbers follow from seed, ``data_position``, ``micro_batch_index`` and block.
+        ``loss_weight`` multiplies the summed loss. ``autograd``: record a graph for
+        :meth:`backward`; by default when any bound block collects gradients. ``checkpoints_at``:
+        blocks (numbers in the model) whose inputs are wanted. ``storing``: how to save what the
+        backward needs; where a store saves activations, the leaves of the inputs let go of their
+        values.
+
+        Raises:
+            ConfigError: documents are to be kept apart, and the model cannot.
         """
         if autograd is None:
             autograd = any(block.trains for block in bound)
@@ -215,6 +230,8 @@ class ModelRuntime:
                 if block.index in checkpoints_at:
                     checkpoints[block.index] = {k: v.detach() for k, v in tensors.items()}
                 if training:
+                    # For each block, so that whoever recomputes one from its checkpoint draws the
+                    # same numbers, whatever ran before.
                     self._reseed(data_position, micro_batch_index, block.index)
                 with nullcontext() if stored is None else stored.block(block.index):
                     if block.index == len(self._table.blocks) - 1:
@@ -224,6 +241,8 @@ class ModelRuntime:
                         tensors = {HIDDEN: self._run_block(block, tensors, prepared, training)}
             weighted = None if loss is None else loss * loss_weight
         if stored is not None and stored.activations is not None:
+            # The caller holds the output, and with it the leaves: without this, the memory of the
+            # inputs would stay although the store has swapped or dropped them.
             for leaf in leaves.values():
                 let_go(leaf)
         return StageOutput(
@@ -239,12 +258,12 @@ class ModelRuntime:
         self, output: StageOutput, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Add the weights' gradients to the bound arrays; returns those of the stage's inputs by
-        name.
+        name, (micro_batch, sequence, hidden) in the compute dtype.
 
-        ``gradients`` are those of ``output.tensors`` (what the next stage returned); the head
-        starts from its weighted loss and takes none. A stage without anything to train below it
-        returns nothing. After a forward that was told to split, the weights' gradients wait in
-        ``output.stored.deferred`` instead.
+        ``gradients`` are those of ``output.tensors`` (what the next stage returned), of the same
+        shape and dtype; the head starts from its weighted loss and takes none. A stage without
+        anything to train below it returns nothing. After a forward that was told to split, the
+        weights' gradients wait in ``output.stored.deferred`` instead. The graph is freed.
         """
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor | None] = []
@@ -311,7 +330,11 @@ class ModelRuntime:
     def _prepare(
         self, batch: MicroBatch, bound: Sequence[BoundBlock], *, watched: bool
     ) -> _Prepared:
-        """What all blocks of the stage share, before any random number is drawn for a block."""
+        """Returns what all blocks of the stage share.
+
+        Runs before the generator is seeded for a block: numbers that the decoder's own code draws
+        must not move those of a block.
+        """
         mask, positions = batch.attention_mask, batch.position_ids
         tensors = BatchTensors(
             shape=batch.shape,
@@ -323,13 +346,17 @@ class ModelRuntime:
         return _Prepared(batch=batch, tensors=tensors, calls=calls, watched=watched)
 
     def _moved(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """On the device. From pageable memory the driver has taken the bytes when this returns, and
-        the host does not wait for the work before.
+        """Returns a copy of the array on the device, of its shape and dtype; the array itself on a
+        CPU.
         """
+        # From pageable memory the driver has taken the bytes when this returns, so the array may
+        # go; the host does not wait for the work before.
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _constants(self, prepared: _Prepared) -> list[torch.Tensor]:
-        """What outlives the forward: the micro-batch, and what layers are called with."""
+        """Returns the tensors that outlive the forward: the micro-batch, buffers, layers'
+        arguments.
+        """
         batch = prepared.batch
         found = [torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), *self._buffers]
         for call in prepared.calls:
@@ -337,14 +364,17 @@ class ModelRuntime:
         return found
 
     def called_with(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """What layers are called with beside the hidden states, for all micro-batches of a plain
-        batch's shape: masks and rotary tables.
+        """Returns what layers are called with beside the hidden states, for all micro-batches of a
+        plain batch's shape (micro_batch, sequence): masks and rotary tables, of the model's shapes
+        and types. Empty before the first forward of that shape.
         """
         calls = self._calls_by_shape.get(batch.shape, ())
         return tuple(found for call in calls for found in tensors_in((call.args, call.kwargs)))
 
     def _layer_calls(self, batch: MicroBatch, batch_tensors: BatchTensors) -> tuple[LayerCall, ...]:
-        """Masks, positions and rotary embeddings: by shape, else for the latest micro-batch."""
+        """Returns masks, positions and rotary embeddings: remembered by shape where they follow
+        from it, else for the latest micro-batch.
+        """
         if batch_tensors.plain:
             calls = self._calls_by_shape.get(batch_tensors.shape)
             if calls is None:
@@ -369,7 +399,7 @@ class ModelRuntime:
 
     def _reseed(self, *position: int) -> None:
         digest = hashlib.blake2b(repr((self._seed, *position)).encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") >> 1
+        seed = int.from_bytes(digest, "little") >> 1  # 63 bits: a seed for any torch generator
         if self._device.type == "cuda":
             index = self._device.index
             index = torch.cuda.current_device() if index is None else index
@@ -399,7 +429,9 @@ class ModelRuntime:
 
 
 def _prefixes(skeleton: Skeleton) -> tuple[str, ...]:
-    """What the names of each block's tensors start with and its kind's module does not know."""
+    """Returns what the names of each block's tensors start with and its kind's module does not
+    know.
+    """
     layers = f"{skeleton.decoder_path}.{skeleton.layers_name}"
     return tuple(
         "" if part.layer_index is None else f"{layers}.{part.layer_index}."
@@ -408,7 +440,7 @@ def _prefixes(skeleton: Skeleton) -> tuple[str, ...]:
 
 
 def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:
-    """The table may come from a file; it must describe this model."""
+    """Refuse a table, which may come from a file, that describes another model."""
     wanted = [(part.kind, set(part.tensors)) for part in skeleton.parts]
     found = [
         (b.kind, {t.name for t in b.tensors} | {t.local_name for t in b.borrows})

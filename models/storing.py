@@ -27,20 +27,22 @@ from penstock.models.split_backward.split import DeferredWeights, split_backward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What one forward of one stage on one micro-batch left; ``None``: as autograd has it.
+    """What one forward of one stage on one micro-batch left for its backward.
 
-    ``deferred``: the weight gradients that BACKWARD_INPUT leaves for BACKWARD_WEIGHT.
+    ``activations``: the store that they are saved in; None: autograd saves them. ``deferred``: the
+    weight gradients that BACKWARD_INPUT leaves for BACKWARD_WEIGHT; None: the backward is not
+    split.
     """
 
     activations: SavedActivations | None
     deferred: DeferredWeights | None
 
     def block(self, index: int) -> AbstractContextManager[None]:
-        """Block ``index`` runs inside."""
+        """Run block ``index`` of the model inside."""
         return nullcontext() if self.activations is None else self.activations.block(index)
 
     def discard(self) -> None:
-        """Free everything; the micro-batch is given up."""
+        """Free everything, because the micro-batch is given up."""
         if self.activations is not None:
             self.activations.discard()
         if self.deferred is not None:
@@ -49,10 +51,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storing:
-    """How a forward is stored. ``weights``: where the stage's weights are, now and later.
+    """How a forward is stored.
 
-    ``policy``: what of the graph stays; ``None`` leaves that to autograd. ``split``: whether the
-    backward comes in two halves.
+    ``weights``: where the stage's weights are, now and later. ``policy``: what of the graph stays;
+    ``None`` leaves that to autograd. ``split``: whether the backward comes in two halves.
     """
 
     weights: BoundWeights
@@ -63,7 +65,7 @@ class Storing:
     def around(
         self, bound: Sequence[BoundBlock], constants: Sequence[torch.Tensor]
     ) -> Iterator[Stored]:
-        """A forward of ``bound`` runs inside; ``constants`` outlive it."""
+        """Run a forward of ``bound`` inside; ``constants``, tensors of any shape, outlive it."""
         with ExitStack() as stack:
             activations = deferred = None
             if self.policy is not None:
@@ -77,12 +79,13 @@ class Storing:
             yield Stored(activations=activations, deferred=deferred)
 
     def block_now(self, block: BoundBlock) -> BoundBlock:
-        """The block over the memory where its weights are now; gradients go nowhere new.
+        """Returns the block over the memory where its weights are now; its gradients go nowhere
+        new.
 
         For parts of a forward that run again inside the backward.
 
         Raises:
-            SavedActivationError: they are nowhere.
+            SavedActivationError: the weights are not bound.
         """
         if self.policy is None or not self.policy.rebind:
             return block

@@ -1,7 +1,7 @@
-"""What a stage needs to know of a micro-batch. NumPy arrays: :mod:`penstock.models.runtime` makes
-tensors.
+"""What a stage needs to know of a micro-batch, in NumPy arrays.
 
-Where micro-batches come from is in :mod:`penstock.workers.data`.
+:mod:`penstock.models.runtime` makes tensors of them; where micro-batches come from is in
+:mod:`penstock.workers.data`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class MicroBatch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(micro_batch, sequence)``."""
+        """The shape ``(micro_batch, sequence)`` of every array."""
         return self.input_ids.shape[0], self.input_ids.shape[1]
 
     @property
     def counted_tokens(self) -> int:
-        """Labels that take part in the loss."""
+        """The number of labels that take part in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED_LABEL))
