@@ -67,12 +67,15 @@ class StageOutput:
 class _Prepared:
     """A micro-batch on the device, and what each layer is called with (empty if none will be).
 
-    ``watched``: somebody looks at the blocks' operators, so they must not be compiled into one.
+    ``place``: data position and number of the micro-batch, for random numbers. ``watched``:
+    somebody looks at the blocks' operators, so they must not be compiled into one.
     """
 
     batch: MicroBatch
     tensors: BatchTensors
     calls: tuple[LayerCall, ...]
+    training: bool
+    place: tuple[int, int]
     watched: bool
 
 
@@ -205,40 +208,30 @@ class ModelRuntime:
         ``loss_weight`` multiplies the summed loss. ``autograd``: record a graph for
         :meth:`backward`; by default when any bound block collects gradients. ``checkpoints_at``:
         blocks (numbers in the model) whose inputs are wanted. ``storing``: how to save what the
-        backward needs; where a store saves activations, the leaves of the inputs let go of their
-        values.
+        backward needs; a store of activations makes the inputs' leaves let go of their values.
 
         Raises:
             ConfigError: documents are to be kept apart, and the model cannot.
         """
-        if autograd is None:
-            autograd = any(block.trains for block in bound)
+        autograd = any(block.trains for block in bound) if autograd is None else autograd
         # Detached, so that the graph ends at the stage's border and .grad appears there.
         leaves = {
             name: value.detach().requires_grad_(autograd and value.is_floating_point())
             for name, value in inputs.items()
         }
         tensors, checkpoints = dict(leaves), {}
-        prepared = self._prepare(batch, bound, watched=storing is not None)
+        place, watched = (data_position, micro_batch_index), storing is not None
+        prepared = self._prepare(batch, bound, training=training, place=place, watched=watched)
         loss = stored = None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(autograd))
             if storing is not None:
-                constants = self._constants(prepared)
-                stored = stack.enter_context(storing.around(bound, constants))
+                stored = stack.enter_context(storing.around(bound, self._constants(prepared)))
             for block in bound:
                 if block.index in checkpoints_at:
                     checkpoints[block.index] = {k: v.detach() for k, v in tensors.items()}
-                if training:
-                    # For each block, so that whoever recomputes one from its checkpoint draws the
-                    # same numbers, whatever ran before.
-                    self._reseed(data_position, micro_batch_index, block.index)
                 with nullcontext() if stored is None else stored.block(block.index):
-                    if block.index == len(self._table.blocks) - 1:
-                        hidden, tensors = tensors[HIDDEN], {}
-                        loss = self._run_head(block, hidden, prepared, training, storing)
-                    else:
-                        tensors = {HIDDEN: self._run_block(block, tensors, prepared, training)}
+                    tensors, loss = self._run(block, tensors, prepared, storing)
             weighted = None if loss is None else loss * loss_weight
         if stored is not None and stored.activations is not None:
             # The caller holds the output, and with it the leaves: without this, the memory of the
@@ -280,14 +273,26 @@ class ModelRuntime:
             output.stored.deferred.seal()
         return {name: leaf.grad for name, leaf in output.inputs.items() if leaf.grad is not None}
 
-    def _run_block(
+    def _run(
         self,
         block: BoundBlock,
         tensors: Mapping[str, torch.Tensor],
         prepared: _Prepared,
-        training: bool,
+        storing: Storing | None,
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """Run one block; returns the tensors for the next one, and the summed loss of the head."""
+        if prepared.training:
+            # For each block, so that whoever recomputes one from its checkpoint draws the same
+            # numbers, whatever ran before.
+            self._reseed(*prepared.place, block.index)
+        if block.index == len(self._table.blocks) - 1:
+            return {}, self._run_head(block, tensors[HIDDEN], prepared, storing)
+        return {HIDDEN: self._run_block(block, tensors, prepared)}, None
+
+    def _run_block(
+        self, block: BoundBlock, tensors: Mapping[str, torch.Tensor], prepared: _Prepared
     ) -> torch.Tensor:
-        spec = self._table.blocks[block.index]
+        spec, training = self._table.blocks[block.index], prepared.training
         if spec.layer_index is None:
             with self._installed(block, training):
                 ids = self._moved(prepared.batch.input_ids)
@@ -303,9 +308,9 @@ class ModelRuntime:
         block: BoundBlock,
         hidden: torch.Tensor,
         prepared: _Prepared,
-        training: bool,
         storing: Storing | None,
     ) -> torch.Tensor:
+        training = prepared.training
         labels = self._moved(prepared.batch.labels).reshape(-1)
         again = False
         with self._installed(block, training):
@@ -328,7 +333,13 @@ class ModelRuntime:
         return loss
 
     def _prepare(
-        self, batch: MicroBatch, bound: Sequence[BoundBlock], *, watched: bool
+        self,
+        batch: MicroBatch,
+        bound: Sequence[BoundBlock],
+        *,
+        training: bool,
+        place: tuple[int, int],
+        watched: bool,
     ) -> _Prepared:
         """Returns what all blocks of the stage share.
 
@@ -343,7 +354,14 @@ class ModelRuntime:
         )
         layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
         calls = self._layer_calls(batch, tensors) if layers else ()
-        return _Prepared(batch=batch, tensors=tensors, calls=calls, watched=watched)
+        return _Prepared(
+            batch=batch,
+            tensors=tensors,
+            calls=calls,
+            training=training,
+            place=place,
+            watched=watched,
+        )
 
     def _moved(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Returns a copy of the array on the device, of its shape and dtype; the array itself on a

@@ -63,7 +63,9 @@ class Run:
 
     def constants(self) -> list[torch.Tensor]:
         """What the layers are called with besides hidden states, and the batch."""
-        calls = self.case.runtime._prepare(self.batch, self.bound, watched=True).calls
+        calls = self.case.runtime._prepare(
+            self.batch, self.bound, training=True, place=(0, 0), watched=True
+        ).calls
         found = [torch.from_numpy(self.batch.input_ids), torch.from_numpy(self.batch.labels)]
         for value in (v for call in calls for v in (*call.args, *call.kwargs.values())):
             values = value if isinstance(value, tuple) else (value,)
