@@ -22,7 +22,7 @@ _GENERATION = "generation_config.json"
 
 
 def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:
-    """Write ``RUN_DIR/tokenizer``.
+    """Write ``RUN_DIR/tokenizer``; the folder appears whole or not at all.
 
     ``tokenizer`` is that of the run's text; a token file is taken to be of the model's own.
 
@@ -50,7 +50,7 @@ def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> 
 
 
 def read_carried(config: Config, run_dir: Path) -> dict[str, bytes]:
-    """Path below the exported directory -> content.
+    """Returns the files that an export carries: path below the exported directory -> content.
 
     Raises:
         StateError: a file cannot be read.

@@ -19,7 +19,9 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says of a tensor before its data: which file, element type, shape."""
+    """What a file says of a tensor before its data: which file, element type (as safetensors names
+    it), shape.
+    """
 
     file_name: str
     dtype: str
@@ -44,7 +46,7 @@ class Checkpoint:
             self.headers |= self._read_headers(file_name)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as fp32, a copy of its own.
+        """Returns a tensor, of the shape in its header, as fp32 on the CPU, with memory of its own.
 
         Raises:
             StateError: the file is damaged, or the tensor has no floating type.
@@ -55,6 +57,7 @@ class Checkpoint:
             value: torch.Tensor = self._file(file_name).get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise StateError(f"{self._directory / file_name}: {error}") from error
+        # A copy in any case: the tensor's memory may be that of the mapped file.
         return value.to(torch.float32, copy=True)
 
     def check_type(self, name: str) -> None:

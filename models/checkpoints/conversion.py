@@ -42,7 +42,9 @@ class _Recipe:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def apply(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors by name. ``read`` gives a tensor of the files."""
+        """Returns the model's tensors by name. ``read`` gives a tensor of the files, of its
+        shape there.
+        """
         # Transforms keep what they collect: each use takes one of its own.
         transform = copy.deepcopy(self.transform)
         for pattern, name in self.sources:
@@ -95,7 +97,8 @@ class Weights:
                     self._checkpoint.check_type(source)
 
     def read(self, block: BlockSpec) -> dict[str, torch.Tensor]:
-        """The own tensors of a block by name, in fp32; each is read once.
+        """Returns the own tensors of a block by name, in fp32 and in the table's shapes; each is
+        read from the files once.
 
         Raises:
             StateError: a tensor is missing, or its file is damaged.
@@ -110,7 +113,9 @@ class Weights:
         return tensors
 
     def _find(self, name: str, block: BlockSpec) -> str:
-        """A tied tensor may be there under any of its names."""
+        """Returns the name under which the files have a tensor; a tied one may go by any of its
+        names.
+        """
         for alias in self._aliases.get(name, [name]):
             if alias in self._recipe_of:
                 return alias
@@ -118,9 +123,11 @@ class Weights:
 
 
 def as_published(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of some blocks under the names and in the shapes that published files have.
+    """Returns tensors of some blocks under the names and in the shapes that published files have.
 
-    ``model`` is the skeleton's; tensors that become one belong to one block.
+    ``model`` is the skeleton's. ``tensors`` have the model's names and shapes, and keep their
+    dtype; those that become one belong to one block. The inverse of :meth:`Weights.read`, by
+    transformers' own conversion.
     """
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return {name: value.contiguous() for name, value in converted.items()}
@@ -157,5 +164,5 @@ def _recipes(model: Any, names: Iterable[str]) -> Iterable[_Recipe]:
 
 
 def _placeholder(header: Header) -> torch.Tensor:
-    """A tensor that has a shape and no elements."""
+    """Returns a fp32 tensor that has the shape and no memory."""
     return torch.empty(header.shape, dtype=torch.float32, device="meta")

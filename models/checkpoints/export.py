@@ -94,7 +94,11 @@ class _ExportedTensors:
     dtype: DType
 
     def tensors(self, block: int) -> dict[str, torch.Tensor]:
-        """The tensors of one block as published files have them."""
+        """Returns the tensors of one block as published files have them, in ``dtype``.
+
+        Raises:
+            StateError: the block lacks a tensor, or one has another shape than the table says.
+        """
         arrays, tensors = self.read_block(block), {}
         for spec in self.table.blocks[block].tensors:
             array = arrays.get(spec.name)
@@ -102,7 +106,9 @@ class _ExportedTensors:
                 found = "nothing" if array is None else f"shape {array.shape}"
                 raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {found}")
             value = torch.from_numpy(np.array(array))
+            # NumPy has no bf16: such arrays are their bits.
             value = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
+            # Rounds to nearest even where the type is narrower than the master weights' fp32.
             tensors[spec.name] = value.to(_TORCH_TYPES[self.dtype])
         return as_published(self.model, tensors)
 
@@ -144,7 +150,9 @@ def _write_shards(source: _ExportedTensors, directory: Path, shard_bytes: int) -
 
 
 def _shards(table: BlockTable, dtype: DType, shard_bytes: int) -> Iterator[list[int]]:
-    """Consecutive blocks whose tensors share a file."""
+    """Yields consecutive blocks whose tensors share a file, of at least ``shard_bytes`` bytes but
+    the last.
+    """
     blocks: list[int] = []
     size = 0
     for block in table.blocks:
@@ -160,7 +168,7 @@ def _shards(table: BlockTable, dtype: DType, shard_bytes: int) -> Iterator[list[
 
 
 def _flush(directory: Path) -> None:
-    """The contents must be on disk before the rename makes them look complete."""
+    """Wait until all files and the directory are on disk: the rename makes them look complete."""
     for path in (*directory.rglob("*"), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -170,7 +178,9 @@ def _flush(directory: Path) -> None:
 
 
 def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
-    """Read blocks of a saved state: master weights, and frozen ones in the weight dtype."""
+    """Returns what reads blocks of a saved state: master weights and frozen ones by name, widened
+    to fp32, in the table's shapes. Reading raises StateError where a file is damaged or missing.
+    """
 
     def read_block(block: int) -> dict[str, NDArray[Any]]:
         path = state_dir / f"block-{block:04d}.safetensors"

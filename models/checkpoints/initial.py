@@ -28,8 +28,8 @@ __all__ = ["initial_blocks", "pack", "unpack"]
 def initial_blocks(
     config: Config, hf_config: PretrainedConfig, table: BlockTable, blocks: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """For each wanted block its tensors (trainable and frozen, not borrowed) in fp32, one block at
-    a time.
+    """Yields for each wanted block its tensors (trainable and frozen, not borrowed) in fp32 and in
+    the table's shapes, on the CPU, one block at a time.
 
     Raises:
         ConfigError: the model does not say how to initialize a tensor, or the directory has no
@@ -70,6 +70,8 @@ def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.T
             module._parameters[attribute] = nn.Parameter(tensors[name], requires_grad=False)
     digest = hashlib.blake2b(f"weights/{seed}/{block.index}".encode(), digest_size=8).digest()
     try:
+        # Seeded for this block alone, and the process's generator goes on where it was. The models'
+        # initialization draws on the CPU only, so no GPU's generator is touched.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             for root, owner in _roots(skeleton, part):
@@ -87,7 +89,7 @@ def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.T
 
 
 def _roots(skeleton: Skeleton, part: Part) -> list[tuple[nn.Module, Any]]:
-    """The modules of a block, outermost ones only, with the model that initializes them."""
+    """Returns the modules of a block, outermost ones only, with the model that initializes each."""
     model, decoder = skeleton.model, skeleton.decoder
     owner = decoder if hasattr(decoder, "_init_weights") else model
     if part.layer_index is not None:
@@ -103,7 +105,9 @@ def _roots(skeleton: Skeleton, part: Part) -> list[tuple[nn.Module, Any]]:
 
 
 def _initialize(module: nn.Module, owner: Any) -> None:
-    """Children first, as transformers does: a parent may scale what its children drew (GPT-2)."""
+    """Initialize children first, as transformers does: a parent may scale what they drew
+    (GPT-2).
+    """
     for child in module.children():
         _initialize(child, owner)
     owner._init_weights(module)

@@ -38,7 +38,11 @@ def load_node(run_dir: Path, node_name: str) -> None:
 
 
 def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -> None:
-    """Write ``master`` and ``frozen`` of all blocks the node owns."""
+    """Write ``master`` (fp32) and ``frozen`` (weight dtype) of all blocks that the node owns.
+
+    Raises:
+        ConfigError, StateError: see :func:`penstock.models.checkpoints.initial.initial_blocks`.
+    """
     owned = memory.owned_blocks()
     for block, tensors in initial_blocks(files.config, hf_config, files.table, owned):
         trainable, frozen = pack(files.table.blocks[block], tensors)
@@ -48,7 +52,9 @@ def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -
 
 
 def _store(place: Array, values: torch.Tensor, dtype: DType) -> None:
-    """Convert on the way; bf16 lies in NumPy arrays as its bits."""
+    """Copy flat fp32 values into shared memory of as many elements, rounded to ``dtype``; bf16 lies
+    in NumPy arrays as its bits (uint16).
+    """
     target = torch.from_numpy(place)
     (target.view(torch.bfloat16) if dtype is DType.BF16 else target).copy_(values)
 

@@ -113,7 +113,10 @@ def _write(digests: bytes, sums: Path, file_bytes: int) -> dict[str, Any]:
 
 
 class Checksums:
-    """The checksums of one token file, and which of its chunks have been found to be right."""
+    """The checksums of one token file, and which of its chunks have been found to be right.
+
+    ``content`` is the mapped file, uint8 of shape (bytes,); ``digests`` has 16 bytes a chunk.
+    """
 
     def __init__(
         self, path: Path, content: Bytes, digests: bytes, chunk_bytes: int, remedy: str
@@ -124,10 +127,11 @@ class Checksums:
 
     @classmethod
     def open(cls, path: Path, data_dir: Path, entry: dict[str, Any]) -> Checksums:
-        """Those of the token file ``path``, as ``entry`` of ``meta.json`` describes them.
+        """Returns the checksums of the token file ``path``, as ``entry`` of ``meta.json`` describes
+        them.
 
         Raises:
-            StateError: they, or the size of the token file, are not what they were.
+            StateError: the checksums, or the size of the token file, are not what they were.
             OSError, KeyError, TypeError, ValueError: there are none, or the entry is damaged.
         """
         sums, num_bytes, chunk_bytes = (

@@ -30,10 +30,10 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 
 def source_files(source: str, *, key: str = "data.path") -> list[Path]:
-    """The files of a source in a fixed order.
+    """Returns the files of a source in a fixed order.
 
     Raises:
-        ConfigError: nothing there, or a kind of file that is not read.
+        ConfigError: there is no file, or one of a kind that is not read.
     """
     if source == STDLIB:
         return _stdlib_files()
@@ -57,8 +57,8 @@ def source_files(source: str, *, key: str = "data.path") -> list[Path]:
 
 
 def documents(files: Iterable[Path]) -> Iterator[bytes]:
-    """UTF-8 documents: each file one, in .jsonl files the ``text`` of each line. Empty ones are
-    left out.
+    """Yields UTF-8 documents: each file is one, in .jsonl files the ``text`` of each line. Empty
+    ones are left out.
 
     Raises:
         ConfigError: a file that cannot be read, or a line without text.
@@ -76,7 +76,7 @@ def documents(files: Iterable[Path]) -> Iterator[bytes]:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """``uint16`` where every id fits, else ``uint32``."""
+    """Returns the type of ids in a token file: ``uint16`` where every id fits, else ``uint32``."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -109,7 +109,9 @@ def write_tokens(
 
 
 def _stdlib_files() -> list[Path]:
-    """Without tests and installed packages; from the front of the list, at most 30 MB."""
+    """Returns the standard library's files without tests and installed packages, of at most 30
+    MB.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, subfolders, names in os.walk(root):

@@ -98,14 +98,14 @@ def _prepare_data(
     meta = directory / "meta.json"
     sources = _Sources(config, tokenizer, run_dir, progress)
     if _recorded(meta) != sources.fingerprint or not _complete(meta):
-        meta.unlink(missing_ok=True)
+        meta.unlink(missing_ok=True)  # first: it would describe files that are being replaced
         splits = sources.write(directory)
         write_atomically(meta, json.dumps({"fingerprint": sources.fingerprint, **splits}, indent=1))
     _check_batches(config, json.loads(meta.read_text(encoding="utf-8")))
 
 
 class _Sources:
-    """Where the tokens come from, and what identifies them."""
+    """Where the tokens of a run come from, and the fingerprint of all that decides them."""
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer | None, run_dir: Path, progress: Progress
@@ -158,6 +158,7 @@ class _Sources:
     def _tokenized(self, files: list[Path], path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
+            # The file is on disk before it gets its name; meta.json, last, says that all is there.
             hasher = ChunkHasher()
             num_tokens = write_tokens(documents(files), tokenizer, temporary, hasher)
             temporary.rename(path)
@@ -202,7 +203,7 @@ class _Sources:
         }
 
     def _split(self, whole: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Hold out the last sequences. Both splits lie in one file."""
+        """Returns both splits' entries, with the last sequences held out; they lie in one file."""
         length = self._config.data.sequence_length
         sequences = max(0, whole["num_tokens"] - 1) // length
         held = max(1, round(sequences * self._config.data.eval_fraction))
@@ -214,7 +215,9 @@ class _Sources:
 
 
 def _check_batches(config: Config, meta: dict[str, Any]) -> None:
-    """A global batch must not need a sequence twice."""
+    """Refuse data of which a global batch would need a sequence twice, or too short for
+    evaluation.
+    """
     length = config.data.sequence_length
     sequences = max(0, meta["train"]["num_tokens"] - 1) // length
     if sequences < config.train.global_batch:
@@ -232,7 +235,7 @@ def _check_batches(config: Config, meta: dict[str, Any]) -> None:
 
 
 def _complete(meta: Path) -> bool:
-    """Whether the files that it lists are there in full."""
+    """Whether the files that ``meta.json`` lists are there in full."""
     splits = json.loads(meta.read_text(encoding="utf-8"))
     for split in ("train", "eval"):
         if split in splits:
@@ -247,7 +250,7 @@ def _complete(meta: Path) -> bool:
 
 
 def _recorded(meta: Path) -> str | None:
-    """The fingerprint in an earlier file; a file that cannot be read counts as none."""
+    """Returns the fingerprint in an earlier file; None where it cannot be read."""
     try:
         return str(json.loads(meta.read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -274,7 +277,7 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _say(message: str) -> None:
-    """A line for whoever started this process."""
+    """Write a line for whoever started this process."""
     sys.stdout.write(f"{message}\n")
     sys.stdout.flush()
 

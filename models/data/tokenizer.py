@@ -38,10 +38,10 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """The ids of one UTF-8 document, without the end token."""
+        """Returns the uint32 ids of one UTF-8 document, (tokens,), without the end token."""
 
     def files(self) -> dict[str, bytes]:
-        """Path below a directory that ``AutoTokenizer.from_pretrained`` reads -> content."""
+        """Returns its files: path below a directory that ``AutoTokenizer`` can read -> content."""
 
 
 class ByteTokenizer:
@@ -51,12 +51,12 @@ class ByteTokenizer:
     eos = 256
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """One id per byte; any bytes will do."""
+        """Returns the uint32 ids of a document, (bytes,): one id per byte; any bytes will do."""
         return np.frombuffer(document, dtype=np.uint8).astype(np.uint32)
 
     def files(self) -> dict[str, bytes]:
-        """A byte-level vocabulary of single bytes without merges: the same ids for any valid
-        UTF-8.
+        """Returns a byte-level vocabulary of single bytes without merges, which gives the same ids
+        for any valid UTF-8.
         """
         vocabulary = {character: byte for byte, character in _byte_characters().items()}
         tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -104,13 +104,13 @@ class JsonTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Bytes that are no UTF-8 are replaced."""
+        """Returns the uint32 ids of a document, (tokens,); bytes that are no UTF-8 are replaced."""
         text = document.decode("utf-8", errors="replace")
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def files(self) -> dict[str, bytes]:
-        """The file itself and the name of its end token."""
+        """Returns the file itself, and settings that name its end token."""
         return _files(self._text, self._end)
 
     def _find_end(self, path: Path) -> str:
@@ -130,7 +130,7 @@ class JsonTokenizer:
 
 
 def open_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer that makes the tokens of a run; ``None`` where a token file has them.
+    """Returns the tokenizer that makes the tokens of a run; None where a token file has them.
 
     Raises:
         ConfigError: there is none where the configuration says, or it cannot be used.
@@ -162,7 +162,8 @@ def _files(tokenizer_json: str, end: str) -> dict[str, bytes]:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable character that byte-level tokenizers write for each byte.
+    """Returns the printable character that byte-level tokenizers write for each byte (GPT-2's
+    table).
 
     Printable Latin-1 stands for itself; the others follow from U+0100 in the order of their bytes.
     """

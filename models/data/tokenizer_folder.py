@@ -85,7 +85,10 @@ class FolderTokenizer:
         return int(max(self._tokenizer.get_vocab().values())) + 1
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Bytes that are no UTF-8 are replaced. Nothing is cut off, however long."""
+        """Returns the uint32 ids of a document, (tokens,), without the end token.
+
+        Bytes that are no UTF-8 are replaced. Nothing is cut off, however long.
+        """
         text = document.decode("utf-8", errors="replace")
         encoded = self._tokenizer(
             text, add_special_tokens=False, padding=False, truncation=False, verbose=False
@@ -93,11 +96,15 @@ class FolderTokenizer:
         return np.asarray(encoded["input_ids"], dtype=np.uint32)
 
     def files(self) -> dict[str, bytes]:
-        """The folder's files as they are: vocabulary, settings, special tokens, chat templates."""
+        """Returns the folder's files as they are: vocabulary, settings, special tokens,
+        templates.
+        """
         return tokenizer_files(self._folder)
 
     def _find_end(self, known_ends: Sequence[str]) -> int:
-        """The tokenizer's own, else the model's, else one that is known by its name."""
+        """Returns the tokenizer's end token, else the model's, else one that is known by its
+        name.
+        """
         vocabulary = self._tokenizer.get_vocab()
         ids = set(vocabulary.values())
         named = [vocabulary.get(token) for token in known_ends]
@@ -116,7 +123,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Path below the folder -> content, of all files that belong to its tokenizer.
+    """Returns the files that belong to a folder's tokenizer: path below the folder -> content.
 
     Raises:
         ConfigError: one cannot be read.
@@ -134,7 +141,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def _model_ends(folder: Path) -> list[Any]:
-    """What the model's own ``config.json`` says, without the defaults of its type."""
+    """Returns the end tokens in the model's own ``config.json``, without defaults of its type."""
     try:
         end = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -45,17 +45,19 @@ _MOST_REPEATS = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopwatch:
-    """Medians of seconds: after one run to warm up at least three, until ``budget_s`` is spent."""
+    """Measures medians of seconds: after one run to warm up at least three runs and at most 25,
+    until ``budget_s`` seconds are spent.
+    """
 
     device: torch.device
     budget_s: float
 
     def median(self, run: Callable[[], object]) -> float:
-        """Seconds of one ``run``, complete on the device."""
+        """Returns the seconds of one ``run``, until its work on the device is over."""
         return self.median_after(lambda: None, lambda _: run())
 
     def median_after(self, prepare: Callable[[], _T], run: Callable[[_T], object]) -> float:
-        """Seconds of ``run`` on what ``prepare`` made, which is not counted."""
+        """Returns the seconds of ``run`` on what ``prepare`` made; the latter's are not counted."""
         run(prepare())
         seconds: list[float] = []
         started = time.perf_counter()
@@ -63,7 +65,7 @@ class Stopwatch:
             len(seconds) < _MOST_REPEATS and time.perf_counter() - started < self.budget_s
         ):
             prepared = prepare()
-            self._synchronize()
+            self._synchronize()  # work that was issued before must not count
             start = time.perf_counter()
             run(prepared)
             self._synchronize()
@@ -77,7 +79,9 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeasure:
-    """Consecutive blocks of one kind on one micro-batch: seconds, and bytes."""
+    """What consecutive blocks of one kind take on one micro-batch of ``tokens``: seconds, and
+    bytes.
+    """
 
     num_blocks: int
     tokens: int
@@ -122,7 +126,9 @@ class BlockBench:
         self._arrays: dict[tuple[int, str], torch.Tensor] = {}
 
     def measure(self, blocks: range, micro_batch: int) -> StageMeasure:
-        """Everything about a stage of these blocks."""
+        """Returns all that is measured of a stage of these blocks, for micro-batches of so many
+        sequences.
+        """
         batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
         bound = [self._bind(index) for index in blocks]
 
@@ -148,7 +154,7 @@ class BlockBench:
         )
 
     def operators(self, block: int, micro_batch: int) -> tuple[OperatorMeasure, ...]:
-        """The operators of one block, see :mod:`penstock.models.profiling.operators`."""
+        """Returns the operators of one block, see :mod:`penstock.models.profiling.operators`."""
         blocks = range(block, block + 1)
         batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
         bound = [self._bind(block)]
@@ -223,7 +229,9 @@ class BlockBench:
         )
 
     def _inputs(self, blocks: range, micro_batch: int) -> dict[str, torch.Tensor]:
-        """What the block before hands on: made by running the embedding."""
+        """Returns what the block before hands on, (micro_batch, sequence, hidden), made by running
+        the embedding.
+        """
         if blocks.start == 0:
             return {}
         embedded = self._forward([self._bind(0)], {}, self._batch(micro_batch), autograd=False)
@@ -249,7 +257,9 @@ class BlockBench:
         return self._bound[index]
 
     def _array(self, index: int, name: str) -> torch.Tensor | None:
-        """Random weights, or fp32 zeros for gradients; None where the block has none."""
+        """Returns random weights of (elements,) in the compute dtype, or fp32 zeros for gradients;
+        None where the block has none.
+        """
         block = self._runtime.table.blocks[index]
         size = block.frozen_elements if name == "frozen" else block.trainable_elements
         if not size:
@@ -275,7 +285,9 @@ class BlocksMeasured:
 def measure_kinds(
     bench: BlockBench, table: BlockTable, micro_batches: Sequence[int], progress: Progress
 ) -> BlocksMeasured:
-    """Measure every kind of block for micro-batches of so many sequences."""
+    """Measure every kind of block for micro-batches of so many sequences; ``progress`` hears of
+    each.
+    """
     measures: dict[str, list[StageMeasure]] = {}
     operators: dict[str, list[tuple[int, tuple[OperatorMeasure, ...]]]] = {}
     for kind, stages in _representatives(table).items():
@@ -296,7 +308,7 @@ def measure_kinds(
 
 
 def _representatives(table: BlockTable) -> dict[str, tuple[range, ...]]:
-    """Of each kind its first block, and the first two that follow each other."""
+    """Returns of each kind its first block, and the first two that follow each other, if any do."""
     blocks = table.blocks
     found: dict[str, tuple[range, ...]] = {}
     for block in blocks:
@@ -308,7 +320,9 @@ def _representatives(table: BlockTable) -> dict[str, tuple[range, ...]]:
 
 
 def _overhead(measures: Sequence[StageMeasure]) -> float:
-    """Seconds that do not double with the number of blocks: the median over all pairs, or 0."""
+    """Returns the seconds that do not double with the number of blocks: the median over all pairs
+    of 2 y(1) - y(2), which is b of y = a n + b, or 0 without pairs (Mario, section 5.2).
+    """
     single = {m.tokens: m for m in measures if m.num_blocks == 1}
     rests = [
         2 * getattr(single[pair.tokens], name) - getattr(pair, name)
@@ -328,7 +342,7 @@ def _kind(
         )
 
     def weight_s(measure: StageMeasure) -> float:
-        """What the whole backward takes longer; no overhead of its own."""
+        """Returns the seconds that the whole backward takes longer; without overhead of its own."""
         return max(0.0, measure.backward_s - measure.backward_input_s)
 
     single = [m for m in measures if m.num_blocks == 1]
@@ -356,7 +370,7 @@ def _per_block(seconds: float, measure: StageMeasure, instruction_s: float) -> f
 def _operators(
     measures: Sequence[tuple[int, tuple[OperatorMeasure, ...]]],
 ) -> tuple[OperatorProfile, ...]:
-    """Lines through the operators of several micro-batch sizes."""
+    """Returns lines, in tokens, through the measures of each operator."""
     names = dict.fromkeys(m.name for _, found in measures for m in found)
     profiles = []
     for name in names:

@@ -54,7 +54,7 @@ class Copies:
 
 
 def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _COPY_BYTES) -> Copies:
-    """Copies as the worker's device makes them, in bytes of the storage types.
+    """Measure copies as the worker's device makes them, in bytes of the stored types.
 
     On a GPU from and to pinned memory. On a CPU 16-bit weights are widened and 16-bit gradients
     rounded; fp32 stays where it is.
@@ -82,7 +82,11 @@ class Messages:
 
 
 def measure_messages(*, num_bytes: int = _MESSAGE_BYTES) -> Messages:
-    """There and back over ipc, halved."""
+    """Measure messages of 8 and of ``num_bytes`` bytes, there and back over ipc; the times halved.
+
+    Raises:
+        zmq.Again: no answer within 10 s.
+    """
     context = zmq.Context()
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-profile-") as directory:
@@ -190,7 +194,7 @@ def _sweeps(
 
 
 def _shared(num_elements: int, dtype: DTypeLike) -> NDArray[Any]:
-    """A zeroed array in shared memory, its pages touched."""
+    """Returns a zeroed 1-D array in shared memory, its pages touched."""
     size = num_elements * np.dtype(dtype).itemsize
     array: NDArray[Any] = np.frombuffer(mmap.mmap(-1, size), dtype=dtype)
     array.fill(0)
@@ -206,7 +210,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def _median(run: Callable[[], object]) -> float:
-    """Median seconds of a few runs, after one to warm up."""
+    """Returns the median seconds of seven runs, after one to warm up."""
     run()
     seconds = []
     for _ in range(_ROUNDS):

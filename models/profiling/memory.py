@@ -23,17 +23,21 @@ RunBackward = Callable[[StageOutput, Gradients], Gradients]
 
 
 class RunForward(Protocol):
-    """A forward of the blocks on one micro-batch, the same each time."""
+    """A forward of the blocks on one micro-batch, with the same inputs each time."""
 
     def __call__(
         self, *, autograd: bool = True, split: bool = False, policy: SavePolicy | None = None
     ) -> StageOutput:
-        """Run it; ``split``: for a backward in two halves; ``policy``: what a store keeps."""
+        """Run the forward. ``split``: for a backward in two halves; ``policy``: what a store of
+        activations saves, None for autograd alone.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMeasure:
-    """Bytes; fields as in :class:`~penstock.protocol.plan.profile.KindProfile`."""
+    """Bytes of one micro-batch; fields as in
+    :class:`~penstock.protocol.plan.profile.KindProfile`.
+    """
 
     output_bytes: float
     constant_bytes: float
@@ -49,8 +53,11 @@ class MemoryMeasure:
 def measure_memory(
     forward: RunForward, backward: RunBackward, constants: Iterable[torch.Tensor]
 ) -> MemoryMeasure:
-    """Run forwards and backwards of both kinds. The first forward of all must be over: it fills
-    caches, which are the ``constants``.
+    """Run forwards and backwards, split and not; returns the bytes that they keep and need.
+
+    ``backward`` takes the gradients of a forward's outputs, of the outputs' shapes, and returns
+    those of its inputs. ``constants`` are tensors of any shape that outlive a micro-batch. The
+    first forward of all must be over: it fills the caches, which are such constants.
     """
     _, without_graph, output_bytes = _forward(forward, autograd=False)
     activation_bytes, graph, _ = _forward(forward, autograd=True)
@@ -66,7 +73,7 @@ def measure_memory(
 
 
 def measure_drops(forward: RunForward, operators: Iterable[str]) -> dict[str, float]:
-    """Bytes that each operator's dropping saves."""
+    """Returns the bytes that dropping each of ``operators`` saves, by name."""
 
     def kept_bytes(drop: frozenset[str]) -> float:
         output = forward(policy=SavePolicy(drop=drop))
@@ -78,14 +85,15 @@ def measure_drops(forward: RunForward, operators: Iterable[str]) -> dict[str, fl
 
 
 def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, float]:
-    """Bytes that a forward keeps, its input among them, those that it needs meanwhile beyond
-    these and its output, and those of its output.
+    """Returns the bytes that a forward keeps, its input among them, those that it needs meanwhile
+    beyond these and its output, and those of its output.
     """
     ledger = StorageLedger()
     with StorageMode(ledger, ""):
         output = forward(autograd=autograd)
         output_bytes = _bytes(output.tensors)
         workspace_bytes = ledger.peak_bytes - ledger.live_bytes
+        # The output counts by itself; what remains live is what the graph saved.
         for tensor in output.tensors.values():
             let_go(tensor)
     kept_bytes = ledger.live_bytes
@@ -93,7 +101,9 @@ def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, floa
 
 
 def _backward(forward: RunForward, backward: RunBackward) -> float:
-    """Bytes that a backward needs beyond the graph and the gradients that come and go."""
+    """Returns the bytes that a backward needs beyond the graph and the gradients that come and
+    go.
+    """
     ledger = StorageLedger()
     with StorageMode(ledger, ""):
         output, seeds = _prepared(forward, split=False)
@@ -103,7 +113,7 @@ def _backward(forward: RunForward, backward: RunBackward) -> float:
 
 
 def _split(forward: RunForward, backward: RunBackward) -> dict[str, float]:
-    """The same of both halves, and what stays in between."""
+    """Returns the same of both halves of a split backward, and the bytes that stay in between."""
     ledger = StorageLedger()
     with StorageMode(ledger, ""):
         output, seeds = _prepared(forward, split=True)

@@ -36,7 +36,7 @@ _NAMES = {
 
 @dataclass(slots=True, kw_only=True)
 class _TimedModule:
-    """A module that is running."""
+    """A module that is running, and the seconds that its children have taken so far."""
 
     operator: str | None
     started_s: float
@@ -45,7 +45,7 @@ class _TimedModule:
 
 @dataclass(slots=True)
 class _TimedForward:
-    """One forward: the modules that are running, and the seconds of those that are over."""
+    """One forward: the modules that are running, and the seconds of operators that are over."""
 
     stack: list[_TimedModule] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -61,7 +61,9 @@ class OperatorProbe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """One forward runs inside."""
+        """Run one forward of the block inside; all modules that any thread calls are taken for
+        its.
+        """
         run = _TimedForward()
 
         def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -84,7 +86,7 @@ class OperatorProbe:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Median of each operator, in the order in which they first end."""
+        """Median seconds of each operator by name, in the order in which they first end."""
         counted = self._runs[1:]
         return {
             name: statistics.median(run.seconds.get(name, 0.0) for run in counted)
@@ -92,7 +94,7 @@ class OperatorProbe:
         }
 
     def _operator(self, module: nn.Module) -> str | None:
-        """The planner's name; None for a module that only calls others."""
+        """Returns the planner's name; None for a module that only calls others."""
         kind, name = type(module).__name__.lower(), self._names.get(id(module), "")
         if next(module.children(), None) is not None:
             return _own_work(kind)
@@ -111,6 +113,7 @@ class OperatorProbe:
             run.seconds[call.operator] = run.seconds.get(call.operator, 0.0) + own_s
 
     def _now(self) -> float:
+        # So that the seconds of a module's kernels are its own; the sum is longer than a forward's.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

@@ -51,7 +51,8 @@ def measure(
 ) -> Profile:
     """Measure the model and the machine of a configuration; ``progress`` hears what is next.
 
-    Micro-batches of one and two sequences, and of the configured number.
+    ``budget_s``: seconds that each median may take. Micro-batches of one and two sequences, and of
+    the configured number.
 
     Raises:
         ConfigError: the model is impossible, or there is no such device.
@@ -130,7 +131,7 @@ def _device(config: Config) -> torch.device:
 
 @contextmanager
 def _threads(config: Config) -> Iterator[int]:
-    """As many compute threads as a worker will have."""
+    """Compute inside with as many threads as a worker will have; yields how many."""
     before = torch.get_num_threads()
     share = len(os.sched_getaffinity(0)) // (config.cluster.workers * len(config.cluster.nodes))
     num_threads = config.cluster.threads_per_worker or max(1, share)

@@ -20,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class StorageLedger:
-    """Which storages live, what for, and the most there ever was. Any thread may use it."""
+    """Which storages live, what for, and the most bytes there ever were. Any thread may use it.
+
+    Refers to storages weakly: each stops counting when its last reference goes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a collection may run callbacks inside any of its methods
@@ -32,24 +35,28 @@ class StorageLedger:
 
     @property
     def by_use(self) -> dict[str, int]:
-        """Live bytes by use."""
+        """Bytes of live storages by use; uses without any are left out."""
         with self._lock:
             return {use: count for use, count in self._by_use.items() if count}
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage is counted."""
+        """Whether the storage, of any device and size, is counted."""
         return storage._cdata in self._live
 
     def made(self, storage: torch.UntypedStorage, use: str) -> None:
-        """Count a new storage from now on."""
+        """Count the bytes of a new storage for ``use`` from now on, and the peak if this makes
+        one.
+        """
         with self._lock:
             self._enter(storage, use)
             if self.live_bytes > self.peak_bytes:
                 self.peak_bytes, self.at_peak = self.live_bytes, dict(self._by_use)
 
     def adopt(self, storage: torch.UntypedStorage, use: str) -> None:
-        """Count a storage for this use; if it was not counted, it was there since the peak began
-        anew.
+        """Count the bytes of a storage for this use.
+
+        One that was not counted is taken to have been there since the peak began anew: the peak
+        grows by all of its bytes.
         """
         with self._lock:
             if self.knows(storage):
@@ -60,7 +67,7 @@ class StorageLedger:
             self.at_peak[use] = self.at_peak.get(use, 0) + storage.nbytes()
 
     def count_for(self, key: int, use: str) -> None:
-        """Count the storage at an address, if there is one, for another use."""
+        """Count the storage with this key (its ``_cdata``), if there is one, for another use."""
         with self._lock:
             if key in self._live:
                 reference, num_bytes, before = self._live[key]
@@ -69,11 +76,11 @@ class StorageLedger:
                 self._add(use, num_bytes)
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Count it no longer, though somebody refers to it (a pool)."""
+        """Stop counting a storage, though somebody refers to it (a pool)."""
         self._freed(storage._cdata, None)
 
     def restart(self) -> int:
-        """The peak begins anew with what lives now; returns its bytes."""
+        """Begin the peak anew with what lives now; returns the bytes of that."""
         with self._lock:
             self.peak_bytes, self.at_peak = self.live_bytes, dict(self._by_use)
             return self.live_bytes
@@ -86,7 +93,7 @@ class StorageLedger:
     def _freed(self, key: int, reference: object) -> None:
         with self._lock:
             known = self._live.get(key)
-            # The address may belong to a new storage already.
+            # This may be the callback of a storage that is gone, while a new one has its address.
             if known is None or (reference is not None and known[0] is not reference):
                 return
             del self._live[key]
@@ -98,7 +105,9 @@ class StorageLedger:
 
 
 class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Counts what operators of this thread return in memory of their own."""
+    """Counts what operators of this thread return in memory of their own, in ``ledger`` for
+    ``use``.
+    """
 
     def __init__(self, ledger: StorageLedger, use: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -118,7 +127,9 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def _among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
-    """Whether an operator's result is a view of, or is, one of its arguments."""
+    """Whether the result of an operator is a view of one of its arguments, or the argument
+    itself.
+    """
     given = (*_tensors(args), *_tensors(tuple(kwargs.values())))
     return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
 

@@ -1,6 +1,6 @@
 """Running the parts of a skeleton: what the decoder does before, between and after its layers.
 
-Every piece is the model's own forward code around stubs, so that scaled embeddings, learned
+Every part is the model's own forward code around stubs, so that scaled embeddings, learned
 positions, sliding windows, rotary variants and soft-capped logits are what the model's authors
 wrote.
 """
@@ -23,14 +23,19 @@ from penstock.protocol.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """What the decoder passes to one layer besides the hidden states."""
+    """What the decoder passes to one layer besides the hidden states.
+
+    Masks, positions and rotary embeddings, of the shapes and dtypes that the model gives them.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hidden_by_name: bool
 
     def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Call the layer; returns the hidden states after it."""
+        """Call the layer on hidden states (micro_batch, sequence, hidden) in the compute dtype;
+        returns those after it, of the same shape and dtype.
+        """
         if self.hidden_by_name:
             result = layer(hidden_states=hidden, **self.kwargs)
         else:
@@ -41,7 +46,11 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTensors:
-    """The parts of a micro-batch that a decoder's forward takes, on the device."""
+    """The parts of a micro-batch that a decoder's forward takes, on the device.
+
+    ``shape`` is (micro_batch, sequence); ``attention_mask`` (bool, False at padding) and
+    ``position_ids`` (int64, from 0 in each document) have it.
+    """
 
     shape: tuple[int, int]
     attention_mask: torch.Tensor | None = None
@@ -54,7 +63,11 @@ class BatchTensors:
 
 
 class DecoderParts:
-    """The pieces of one model on one device. Parameters must be in place while a piece runs."""
+    """The parts of one model's decoder on one device, to be run one by one.
+
+    The parameters of a part must be in its modules while it runs. Hidden states are
+    (micro_batch, sequence, hidden) in ``compute_dtype``.
+    """
 
     def __init__(
         self, skeleton: Skeleton, *, device: torch.device, compute_dtype: torch.dtype
@@ -71,8 +84,13 @@ class DecoderParts:
         )
 
     def layer_calls(self, batch: BatchTensors) -> tuple[LayerCall, ...]:
-        """What the decoder would pass to each layer for this batch: masks, positions, rotary
-        embeddings.
+        """Returns what the decoder would pass to each layer for this batch: masks, positions,
+        rotary embeddings.
+
+        Runs the decoder around stubs, without a graph; needs no parameters.
+
+        Raises:
+            ConfigError: the batch has position ids, and the decoder takes none.
         """
         calls: list[LayerCall] = []
 
@@ -94,10 +112,12 @@ class DecoderParts:
     def embed(
         self, input_ids: torch.Tensor, batch: BatchTensors, *, training: bool
     ) -> torch.Tensor:
-        """Hidden states before the first layer, (micro_batch, sequence, hidden), from
-        (micro_batch, sequence).
-        """
+        """Returns the hidden states before the first layer, (micro_batch, sequence, hidden) in the
+        compute dtype, for int64 ``input_ids`` of shape (micro_batch, sequence).
 
+        Raises:
+            ConfigError: the batch has position ids, and the decoder takes none.
+        """
         if self._embeds_alone is not None:
             hidden: torch.Tensor = self._embeds_alone(input_ids)
             return hidden
@@ -115,7 +135,9 @@ class DecoderParts:
         raise AssertionError("the decoder has layers but called none")
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What follows the last layer inside the decoder (the final norm); the shape stays."""
+        """Run what follows the last layer inside the decoder (the final norm) on its hidden states,
+        (micro_batch, sequence, hidden); returns as many, of the same dtype.
+        """
         if self._finishes_alone is not None:
             result: torch.Tensor = self._finishes_alone(hidden)
             return result
@@ -134,8 +156,8 @@ class DecoderParts:
         return finished
 
     def logits(self, finished: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, vocabulary) of final hidden states (rows, hidden), as the model's head
-        computes them.
+        """Returns logits (rows, vocabulary), in the dtype that the model's head gives them, of
+        final hidden states (rows, hidden).
         """
 
         def decoder(*_: Any, **__: Any) -> Any:
@@ -150,6 +172,7 @@ class DecoderParts:
         return {self._skeleton.layers_name: layer_stubs(self._layer_list, sink, as_tuple=as_tuple)}
 
     def _filler(self, shape: tuple[int, int]) -> torch.Tensor:
+        # One element, seen in the full shape: it takes no memory, and nothing may write into it.
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
         return zero.expand(*shape, self._hidden_size)
 
@@ -182,8 +205,8 @@ class _FirstLayerReached(Exception):
 
 @cache
 def _decoder_output() -> type[Any]:
-    """What a decoder returns, with every optional field that some model's head passes on (router
-    logits, cross attentions): None.
+    """Returns the class of what a decoder returns, in which every optional field that some model's
+    head passes on (router logits, cross attentions) is None.
     """
     # Imported here: emulated workers import this module and need no transformers.
     from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -199,8 +222,9 @@ def _decoder_output() -> type[Any]:
 def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> bool:
     """Refuse models whose decoder ignores restarting position ids when it makes masks.
 
-    ``document_ids`` is (micro_batch, sequence). Returns whether there was anything to see: on a GPU
-    looking makes the host wait, and once is enough.
+    ``document_ids`` is (micro_batch, sequence), int64, on the host; masks are (micro_batch or 1,
+    heads or 1, sequence, sequence), bool or added to scores. Returns whether there was anything to
+    see: on a GPU looking makes the host wait, and once is enough.
 
     Raises:
         ConfigError: a layer would attend from one document to another.
@@ -221,5 +245,6 @@ def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor
 
 
 def _attends(mask: torch.Tensor, row: int, query: int, key: int) -> bool:
+    # Added masks have a large negative number (the dtype's least) where nothing is attended to.
     value = mask[row if mask.shape[0] > 1 else 0, 0, query, key]
     return bool(value) if mask.dtype is torch.bool else float(value) > -1.0

@@ -45,9 +45,10 @@ _ADDED_LOSSES = {
 def resolve_hf_config(
     config: Config, *, tokenizer_vocab_size: int | None, eos: int | None
 ) -> PretrainedConfig:
-    """The model's configuration with vocabulary size and special tokens filled in.
+    """Returns the model's configuration with vocabulary size and special tokens filled in.
 
     ``tokenizer_vocab_size`` is None when token ids come from a file; then the model must say.
+    ``eos`` is the token that ends a document, None where nobody knows.
 
     Raises:
         ConfigError: unknown type or key, impossible value, vocabulary or positions too small.
@@ -73,10 +74,10 @@ def resolve_hf_config(
 
 
 def read_hf_config(directory: Path) -> PretrainedConfig:
-    """``config.json`` of a local model directory.
+    """Returns the configuration in ``config.json`` of a local model directory.
 
     Raises:
-        ConfigError: missing, or no configuration that transformers knows.
+        ConfigError: the file is missing, or is no configuration that transformers knows.
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(
@@ -104,7 +105,8 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
 
 
 def load_run_config(run_dir: Path) -> PretrainedConfig:
-    """``RUN_DIR/model/config.json``, as ``penstock.models.data.prepare`` wrote it.
+    """Returns the configuration in ``RUN_DIR/model/config.json``, which
+    ``penstock.models.data.prepare`` wrote.
 
     Raises:
         StateError: it is missing, damaged, or not what it was when the run was started.
@@ -164,7 +166,9 @@ def _from_mapping(
 
 
 def _innermost(error: Exception) -> Exception:
-    """What transformers' checks wrap in the names of its validators and exceptions."""
+    """Returns the error that transformers' checks wrap in the names of validators and
+    exceptions.
+    """
     if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
         return _innermost(error.__cause__)
     return error
@@ -186,7 +190,9 @@ def _check_kind(hf_config: PretrainedConfig, where: str) -> None:
 
 
 def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
-    """transformers keeps unknown keys without a word, and trains another model than was meant."""
+    """Refuse keys that a type of model has no use for: transformers keeps them without a word, and
+    another model is trained than was meant.
+    """
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class().to_dict())
     known |= {*config_class.attribute_map, *_SPECIAL_TOKENS, *_OLDER_NAMES}
     known -= {"self", "kwargs", "args"}
@@ -198,9 +204,9 @@ def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]
 
 
 def _read_by_type(config_class: type[PretrainedConfig]) -> set[str]:
-    """Keys that the modules of a type ask a configuration for, or its configuration takes from what
-    it is given, declared by the class or not: those of published configurations too (``head_dim``
-    of qwen3_moe, ``rotary_pct`` of gpt_neox).
+    """Returns keys that the modules of a type ask a configuration for, or that its configuration
+    takes from what it is given, declared by the class or not: those of published configurations too
+    (``head_dim`` of qwen3_moe, ``rotary_pct`` of gpt_neox).
     """
     folder = Path(inspect.getfile(config_class)).parent
     files = (*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py"))
@@ -210,7 +216,7 @@ def _read_by_type(config_class: type[PretrainedConfig]) -> set[str]:
 
 
 def _check_loss(hf_config: PretrainedConfig) -> None:
-    """Only the loss of the tokens is trained on: what a type adds to it must be off."""
+    """Refuse a loss that a type adds to that of the tokens: only the latter is trained on."""
     for key, added in _ADDED_LOSSES.items():
         value = getattr(hf_config, key, None)
         if value:

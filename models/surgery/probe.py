@@ -17,11 +17,12 @@ from torch import nn
 from penstock.protocol.errors import ConfigError, PenstockError, reason
 
 LayerSink = Callable[[int, tuple[Any, ...], dict[str, Any]], torch.Tensor]
-"""Called in place of a layer with its index and arguments; returns the hidden states after it."""
+"""Called in place of a layer with its index and arguments; returns the hidden states after it,
+(micro_batch, sequence, hidden)."""
 
 
 def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = False) -> Any:
-    """A shallow copy of ``module`` whose attributes in ``overrides`` are replaced.
+    """Returns a shallow copy of ``module`` whose attributes in ``overrides`` are replaced.
 
     ``training`` is for what its own forward does; children keep their mode.
     """
@@ -30,14 +31,14 @@ def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = F
     clone.training = training
     for name, value in overrides.items():
         clone._modules.pop(name, None)
-        # In the instance dictionary a name is found before nn.Module's own lookup, whatever its
+        # A name in the instance's dictionary is found before nn.Module's own lookup, whatever its
         # type.
         vars(clone)[name] = value
     return clone
 
 
 def shell_at(module: nn.Module, path: str, value: Any) -> Any:
-    """A shell of ``module`` in which the descendant at dotted ``path`` is ``value``."""
+    """Returns a shell of ``module`` in which the descendant at dotted ``path`` is ``value``."""
     name, _, rest = path.partition(".")
     child = shell_at(module.get_submodule(name), rest, value) if rest else value
     return shell(module, {name: child})
@@ -60,15 +61,17 @@ class LayerStub:
 
 
 def layer_stubs(layers: Sequence[nn.Module], sink: LayerSink, *, as_tuple: bool) -> list[LayerStub]:
-    """One stub per layer; a plain list, which the decoder may slice, index and loop over."""
+    """Returns one stub per layer, in a plain list, which the decoder may slice, index and loop
+    over.
+    """
     return [LayerStub(layer, index, sink, as_tuple) for index, layer in enumerate(layers)]
 
 
 class WeightlessStub:
     """Stands for a module with parameters where only the shape of its result matters.
 
-    Passes hidden states through; from anything else makes ``filler``, whose shape is
-    (micro_batch, sequence, hidden).
+    Passes hidden states, floating and of three axes, through; from anything else makes ``filler``,
+    (micro_batch, sequence, hidden) in the compute dtype.
     """
 
     def __init__(self, filler: torch.Tensor) -> None:
@@ -103,8 +106,7 @@ def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Ord
 
     Raises:
         ConfigError: the decoder does not call its layers one after the other, passes them state
-        that
-            depends on parameters or is mutable, or calls a child both before and after them.
+            that depends on parameters or is mutable, or calls a child both before and after them.
     """
     failures = []
     for as_tuple in (False, True):
@@ -130,8 +132,10 @@ def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Ord
 def _refuse_carried_state(
     decoder: nn.Module, first: list[dict[str, Any]], second: list[dict[str, Any]]
 ) -> None:
-    """Layers may be given what follows from the batch alone: neither results of modules nor
-    mutable state.
+    """Refuse a decoder that gives its layers results of modules, or mutable state: they may be
+    given only what follows from the batch.
+
+    Results of modules are found by two runs whose stubs return different numbers.
     """
     for one, other in zip(first, second, strict=True):
         for key, value in one.items():
@@ -145,7 +149,7 @@ def _refuse_carried_state(
 
 
 class _Observation:
-    """One trial run with two sequences of three tokens."""
+    """One trial run of a decoder over stubs, with two sequences of three tokens."""
 
     _BATCH, _SEQUENCE = 2, 3
 
@@ -177,6 +181,12 @@ class _Observation:
                 self._overrides[name] = self._watching(name)
 
     def run(self) -> Order:
+        """Run the decoder from token ids, as the embedding's block does.
+
+        Raises:
+            ConfigError: a child runs both before and after the layers, or between them.
+            ValueError: layers are not called once each, in order, on hidden states.
+        """
         with torch.no_grad():
             # In training mode, so that dropout around a module shows.
             decoder = shell(self._decoder, self._overrides, training=True)
@@ -203,7 +213,7 @@ class _Observation:
         )
 
     def run_around(self) -> None:
-        """From hidden states that take no memory, as workers do for masks and positions."""
+        """Run from hidden states that take no memory, as workers do for masks and positions."""
         with torch.no_grad():
             states = torch.zeros(1, 1, 1).expand(self._shape)
             shell(self._decoder, self._overrides)(inputs_embeds=states, use_cache=False)
@@ -215,6 +225,7 @@ class _Observation:
                     f"model: {type(self._decoder).__name__} runs {name} between its layers;"
                     " this architecture is not supported"
                 )
+            # Memory of its own, by which _alone tells whose result the decoder hands on.
             output = self._stub(*args, **kwargs).clone()
             calls = self._calls_after if self._next_layer else self._calls_before
             calls.append(_ChildCall(name=name, args=args, kwargs=kwargs, output=output))
@@ -246,7 +257,9 @@ class _ChildCall:
 
 
 def _alone(calls: list[_ChildCall], given: torch.Tensor, result: torch.Tensor) -> str | None:
-    """The child that turned ``given`` into ``result`` by one call, views aside."""
+    """Returns the name of the child that turned ``given`` into ``result`` by one call, views aside;
+    None where more happened.
+    """
     if len(calls) != 1 or calls[0].kwargs or len(calls[0].args) != 1:
         return None
     same_input = calls[0].args[0] is given
@@ -257,7 +270,9 @@ def _alone(calls: list[_ChildCall], given: torch.Tensor, result: torch.Tensor) -
 def split_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The hidden states of a layer call, and its other arguments by name or position."""
+    """Returns the hidden states of a layer call, (micro_batch, sequence, hidden), and its other
+    arguments by name, or by position as a string.
+    """
     if args:
         return args[0], {**{str(i): v for i, v in enumerate(args) if i}, **kwargs}
     rest = dict(kwargs)

@@ -75,14 +75,14 @@ class Skeleton:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers."""
+        """The list of layers, without parameters."""
         layers = self.decoder.get_submodule(self.layers_name)
         assert isinstance(layers, nn.ModuleList)
         return layers
 
     def tied_names(self) -> dict[str, list[str]]:
-        """For every distinct parameter: its first name in block order -> all its names in block
-        order.
+        """Returns, for every distinct parameter, its first name in block order -> all its names in
+        block order.
         """
         first: dict[int, str] = {}
         names: dict[str, list[str]] = {}
@@ -187,7 +187,8 @@ def _check_kind(model: Any) -> None:
 
 
 def rebuild_buffers(model: Any) -> None:
-    """Give every buffer on the meta device its true value, by the model's own initialization.
+    """Give every buffer on the meta device its true value, on the CPU, by the model's own
+    initialization.
 
     Raises:
         ConfigError: the model does not say how to fill a buffer.
@@ -212,7 +213,9 @@ def rebuild_buffers(model: Any) -> None:
 
 
 def _marked_unset(like: torch.Tensor) -> torch.Tensor:
-    """A real tensor full of a value that no true buffer has: NaN, or the smallest integer."""
+    """Returns a tensor on the CPU full of a value that no true buffer has: NaN, or the smallest
+    integer.
+    """
     value: Any = float("nan")
     if not like.dtype.is_floating_point and not like.dtype.is_complex:
         value = False if like.dtype is torch.bool else torch.iinfo(like.dtype).min
@@ -227,8 +230,8 @@ def _is_unset(buffer: torch.Tensor | None) -> bool:
 
 
 def _with_owner(module: nn.Module, path: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Modules with the innermost enclosing model, whose ``_init_weights`` is responsible for
-    them.
+    """Yields path, module and the innermost enclosing model, whose ``_init_weights`` is responsible
+    for the module.
     """
     owner = module if hasattr(module, "_init_weights") else owner
     yield path, module, owner
@@ -297,8 +300,8 @@ def _relative(path: str, ancestor: str) -> str | None:
 
 
 def _layer_kinds(layers: nn.ModuleList) -> list[str]:
-    """One name for all layers that differ in nothing but their number: the class, ``#1`` for a
-    second kind.
+    """Returns the kind of each layer: one name for all that differ in nothing but their number. The
+    name is the class, with ``#1`` for a second kind of it.
     """
     names: dict[tuple[Any, ...], str] = {}
     kinds = []

@@ -1,4 +1,4 @@
-"""From a configuration to the block table: which tensors each block has and what it costs.
+"""From a configuration to the block table: which tensors each block has, and what it costs.
 
 The costs are estimates for planning before anything was measured; ``penstock profile`` measures.
 """
@@ -26,15 +26,14 @@ from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec
 
 
 def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
-    """Describe the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
+    """Returns the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
 
     Trainable tensors of a block lie in state-dict order, those with weight decay (two or more axes)
     first. A tied tensor belongs to the first block that uses it; later ones borrow it.
 
     Raises:
         ConfigError: an architecture that cannot be cut into blocks, or a ``train.freeze`` that
-        matches
-            nothing or everything.
+            matches nothing or everything.
     """
     skeleton = build_skeleton(hf_config)
     tied = skeleton.tied_names()
@@ -61,7 +60,9 @@ def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
 
 
 def _frozen_names(patterns: Sequence[str], tied: dict[str, list[str]]) -> frozenset[str]:
-    """Owner names of the parameters that a pattern matches under any of their names."""
+    """Returns the owners' names of the parameters that a pattern matches under any of their
+    names.
+    """
     names = [name for group in tied.values() for name in group]
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):
@@ -88,7 +89,10 @@ def _examples(names: Sequence[str]) -> Iterable[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ties:
-    """``borrows[block]`` and the number of uses (contributions) of each block's parameters."""
+    """Tied parameters: ``borrows[block]`` lists those that lie in another block, and
+    ``contributions[block]`` counts the uses of a block's parameters, each with gradients of its
+    own.
+    """
 
     borrows: dict[int, tuple[BorrowedTensor, ...]]
     contributions: dict[int, int]
@@ -125,8 +129,11 @@ class _Ties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Costs:
-    """Estimates per token. Matrices cost two operations an element; causal attention half a
-    square.
+    """Estimates per token of a micro-batch of sequences of ``sequence_length`` tokens.
+
+    A matrix costs two operations an element. Attention over s tokens, scores and values of h heads
+    of d numbers, costs 2 * 2 s h d of them a token, half of that where it is causal (Narayanan et
+    al. 2021, arXiv 2104.04473, appendix).
     """
 
     hf_config: PretrainedConfig
