@@ -1,4 +1,4 @@
-"""Training from Python: the same as ``penstock train``."""
+"""Trains from Python, as ``penstock train`` does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(
     run_dir: str | PathLike[str] | None = None,
     display: Display | None = None,
 ) -> TrainResult:
-    """Train to the end and return how it went.
+    """Trains to the end and returns how it went.
 
     ``config`` is a mapping like the YAML file, the path of a file, or a :class:`Config`;
     ``overrides`` are ``section.key=value``. ``run_dir`` goes before ``run.dir``. Shows nothing
@@ -32,7 +32,8 @@ def train(
     ``penstock stop`` (5); the same call goes on from there.
 
     Raises:
-        PenstockError: nothing was started: bad configuration or argument, memory short, run in use.
+        PenstockError: nothing was started, because the configuration or an argument is bad, memory
+            is short, or the run is in use.
     """
     texts = _override_texts(overrides)
     resolved = _resolved(config, texts)
@@ -57,7 +58,7 @@ def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
 
 
 def _as_dicts(value: Any) -> Any:
-    """Mappings of any kind as the dictionaries that YAML files have."""
+    """Returns mappings of any kind as the dictionaries that YAML files have."""
     return {k: _as_dicts(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -76,7 +77,7 @@ def _override_texts(overrides: object) -> tuple[str, ...]:
 
 
 def _path(name: str, value: object) -> Path:
-    """A path that says something: no empty text, no bytes."""
+    """Returns a path that says something: no empty text, no bytes."""
     if isinstance(value, str | PathLike):
         path = value if isinstance(value, str) else value.__fspath__()
         if isinstance(path, str) and path:

@@ -1,5 +1,5 @@
-"""What all commands share: options, errors and versions for the user, words that were meant as
-``--set``, and the examples that come with the package.
+"""Holds what all commands share: options, errors and versions for the user, words that were meant
+as ``--set``, and the examples that come with the package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @contextmanager
 def errors_explained(log_dir: Path | None = None) -> Iterator[None]:
-    """Turn errors into one line and an exit code; what we did not foresee goes to a file."""
+    """Turns errors into one line and an exit code; what we did not foresee goes to a file."""
     try:
         yield
     except PenstockError as error:
@@ -63,7 +63,7 @@ def _write_trace(log_dir: Path | None) -> Path:
 
 
 def load(config: Path, settings: list[str] | None) -> Config:
-    """Read a configuration with its overrides.
+    """Reads a configuration with its overrides.
 
     Raises:
         ConfigError: as :func:`penstock.protocol.config.schema.load_config`; where an example was
@@ -80,7 +80,7 @@ def load(config: Path, settings: list[str] | None) -> Config:
 
 
 def terminal_width() -> int:
-    """Columns to fill with text."""
+    """Returns how many columns of the terminal to fill with text."""
     import shutil
 
     return min(160, shutil.get_terminal_size((100, 24)).columns)
@@ -91,8 +91,8 @@ _REPORTED = ("torch", "transformers")
 
 
 def versions() -> str:
-    """Ours on the first line; what else a report of a fault should name on the second. Nothing is
-    imported for it.
+    """Returns our version on the first line, and on the second what else a report of a fault should
+    name. Nothing is imported for it.
     """
     others = [f"Python {platform.python_version()}", *map(_version_of, _REPORTED)]
     return f"penstock {penstock.__version__}\n{', '.join(others)}, {platform.machine()}"
@@ -112,10 +112,10 @@ class Command(TyperCommand):
     """A command that knows words such as ``train.steps=5`` where it takes ``--set``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse.
+        """Parses the words behind the command.
 
         Raises:
-            BadParameter: a key of the configuration is given bare; says what would do.
+            BadParameter: a key of the configuration is given without ``--set``; says what would do.
         """
         if any("--set" in option.opts for option in self.params):
             settings = bare_settings(args)
@@ -128,8 +128,8 @@ class Command(TyperCommand):
 
 
 def bare_settings(words: list[str]) -> list[str]:
-    """The options that were meant by ``train.steps=5``, ``--train.steps=5``, ``--train.steps 5`` or
-    ``steps=5``; none for other words.
+    """Returns the options that were meant by ``train.steps=5``, ``--train.steps=5``,
+    ``--train.steps 5`` or ``steps=5``; none for other words.
     """
     found = []
     for before, word, after in zip(["", *words], words, [*words[1:], "VALUE"], strict=False):
@@ -145,7 +145,7 @@ def bare_settings(words: list[str]) -> list[str]:
 
 
 def _configuration_key(word: str) -> str:
-    """``train.steps`` for itself or for ``steps``; empty for what is no key."""
+    """Returns ``train.steps`` for itself or for ``steps``; empty for what is no key."""
     # Imported here: pydantic takes a while, and most command lines have no such word.
     from penstock.protocol.config.schema import Config
     from penstock.protocol.config.words import keys_of
@@ -162,15 +162,15 @@ _FOLDER = Path(__file__).parents[1] / "examples"
 
 
 def example_names() -> tuple[str, ...]:
-    """What ``penstock init --example`` knows."""
+    """Returns the names that ``penstock init --example`` knows."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 def write_example(name: str, output: Path | None) -> Path:
-    """Write an example to ``output``, by default under its own name into the current folder.
+    """Writes an example to ``output``, by default under its own name into the current folder.
 
     Raises:
-        ConfigError: no such example, or the file exists or cannot be written.
+        ConfigError: there is no such example, or the file exists or cannot be written.
     """
     if name not in example_names():
         raise ConfigError(f"--example {name}: accepted is {', '.join(example_names())}")

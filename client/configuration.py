@@ -1,4 +1,4 @@
-"""``penstock config``: the keys of the configuration as text, as a page and as a JSON schema.
+"""``penstock config`` shows the keys of the configuration as text, a page or a JSON schema.
 
 All of it follows from the fields of :mod:`penstock.protocol.config`, and from
 :mod:`penstock.daemons.node.preparing.changes` for what a resume may change.
@@ -68,22 +68,23 @@ class Key:
 
     @property
     def facts(self) -> str:
-        """Such as ``a whole number, 1 or more (steps); default 200``."""
+        """Returns words such as ``a whole number, 1 or more (steps); default 200``."""
         unit = f" ({self.unit})" if self.unit else ""
         default = "must be given" if self.default is None else f"default {self.default}"
         return f"{self.accepts}{unit}; {default}"
 
 
 def keys_in(section: str) -> tuple[Key, ...]:
-    """The keys of a section, and behind a list of mappings the keys of these."""
+    """Returns the keys of a section, and behind a list of mappings the keys of these."""
     return tuple(_keys(_section(section), section))
 
 
 def describe(name: str | None, width: int) -> str:
-    """What ``penstock config [NAME]`` prints: every section, one of them, or the keys of a name.
+    """Returns what ``penstock config [NAME]`` prints: every section, one of them, or the keys of a
+    name.
 
     Raises:
-        ConfigError: neither a section nor a key; names those that are like it.
+        ConfigError: it is neither a section nor a key; names those that are like it.
     """
     if name is None:
         return "\n\n".join(_section_text(section, width) for section in Config.model_fields)
@@ -98,7 +99,9 @@ def describe(name: str | None, width: int) -> str:
 
 
 def page() -> str:
-    """``docs/CONFIGURATION.md``: lines of at most 100 letters, but for tables and examples."""
+    """Returns ``docs/CONFIGURATION.md``, in lines of at most 100 letters, but for tables and
+    examples.
+    """
     parts = [_PAGE_HEAD]
     for section in Config.model_fields:
         intro = _paragraph(_section_doc(section))
@@ -113,7 +116,7 @@ def page() -> str:
 
 
 def json_schema() -> str:
-    """The configuration as a JSON schema (draft 2020-12), for editors.
+    """Returns the configuration as a JSON schema (draft 2020-12), for editors.
 
     It knows types, limits, choices and explanations. What must hold between keys only loading
     checks.
@@ -136,8 +139,8 @@ def json_schema() -> str:
 
 
 def _plain(node: Any, definitions: dict[str, Any]) -> Any:
-    """A schema with references put in, without the titles that pydantic derives from names, and
-    without the defaults of whole sections.
+    """Returns a schema with references put in, without the titles that pydantic derives from names,
+    and without the defaults of whole sections.
     """
     if isinstance(node, list):
         return [_plain(item, definitions) for item in node]

@@ -1,4 +1,4 @@
-"""``penstock export``: the newest saved state of a run as a Hugging Face directory.
+"""``penstock export`` writes the newest saved state of a run as a Hugging Face directory.
 
 The saved state is verified here; the writing needs torch and transformers and happens in a process
 of its own (:mod:`penstock.models.checkpoints.export`).
@@ -17,7 +17,7 @@ from penstock.protocol.run.rundir import RunDirectory
 
 
 def choose_state(run_dir: Path, step: int | None) -> StateFolder:
-    """The saved state after ``step``, or the newest.
+    """Returns the saved state after ``step``, or the newest.
 
     Raises:
         ConfigError: there is none; names those there are.
@@ -37,10 +37,11 @@ def choose_state(run_dir: Path, step: int | None) -> StateFolder:
 
 
 def export(run_dir: Path, output: Path, step: int | None) -> StateFolder:
-    """Write ``output``, a directory that must not hold anything yet.
+    """Writes ``output``, a directory that must not hold anything yet.
 
     Raises:
-        ConfigError: nothing saved, no model (an emulated run), or the output is in the way.
+        ConfigError: nothing is saved, there is no model (an emulated run), or the output is in the
+            way.
         StateError: the saved state is damaged.
     """
     state = choose_state(run_dir, step)
@@ -58,7 +59,7 @@ def export(run_dir: Path, output: Path, step: int | None) -> StateFolder:
 
 
 def verify(state: Path) -> None:
-    """Hold every file of a saved state against its manifest.
+    """Holds every file of a saved state against its manifest.
 
     Raises:
         StateError: naming the file that is missing, short, or changed.

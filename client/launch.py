@@ -1,4 +1,4 @@
-"""``python -m penstock.client.launch PROCESS …``: one process of a run, started with few imports.
+"""``python -m penstock.client.launch PROCESS …`` runs one process of a run, with few imports.
 
 The supervisor starts its children through this module: the command line proper costs a few tenths
 of a second that a process of a run should not wait for. ``penstock memoryd`` and its siblings end
@@ -50,7 +50,7 @@ def launch(
     parent_pid: int | None,
     arguments: dict[str, str | int | float | None],
 ) -> int:
-    """Run one process of the run whose ``resolved.yaml`` is ``config``; its exit code."""
+    """Runs one process of the run whose ``resolved.yaml`` is ``config``; returns its exit code."""
     if parent_pid is not None:
         block_stop_signals()  # before imports: some of them start threads
     forgive_streams()
@@ -64,7 +64,7 @@ def launch(
 
 
 def main(words: list[str] | None = None) -> int:
-    """Parse the supervisor's command line."""
+    """Parses the supervisor's command line, and runs the process."""
     parser = argparse.ArgumentParser(prog="penstock.client.launch")
     parser.add_argument("process", choices=sorted(PROCESSES))
     parser.add_argument("--config", type=Path, required=True)
@@ -79,8 +79,8 @@ def main(words: list[str] | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End at once. A process's main has closed what it opened; taking torch's modules apart would
-    cost every worker another second, which a stop or a replacement has to wait for.
+    """Ends this process at once. Its main has closed what it opened; taking torch's modules apart
+    would cost every worker another second, which a stop or a replacement has to wait for.
     """
     logging.shutdown()
     sys.stdout.flush()

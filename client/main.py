@@ -82,7 +82,7 @@ GraceOption = Annotated[
 
 
 def _show_versions(wanted: bool) -> None:
-    """Print the version, and those of what training depends on, and end."""
+    """Prints the version, and those of what training depends on, and ends."""
     if wanted:
         from penstock.client.cli import versions
 
@@ -236,7 +236,7 @@ def node(
 
 
 def _prepare(config: Config, node_name: str) -> Path:
-    """Prepare the run directory on the first node; the path of its resolved configuration."""
+    """Prepares the run directory on the first node; returns the path of its ``resolved.yaml``."""
     from penstock.daemons.node.preparing.prepare import prepare_run
 
     first = config.cluster.nodes[0].name
@@ -248,7 +248,7 @@ def _prepare(config: Config, node_name: str) -> Path:
 
 
 def _require_run(resolved: Path, hint: str = "") -> None:
-    """Refuse to start on a machine that does not have the run's directory."""
+    """Refuses to start on a machine that does not have the run's directory."""
     from penstock.protocol.run.rundir import SHARED
 
     if not resolved.exists():
@@ -340,7 +340,7 @@ def watch(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None
 
 
 def _add_simple_command(name: str, explanation: str) -> None:
-    """A command that asks the scheduler for one thing and prints its answer."""
+    """Adds a command that asks the scheduler for one thing and prints its answer."""
 
     def command(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None:
         with errors_explained():
@@ -438,7 +438,7 @@ def doctor(
 
 
 def main() -> None:
-    """Entry point of the ``penstock`` command."""
+    """Runs the ``penstock`` command."""
     app()
 
 

@@ -1,1 +1,1 @@
-"""penstock.protocol.config."""
+"""The configuration: its keys, what they accept, and how mistakes are told."""

@@ -239,12 +239,12 @@ class ClusterConfig(Section):
 
     @property
     def platform(self) -> Platform:
-        """What the devices can do."""
+        """Returns what the devices can do."""
         return platform_of(self.device)
 
     @property
     def device_parameter(self) -> str | None:
-        """What ``device`` says beyond the platform's name: where modelled costs come from."""
+        """Returns what ``device`` says behind the platform's name: where costs come from."""
         return parameter_of(self.device)
 
 

@@ -105,18 +105,18 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Where the run keeps its files."""
+        """Returns the directory in which the run keeps its files."""
         return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
 
     @property
     def num_workers(self) -> int:
-        """Workers (devices) of all nodes."""
+        """Returns the number of workers (devices) of all nodes."""
         return self.cluster.workers * len(self.cluster.nodes)
 
     @property
     def tokenizer(self) -> str | None:
-        """``byte`` or a path: what ``data.tokenizer`` says or, unset, stands for; ``None`` where
-        tokens come from a file.
+        """Returns ``byte`` or a path: what ``data.tokenizer`` says or, unset, stands for; ``None``
+        where tokens come from a file.
         """
         if self.data.tokens is not None:
             return None
@@ -127,15 +127,16 @@ class Config(Section):
         return BYTE if own is None else str(own)
 
     def to_yaml(self) -> str:
-        """The full configuration, as written to ``RUN_DIR/resolved.yaml``."""
+        """Returns the full configuration, as written to ``RUN_DIR/resolved.yaml``."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
-    """Read a YAML file and apply ``section.key=value`` overrides (values are YAML).
+    """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML).
 
     Raises:
-        ConfigError: unreadable file, no mapping, unknown key, impossible value; all of them listed.
+        ConfigError: the file cannot be read or is no mapping, or keys are unknown or have
+            impossible values; lists all of them.
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -153,10 +154,10 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
 
 
 def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Config:
-    """Validate a nested mapping.
+    """Validates a nested mapping; ``source`` begins the error.
 
     Raises:
-        ConfigError: every offending key with its value and what would be accepted.
+        ConfigError: names every offending key with its value and what would be accepted.
     """
     try:
         return Config.model_validate(data)

@@ -45,10 +45,10 @@ Seconds = Annotated[float, Unit("seconds")]
 
 
 def parse_size(value: Any) -> int:
-    """Bytes from ``20G``, ``512M``, ``1.5T`` (powers of two) or an integer.
+    """Returns bytes from ``20G``, ``512M``, ``1.5T`` (powers of two) or an integer.
 
     Raises:
-        ValueError: not a size.
+        ValueError: it is no size.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -76,10 +76,10 @@ Size = Annotated[
 
 
 def parse_share(value: Any) -> float:
-    """A share from ``0.001`` or ``1/1000``.
+    """Returns a share from ``0.001`` or ``1/1000``.
 
     Raises:
-        ValueError: not a share.
+        ValueError: it is no share.
     """
     numerator, slash, denominator = str(value).partition("/")
     try:
@@ -98,10 +98,10 @@ Share = Annotated[
 
 
 def parse_cores(value: Any) -> Any:
-    """CPU numbers from a list or from ``0-3,8``; ``auto`` as it is.
+    """Returns CPU numbers from a list or from ``0-3,8``; ``auto`` as it is.
 
     Raises:
-        ValueError: neither, or a number twice.
+        ValueError: it is neither, or has a number twice.
     """
     if value == AUTO:
         return value
@@ -114,10 +114,10 @@ def parse_cores(value: Any) -> Any:
 
 
 def parse_leave(value: Any) -> Any:
-    """A share below 1, or ``auto`` as it is.
+    """Returns a share below 1, or ``auto`` as it is.
 
     Raises:
-        ValueError: neither.
+        ValueError: it is neither.
     """
     share = value if value == AUTO else parse_share(value)
     if share != AUTO and not 0.0 <= share < 1.0:

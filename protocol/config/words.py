@@ -54,7 +54,9 @@ class Form:
 
     @classmethod
     def of(cls, annotation: Any) -> Form:
-        """Of an annotation or of a section's field, with what ``Annotated`` says taken off."""
+        """Returns the form of an annotation or of a section's field, with what ``Annotated`` says
+        taken off.
+        """
         if isinstance(annotation, FieldInfo):
             inner, said = cls.of(annotation.annotation), annotation.metadata
         elif get_origin(annotation) is Annotated:
@@ -67,7 +69,7 @@ class Form:
 
     @property
     def members(self) -> tuple[Form, ...]:
-        """Of a union its members, each with the limits of the union, else itself alone."""
+        """Returns the members of a union, each with the limits of the union, else itself alone."""
         if get_origin(self.annotation) not in (Union, UnionType):
             return (self,)
         limits = tuple(item for item in self.limits if not isinstance(item, Accepts))
@@ -79,30 +81,30 @@ class Form:
 
     @property
     def accepted(self) -> str | None:
-        """Words that say better than type and limits what is accepted, if there are any."""
+        """Returns words that say better than type and limits what is accepted, if there are any."""
         return next((item.words for item in self.limits if isinstance(item, Accepts)), None)
 
     @property
     def unit(self) -> str | None:
-        """The unit of the number, if it has one."""
+        """Returns the unit of the number, if it has one."""
         limits = chain(*(member.limits for member in self.members))
         return next((item.name for item in limits if isinstance(item, Unit)), None)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words among which one is chosen; none where others are accepted, too."""
+        """Returns the words among which one is chosen; of a union, those of all members."""
         return tuple(choice for member in self.members for choice in _choices(member.annotation))
 
     @property
     def accepts_booleans(self) -> bool:
-        """Whether true and false are values of it."""
+        """Returns whether true and false are values of it."""
         return any(
             member.annotation in (bool, Any) or Any in get_args(member.annotation)
             for member in self.members
         )
 
     def inner(self, part: str | int) -> Form | None:
-        """What is accepted under a key or at a position; None: it has no parts of that name."""
+        """Returns what is accepted under a key or at a position; None: there is no such part."""
         for member in self.members:
             annotation, arguments = member.annotation, get_args(member.annotation)
             if _is_section(annotation) and part in annotation.model_fields:
@@ -114,7 +116,7 @@ class Form:
         return None
 
     def __str__(self) -> str:
-        """Such as ``a whole number, 1 or more`` or ``true, false or auto``."""
+        """Returns words such as ``a whole number, 1 or more`` or ``true, false or auto``."""
         if self.accepted is not None:
             return self.accepted
         words = [word for member in self.members for word in _words(member)]
@@ -122,8 +124,8 @@ class Form:
 
 
 def spelled(form: Form, value: Any) -> Any:
-    """A value with a choice spelled as the configuration has it: ``1F1B`` and ``bfloat16`` are
-    ``1f1b`` and ``bf16``. Any other value as it is.
+    """Returns a choice spelled as the configuration has it: ``1F1B`` and ``bfloat16`` become
+    ``1f1b`` and ``bf16``. Any other value is returned as it is.
     """
     choices = form.choices
     if not isinstance(value, str) or value in choices:
@@ -134,8 +136,8 @@ def spelled(form: Form, value: Any) -> Any:
 
 
 def check_booleans(form: Form, value: Any) -> None:
-    """Refuse true and false, also inside a list or mapping, where numbers are meant: pydantic would
-    read them as 1 and 0.
+    """Refuses true and false, also inside a list or mapping, where numbers are meant: pydantic
+    would read them as 1 and 0.
 
     Raises:
         PydanticCustomError: for the validator that called; :func:`explain` finds the words.
@@ -149,7 +151,7 @@ def check_booleans(form: Form, value: Any) -> None:
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Everything that is wrong with a configuration, each thing once: key, value, what would do."""
+    """Says everything that is wrong with a configuration, each thing once: key, value, remedy."""
     return "; ".join(dict.fromkeys(_complaint(details, root) for details in error.errors()))
 
 
@@ -171,8 +173,8 @@ def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _find(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str | int], Form]:
-    """The key that a location of pydantic leads to; the rest of it says which member of a union, or
-    which validator, objected.
+    """Returns the key that a location of pydantic leads to, and its form. The rest of the location
+    says which member of a union, or which validator, objected.
     """
     found: list[str | int] = []
     form = Form.of(root)
@@ -197,7 +199,7 @@ def _value(location: Sequence[str | int], details: ErrorDetails) -> str:
 
 
 def _advice(form: Form, value: Any) -> str:
-    """What was probably meant."""
+    """Says what was probably meant; empty if nothing comes to mind."""
     if isinstance(value, str):
         close = difflib.get_close_matches(value.lower(), form.choices, n=1)
         return f"; did you mean {close[0]}?" if close else ""
@@ -209,8 +211,8 @@ def _advice(form: Form, value: Any) -> str:
 
 
 def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """What is said about a key that there is not: keys that may have been meant, and those known
-    in its section.
+    """Says that there is no such key, which one may have been meant, and which ones its section
+    has.
     """
     found, form = _find(location[:-1], root)
     if not _is_section(form.annotation):
@@ -225,7 +227,7 @@ def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
 def _similar(
     name: str, section: list[str | int], known: Sequence[str], root: type[BaseModel]
 ) -> str | None:
-    """A key that may have been meant: of the section, else of another one, else None."""
+    """Returns a key that may have been meant: of the section, else of another one, else None."""
     everywhere = keys_of(root)
     for key, last in everywhere.items():
         if last == name:
@@ -238,7 +240,7 @@ def _similar(
 
 
 def keys_of(root: type[BaseModel]) -> dict[str, str]:
-    """Every key of every section, with its last word."""
+    """Returns every key of every section, with its last word."""
     return {
         f"{section}.{name}": name
         for section, field in root.model_fields.items()
@@ -267,7 +269,7 @@ _PLAIN_WORDS: dict[Any, tuple[str, ...]] = {
 
 
 def _words(form: Form) -> tuple[str, ...]:
-    """One member of a union in words, its choices one by one."""
+    """Returns one member of a union in words, its choices one by one."""
     annotation, arguments = form.annotation, get_args(form.annotation)
     if form.accepted is not None:
         return (form.accepted,)
@@ -295,7 +297,7 @@ _BOUNDS = (
 
 
 def _limits(limits: Sequence[Any]) -> str:
-    """Such as ``, 0 or more and below 1``."""
+    """Returns words such as ``, 0 or more and below 1``."""
     said = [
         words.format(_bound(getattr(limit, name)))
         for limit in limits
@@ -306,14 +308,14 @@ def _limits(limits: Sequence[Any]) -> str:
 
 
 def _bound(limit: float) -> str:
-    """A limit as people write it: without a needless fraction, large powers of two as such."""
+    """Writes a limit as people do: without a needless fraction, large powers of two as such."""
     if limit >= 2**32:
         return f"2^{math.log2(limit):g}"
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _joined(words: Sequence[str], last: str) -> str:
-    """Such as ``a, b or c``; with a comma more where words have one themselves."""
+    """Returns ``a, b or c``; with a comma more where words have one themselves."""
     unique = list(dict.fromkeys(words))
     if len(unique) < 2:
         return "".join(unique)
@@ -342,7 +344,7 @@ class Section(BaseModel):
 
 
 def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A copy of a nested mapping with ``section.key=value`` overrides applied in order.
+    """Returns a copy of a nested mapping with ``section.key=value`` overrides applied in order.
 
     Raises:
         ConfigError: an override is not of this form.
