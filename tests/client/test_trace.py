@@ -18,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.watching.trace_memory import DeviceMemory, memory_lines
+from penstock.client.watching.trace_report import DeviceMemory, memory_lines
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
