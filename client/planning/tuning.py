@@ -19,23 +19,19 @@ from rich.table import Table
 from penstock.client.planning.laboratory import options_named
 from penstock.client.planning.outputs import write_file
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.planner.configured import config_context, config_prices, trainable_plan
-from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
+from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.sources import AnalyticSource
 from penstock.planner.pipeline import OPTIMIZERS, PlanContext, make_plan, operators_named
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.planner.settling import choose_settled_early, is_to_choose, settle_as_configured
-from penstock.planner.tuning.auto import trainable_schemes
+from penstock.planner.tuning.auto import TunedConfig, trainable_schemes
 from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
 from penstock.protocol.config.execution import ScheduleConfig
-from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.executable import check_executable
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.run.names import storage
-from penstock.shm.table import BlockTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +115,12 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         ConfigError: impossible model or profile.
         CapacityError: nothing fits; says what was in the way.
     """
-    table = table_of(config)
-    runs = not settings.everything
+    table, runs = table_of(config), not settings.everything
+    memory: dict[str, Any] = {}
     if settings.device_bytes is not None:
-        config = with_fragment(config, _memory_fragment(settings.device_bytes))
+        limit = {"device_limit": int(settings.device_bytes)}
+        config = config.model_copy(update={"memory": config.memory.model_copy(update=limit)})
+        memory = {"memory": limit}
     space = Space(
         num_devices=config.num_workers,
         global_batch=config.train.global_batch,
@@ -130,8 +128,16 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
         pass_sets=known_pass_sets(),
     )
+    own = settings.optimizer == "advance"
+    tuned = TunedConfig(
+        config=config,
+        table=table,
+        profile=settings.profile,
+        optimizer=None if own else OPTIMIZERS[settings.optimizer],
+        any_plan=settings.everything,
+    )
     tried = Search(
-        tuned=_Configured(config=config, table=table, settings=settings),
+        tuned=tuned,
         device_bytes=_limit(None, config.memory.device_limit),
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
         keep=settings.keep,
@@ -141,56 +147,8 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         f"{config.run.name} on {space.num_devices} workers, {space.global_batch} sequences a step,"
         f" {'what train runs (--all: everything)' if runs else 'every scheme'}"
     )
-    report = _report(tried, space, what, trainable=runs)
-    if settings.device_bytes is None:
-        return report
-    limit = _memory_fragment(settings.device_bytes)
-    return replace(report, fragment={**report.fragment, **limit})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Configured:
-    """A configuration to be tuned (:class:`~penstock.planner.tuning.search.Tunable`)."""
-
-    config: Config
-    table: BlockTable
-    settings: TuneOptions
-
-    def context(self, micro_batch: int) -> PlanContext:
-        """With the costs of micro-batches of so many sequences."""
-        prices = config_prices(self.config, self.table, self.settings.profile, micro_batch)
-        context = config_context(self.config, self.table, prices)
-        if self._has_own_optimizer:
-            return context
-        return replace(context, optimizer=OPTIMIZERS[self.settings.optimizer])
-
-    def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
-        """A plan as ``train`` makes it, refused as ``train`` refuses it; with ``--all`` any."""
-        if self.settings.everything:
-            context = replace(context, block_work=None, updates_by=PREVIEW_SETTLE)
-            return make_plan(candidate.request, context)
-        config = with_fragment(self.config, fragment(candidate))
-        return trainable_plan(config, self.table, context.prices)
-
-    def settled(self, plan: Plan, context: PlanContext) -> Plan:
-        """With what ``optimizer.settle: auto`` chooses, unless another optimizer is asked about."""
-        chooses = self._has_own_optimizer and is_to_choose(self.config)
-        return choose_settled_early(plan, context) if chooses else plan
-
-    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
-        """As the configuration's optimizer stores its state."""
-        stored = storage(self.config, settle_as_configured(self.config, self.table, plan))
-        arrays = len(self.table.state_arrays)
-        return host_bytes(plan, context.prices, storage=stored, state_arrays=arrays)
-
-    @property
-    def _has_own_optimizer(self) -> bool:
-        """Whether the optimizer works as the configuration says, not as ``--optimizer`` does."""
-        return self.settings.optimizer == "advance"
-
-
-def _memory_fragment(device_bytes: float) -> dict[str, Any]:
-    return {"memory": {"device_limit": int(device_bytes)}}
+    best = _best(tried, what)
+    return _report(tried, what, {**tuned.fragment_of(best.candidate), **memory}, trainable=runs)
 
 
 def _is_accepted(schedule: dict[str, Any]) -> bool:
@@ -240,8 +198,13 @@ def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
         f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
         f" {settings.sequence_length} tokens a step"
     )
-    report = _report(tried, space, what, trainable=_is_trainable(tried, cluster.devices_per_node))
-    return replace(report, fragment=_with_cluster(report.fragment, settings, space))
+    best = _best(tried, what)
+    return _report(
+        tried,
+        what,
+        _with_cluster(fragment(best.candidate), settings, space),
+        trainable=_is_trainable(best, cluster.devices_per_node),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,15 +278,13 @@ def _limit(given: float | None, otherwise: float | None) -> float:
     return given if given is not None else otherwise if otherwise is not None else inf
 
 
-def _is_trainable(tried: Search, devices_per_node: int) -> bool:
-    """Whether ``train`` can run the winner."""
-    if tried.best is None:
-        return False
+def _is_trainable(best: Outcome, devices_per_node: int) -> bool:
+    """Returns whether ``train`` can run the winner."""
     try:
-        check_executable(tried.best.plan, devices_per_node=devices_per_node)
+        check_executable(best.plan, devices_per_node=devices_per_node)
     except ConfigError:
         return False
-    return _is_accepted(fragment(tried.best.candidate)["schedule"])
+    return _is_accepted(fragment(best.candidate)["schedule"])
 
 
 def _with_cluster(parts: dict[str, Any], settings: TuneOptions, space: Space) -> dict[str, Any]:
@@ -363,34 +324,25 @@ def _progress(console: Console) -> Iterator[Any]:
         yield advance
 
 
-def _report(tried: Search, space: Space, what: str, *, trainable: bool) -> TuneReport:
+def _best(tried: Search, what: str) -> Outcome:
     if tried.best is None:
         reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(tried.left_out.items()))
         raise CapacityError(
             f"{what}: no schedule fits (left out: {reasons or 'there are no candidates'}); use more"
             " devices, more memory (--memory, --host-memory), a smaller --global-batch, or --all"
         )
+    return tried.best
+
+
+def _report(tried: Search, what: str, parts: dict[str, Any], *, trainable: bool) -> TuneReport:
     return TuneReport(
         what=what,
         num_candidates=tried.num_tried,
         outcomes=tuple(tried.outcomes),
         left_out=dict(tried.left_out),
-        fragment=fragment(tried.best.candidate),
+        fragment=parts,
         trainable=trainable,
     )
-
-
-def with_fragment(config: Config, parts: dict[str, Any]) -> Config:
-    """A configuration with a fragment put over it, read anew.
-
-    Raises:
-        ConfigError: they do not go together.
-    """
-    data = config.model_dump(mode="json")
-    for section, values in parts.items():
-        data[section] = {**data[section], **values}
-    data["schedule"] |= {"file": None, "asked": None}
-    return parse_config(data, source="fragment")
 
 
 def write_fragment(report: TuneReport, path: Path | None) -> None:

@@ -1,4 +1,5 @@
-"""``schedule: auto``: the tuner's winner among what ``train`` can run, as a configuration.
+"""Searches for the schedule of a configuration, and ``schedule: auto``: the winner among what
+``train`` can run.
 
 The grid itself is in :mod:`.space`, the search in :mod:`.search`. What memory this machine has is
 the caller's to know (:class:`Capacity`).
@@ -7,16 +8,23 @@ the caller's to know (:class:`Capacity`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from penstock.planner.configured import config_context, dropped_operators, trainable_plan
+from penstock.planner.configured import (
+    config_context,
+    config_prices,
+    dropped_operators,
+    trainable_plan,
+)
+from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
 from penstock.planner.cost.costs import Costs
-from penstock.planner.pipeline import PlanContext, try_plan
+from penstock.planner.pipeline import PlanContext, make_plan, try_plan
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.settling import choose_settled_early, is_to_choose, settle_as_configured
 from penstock.planner.tuning.search import Progress, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
 from penstock.protocol.config.execution import ScheduleConfig
@@ -24,6 +32,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import AUTO
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.names import storage
 from penstock.shm.table import BlockTable
 
 
@@ -119,21 +128,20 @@ def choose(
         CapacityError: nothing fits; says what was in the way.
     """
     _check_keys(config.schedule)
-    context = config_context(config, table)
-    tuned = _Automatic(
-        config=config, table=table, priced=context, asked=asked_of(config.schedule), there=capacity
-    )
+    asked = asked_of(config.schedule)
+    tuned = TunedConfig(config=config, table=table, capacity=capacity, asked=asked)
+    context = tuned.context(config.train.micro_batch)
     # Hosts are held against what they have when a candidate is planned.
     limit = config.memory.device_limit
     there = context.prices.cluster.device_memory_bytes
     search = Search(tuned=tuned, device_bytes=there if limit is None else limit, keep=KEPT)
     search.run(space_of(config, len(table.blocks)), progress)
     if search.best is None:
-        raise _nothing(tuned, search)
+        raise _nothing(tuned, asked, search)
     return Winner(
         config=tuned.config_of(search.best.candidate),
         step_s=search.best.step_s,
-        default=_default(tuned),
+        default=_default(tuned, context),
         num_candidates=search.num_tried,
         left_out=dict(search.left_out),
     )
@@ -167,57 +175,89 @@ def trainable_schemes() -> tuple[str, ...]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Automatic:
-    """A configuration with ``schedule: auto``; its candidates are planned as ``train`` plans them.
+class TunedConfig:
+    """A configuration, of which schedules are searched (:class:`~.search.Tunable`).
 
-    ``refused``: a first example of each kind of refusal.
+    Its candidates are planned and refused as ``train`` plans and refuses them, or, if ``any_plan``,
+    whatever workers can run. ``profile``: of costs, beside the configuration's own; ``optimizer``:
+    the way of an optimizer in place of the configuration's. ``capacity``: holds plans against a
+    machine. ``asked``: what ``schedule.asked`` says of the winner. ``refused``: a first example of
+    each kind of refusal.
     """
 
     config: Config
     table: BlockTable
-    priced: PlanContext
-    asked: dict[str, Any]
-    there: Capacity
+    profile: Path | None = None
+    optimizer: OptimizerModel | None = None
+    any_plan: bool = False
+    capacity: Capacity | None = None
+    asked: dict[str, Any] | None = None
     refused: dict[type[Exception], str] = field(default_factory=dict)
 
     def context(self, micro_batch: int) -> PlanContext:
-        """The configuration's own: it fixes the micro-batches."""
-        del micro_batch
-        return self.priced
+        """Returns the configuration's context, with the costs of micro-batches of that size."""
+        prices = config_prices(self.config, self.table, self.profile, micro_batch)
+        context = config_context(self.config, self.table, prices)
+        return replace(context, optimizer=self.optimizer or context.optimizer)
 
     def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
-        """Returns the plan, refused in every way in which ``train`` would."""
-        del context
+        """Returns the plan of a candidate; the first of each kind of refusal is remembered."""
+        if self.any_plan:
+            context = replace(context, block_work=None, updates_by=PREVIEW_SETTLE)
+            return make_plan(candidate.request, context)
         try:
-            return self.plan_of(self.config_of(candidate))
+            return self.plan_of(self.config_of(candidate), context)
         except (ConfigError, CapacityError) as error:
             name = f"{candidate.request.scheme} with {candidate.stages[0]} forward stages"
             self.refused.setdefault(type(error), f"{name}: {error}")
             raise
 
-    def settled(self, plan: Plan, context: PlanContext) -> Plan:
-        """Returns the plan with ``optimizer.settle: auto``'s choice, if it has one."""
-        return choose_settled_early(plan, context) if is_to_choose(self.config) else plan
+    def plan_of(self, config: Config, context: PlanContext) -> Plan:
+        """Returns the plan of a configuration that fits.
 
-    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
-        """Returns the bytes of the fullest host; :class:`Capacity` knows whether they are there."""
-        return host_bytes(plan, context.prices, state_arrays=len(self.table.state_arrays))
-
-    def plan_of(self, config: Config) -> Plan:
-        """Returns the plan of a configuration that fits."""
-        plan = trainable_plan(config, self.table, self.priced.prices)
-        self.there.check(config, plan, self.priced.prices.costs)
+        Raises:
+            ConfigError: it cannot be trained. CapacityError: it does not fit.
+        """
+        plan = trainable_plan(config, self.table, context.prices)
+        if self.capacity is not None:
+            self.capacity.check(config, plan, context.prices.costs)
         return plan
 
+    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+        """Returns the plan with ``optimizer.settle: auto``'s choice, if it has one."""
+        chooses = self.optimizer is None and is_to_choose(self.config)
+        return choose_settled_early(plan, context) if chooses else plan
+
+    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
+        """Returns the bytes of the fullest host, as the configured optimizer stores its state."""
+        stored = storage(self.config, settle_as_configured(self.config, self.table, plan))
+        arrays = len(self.table.state_arrays)
+        return host_bytes(plan, context.prices, storage=stored, state_arrays=arrays)
+
     def config_of(self, candidate: Candidate) -> Config:
-        """Returns the configuration with a candidate in the place of the search."""
-        return self.with_schedule(fragment(candidate)["schedule"])
+        """Returns the configuration with a candidate in the place of its own schedule."""
+        parts = fragment(candidate)
+        config = self.with_schedule(parts["schedule"])
+        return config.model_copy(update={"train": config.train.model_copy(update=parts["train"])})
 
     def with_schedule(self, keys: dict[str, Any]) -> Config:
-        """Returns the configuration with these keys in the place of the search."""
+        """Returns the configuration with these keys in the place of those that a search decides."""
         settings = settings_of(self.config.schedule)
         schedule = ScheduleConfig.model_validate({**settings, "asked": self.asked, **keys})
         return self.config.model_copy(update={"schedule": schedule})
+
+    def fragment_of(self, candidate: Candidate) -> dict[str, Any]:
+        """Returns what turns the configuration into the candidate's: also the defaults of keys that
+        only the configuration sets.
+        """
+        parts, default = fragment(candidate), ScheduleConfig().model_dump(mode="json")
+        own = self.config.schedule.model_dump(mode="json")
+        unset = {
+            key: default[key]
+            for key in sorted(_SEARCHED)
+            if own[key] != default[key] and key not in parts["schedule"]
+        }
+        return {**parts, "schedule": {**parts["schedule"], **unset}}
 
 
 def _check_keys(schedule: ScheduleConfig) -> None:
@@ -235,22 +275,24 @@ def _check_keys(schedule: ScheduleConfig) -> None:
         )
 
 
-def _default(tuned: _Automatic) -> str:
+def _default(tuned: TunedConfig, context: PlanContext) -> str:
     """Returns in words what the scheme would come to that is taken where nobody says anything."""
     name = ScheduleConfig().scheme
     try:
-        plan = tuned.settled(tuned.plan_of(tuned.with_schedule({})), tuned.priced)
-        step_s = try_plan(plan, tuned.priced).makespan_s
+        plan = tuned.settled(tuned.plan_of(tuned.with_schedule({}), context), context)
+        step_s = try_plan(plan, context).makespan_s
     except (ConfigError, CapacityError) as error:
         return f"{name}, the default, is not possible here ({str(error).splitlines()[0]})"
     return f"{name}, the default, {SECONDS.format(step_s)}"
 
 
-def _nothing(tuned: _Automatic, search: Search) -> ConfigError | CapacityError:
+def _nothing(
+    tuned: TunedConfig, asked: Mapping[str, Any], search: Search
+) -> ConfigError | CapacityError:
     """Returns why there is no winner: memory, if that was in the way of anything."""
     config, refused = tuned.config, tuned.refused
     counts = ", ".join(f"{n} {reason}" for reason, n in sorted(search.left_out.items()))
-    given = "".join(f", schedule.{key} = {value!r}" for key, value in tuned.asked.items())
+    given = "".join(f", schedule.{key} = {value!r}" for key, value in asked.items())
     tried = (
         f"schedule.scheme = {AUTO}: none of {search.num_tried} candidates for {config.num_workers}"
         f" workers and {config.train.num_microbatches} micro-batches{given} can be trained"

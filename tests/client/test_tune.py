@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -96,6 +97,48 @@ def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_pat
     plan = trainable_plan(merged, TABLE)
     assert plan.num_microbatches == best["micro_batches"] * best["replicas"]
     assert len(plan.backward_stages) == best["backward_stages"] * plan.num_routes
+
+
+@pytest.mark.parametrize(
+    "schedule", [{"replicas": 2}, {"passes": ["2bp"]}, {"scheme": "interleaved", "recompute": None}]
+)
+def test_what_a_configuration_says_of_its_schedule_does_not_stay_in_candidates(
+    schedule: dict[str, Any], config: Path, tmp_path: Path
+) -> None:
+    """The winner goes back into it as it is: with its replicas, passes and stages."""
+    raw = {**CONFIG, "schedule": {**CONFIG["schedule"], **schedule}}
+    config.write_text(yaml.safe_dump(raw))
+    code, text, err = penstock("tune", str(config), "--schemes", "1f1b", "--json", "--keep", "3")
+    assert code == 0, err
+    report = json.loads(text)
+    config.write_text(
+        yaml.safe_dump(raw | {k: {**raw[k], **v} for k, v in report["fragment"].items()})
+    )
+    best, merged = report["outcomes"][0], load_config(config).schedule
+    assert (merged.scheme, merged.replicas) == ("1f1b", best["replicas"])
+    assert list(merged.passes) == best["passes"] and merged.recompute == best["recompute"]
+    plain = json.loads(
+        penstock("tune", str(_plain(tmp_path)), "--schemes", "1f1b", "--json", "--keep", "3")[1]
+    )
+    assert report["outcomes"] == plain["outcomes"]
+
+
+def _plain(tmp_path: Path) -> Path:
+    path = tmp_path / "plain.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def test_host_memory_is_that_of_the_configured_optimizer(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGD has one array of float32 where AdamW has two: 4 bytes less for each of 8 x 1024."""
+    options = ("--schemes", "1f1b", "--json", "--keep", "1")
+    adam = json.loads(penstock("tune", str(config), *options)[1])["outcomes"][0]
+    momentum = dataclasses.replace(TABLE, state_arrays=("momentum",))
+    monkeypatch.setattr(tuning, "table_of", lambda config: momentum)
+    sgd = json.loads(penstock("tune", str(config), *options)[1])["outcomes"][0]
+    assert adam["host_bytes"] - sgd["host_bytes"] == 4 * 8 * 1024
 
 
 def test_all_searches_what_train_cannot_run(config: Path) -> None:
