@@ -18,10 +18,10 @@ from penstock.planner.render.drawing import (
     KINDS,
     Anchor,
     Drawing,
+    LegendEntry,
     LineSegment,
     Rectangle,
     Text,
-    WorkKind,
     ink_on,
     kind_of,
     shade,
@@ -249,7 +249,7 @@ class _Chart:
             title=self._span_title(span, kind),
         )
 
-    def _span_title(self, span: Span, kind: WorkKind) -> str:
+    def _span_title(self, span: Span, kind: LegendEntry) -> str:
         unit = self._caption.unit
         stage, batches = numbers_of(span)
         what = kind.name

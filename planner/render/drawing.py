@@ -88,37 +88,37 @@ class Drawing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkKind:
+class LegendEntry:
     """A kind of work: its name in the legend and in titles, and its colour."""
 
     name: str
     colour: str
 
 
-KINDS: Mapping[str, WorkKind] = MappingProxyType(
+KINDS: Mapping[str, LegendEntry] = MappingProxyType(
     {
-        "F": WorkKind(name="forward", colour="#4285d6"),
-        "R": WorkKind(name="recompute", colour="#f2bb2e"),
-        "B": WorkKind(name="backward", colour="#2e9e6b"),
-        "BI": WorkKind(name="backward, input (p1)", colour="#34b3a6"),
-        "BW": WorkKind(name="backward, weights (p2)", colour="#8f6cc4"),
-        "U": WorkKind(name="optimizer", colour="#d1495b"),
-        "S": WorkKind(name="optimizer, settle", colour="#b07aa1"),
-        "FW": WorkKind(name="fetch weights", colour="#7d93ab"),
-        "OG": WorkKind(name="offload gradients", colour="#a6813c"),
-        "RD": WorkKind(name="reduce gradients", colour="#c26d2d"),
-        "SO": WorkKind(name="swap out", colour="#c75a9c"),
-        "SI": WorkKind(name="swap in", colour="#e394c1"),
-        "activation": WorkKind(name="send activation", colour="#8fb8ea"),
-        "gradient": WorkKind(name="send gradient", colour="#86cfae"),
-        "checkpoint": WorkKind(name="send checkpoint", colour="#f3d98b"),
+        "F": LegendEntry(name="forward", colour="#4285d6"),
+        "R": LegendEntry(name="recompute", colour="#f2bb2e"),
+        "B": LegendEntry(name="backward", colour="#2e9e6b"),
+        "BI": LegendEntry(name="backward, input (p1)", colour="#34b3a6"),
+        "BW": LegendEntry(name="backward, weights (p2)", colour="#8f6cc4"),
+        "U": LegendEntry(name="optimizer", colour="#d1495b"),
+        "S": LegendEntry(name="optimizer, settle", colour="#b07aa1"),
+        "FW": LegendEntry(name="fetch weights", colour="#7d93ab"),
+        "OG": LegendEntry(name="offload gradients", colour="#a6813c"),
+        "RD": LegendEntry(name="reduce gradients", colour="#c26d2d"),
+        "SO": LegendEntry(name="swap out", colour="#c75a9c"),
+        "SI": LegendEntry(name="swap in", colour="#e394c1"),
+        "activation": LegendEntry(name="send activation", colour="#8fb8ea"),
+        "gradient": LegendEntry(name="send gradient", colour="#86cfae"),
+        "checkpoint": LegendEntry(name="send checkpoint", colour="#f3d98b"),
     }
 )
 """Kinds of work by the first word of a span's label, in the order of the legend."""
-_OTHER = WorkKind(name="other", colour="#999999")
+_OTHER = LegendEntry(name="other", colour="#999999")
 
 
-def kind_of(label: str) -> WorkKind:
+def kind_of(label: str) -> LegendEntry:
     """Returns the kind of work of a span by its label, such as ``F 3 0``."""
     return KINDS.get(label.split(" ", 1)[0], _OTHER)
 
