@@ -1,4 +1,4 @@
-"""The step's arithmetic on tensors of any device, in the operations of ``native/kernel.h``.
+"""Adam's and AdamW's step on tensors of any device, in the operations of ``native/steps.h``.
 
 Every operation rounds once, so results have the bits of the native kernels as long as the device's
 square root and division are correctly rounded (CUDA's are without fast math; torch's square root on
@@ -36,7 +36,7 @@ class StepScalars:
 
     @classmethod
     def of(cls, step: OptimizerStep, config: OptimizerConfig) -> Self:
-        """Computed in fp64, as ``derive_scalars`` does."""
+        """Returns the constants, computed in fp64 and rounded once, as ``derive_scalars`` does."""
         beta1, beta2 = config.betas
         return cls(
             coefficient=_fp32(step.coefficient),
@@ -67,9 +67,11 @@ class Piece:
 
 
 def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
-    """The next master weights and moments, in the place of the old ones; returns the weights.
+    """Writes the next master weights and moments into the place of the old ones, (elements,) fp32
+    each; returns the master weights. Gradients and scratch hold anything afterwards.
 
-    On copies of the state that is a preview, on the state itself a settle.
+    On copies of the state that is a preview, on the state itself a settle. Source: Kingma & Ba,
+    "Adam", algorithm 1; with decoupled decay Loshchilov & Hutter, algorithm 2.
     """
     master, mean, square, grad = piece.master, piece.exp_avg, piece.exp_avg_sq, piece.gradients
     scratch = piece.scratch
@@ -92,10 +94,11 @@ def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
 
 
 def sum_squares(gradients: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Of fp32 numbers, in fp64: squares are exact, so the sum is finite exactly when all of them
-    are. The order is torch's: it may differ from the native kernel's in the last bits.
+    """Returns the sum of the squares of fp32 ``gradients``, (elements,), as an fp64 scalar tensor.
 
-    ``scratch``: fp64, as long.
+    Squares are exact in fp64, so the sum is finite exactly when all gradients are. The order of
+    summation is torch's: the sum may differ from the native kernel's in the last bits. ``scratch``:
+    fp64, as long as the gradients; overwritten.
     """
     scratch.copy_(gradients)
     return scratch.mul_(scratch).sum()
@@ -106,7 +109,9 @@ def _fp32(value: float) -> float:
 
 
 def _power(base: float, exponent: int) -> float:
-    """``power`` of ``native/sweeps.cpp``: by repeated squaring, which decides the last bit."""
+    """Returns ``base ** exponent`` by repeated squaring, as ``power`` of ``native/sweeps.cpp``: the
+    order of the roundings decides the last bit.
+    """
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -45,7 +45,7 @@ from penstock.shm.control import ControlView, SweepIntent
 
 
 def read_facts(control: ControlView, blocks: Iterable[OwnedBlock]) -> MemoryFacts:
-    """What the control segment says; only while no sweep runs."""
+    """Returns what the control segment says. No sweep may run meanwhile: it would change words."""
     undo = undo_state(control.undo_area)
     committed = control.committed
     return MemoryFacts(
@@ -82,7 +82,7 @@ class ControlWords:
         }
 
     def write(self, effect: Effect) -> bool:
-        """Carry out an effect on a control word; False if it is of another kind."""
+        """Carry out an effect on a control word; returns False if it is of another kind."""
         handler = self._handlers.get(type(effect))
         if handler is not None:
             handler(effect)
@@ -91,7 +91,7 @@ class ControlWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSweep:
-    """A sweep with its outcome; readings of ``time.perf_counter``."""
+    """A sweep with its outcome. Start and end are readings of ``time.perf_counter``."""
 
     work: Sweep
     event: SweepDone | EffectFailed
@@ -100,10 +100,10 @@ class FinishedSweep:
 
 
 class SweepRunner(Protocol):
-    """What is asked of :class:`penstock.daemons.optimizer.kernels.Kernels`."""
+    """What :class:`SweepThread` asks of :class:`penstock.daemons.optimizer.kernels.Kernels`."""
 
     def run(self, work: Sweep) -> SweepStatus | None:
-        """Run one sweep to its end."""
+        """Run one sweep to its end; returns its status if it looked at new gradients."""
 
 
 class SweepThread:
@@ -113,7 +113,8 @@ class SweepThread:
         self._kernels = kernels
         self._report = report
         self.running: Sweep | None = None
-        """The sweep under way; for other threads to look at."""
+        """The sweep under way. Only the sweep's thread writes it; others just look, for heartbeats.
+        """
         self._orders: queue.SimpleQueue[Sweep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sweeps")
 
@@ -152,7 +153,7 @@ class SweepThread:
 
 
 class PullOrders(Protocol):
-    """What is asked of :class:`penstock.daemons.optimizer.pulls.Puller`."""
+    """What :class:`OptimizerEffects` asks of :class:`penstock.daemons.optimizer.pulls.Puller`."""
 
     def order(self, pull: Pull) -> None:
         """Queue a pull."""

@@ -21,7 +21,7 @@ where that one ended, so that what happens in between does not add up.
 
 
 _LOOK_S = 2e-3
-"""So often does a sweep look for new copies."""
+"""Seconds after which a sweep looks for new copies again."""
 
 
 class EmulatedKernels:
@@ -45,7 +45,9 @@ class EmulatedKernels:
         return status
 
     def _wait(self, start: float, work: Sweep) -> float:
-        """Return when a sweep that began at ``start`` would have ended; says when that was."""
+        """Sleeps until a sweep that began at ``start`` would have ended; returns when that was, in
+        seconds of ``time.monotonic``.
+        """
         whole = self._emulation.sweep_work(work.name, work.block)
         if whole is None:
             return start

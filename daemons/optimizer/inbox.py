@@ -29,7 +29,7 @@ RECEIVE_HIGH_WATER = 1024
 MAX_MESSAGE_BYTES = 4096
 MAX_UNREAD = 1 << 16
 BOUNDS = Bounds(connections=1024, connection_bytes=2**20, total_bytes=2**23)
-"""Messages of workers of other nodes have some hundred bytes."""
+"""Limits for connections from other nodes, whose workers' messages have some hundred bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class GradientSocket:
     def __init__(
         self, *, local_address: str, host: str | None, inbox: Inbox, metrics: OptimizerMetrics
     ) -> None:
-        """Bind.
+        """Bind the sockets; the abstract address is a lock: one process at a time can have it.
 
         Raises:
             StateError: another optimizerd of this run and node is alive.

@@ -40,7 +40,7 @@ from penstock.shm.pages import prefer_nodes_if_granted
 def owned_blocks(
     memory: NodeMemory, policy: Callable[[int], UpdatePolicy] = lambda block: UpdatePolicy.ADVANCE
 ) -> tuple[OwnedBlock, ...]:
-    """The node's blocks, with the contributions that it does not compute itself."""
+    """Returns the node's blocks, with the contributions that it does not compute itself."""
     blocks = []
     for index in memory.owned_blocks():
         trains = memory.spec.table.blocks[index].trainable_elements > 0
@@ -57,8 +57,11 @@ def owned_blocks(
 
 
 class RemoteGradients:
-    """Buffers for contributions of other nodes. Their pages are there before the first step, where
-    ``placement`` wants them (None: anywhere).
+    """Private buffers for contributions of other nodes, one for each copy.
+
+    Each is flat, of the block's trainable elements, in the type of gradients (bf16 as uint16).
+    Their pages are touched before the first step, on the NUMA nodes that ``placement`` wants (None:
+    anywhere).
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class RemoteGradients:
                     self._arrays[(block.index, contribution, copy)] = array
 
     def array(self, block: int, contribution: int, copy: int) -> Array:
-        """The buffer of one contribution."""
+        """Returns the buffer of one contribution: (elements,), in the type of gradients."""
         return self._arrays[(block, contribution, copy)]
 
 
@@ -120,11 +123,11 @@ class Kernels:
         }
 
     def num_elements(self, block: int) -> int:
-        """Parameters that a sweep over the block goes through, padding included."""
+        """Returns how many parameters a sweep over the block goes through, padding included."""
         return len(self._arrays[block].master)
 
     def run(self, work: Sweep) -> SweepStatus | None:
-        """Run one sweep to its end; its status if it looked at new gradients.
+        """Run one sweep to its end; returns its status if it looked at new gradients.
 
         Raises:
             ValueError, RuntimeError: from the native module: arrays, hyper-parameters or the undo
@@ -133,7 +136,7 @@ class Kernels:
         return self._calls[type(work)](work)
 
     def close(self) -> None:
-        """Let go of all views of shared memory."""
+        """Let go of all views of shared memory: it cannot be unmapped while one exists."""
         self._arrays.clear()
         self._undo.release()
 
@@ -189,7 +192,7 @@ class Kernels:
         after: int,
         spans: list[tuple[int, int]] | None,
     ) -> None:
-        """Bring the state from one version to another, with the gradients of the update."""
+        """Bring the state from version ``before`` to ``after`` with the update's gradients."""
         arrays = self._arrays[work.block]
         run(
             self._pool,

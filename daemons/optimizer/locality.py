@@ -19,7 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def local_ratio(memory: NodeMemory, placement: Placement) -> float | None:
-    """Share of the state's pages that lie where :func:`page_places` wants them; None: unknown."""
+    """Returns the share of the state's pages (0 to 1) that lie where :func:`page_places` wants
+    them, or None where the kernel does not say.
+    """
     buffer = memory.segment_buffer(SegmentKind.STATE)
     spec = memory.spec
     wanted = _sample(page_places(placement, spec.layout, spec.table)[SegmentKind.STATE])
@@ -39,7 +41,7 @@ def local_ratio(memory: NodeMemory, placement: Placement) -> float | None:
 
 
 def _sample(ranges: list[NodeRange]) -> dict[int, int]:
-    """Offset of a page -> the node it belongs on."""
+    """Returns a sample of pages: offset in bytes -> the NUMA node that the page belongs on."""
     step = -(-sum(wanted.num_bytes for wanted in ranges) // MAX_SAMPLES // PAGE_BYTES) * PAGE_BYTES
     return {
         offset: wanted.node

@@ -46,7 +46,7 @@ _MAPPED = (SegmentKind.WEIGHTS, SegmentKind.STATE, SegmentKind.GRADS)
 
 
 def main(run_dir: Path, node: str, scheduler: str, parent_pid: int | None) -> int:
-    """Run the optimizerd of ``node`` until it is told to stop; the exit code."""
+    """Run the optimizerd of ``node`` until it is told to stop; returns the exit code."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
     stop = StopSignal().install(parent_pid)
@@ -68,7 +68,7 @@ def _run(run: RunDirectory, node: str, scheduler: str, stop: StopSignal) -> None
 
 
 def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy]:
-    """By block: as the plan says, but for the way of going back."""
+    """Returns how a block gets on: as the plan says, or in place with arithmetic rollback."""
     ours = UpdatePolicy.IN_PLACE if config.rollback == "arithmetic" else UpdatePolicy.ADVANCE
     policies = dict.fromkeys(plan.settled_early, UpdatePolicy.SETTLE_EARLY)
     policies |= dict.fromkeys(plan.updates, UpdatePolicy.DEVICE)
@@ -76,7 +76,7 @@ def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy
 
 
 def _sources(run: RunDirectory, blocks: tuple[OwnedBlock, ...]) -> dict[tuple[int, int], str]:
-    """(block, contribution) computed elsewhere -> the memoryd that holds it."""
+    """Returns (block, contribution) computed elsewhere -> name of the memoryd that has it."""
     nodes, owners = run.config.cluster.nodes, ownership(run.config, run.table, run.plan)
     return {
         (block.index, k): memoryd_name(nodes[owners.computed_on[block.index][k]].name)
@@ -170,7 +170,7 @@ def _puller(
     remote: RemoteGradients,
     inbox: Inbox,
 ) -> Puller | None:
-    """A puller if another node computes gradients of a block of this one."""
+    """Returns a puller if another node computes gradients of a block of this one."""
     sources = _sources(run, blocks)
     if not sources:
         return None

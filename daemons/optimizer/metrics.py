@@ -85,7 +85,9 @@ class OptimizerMetrics:
         )
 
     def placed(self, placement: Placement, local: float | None, huge_bytes: int) -> None:
-        """Where threads and memory are; ``local``: share of the state's pages, if known."""
+        """Record where threads and memory are. ``local``: the share of the state's pages that lie
+        on the NUMA node of their thread, None where it is not known.
+        """
         self._placement.info(placement.to_dict())
         for node in sorted(set(placement.nodes)):
             self._threads.labels(str(node)).set(placement.nodes.count(node))
@@ -100,7 +102,7 @@ class OptimizerMetrics:
             self._epochs.inc()
 
     def sweep_done(self, name: str, seconds: float, num_parameters: int) -> None:
-        """Count one sweep."""
+        """Count one sweep of ``num_parameters`` parameters, padding included."""
         self._sweep_seconds.labels(name).observe(seconds)
         self._parameters.labels(name).inc(num_parameters)
         if seconds > 0:

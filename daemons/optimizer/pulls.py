@@ -59,7 +59,7 @@ class Puller:
         self._thread.start()
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Where the memoryds listen in this epoch, by member name."""
+        """Remember where the memoryds listen in this epoch: member name -> address."""
         self._addresses = dict(addresses)
 
     def order(self, pull: Pull) -> None:
@@ -116,7 +116,7 @@ class Puller:
     def _fetch(
         self, client: BlockClient, address: str, request: BlockRequest, out: Any, generation: int
     ) -> bool:
-        """Whether the array is here; False when the pull was cancelled."""
+        """Fills ``out``; returns False if the pull was cancelled, and ``out`` holds anything."""
         while generation == self._generation:
             try:
                 client.fetch(

@@ -83,7 +83,7 @@ _ENDINGS = frozenset({"commit", "skip", "drain"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What the service works with."""
+    """What the service works with; ``main`` makes it and takes it apart."""
 
     run_id: str
     blocks: tuple[OwnedBlock, ...]
@@ -142,7 +142,7 @@ class OptimizerService:
         self._leave(self._loop.exit)
 
     def hello(self, metrics_port: int, member: str, endpoint: str) -> pb.Hello:
-        """How this process introduces itself on every new stream."""
+        """Returns how this process introduces itself on every new stream."""
         return pb.Hello(
             run_id=self._parts.run_id,
             member=member,
@@ -153,8 +153,9 @@ class OptimizerService:
         )
 
     def doing(self, running: Sweep | None) -> Doing:
-        """For heartbeats, on their thread: the sweep under way, or what is being handled; without
-        either it waits for gradients, or for the scheduler.
+        """Returns what heartbeats say: the sweep under way, or what is being handled; without
+        either this process waits for gradients, or for the scheduler. Called on the heartbeats'
+        thread.
         """
         activity = f"{running.name} of block {running.block}" if running else self._handling
         return Doing(
@@ -214,7 +215,7 @@ class OptimizerService:
         )
 
     def _why_not(self, message: GradientReady) -> str:
-        """Why a message is not believed, or an empty text."""
+        """Returns why a message is not believed, or an empty text."""
         if message.run_id != self._parts.run_id:
             return "other_run"
         if (message.block, message.contribution) not in self._local:
@@ -239,7 +240,9 @@ class OptimizerService:
         )
 
     def _why_no_update(self, message: BlockUpdated) -> str:
-        """Why a message is not believed: the words are not those that UPDATE waits for."""
+        """Returns why a message is not believed (the words are not those that UPDATE waits for), or
+        an empty text.
+        """
         control, block, version = self._parts.control, message.block, message.version
         if message.run_id != self._parts.run_id:
             return "other_run"

@@ -1,11 +1,11 @@
 """One optimizer step, and the preview of a block: what optimizerd and workers with UPDATE share.
 
-How sweeps read and write memory is in ``native/sweeps.h``.
+How sweeps read and write memory is in ``native/sweeps.h``; which optimizers there are is in
+:mod:`penstock.protocol.config.optimizers`.
 
-What decides the bits of an optimizer step beside its commit record, its gradients and the state.
-
-Records hold what differs from step to step. The keys here are the same for all steps of a process,
-so memory that may hold a committed step still to be settled is adopted only with the same values
+A commit record holds what differs from step to step. The keys in :data:`STEP_TERMS` also decide the
+bits of a step, and are the same for all steps of a process; so memory that may hold a committed
+step still to be settled is adopted only with the same values
 (:class:`penstock.shm.memory.MemorySpec`).
 """
 
@@ -32,7 +32,7 @@ WEIGHTS_DTYPES = {
     DType.BF16: _native.WeightsDtype.BFLOAT16,
     DType.FP16: _native.WeightsDtype.FLOAT16,
 }
-"""What native sweeps write weights as."""
+"""Storage type of weights -> what native sweeps call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class OptimizerStep:
 
     @classmethod
     def of(cls, record: CommitRecord) -> OptimizerStep:
-        """The step that a commit record promises."""
+        """Returns the step that a commit record promises."""
         return cls(
             version=record.version,
             coefficient=record.coefficient * record.inverse_loss_scale,
@@ -61,7 +61,7 @@ class OptimizerStep:
 
     @classmethod
     def speculative(cls, *, version: int, loss_scale: float, learning_rate: float) -> OptimizerStep:
-        """The step as it will be committed if the gradients need no clipping.
+        """Returns the step as it will be committed if the gradients need no clipping.
 
         Written so that it is equal, bit for bit, to :meth:`of` the record of such a commit.
         """
@@ -73,7 +73,7 @@ class OptimizerStep:
         )
 
     def hyper(self, config: OptimizerConfig) -> _native.Hyper:
-        """The step's scalars, with those that all steps of a run have in common."""
+        """Returns the step's scalars, with those that all steps of a run have in common."""
         beta1, beta2 = config.betas
         if Hyperparameter.MOMENTUM in config.name.traits.hyperparameters:
             beta1 = config.momentum
@@ -90,7 +90,9 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStatus:
-    """What a sweep over new gradients learned: ``sum_squares`` of their sum, before any factor."""
+    """What a sweep over new gradients learned. ``finite``: whether all sums of contributions are;
+    ``sum_squares``: of these sums in fp64, before clipping and loss scale are applied.
+    """
 
     finite: bool
     sum_squares: float
@@ -98,9 +100,12 @@ class SweepStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockArrays:
-    """Views of what the sweeps over one block read and write, flat: ``master`` (its lower halves
-    if ``split``), the optimizer's ``arrays``, ``weights`` by slot (16-bit types as their bits),
-    ``grads`` by copy, contributions in order. ``ranges`` are (start, end, weight decay).
+    """Views of what the sweeps over one block read and write, all flat, (elements,), and alive only
+    as long as the memory is mapped.
+
+    ``master``: fp32, or if ``split`` its lower halves as uint16; ``arrays``: the optimizer's, fp32;
+    ``weights`` by slot and ``grads`` by copy, contributions in order, in their storage types
+    (16-bit weights and bf16 gradients as uint16). ``ranges`` are (start, end, weight decay).
     """
 
     master: Array
@@ -119,8 +124,8 @@ class BlockArrays:
         weight_decay: float,
         grads: Callable[[int, int, int], Array] | None = None,
     ) -> BlockArrays:
-        """Those of a block of ``memory``. ``grads``: where (block, copy, contribution) is, if not
-        all contributions are in this memory.
+        """Returns the views of a block of ``memory``. ``grads`` returns the array of a (block,
+        copy, contribution), if not all contributions are in this memory.
         """
         spec, split = memory.spec.table.blocks[block], memory.split_master
         grads = grads or memory.grads
@@ -139,7 +144,7 @@ class BlockArrays:
         )
 
     def state(self, version: int) -> dict[str, Any]:
-        """Arguments that every native sweep over the block's state has; it is at ``version``."""
+        """Returns arguments that all native sweeps over the state have; it is at ``version``."""
         high = self.weights[version % WEIGHT_SLOTS]
         return {
             "master": (high, self.master) if self.split else self.master,
@@ -147,7 +152,7 @@ class BlockArrays:
         }
 
     def gradients(self, version: int) -> list[Array]:
-        """The contributions that lead to ``version``."""
+        """Returns the contributions that lead to ``version``."""
         return self.grads[version % len(self.grads)]
 
     def preview(
@@ -185,6 +190,6 @@ STEP_TERMS = (
 
 
 def step_terms(config: Config) -> str:
-    """The values of :data:`STEP_TERMS` as text; equal texts lead to equal bits."""
+    """Returns the values of :data:`STEP_TERMS` as text; equal texts lead to equal bits."""
     values = config.optimizer.model_dump(mode="json")
     return json.dumps({key: values[key.partition(".")[2]] for key in STEP_TERMS})

@@ -105,7 +105,7 @@ class BlockUpdates:
 
     @property
     def under_way(self) -> Sequence[int]:
-        """Blocks that were started and are not done."""
+        """The blocks that were started and are not done."""
         return [work.block for work in self._under_way if not work.done.done()]
 
     def finish(self, abort: Abort) -> None:
@@ -119,7 +119,9 @@ class BlockUpdates:
         self._under_way.clear()
 
     def drop(self) -> None:
-        """Nothing is written any more when this returns; an abort was requested, or all is done."""
+        """Give up what is under way: nothing is written any more when this returns. An abort was
+        requested before, or all is done.
+        """
         futures = [future for work in self._under_way for future in (work.fetched, work.done)]
         for future in futures:
             future.cancel()
@@ -202,8 +204,8 @@ def _slot_text(version: int) -> str:
 
 
 def cores_of(worker: int, num_threads: int, available: Sequence[int]) -> list[int]:
-    """Cores for the threads of a node's ``worker``-th worker: those behind the ones of the workers
-    before it, from the first again behind the last.
+    """Returns cores for the threads of a node's ``worker``-th worker: those behind the ones of the
+    workers before it, from the first again behind the last.
     """
     count = min(num_threads, len(available))
     return [available[(worker * count + i) % len(available)] for i in range(count)]
@@ -233,13 +235,13 @@ class NativePreviewer:
         self.residents = Residents(memory.control)
 
     def issue(self, block: int) -> None:
-        """Nothing to prepare."""
+        """Does nothing: this device prepares nothing."""
 
     def fetch(self, block: int, scope: UpdateScope) -> None:
-        """It is there."""
+        """Does nothing: the state is read where it lies."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """One sweep, of residents one or two; an abort waits for its end."""
+        """Run one sweep, or two over a resident whose copy lags; an abort waits for their end."""
         scope.abort.check()
         arrays = self._arrays.get(block)
         if arrays is None:
@@ -258,7 +260,7 @@ class NativePreviewer:
         self._pool.close()
 
     def _of_copy(self, block: int, shared: BlockArrays, scope: UpdateScope) -> BlockArrays:
-        """``shared`` with the state of the copy, brought up to the committed version."""
+        """Returns ``shared`` with the state of the copy, brought up to the committed version."""
         version = scope.step.version
         copy = self._copies.get(block)
         if copy is None:
@@ -282,7 +284,7 @@ class NativePreviewer:
 
 
 def _private(shared: BlockArrays) -> BlockArrays:
-    """Room for a copy: state, and one copy of the gradients."""
+    """Returns room for a copy: state, and one copy of the gradients."""
     return replace(
         shared,
         master=_mapped(len(shared.master), np.float32),
@@ -292,7 +294,7 @@ def _private(shared: BlockArrays) -> BlockArrays:
 
 
 def _mapped(count: int, dtype: DTypeLike) -> Array:
-    """A zeroed array that is mapped, not allocated: page-aligned, as native sweeps want it."""
+    """Returns a zeroed array that is mapped, so page-aligned, as native sweeps want it."""
     size = count * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(1, size)), dtype=dtype, count=count)
 

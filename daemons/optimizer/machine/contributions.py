@@ -41,7 +41,7 @@ class OwnedBlocks:
         self.num_contributions = {b.index: b.contributions for b in self.all}
 
     def startable(self, block: int, ready: Mapping[int, set[int]]) -> tuple[int, ...]:
-        """Blocks whose update can begin now that the last contribution of ``block`` is there."""
+        """Returns the blocks whose update can begin, now that ``block`` has a new contribution."""
         if len(ready[block]) < self.num_contributions[block]:
             return ()
         if not self._together:
@@ -93,11 +93,11 @@ class Pulls:
             )
 
     def arrived(self, event: Pulled) -> None:
-        """Keep in mind what the buffer holds now."""
+        """Remember which attempt's gradients the buffer holds now."""
         self._held[(event.block, event.contribution, event.version % 2)] = event.attempt
 
     def missing(self, block: int, *, version: int, attempt: int) -> list[tuple[int, int]]:
-        """The block's contributions to ``attempt``, towards ``version``, that are not at hand."""
+        """Returns the contributions to ``attempt``, towards ``version``, that are not at hand."""
         return [
             pair
             for pair in self._remote

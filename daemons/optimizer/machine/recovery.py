@@ -42,7 +42,7 @@ class SweepFate(Enum):
 
 
 def interrupted_sweep(facts: MemoryFacts) -> SweepFate:
-    """Tell the cases apart that are drawn in :mod:`penstock.daemons.optimizer.machine.words`.
+    """Returns which of the cases holds that :mod:`penstock.daemons.optimizer.machine.words` draws.
 
     Raises:
         ImpossibleError: the undo area is armed for a sweep that was never announced.
@@ -98,7 +98,7 @@ def check_begin(begin: RecoveryAsked, blocks: Iterable[OwnedBlock]) -> None:
 
 
 def _stepped_ahead(begin: RecoveryAsked, state: int) -> bool:
-    """Whether a block took a step in place, and which one is known."""
+    """Returns whether a block took a step in place, and it is known which one."""
     facts, record = begin.facts, begin.record
     if state != facts.committed + 1:
         return False
@@ -152,7 +152,7 @@ class Recovery:
 def begin_recovery(
     begin: RecoveryAsked, words: WordsMirror, blocks: OwnedBlocks, pulls: Pulls
 ) -> Recovery:
-    """Apply the commit of a ``Begin`` that has been checked, and find out what it still lacks."""
+    """Apply the commit of a ``Begin`` that has been checked; returns what it still lacks."""
     record = begin.record
     work = _resolve_intent(begin.facts, words)
     # A sweep that was cut short leads to the committed version, so then this changes nothing
@@ -177,7 +177,7 @@ def begin_recovery(
 def _pull_again(
     epoch: int, record: CommitRecord, blocks: Iterable[int], pulls: Pulls
 ) -> list[tuple[int, int]]:
-    """The contributions to a record's attempt that are not at hand, and are pulled now."""
+    """Pulls, and returns, the contributions to a record's attempt that are not at hand."""
     version, attempt = record.version, record.attempt
     awaited = [
         pair for block in blocks for pair in pulls.missing(block, version=version, attempt=attempt)
@@ -187,7 +187,7 @@ def _pull_again(
 
 
 def _ahead(begin: RecoveryAsked, words: WordsMirror, active: Iterable[int]) -> list[int]:
-    """Blocks whose step is to be taken back, that of a sweep which was cut short among them."""
+    """Returns the blocks whose step is to be taken back, also that of a sweep cut short."""
     intent, facts = begin.facts.interrupted, begin.facts
     stepping = None
     if intent is not None and interrupted_sweep(facts) is SweepFate.CUT_SHORT:
@@ -196,7 +196,7 @@ def _ahead(begin: RecoveryAsked, words: WordsMirror, active: Iterable[int]) -> l
 
 
 def _resolve_intent(facts: MemoryFacts, words: WordsMirror) -> list[QueuedWork]:
-    """Clear the intent of a sweep that needs no repair; else the work that repairs its block."""
+    """Clears the intent of a sweep that needs no repair; else returns the work that repairs it."""
     intent, found = facts.interrupted, interrupted_sweep(facts)
     if intent is None:
         return []

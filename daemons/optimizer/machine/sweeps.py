@@ -124,7 +124,7 @@ Sweep = (
 
 
 def sweep_tag(block: int, state_version: int) -> int:
-    """Name, in the undo area, of a sweep that leads a block's state to ``state_version``.
+    """Returns the name, in the undo area, of a sweep that leads a block's state to a version.
 
     Never 0, and never that of the sweep before; a restore clears the undo area. Steps in place and
     their inverses lead to a version again and again, but between two that lead to the same one

@@ -104,7 +104,7 @@ class _Words:
 
 
 class WordsMirror:
-    """The words as they will be once :attr:`effects` have been carried out."""
+    """Holds the words as they will be once :attr:`effects` have been carried out."""
 
     def __init__(self, facts: MemoryFacts, effects: list[Effect]) -> None:
         self.effects = effects
@@ -118,18 +118,18 @@ class WordsMirror:
         }
 
     def state_version(self, block: int) -> int:
-        """How many steps the block's state contains: commits, or one more."""
+        """Returns how many steps the block's state contains: all commits, one less or more."""
         return self._blocks[block].state_version
 
     def pending(self, block: int) -> OptimizerStep | None:
-        """The committed step that the block's state still lacks."""
+        """Returns the committed step that the block's state still lacks, or None."""
         if self.state_version(block) >= self.committed:
             return None
         assert self.record is not None, "a pending step without a record passed the checks"
         return OptimizerStep.of(self.record)
 
     def ahead(self, block: int) -> OptimizerStep | None:
-        """The step that the block's state contains and that is not committed."""
+        """Returns the step that the block's state contains and that is not committed, or None."""
         if self.state_version(block) <= self.committed:
             return None
         return self.announced
@@ -147,11 +147,11 @@ class WordsMirror:
             self.next_record = record
 
     def holds(self, block: int, version: int) -> bool:
-        """Whether the slot of ``version`` says that it holds it."""
+        """Returns whether the slot of ``version`` says that it holds this version."""
         return self._blocks[block].slots[version % 2] == version
 
     def newest_slot(self, block: int) -> int:
-        """The highest version in the block's slots, 0 if both are invalid."""
+        """Returns the highest version in the block's slots, 0 if both are invalid."""
         return max((v for v in self._blocks[block].slots if v != INVALID_VERSION), default=0)
 
     def commit(self, record: CommitRecord) -> None:
@@ -172,17 +172,17 @@ class WordsMirror:
             self.effects.append(SetState(block=block, version=version))
 
     def set_slot(self, block: int, version: int) -> None:
-        """The slot of ``version`` holds it."""
+        """Say that the slot of ``version`` holds it: its last byte is written."""
         if not self.holds(block, version):
             self._write_slot(block, version % 2, version)
 
     def forget(self, block: int, version: int) -> None:
-        """If the slot of ``version`` holds it, it does so no longer."""
+        """Invalidate the slot of ``version`` if it holds that version; its bytes stay."""
         if self.holds(block, version):
             self._write_slot(block, version % 2, INVALID_VERSION)
 
     def vacate(self, block: int, version: int) -> None:
-        """The slot of ``version`` holds nothing from now on: somebody is going to write it."""
+        """Invalidate the slot of ``version``, whatever it holds: somebody is going to write it."""
         if self._blocks[block].slots[version % 2] != INVALID_VERSION:
             self._write_slot(block, version % 2, INVALID_VERSION)
 
@@ -240,7 +240,7 @@ class WordsMirror:
 
 
 def _settled_version(work: Sweep) -> int | None:
-    """The version of the state that a sweep leads to."""
+    """Returns the version of the state that a sweep leads to; None if it writes no state."""
     if isinstance(work, Advance):
         return work.pending.version
     if isinstance(work, Invert | FinishInvert):
