@@ -1,1 +1,1 @@
-"""penstock.client."""
+"""The command line: what users start, ask and see. It starts what needs torch as processes."""

@@ -252,6 +252,15 @@ def test_no_class_name_stands_in_more_than_two_modules() -> None:
     assert MENDING_NAMES.keys() <= shared.keys(), "mended: take them from MENDING_NAMES"
 
 
+def test_rooms_say_what_they_hold() -> None:
+    silent = [
+        str(path)
+        for path, tree in sources().items()
+        if path.name == "__init__.py" and " " not in (ast.get_docstring(tree) or "")
+    ]
+    assert not silent, silent
+
+
 def test_rooms_are_not_crowded() -> None:
     count = Counter(path.parent.as_posix() for path in sources() if path.stem != "__init__")
     crowded = {room: files for room, files in count.items() if files > MAX_LOOSE_FILES}

@@ -1,1 +1,1 @@
-"""penstock.workers."""
+"""The processes that compute: one for each device, which runs its program attempt by attempt."""

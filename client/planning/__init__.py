@@ -1,1 +1,1 @@
-"""penstock.client.planning."""
+"""The commands that plan, simulate, profile and tune, with their options and outputs."""

@@ -1,1 +1,1 @@
-"""penstock.client.watching."""
+"""The commands that watch and steer a run, and what they show: status, live picture, traces."""

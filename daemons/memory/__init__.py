@@ -1,1 +1,1 @@
-"""penstock.daemons.memory."""
+"""memoryd: owns a node's shared memory, serves its blocks, saves and restores them."""

@@ -1,1 +1,1 @@
-"""penstock.daemons.node."""
+"""The supervisor of a node: prepares a run, starts the node's processes and replaces them."""

@@ -1,1 +1,1 @@
-"""penstock.models.checkpoints."""
+"""Weights of models in files: initial ones, local directories, and exports."""

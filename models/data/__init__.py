@@ -1,1 +1,1 @@
-"""penstock.models.data."""
+"""Training text: corpora, tokenizers, token files, and the micro-batches that stages see."""

@@ -1,1 +1,1 @@
-"""penstock.models.profiling."""
+"""Measures on this machine what blocks and copies take: the work of ``penstock profile``."""

@@ -1,1 +1,1 @@
-"""penstock.models.split_backward."""
+"""A backward in two halves: input gradients first, weight gradients when there is time."""

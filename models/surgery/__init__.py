@@ -1,1 +1,1 @@
-"""penstock.models.surgery."""
+"""Takes a Hugging Face model apart into blocks, and says what each block holds."""

@@ -1,1 +1,1 @@
-"""penstock.planner.cost."""
+"""What work takes in seconds and bytes: data sheets, measured profiles, guesses, clusters."""

@@ -1,1 +1,1 @@
-"""penstock.planner.memory."""
+"""What devices and nodes hold, in bytes, over the course of a program."""

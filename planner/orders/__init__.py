@@ -1,1 +1,1 @@
-"""penstock.planner.orders."""
+"""Orders of compute instructions by themselves: their times, bounds, and a search for the best."""

@@ -1,1 +1,1 @@
-"""penstock.planner.tuning."""
+"""Searches for the schedule that is fastest on a cluster within its memory."""

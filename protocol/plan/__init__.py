@@ -1,1 +1,1 @@
-"""penstock.protocol.plan."""
+"""Plans and what they are made of: instructions, stages, placements, profiles, optimizer steps."""

@@ -1,1 +1,1 @@
-"""penstock.protocol.run."""
+"""What all processes of a run have in common: directory, names, logs, metrics, traces, stops."""

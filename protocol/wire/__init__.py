@@ -1,1 +1,1 @@
-"""penstock.protocol.wire."""
+"""How processes of a run talk: frames between workers and daemons, clients of the daemons."""

@@ -1,1 +1,1 @@
-"""penstock.workers.platforms."""
+"""Implementations of the platforms: device, memory, clock and handlers of each."""

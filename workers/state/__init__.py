@@ -1,1 +1,1 @@
-"""penstock.workers.state."""
+"""What a worker holds of the model: stages, weights, gradients, updates, swapped activations."""

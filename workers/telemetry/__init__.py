@@ -1,1 +1,1 @@
-"""penstock.workers.telemetry."""
+"""What a worker tells of itself: metrics, memory, progress, times, traces."""

@@ -1,1 +1,1 @@
-"""penstock.daemons.memory.machine."""
+"""What a memoryd decides: pure, without clocks, files or sockets."""

@@ -1,1 +1,1 @@
-"""penstock.daemons.node.machine."""
+"""What a node's supervisor decides: pure, without clocks, processes or sockets."""

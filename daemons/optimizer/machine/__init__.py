@@ -1,1 +1,1 @@
-"""penstock.daemons.optimizer.machine."""
+"""What an optimizerd decides: pure, without clocks, threads or memory."""

@@ -1,1 +1,1 @@
-"""penstock.daemons.scheduler.machine."""
+"""What the scheduler decides: pure, without clocks, files or sockets."""

@@ -1,1 +1,1 @@
-"""penstock.workers.platforms.cpu."""
+"""Workers that compute on the host's cores."""

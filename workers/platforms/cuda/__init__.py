@@ -1,1 +1,1 @@
-"""penstock.workers.platforms.cuda."""
+"""Workers that compute on NVIDIA GPUs."""
