@@ -193,7 +193,7 @@ def _numbers_of_stages(
 
 
 def _forward_stages(request: ScheduleRequest, scheme: Scheme) -> int | None:
-    """The number of forward stages that was asked for, in one of two ways."""
+    """Returns the number of forward stages that was asked for, in one of two ways."""
     if request.stages_per_device is None:
         return request.forward_stages
     devices_of_a_route = 1 if scheme.whole_model_per_device else request.num_devices
@@ -217,7 +217,7 @@ def _check_maximum(key: str, value: int, num_blocks: int, note: str = "") -> Non
 def _cut(
     block_work: Sequence[float], num_stages: int, devices: tuple[int, ...]
 ) -> tuple[StageRange, ...]:
-    """One balanced cut, repeated for every route; ``devices`` of the stages of all routes."""
+    """Returns one balanced cut, repeated for every route; ``devices`` has those of all stages."""
     cut = partition(block_work, num_stages)
     return tuple(
         StageRange(start=blocks.start, stop=blocks.stop, device=device)

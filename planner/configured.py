@@ -228,7 +228,7 @@ def _request(config: Config) -> ScheduleRequest:
 
 
 def dropped_operators(words: Sequence[str]) -> tuple[str, ...]:
-    """The operators that names of operators and of sets stand for; the model may lack some.
+    """Returns the operators that names of operators and of sets stand for; the model may lack some.
 
     Raises:
         ConfigError: an unknown name.
@@ -246,7 +246,7 @@ def dropped_operators(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_used(config: Config) -> None:
-    """Keys for passes have a pass that looks at them."""
+    """Refuses keys for passes that no configured pass looks at."""
     schedule = config.schedule
     for key, value, users in (
         ("update_stride", schedule.update_stride, ("interleave-updates",)),
@@ -278,10 +278,10 @@ def _load(path: Path, config: Config) -> Plan:
 
 
 def _read_actions(path: Path, config: Config, block_work: Sequence[float]) -> Schedule:
-    """Read torch's action text: one replica.
+    """Reads torch's action text as the schedule of one replica.
 
-    It does not say what forwards keep; ``schedule.recompute`` does. Nor does its REDUCE_GRAD count:
-    ``schedule.reduce_gradients`` says where replicas are summed.
+    The text does not say what forwards keep; ``schedule.recompute`` does. Its REDUCE_GRAD is
+    ignored: ``schedule.reduce_gradients`` says where replicas are summed.
     """
     recompute = Recomputation(
         mode=config.schedule.recompute or "none", drop=dropped_operators(config.schedule.drop)

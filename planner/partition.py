@@ -27,7 +27,9 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
 
 
 def _smallest_maximum(ends: Sequence[int], num_stages: int) -> int:
-    """The smallest possible cost of the most expensive stage. ``ends``: cumulated costs, from 0."""
+    """Returns the smallest possible cost of the most expensive stage. ``ends``: cumulated costs,
+    from 0.
+    """
     low = max(later - earlier for earlier, later in pairwise(ends))
     low, high = max(low, -(-ends[-1] // num_stages)), ends[-1]
     while low < high:
@@ -40,7 +42,9 @@ def _smallest_maximum(ends: Sequence[int], num_stages: int) -> int:
 
 
 def _stages_needed(ends: Sequence[int], maximum: int) -> int:
-    """Stages of at most ``maximum`` each, filled from the front. No block costs more."""
+    """Returns the number of stages of at most ``maximum`` each, filled from the front; no block
+    costs more.
+    """
     stages, done = 0, 0
     while done < len(ends) - 1:
         done = bisect_right(ends, ends[done] + maximum) - 1
@@ -49,8 +53,8 @@ def _stages_needed(ends: Sequence[int], maximum: int) -> int:
 
 
 def _least_squares(ends: Sequence[int], num_stages: int, maximum: int) -> tuple[range, ...]:
-    """The cut with stage costs up to ``maximum`` and the least sum of squares; earlier stages
-    smaller.
+    """Returns the cut with stage costs up to ``maximum`` and the least sum of squares; earlier
+    stages smaller.
     """
     num_blocks = len(ends) - 1
     unreachable = num_blocks * ends[-1] ** 2 + 1

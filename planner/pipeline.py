@@ -266,7 +266,7 @@ def _check_memory(peaks: Sequence[DevicePeak], limit: float) -> None:
 
 
 def _advice(peak: DevicePeak) -> str:
-    """What makes the largest part smaller."""
+    """Returns what makes the largest part smaller."""
     state = peak.weight_bytes + peak.gradient_bytes + peak.static_bytes
     if peak.activation_bytes + peak.workspace_bytes > state:
         return (

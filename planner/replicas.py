@@ -27,7 +27,7 @@ from penstock.protocol.plan.reduction import spans_nodes
 
 
 def replicate(schedule: Schedule, replicas: int) -> Schedule:
-    """The schedule ``replicas`` times: as many times the devices, micro-batches and routes.
+    """Returns the schedule ``replicas`` times: as many times the devices, micro-batches and routes.
 
     Updates on devices stay with the first replica, whose nodes own the blocks.
 
@@ -70,7 +70,7 @@ def replicate(schedule: Schedule, replicas: int) -> Schedule:
 def with_reduction(
     schedule: Schedule, wanted: bool | Literal["auto"], devices_per_node: int
 ) -> Schedule:
-    """The schedule with REDUCE_GRADIENTS or without.
+    """Returns the schedule with REDUCE_GRADIENTS or without.
 
     Without, the optimizer's pass over a block sums what all routes contribute, which costs host
     memory and reads but no traffic within a node. With them devices send their sums to one, so that

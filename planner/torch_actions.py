@@ -153,12 +153,14 @@ def _parse_action(text: str, place: str) -> Action:
 
 
 def format_actions(actions: Iterable[Sequence[Action]]) -> str:
-    """One line per rank; :func:`parse_actions` and torch's ``_load_csv`` read it back."""
+    """Returns text with one line per rank; :func:`parse_actions` and torch's ``_load_csv`` read it
+    back.
+    """
     return "".join(",".join(map(str, rank)) + "\n" for rank in actions)
 
 
 def actions_of_schedule(schedule: Schedule) -> Actions:
-    """The compute-only form of a schedule.
+    """Returns the compute-only form of a schedule.
 
     Raises:
         ConfigError: the text has no word for something in it; says for what.
@@ -168,7 +170,7 @@ def actions_of_schedule(schedule: Schedule) -> Actions:
 
 
 def actions_of_plan(plan: Plan) -> Actions:
-    """The form with communication of a plan's programs (not of its evaluation).
+    """Returns the form with communication of a plan's programs (not of its evaluation).
 
     A receive of torch holds up what comes after it, ours only its consumer. So receives are written
     as late as the consumers and the order of the sends allow.
@@ -259,7 +261,7 @@ def schedule_of_actions(
     block_work: Sequence[float] | None = None,
     recompute: Recomputation | None = None,
 ) -> Schedule:
-    """The schedule of either form, one device per rank; its scheme is called ``torch``.
+    """Returns the schedule of either form, one device per rank; its scheme is called ``torch``.
 
     ``block_work``: forward work of every block of the model, cut into as many stages as the text
     has; without it a stage is one block. ``recompute``: what forwards keep (everything).
@@ -365,6 +367,6 @@ def _cut(block_work: Sequence[float], devices: tuple[int, ...]) -> tuple[StageRa
 
 
 def _streams_weights(actions: Actions) -> bool:
-    """A stage is unsharded twice."""
+    """Returns whether a stage is unsharded twice."""
     unshards = [a.stage for rank in actions for a in rank if a.kind is ActionKind.UNSHARD]
     return len(unshards) > len(set(unshards))

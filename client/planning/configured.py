@@ -30,7 +30,7 @@ class PlanReport:
     modelled: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the report for ``--json``."""
         plan = self.prospect.plan
         return {
             "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
@@ -61,7 +61,7 @@ class PlanReport:
 
     @property
     def caption(self) -> Caption:
-        """For pictures."""
+        """What pictures are headed with."""
         return Caption(heading=heading(self.prospect.plan))
 
     @property
@@ -73,7 +73,7 @@ class PlanReport:
         return "default rates, not measured on this machine"
 
     def to_text(self, width: int, *, instructions: bool) -> str:
-        """For people: stages, schedule picture, times, memory."""
+        """Returns the report for people: stages, picture of the schedule, times, memory."""
         plan, simulation = self.prospect.plan, self.simulation
         return "\n".join(
             (

@@ -107,14 +107,14 @@ class LabReport:
 
     @property
     def caption(self) -> Caption:
-        """For pictures."""
+        """What pictures are headed with, and in which unit."""
         return Caption(
             heading=heading(self.simulation.plan, self.passes),
             unit=ABSTRACT if self.abstract else SECONDS,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the report for ``--json``."""
         plan = self.simulation.plan
         return {
             **self.simulation.summary(),
@@ -126,7 +126,7 @@ class LabReport:
         }
 
     def to_text(self, width: int, *, instructions: bool) -> str:
-        """For people."""
+        """Returns the report for people."""
         simulation, unit = self.simulation, self.caption.unit
         plan = simulation.plan
         parts = [
@@ -283,7 +283,7 @@ def _gap_dict(found: Gap) -> dict[str, Any]:
 
 
 def _with_operators(request: ScheduleRequest, source: CostSource) -> ScheduleRequest:
-    """Names of operator sets replaced by their operators; ``--drop`` implies selective."""
+    """Returns the request with operators in place of their sets; ``--drop`` implies selective."""
     if request.drop and request.recompute is None:
         request = replace(request, recompute="selective")
     if request.recompute != "selective":
@@ -312,7 +312,7 @@ def options_named() -> Iterator[None]:
 
 
 def names_known() -> str:
-    """``--list``: every scheme and pass with a line about it."""
+    """Returns the text of ``--list``: every scheme and pass with a line about it."""
     width = max(map(len, (*schemes.SCHEMES, *PASSES)))
     lines = ["schemes:"]
     lines += [f"  {name:<{width}}  {_summary(scheme)}" for name, scheme in schemes.SCHEMES.items()]
@@ -322,7 +322,7 @@ def names_known() -> str:
 
 
 def _summary(scheme: schemes.Scheme) -> str:
-    """The first line of the text of the module that makes a scheme."""
+    """Returns the first line of the text of the module that makes a scheme."""
     if scheme.name == "1f1b-2":
         return "1F1B with twice as many micro-batches as devices."
     for module in vars(schemes).values():

@@ -28,7 +28,7 @@ PlanArgument = Annotated[
 
 
 def _small(text: str | None) -> str | None:
-    """Names of schemes are written small; people write 1F1B."""
+    """Returns names of schemes in small letters; people write 1F1B."""
     return None if text is None else text.lower()
 
 
@@ -205,7 +205,7 @@ ProfileFileOption = Annotated[
 
 
 def names(text: str | None) -> tuple[str, ...]:
-    """``a,b,c``; empty where nothing was given."""
+    """Returns the names in ``a,b,c``; none where nothing was given."""
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
@@ -238,7 +238,7 @@ def require_nothing(wanted: Mapping[str, object]) -> None:
 
 
 def require_configuration(settings: list[str] | None) -> None:
-    """``--set`` needs a configuration to change.
+    """Refuses ``--set`` without a configuration to change.
 
     Raises:
         ConfigError: it was given without one.
@@ -248,7 +248,7 @@ def require_configuration(settings: list[str] | None) -> None:
 
 
 def recompute_mode(text: str | None) -> RecomputeMode | None:
-    """The value of ``--recompute``.
+    """Returns the value of ``--recompute``.
 
     Raises:
         ConfigError: no such mode.
@@ -260,7 +260,7 @@ def recompute_mode(text: str | None) -> RecomputeMode | None:
 
 
 def recompute_after(text: str) -> RecomputeAfter:
-    """The value of ``--recompute-after``.
+    """Returns the value of ``--recompute-after``.
 
     Raises:
         ConfigError: something else.
@@ -273,7 +273,7 @@ def recompute_after(text: str) -> RecomputeAfter:
 
 
 def size(option: str, text: str | None) -> int | None:
-    """Bytes from ``40G``.
+    """Returns the bytes that a text such as ``40G`` says.
 
     Raises:
         ConfigError: no size.
@@ -289,7 +289,7 @@ def size(option: str, text: str | None) -> int | None:
 
 
 def optimizer_name(text: str) -> str:
-    """The value of ``--optimizer``.
+    """Returns the value of ``--optimizer``.
 
     Raises:
         ConfigError: no such optimizer.
@@ -302,7 +302,7 @@ def optimizer_name(text: str) -> str:
 
 
 def shows_instructions(show: str | None) -> bool:
-    """Whether ``--show`` asks for them.
+    """Returns whether ``--show`` asks for them.
 
     Raises:
         ConfigError: it asks for something else.
@@ -313,7 +313,7 @@ def shows_instructions(show: str | None) -> bool:
 
 
 def profile_path(costs: str | None) -> Path | None:
-    """The profile that ``--costs`` names beside a configuration.
+    """Returns the profile that ``--costs`` names beside a configuration.
 
     Raises:
         ConfigError: other costs, which a configuration's model does not go with.
@@ -329,7 +329,7 @@ def profile_path(costs: str | None) -> Path | None:
 
 
 def costs_text(costs: str | None, profile: Path | None) -> str:
-    """The value of ``--costs`` or ``--profile``, of which one may be given.
+    """Returns the value of ``--costs`` or ``--profile``, of which one may be given.
 
     Raises:
         ConfigError: both are.

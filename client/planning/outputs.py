@@ -74,7 +74,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def stages_text(ranges: Sequence[StageRange]) -> str:
-    """Blocks and devices of stages on one line; of many the first and the last."""
+    """Returns blocks and devices of stages on one line; of many stages the first and the last."""
     shown = [f"{s.start}-{s.stop - 1}@{s.device}" for s in ranges]
     if len(shown) > 16:
         shown = [*shown[:12], "…", *shown[-2:]]
@@ -82,7 +82,7 @@ def stages_text(ranges: Sequence[StageRange]) -> str:
 
 
 def blocks_text(blocks: Sequence[int]) -> str:
-    """Ascending numbers of blocks, neighbours as ranges."""
+    """Returns ascending numbers of blocks as text, neighbours as ranges."""
     ranges: list[list[int]] = []
     for block in blocks:
         if ranges and ranges[-1][-1] == block - 1:
@@ -93,7 +93,7 @@ def blocks_text(blocks: Sequence[int]) -> str:
 
 
 def heading(plan: Plan, passes: Sequence[str] = ()) -> str:
-    """A schedule in one line."""
+    """Describes a schedule in one line."""
     through = f" + {', '.join(passes)}" if passes else ""
     cut = (len(plan.forward_stages), len(plan.backward_stages))
     same = cut[0] == cut[1]

@@ -66,7 +66,7 @@ class TuneReport:
     trainable: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the report for ``--json``."""
         return {
             "what": self.what,
             "candidates": self.num_candidates,
@@ -77,7 +77,7 @@ class TuneReport:
         }
 
     def fragment_yaml(self) -> str:
-        """The winner as part of a configuration, with a line of comment."""
+        """Returns the winner as part of a configuration, with a line of comment."""
         best = self.outcomes[0]
         note = "" if self.trainable else " (penstock train cannot run all of this yet)"
         return (
@@ -86,7 +86,7 @@ class TuneReport:
         )
 
     def show(self, console: Console) -> None:
-        """A table of the best, then the winner's configuration."""
+        """Prints a table of the best, then the winner's configuration."""
         console.print(f"{self.what}: {self.num_candidates} candidates", highlight=False)
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
         if reasons:
@@ -160,7 +160,7 @@ def _is_accepted(schedule: dict[str, Any]) -> bool:
 
 
 def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
-    """The best schedules of a named model on named GPUs.
+    """Returns the best schedules of a named model on named GPUs.
 
     Raises:
         ConfigError: an option is missing or impossible.
@@ -220,7 +220,7 @@ class _Named:
     device_bytes: float | None
 
     def context(self, micro_batch: int) -> PlanContext:
-        """With the costs of micro-batches of so many sequences."""
+        """Returns a context with the costs of micro-batches of so many sequences."""
         sized = replace(self.source, micro_batch=micro_batch)
         return PlanContext(
             prices=sized.price(forward_stages=1, backward_stages=1, num_devices=self.num_devices),
@@ -229,21 +229,21 @@ class _Named:
         )
 
     def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
-        """Any valid plan."""
+        """Returns the plan of a candidate, whether workers can run it or not."""
         return make_plan(candidate.request, context)
 
     def settled(self, plan: Plan, context: PlanContext) -> Plan:
-        """As it is."""
+        """Returns the plan as it is."""
         del context
         return plan
 
     def host_bytes(self, plan: Plan, context: PlanContext) -> float:
-        """As Adam with a whole master weight stores its state."""
+        """Returns the bytes of the fullest host, where Adam with a whole master weight works."""
         return host_bytes(plan, context.prices)
 
 
 def _named(settings: TuneOptions) -> tuple[AnalyticSource, int, int]:
-    """The model and cluster that the options name."""
+    """Returns the model and cluster that the options name."""
     for option, value in (
         ("--model", settings.model),
         ("--gpu", settings.gpu),
@@ -288,7 +288,7 @@ def _is_trainable(best: Outcome, devices_per_node: int) -> bool:
 
 
 def _with_cluster(parts: dict[str, Any], settings: TuneOptions, space: Space) -> dict[str, Any]:
-    """A fragment that says batch and machines, too, because no configuration does."""
+    """Returns the fragment with batch and machines, which no configuration says."""
     per_node = min(settings.devices_per_node, space.num_devices)
     cluster: dict[str, Any] = {"device": "cuda", "workers": per_node}
     if space.num_devices > per_node:
@@ -305,7 +305,7 @@ def _run(tried: Search, space: Space, console: Console) -> None:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Shows a bar on a terminal, nothing elsewhere."""
     columns = (
         TextColumn("{task.completed}/{task.total}"),
         BarColumn(),
@@ -356,7 +356,7 @@ def write_fragment(report: TuneReport, path: Path | None) -> None:
 
 
 def to_json(report: TuneReport) -> str:
-    """The report for programs."""
+    """Returns the report as JSON."""
     return json.dumps(report.to_dict(), indent=1)
 
 

@@ -71,7 +71,8 @@ class AnalyticCosts:
     cluster: Cluster
 
     def operators(self, name: str) -> tuple[str, ...]:
-        """The operators of a named set (``cmb``, ``mlp``, ``attention``, ``core``) in this model.
+        """Returns the operators of a named set (``cmb``, ``mlp``, ``attention``, ``core``) in this
+        model.
 
         Raises:
             ConfigError: unknown set; lists the known ones.
@@ -100,7 +101,7 @@ def analytic_costs(
     devices_per_switch: int = 1,
     host: Host | None = None,
 ) -> AnalyticCosts:
-    """Costs for micro-batches of ``micro_batch`` sequences of ``sequence_length`` tokens.
+    """Returns costs for micro-batches of ``micro_batch`` sequences of ``sequence_length`` tokens.
 
     ``offloaded``: the optimizer's state is in host memory and gradients accumulate in fp32;
     otherwise the device keeps 12 bytes a parameter of optimizer state all the time
@@ -151,7 +152,7 @@ def _named(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
 
 
 def _cluster(gpu: Gpu, devices_per_node: int, devices_per_switch: int, host: Host) -> Cluster:
-    """One node; peers talk over NVLink, or over PCIe through the host where there is none.
+    """Returns one node; peers talk over NVLink, or over PCIe through the host where there is none.
 
     A device's own Adam pass moves 30 bytes a parameter of its memory: reads 16 (gradient, weight,
     moments in fp32), writes 14 (with the 16-bit copy).
@@ -209,7 +210,9 @@ class _Maker:
         yield "head", self._head()
 
     def _half(self, half: str, *, residual_kept: bool) -> BlockCost:
-        """Workspace: the gradients that exist at once at the widest place of the backward."""
+        """Returns a half of a layer; its workspace are the gradients that exist at once at the
+        widest place of the backward.
+        """
         model, shape = self.model, self.shape
         hidden, inner = model.hidden_size, model.intermediate_size
         if half == "attention":
@@ -228,7 +231,9 @@ class _Maker:
         )
 
     def _head(self) -> BlockCost:
-        """With a tied matrix the last stage has its own copy, whose gradients are summed."""
+        """Returns the head. With a tied matrix the last stage has its own copy, whose gradients are
+        summed.
+        """
         model, shape = self.model, self.shape
         norm = model.hidden_size * (1 if model.gated else 2)
         matrix = model.vocab_size * model.hidden_size
@@ -281,12 +286,14 @@ class _Maker:
         )
 
     def _seconds(self, work: KernelWork) -> float:
-        """The roofline."""
+        """Returns the seconds of a kernel by the roofline: the larger of computing and moving
+        bytes.
+        """
         compute = work.flops / (self.gpu.peak_flops * self.share)
         return max(compute, work.moved_bytes / (self.gpu.memory_bandwidth * BANDWIDTH_SHARE))
 
 
 def _whole(halves: tuple[BlockCost, BlockCost], residual_bytes: float) -> BlockCost:
-    """A layer: the sum between its halves is one tensor, kept by the first."""
+    """Returns a layer: the sum between its halves is one tensor, kept by the first."""
     layer = halves[0] + halves[1]
     return replace(layer, activation_bytes=layer.activation_bytes - residual_bytes)

@@ -112,25 +112,25 @@ class LanguageModel:
 
     @property
     def attention_parameters(self) -> int:
-        """Of the attention half of a layer with its norm (and biases)."""
+        """Parameters of the attention half of a layer with its norm (and biases)."""
         h, kv = self.hidden_size, self.key_value_size
         projections = h * (h + 2 * kv) + h * h
         return projections + (h if self.gated else 2 * h + (h + 2 * kv) + h)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of the MLP half of a layer with its norm (and biases)."""
+        """Parameters of the MLP half of a layer with its norm (and biases)."""
         h, f = self.hidden_size, self.intermediate_size
         return 3 * h * f + h if self.gated else 2 * h * f + 2 * h + f + h
 
     @property
     def embedding_parameters(self) -> int:
-        """Of token and position embeddings."""
+        """Parameters of token and position embeddings."""
         return (self.vocab_size + self.max_positions) * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; a tied matrix counts once."""
+        """Parameters of the whole model; a tied matrix counts once."""
         layers = self.num_layers * (self.attention_parameters + self.mlp_parameters)
         norm = self.hidden_size if self.gated else 2 * self.hidden_size
         head = 0 if self.tied else self.vocab_size * self.hidden_size

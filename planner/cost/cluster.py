@@ -59,11 +59,11 @@ class Cluster:
     host_memory_bytes: float = inf
 
     def node_of(self, device: int) -> int:
-        """The node that a device is in."""
+        """Returns the node that a device is in."""
         return device // self.devices_per_node
 
     def switch_of(self, device: int) -> int:
-        """The PCIe switch that a device is on, numbered over all nodes."""
+        """Returns the PCIe switch that a device is on, numbered over all nodes."""
         per_node = -(-self.devices_per_node // self.devices_per_switch)
         inside = device % self.devices_per_node // self.devices_per_switch
         return self.node_of(device) * per_node + inside

@@ -54,7 +54,7 @@ class Workspaces:
 
     @property
     def greatest(self) -> float:
-        """Of all kinds."""
+        """Bytes of the greediest kind."""
         return max(
             self.forward,
             self.graph,
@@ -135,18 +135,18 @@ class BlockCost:
         return self.backward_input_s + self.backward_weight_s
 
     def drop_seconds(self, drop: Iterable[str]) -> float:
-        """Seconds to make the outputs of some operators again."""
+        """Returns the seconds to make the outputs of some operators again."""
         names = frozenset(drop)
         return sum(op.forward_s for op in self.operators if op.name in names)
 
     def drop_bytes(self, drop: Iterable[str]) -> float:
-        """Bytes that dropping the outputs of some operators saves, per micro-batch."""
+        """Returns the bytes that dropping the outputs of some operators saves, per micro-batch."""
         names = frozenset(drop)
         return sum(op.activation_bytes for op in self.operators if op.name in names)
 
     def kept_on_device(self) -> BlockCost:
-        """With weights, gradients and what the optimizer works on all in device memory, for good:
-        nothing of the block moves, and its optimizer step is left out.
+        """Returns the cost with weights, gradients and what the optimizer works on in device
+        memory, for good: nothing of the block moves, and its optimizer step is left out.
         """
         return replace(
             self,
@@ -158,7 +158,7 @@ class BlockCost:
         )
 
     def with_activations(self, factor: float) -> BlockCost:
-        """With activations so many times as large."""
+        """Returns the cost with activations ``factor`` times as large."""
         return replace(
             self,
             activation_bytes=self.activation_bytes * factor,
@@ -241,7 +241,7 @@ class Costs:
     separate_memory: bool = True
 
     def of(self, blocks: range) -> BlockCost:
-        """A stage of consecutive blocks."""
+        """Returns a stage of consecutive blocks."""
         key = (blocks.start, blocks.stop)
         if key not in self._stages:
             self._stages[key] = sum((self.blocks[i] for i in blocks), start=BlockCost())

@@ -86,12 +86,12 @@ class Shape:
         return self.sequence_length * self.micro_batch
 
     def bytes_of(self, width: float) -> float:
-        """Of an activation of this width."""
+        """Returns the bytes of an activation of ``width`` numbers a token."""
         return self.tokens * width * self.itemsize
 
 
 def attention_kernels(model: LanguageModel, shape: Shape, *, residual_kept: bool) -> list[Kernel]:
-    """Norm, projections, rotary embedding, attention core, output projection.
+    """Returns norm, projections, rotary embedding, attention core, output projection.
 
     ``residual_kept``: the sum after it is kept by the MLP half of the same block (a half-layer's
     output is the next one's input instead).
@@ -109,7 +109,7 @@ def attention_kernels(model: LanguageModel, shape: Shape, *, residual_kept: bool
 
 
 def mlp_kernels(model: LanguageModel, shape: Shape) -> list[Kernel]:
-    """Norm and MLP; the sum after it is the next block's input."""
+    """Returns norm and MLP; the sum after it is the next block's input."""
     h, f = model.hidden_size, model.intermediate_size
     if model.gated:
         inner = [
@@ -152,7 +152,7 @@ def embedding_kernels(model: LanguageModel, shape: Shape) -> list[Kernel]:
 
 
 def head_kernels(model: LanguageModel, shape: Shape) -> list[Kernel]:
-    """Final norm, projection to the vocabulary, cross-entropy.
+    """Returns final norm, projection to the vocabulary, cross-entropy.
 
     The logarithms of the probabilities are kept in fp32, the logits are not.
     """
@@ -168,7 +168,7 @@ def head_kernels(model: LanguageModel, shape: Shape) -> list[Kernel]:
 
 
 def operator_set(name: str, model: LanguageModel) -> tuple[str, ...]:
-    """The operators of a named set that a model has.
+    """Returns the operators of a named set that a model has.
 
     Raises:
         KeyError: unknown set.
@@ -195,7 +195,9 @@ def _elementwise(
     backward_writes: float | None = None,
     kept: float = 0.0,
 ) -> Kernel:
-    """A kernel limited by memory; widths per token. The backward moves the same unless told."""
+    """Returns a kernel limited by memory; widths per token. The backward moves the same unless
+    told.
+    """
     backward = (reads if backward_reads is None else backward_reads) + (
         reads if backward_writes is None else backward_writes
     )
@@ -216,7 +218,7 @@ def _linear(
     kept: float,
     shares_input: bool = False,
 ) -> Kernel:
-    """A product with weights: three equal products; ``kept`` is a width.
+    """Returns a product with weights: three equal products; ``kept`` is a width.
 
     ``shares_input``: another product defers the same input.
     """
@@ -238,7 +240,8 @@ def _linear(
 
 
 def _flash_core(model: LanguageModel, shape: Shape) -> Kernel:
-    """Two products forward, five backward (scores again); only half of them under a causal mask.
+    """Returns attention with two products forward, five backward (scores again); only half of them
+    under a causal mask.
 
     Kept: its output, and an fp32 number per head and token. Source: Dao et al. 2022 and 2023.
     """
@@ -271,7 +274,9 @@ def _plain_core(model: LanguageModel, shape: Shape) -> Kernel:
 
 
 def _leave(operator: str, model: LanguageModel, shape: Shape) -> list[Kernel]:
-    """What follows a half of a layer: dropout (GPT), whose byte mask is kept, and the residual."""
+    """Returns what follows a half of a layer: dropout (GPT), whose byte mask is kept, and the
+    residual.
+    """
     h = model.hidden_size
     mask = float(shape.tokens * h)
     residual = _elementwise(

@@ -78,7 +78,7 @@ def guess_of(platform: Platform) -> Guess:
 
 
 def block_costs(table: BlockTable, source: Profile | Guess, *, tokens: int) -> Costs:
-    """Costs of a table's blocks for micro-batches of ``tokens`` tokens.
+    """Returns the costs of a table's blocks for micro-batches of ``tokens`` tokens.
 
     Raises:
         ConfigError: a kind of block is not in the profile.
@@ -92,7 +92,7 @@ def block_costs(table: BlockTable, source: Profile | Guess, *, tokens: int) -> C
 
 
 def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
-    """Nodes like the machine. The optimizer's rates include what DRAM allows."""
+    """Returns nodes like the machine. The optimizer's rates include what DRAM allows."""
     machine = source.machine
     return Cluster(
         devices_per_node=devices_per_node,
@@ -122,7 +122,7 @@ class TableCosts(Costs):
     widening: float = 1.0
 
     def of(self, blocks: range) -> BlockCost:
-        """A stage of consecutive blocks."""
+        """Returns a stage of consecutive blocks."""
         key = (blocks.start, blocks.stop)
         if key not in self._with_borrowed:
             self._with_borrowed[key] = self._borrowing(super().of(blocks), blocks)
@@ -155,9 +155,10 @@ class TableCosts(Costs):
 def table_costs(
     table: BlockTable, source: Profile | Guess, *, tokens: int, own_memory: bool
 ) -> TableCosts:
-    """Costs of a table's blocks. Devices with ``own_memory`` compute in the type of the weights;
-    those without compute in fp32, whatever weights are stored in, and in the host's memory. The one
-    model of what devices hold: passes, checks, searches and tables all reckon with it.
+    """Returns the costs of a table's blocks. Devices with ``own_memory`` compute in the type of the
+    weights; those without compute in fp32, whatever weights are stored in, and in the host's
+    memory. The one model of what devices hold: passes, checks, searches and tables all reckon with
+    it.
 
     Raises:
         ConfigError: a kind of block is not in the profile.
@@ -228,7 +229,7 @@ def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: in
 
 
 def _state(block: BlockSpec, table: BlockTable) -> BlockCost:
-    """What follows from the table alone."""
+    """Returns what follows from the table alone."""
     weight, gradient = table.weight_dtype.itemsize, table.grad_dtype.itemsize
     return BlockCost(
         parameters=block.trainable_elements,

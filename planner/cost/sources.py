@@ -57,7 +57,7 @@ class UnitCosts:
     optimizer: float = 0.0
 
     def price(self, *, forward_stages: int, backward_stages: int, num_devices: int) -> Prices:
-        """Costs of lcm(forward stages, backward stages) blocks (of one route), on one node."""
+        """Returns costs of lcm(forward stages, backward stages) blocks of a route, on a node."""
         num_blocks = lcm(forward_stages, backward_stages)
         share = forward_stages / num_blocks
         block = BlockCost(
@@ -94,7 +94,7 @@ class AnalyticSource:
     devices_per_node: int = 8
 
     def price(self, *, forward_stages: int, backward_stages: int, num_devices: int) -> Prices:
-        """Costs of the model's blocks, however it is cut.
+        """Returns costs of the model's blocks, however it is cut.
 
         Raises:
             ConfigError: as :func:`analytic_costs`.
@@ -123,7 +123,7 @@ class ProfileSource:
     profile: Profile
 
     def price(self, *, forward_stages: int, backward_stages: int, num_devices: int) -> Prices:
-        """Costs of the model that was measured, however it is cut; all devices in one node."""
+        """Returns costs of the model that was measured, however it is cut, on one node."""
         del forward_stages, backward_stages
         profile = self.profile
         own_memory = profile.machine.separate_memory
@@ -169,7 +169,7 @@ def _unit(rest: str, text: str) -> UnitCosts:
 
 
 def _halves(values: Mapping[str, float], text: str) -> tuple[float, float]:
-    """p1 and p2 from whichever of b, p1 and p2 are given."""
+    """Returns p1 and p2 from whichever of b, p1 and p2 are given."""
     first, second = values.get("p1"), values.get("p2")
     if "b" not in values:
         return 1.0 if first is None else first, 1.0 if second is None else second
@@ -197,7 +197,7 @@ def _analytic(rest: str, text: str) -> AnalyticSource:
 
 
 def _options(rest: str, text: str, parsers: Mapping[str, Callable[[str], float]]) -> dict[str, Any]:
-    """``a=1,b=2`` with known keys, each at most once."""
+    """Reads ``a=1,b=2`` with known keys, each at most once."""
     values: dict[str, Any] = {}
     for token in rest.split(",") if rest else ():
         key, _, value = token.partition("=")

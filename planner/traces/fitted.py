@@ -80,7 +80,7 @@ class Fit:
 
     @classmethod
     def of(cls, attempts: Sequence[MeasuredAttempt], devices_per_node: int) -> Fit:
-        """From attempts of one plan, at least one."""
+        """Fits costs to attempts of one plan, at least one."""
         ready, hops = _sweep_hops(attempts)
         return cls(
             plan=attempts[0].plan,
@@ -161,7 +161,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _medians(attempts: Iterable[Mapping[_Key, float]]) -> dict[_Key, float]:
-    """Of each key over all attempts that have it."""
+    """Returns the median of each key over all attempts that have it."""
     found: dict[_Key, list[float]] = defaultdict(list)
     for values in attempts:
         for key, value in values.items():
@@ -185,8 +185,8 @@ def _computed(attempt: MeasuredAttempt) -> Iterator[TracedInstruction]:
 
 
 def _overhead_s(attempt: MeasuredAttempt) -> float:
-    """The interpreters' time from the first to the last compute instruction of their device that
-    is neither computing nor waiting, per compute instruction.
+    """Returns the interpreters' time from the first to the last compute instruction of their device
+    that is neither computing nor waiting, per compute instruction.
     """
     total_s, count = 0.0, 0
     for trace in attempt.trace.devices.values():
@@ -206,8 +206,8 @@ def _overhead_s(attempt: MeasuredAttempt) -> float:
 
 
 def _latency_s(attempt: MeasuredAttempt) -> float:
-    """Way of a message that the receiver expects already (when others are noticed does not matter),
-    and what a consumer that waits for it takes to go on: means.
+    """Returns the way of a message that the receiver expects already (when others are noticed does
+    not matter), and what a consumer that waits for it takes to go on: means.
     """
     way = [
         max(0.0, moved.arrived_s - max(moved.sent_s, moved.start_s))
@@ -232,8 +232,8 @@ def _wakings(works: Iterable[TracedInstruction], moments: Sequence[float]) -> It
 
 
 def _sweep_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
-    """By block, what ran after its gradients were there: a settle before that is not the tail's. Of
-    a block that a device updates, that.
+    """Returns, by block, the seconds of what ran after its gradients were there: a settle before
+    that is not the tail's. Of a block that a device updates these are the update's.
     """
     found: dict[int, float] = defaultdict(float)
     for sweeps in attempt.sweeps.values():
@@ -249,7 +249,7 @@ def _sweep_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
 
 
 def _settle_speed(attempts: Iterable[MeasuredAttempt]) -> float:
-    """How many times as fast blocks were settled as what ran behind their gradients."""
+    """Returns how many times as fast blocks were settled as what ran behind their gradients."""
     settling_s = passing_s = 0.0
     for attempt in attempts:
         after = _sweep_seconds(attempt)
@@ -263,7 +263,9 @@ def _settle_speed(attempts: Iterable[MeasuredAttempt]) -> float:
 
 
 def _sweep_hops(attempts: Iterable[MeasuredAttempt]) -> tuple[list[float], list[float]]:
-    """Publication to sweep where the optimizer was idle; sweep to sweep where it was not."""
+    """Returns the seconds from publication to sweep where the optimizer was idle, and from sweep to
+    sweep where it was not.
+    """
     ready: list[float] = []
     hops: list[float] = []
     for attempt in attempts:
@@ -299,8 +301,8 @@ def _fetch_seconds(attempt: MeasuredAttempt) -> dict[tuple[str, int], float]:
 
 
 def _computed_ranges(layout: StageLayout, plan: Plan) -> list[range]:
-    """Blocks that forwards compute: the last of a route stops at its last checkpoint when it keeps
-    nothing else (as ``simulate`` with ``stops_early``).
+    """Returns the blocks that forwards compute: the last of a route stops at its last checkpoint
+    when it keeps nothing else (as ``simulate`` with ``stops_early``).
     """
     inputs = {
         instruction.stage
@@ -318,7 +320,7 @@ def _computed_ranges(layout: StageLayout, plan: Plan) -> list[range]:
 
 
 def _shared(seconds: Mapping[int, float], ranges: Sequence[range]) -> dict[int, float]:
-    """Even shares by block; means where several routes have the block."""
+    """Returns even shares by block; means where several routes have the block."""
     found: dict[int, list[float]] = defaultdict(list)
     for stage, value in seconds.items():
         for block in ranges[stage]:
@@ -327,7 +329,9 @@ def _shared(seconds: Mapping[int, float], ranges: Sequence[range]) -> dict[int, 
 
 
 def _with_drops(blocks: Sequence[BlockCost], plan: Plan) -> tuple[BlockCost, ...]:
-    """A RECOMPUTE after ``keep=selective`` makes what was dropped: all its time is theirs."""
+    """Returns blocks with one operator each that takes all the time of a RECOMPUTE after
+    ``keep=selective``: it makes what was dropped.
+    """
     dropped: dict[int, str] = {}
     stages: tuple[StageRange, ...] = plan.forward_stages
     for program in plan.programs:

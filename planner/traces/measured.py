@@ -122,7 +122,7 @@ class MeasuredAttempt:
         return None if self.step_s is None else self.step_s - self.makespan_s
 
     def published_s(self, block: int) -> float | None:
-        """When all gradients of a block were published, on the trace's clock."""
+        """Returns when all gradients of a block were published, on the trace's clock."""
         moments = [
             moment
             for device in self.trace.devices.values()
@@ -161,8 +161,8 @@ class MeasuredAttempt:
         return self._span(lane, device, label, work.ready_s, work.event.end_s, None)
 
     def _offload_spans(self, device: int, trace: DeviceTrace) -> Iterator[Span]:
-        """As the device knows them; or until each contribution of a stage was published, one after
-        the other.
+        """Yields offloads as the device knows them; or until each contribution of a stage was
+        published, one after the other.
         """
         known = [w for w in trace.copies if isinstance(w.instruction, OffloadGradients)]
         if known:
@@ -187,7 +187,7 @@ class MeasuredAttempt:
             )
 
     def _sum_spans(self) -> Iterator[Span]:
-        """From the sender's REDUCE_GRADIENTS to the arrival at the device that sums."""
+        """Yields spans from the sender's REDUCE_GRADIENTS to the arrival where sums are made."""
         for device, trace in self.trace.devices.items():
             for work in trace.issued:
                 if isinstance(work.instruction, ReduceGradients):
@@ -213,7 +213,7 @@ class MeasuredAttempt:
 
 
 def offloaded_s(work: TracedInstruction, trace: DeviceTrace, plan: Plan) -> float:
-    """When the gradients of an OFFLOAD_GRADIENTS were all published, its own end at least."""
+    """Returns when the gradients of an OFFLOAD_GRADIENTS were all published; not before its end."""
     return max([work.event.end_s, *_published(work, trace, plan)])
 
 
@@ -224,7 +224,9 @@ def _published(work: TracedInstruction, trace: DeviceTrace, plan: Plan) -> list[
 
 
 def short_label(instruction: Instruction) -> str:
-    """As labels of simulated spans: ``F 3 0``, ``BW 3 0,1``, ``FW 3 forward``."""
+    """Returns an instruction as labels of simulated spans have it: ``F 3 0``, ``BW 3 0,1``, ``FW 3
+    forward``.
+    """
     words = [instruction.opcode.value]
     for name in ("stage", "block", "micro_batch", "phase"):
         if hasattr(instruction, name):
@@ -243,7 +245,7 @@ class Measurement:
 
 
 def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
-    """The complete attempts of ``plan`` in a run, in order; ``copies`` as in
+    """Returns the complete attempts of ``plan`` in a run, in order; ``copies`` as in
     :class:`MeasuredAttempt`.
     """
     found: list[MeasuredAttempt] = []
@@ -278,7 +280,7 @@ def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
 def _decided(
     scheduled: Sequence[TraceEvent],
 ) -> Iterator[tuple[TraceEvent, TraceEvent | None, TraceEvent | None]]:
-    """Attempts with their decision, and the next attempt where it follows at once."""
+    """Yields attempts with their decision, and the next attempt where it follows at once."""
     for index, event in enumerate(scheduled):
         if event.text not in ("attempt", "broken"):
             continue
@@ -294,7 +296,7 @@ def _decided(
 
 
 def _why_not(trace: AttemptTrace | None, plan: Plan) -> str:
-    """Why an attempt is no complete one of the plan, or an empty text."""
+    """Returns why an attempt is no complete one of the plan, or an empty text."""
     if trace is None or set(trace.devices) != set(range(plan.num_devices)):
         return "without the events of some device"
     if any(trace.devices[d].program != list(p) for d, p in enumerate(plan.programs)):
@@ -303,7 +305,9 @@ def _why_not(trace: AttemptTrace | None, plan: Plan) -> str:
 
 
 def overlapping(spans: Sequence[Span]) -> tuple[Span, Span] | None:
-    """Two spans that occupy the same lane (of links: the same way) at once, if there are any."""
+    """Returns two spans that occupy the same lane (of links: the same way) at once, if there are
+    any.
+    """
     lanes: dict[tuple[Lane, int, int | None], list[Span]] = {}
     for span in spans:
         lanes.setdefault((span.lane, span.place, span.peer), []).append(span)

@@ -26,14 +26,14 @@ class Overlap:
         return self.hidden_s / self.seconds if self.seconds > 0.0 else None
 
     def __add__(self, other: Overlap) -> Overlap:
-        """Work of both."""
+        """Adds the work of both."""
         return Overlap(
             seconds=self.seconds + other.seconds, hidden_s=self.hidden_s + other.hidden_s
         )
 
 
 def copies_behind_compute(spans: Iterable[Span]) -> Overlap:
-    """Of what each device copies and sends, what happens while it computes itself."""
+    """Returns how much of what each device copies and sends happens while it computes itself."""
     work = list(spans)
     devices = {span.place for span in work if span.lane in _COPIES}
     total = Overlap(seconds=0.0, hidden_s=0.0)
@@ -47,7 +47,9 @@ def copies_behind_compute(spans: Iterable[Span]) -> Overlap:
 
 
 def optimizer_behind_compute(spans: Iterable[Span], devices_per_node: int) -> Overlap:
-    """Of what each node's optimizer does, what happens while a device of the node computes."""
+    """Returns how much of what each node's optimizer does happens while a device of the node
+    computes.
+    """
     work = list(spans)
     nodes = {span.place for span in work if span.lane is Lane.OPTIMIZER}
     total = Overlap(seconds=0.0, hidden_s=0.0)
@@ -64,7 +66,9 @@ def optimizer_behind_compute(spans: Iterable[Span], devices_per_node: int) -> Ov
 
 
 def overlap(work: Iterable[Interval], cover: Iterable[Interval]) -> Overlap:
-    """Time in the union of ``work``, and how much of that is in the union of ``cover``."""
+    """Returns the seconds in the union of ``work``, and how much of that is in the union of
+    ``cover``.
+    """
     mine, others = union(work), union(cover)
     hidden_s, place = 0.0, 0
     for start, end in mine:
@@ -78,7 +82,7 @@ def overlap(work: Iterable[Interval], cover: Iterable[Interval]) -> Overlap:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as disjoint intervals, ascending."""
+    """Returns the same times as disjoint intervals, ascending."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:

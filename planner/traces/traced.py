@@ -44,7 +44,7 @@ class TracedInstruction:
 
     @property
     def seconds(self) -> float:
-        """Without waiting."""
+        """Seconds of the instruction without waiting."""
         return self.event.end_s - self.ready_s
 
 
@@ -76,7 +76,7 @@ class Peak:
 
     @classmethod
     def of(cls, event: TraceEvent) -> Peak:
-        """Of an event of :attr:`TraceLane.MEMORY`.
+        """Reads an event of :attr:`TraceLane.MEMORY`.
 
         Raises:
             ValueError: it is none.
@@ -183,8 +183,8 @@ class TracedRun:
 
 
 def _put_loads_first(trace: DeviceTrace) -> None:
-    """An instruction is ready when the loads within it are done. The wait that they are part of is
-    known by its length only, and began a little after the instruction did.
+    """Makes instructions ready when the loads within them are done. The wait that they are part of
+    is known by its length only, and began a little after the instruction did.
     """
     for load in trace.loads:
         for index, work in enumerate(trace.computed):
@@ -263,5 +263,5 @@ class _Sorter:
 
 
 def between(events: Iterable[TraceEvent], start_s: float, end_s: float) -> Iterator[TraceEvent]:
-    """Events that begin in an interval."""
+    """Yields the events that begin in an interval."""
     return (event for event in events if start_s <= event.start_s < end_s)

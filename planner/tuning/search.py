@@ -80,7 +80,7 @@ class Outcome:
         return self.step_s, self.device_bytes, self.candidate.key
 
     def is_like(self, other: Outcome) -> bool:
-        """Whether devices do the same, whatever the scheme is called."""
+        """Returns whether devices do the same, whatever the scheme is called."""
         return (
             self.step_s == other.step_s
             and self.candidate.micro_batch == other.candidate.micro_batch
@@ -110,7 +110,7 @@ class Search:
     _contexts: dict[int, PlanContext] = field(default_factory=dict)
 
     def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
-        """Try the grid, then the passes of the space on the best of it."""
+        """Tries the grid, then the passes of the space on the best of it."""
         candidates = space.candidates()
         refinements = len(space.pass_sets) * (BEST + SCHEMES_REFINED + RESCUED)
         for done, candidate in enumerate(candidates):
@@ -145,7 +145,7 @@ class Search:
         self.outcomes.sort(key=lambda outcome: outcome.rank)
 
     def _bases(self) -> list[Candidate]:
-        """What passes are tried on."""
+        """Returns what passes are tried on."""
         best = self.outcomes[:BEST]
         seen = {outcome.candidate.request.scheme for outcome in best}
         others = sorted(

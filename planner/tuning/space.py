@@ -78,8 +78,8 @@ class Space:
     passes: tuple[str, ...] = ()
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every combination that its scheme accepts; short programs first, so that a good candidate
-        is known before the expensive ones are looked at.
+        """Returns every combination that its scheme accepts; short programs first, so that a good
+        candidate is known before the expensive ones are looked at.
         """
         return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c.key)))
 
@@ -127,7 +127,9 @@ class Space:
                     yield Candidate(request=request, micro_batch=micro_batch)
 
     def _plainer(self, name: str) -> bool:
-        """Another scheme does the same on one device, where weights stay and nobody waits."""
+        """Returns whether another scheme does the same on one device, where weights stay and nobody
+        waits.
+        """
         resident = SCHEMES[name].residency is Residency.RESIDENT
         return resident and name != "1f1b" and "1f1b" in self.schemes
 
@@ -150,7 +152,7 @@ class Space:
 
 
 def known_pass_sets() -> tuple[tuple[str, ...], ...]:
-    """Those of :data:`PASS_SETS` whose passes exist."""
+    """Returns those of :data:`PASS_SETS` whose passes exist."""
     return tuple(names for names in PASS_SETS if all(name in PASSES for name in names))
 
 

@@ -42,7 +42,7 @@ class Placement:
     several: bool
 
     def to_dict(self) -> dict[str, str]:
-        """In the words of ``penstock doctor`` and of the metrics' labels."""
+        """Returns the placement in the words of ``penstock doctor`` and of the metrics' labels."""
         return {
             "optimizer": format_cpus(self.optimizer),
             "numa_nodes": format_cpus(set(self.nodes)),
@@ -57,7 +57,8 @@ def place(
     topology: Topology | None = None,
     allowed: Collection[int] | None = None,
 ) -> Placement:
-    """The cores of the ``node``-th node of the cluster, on this machine unless said otherwise.
+    """Returns the cores of the ``node``-th node of the cluster, on this machine unless said
+    otherwise.
 
     ``optimizer.cores: auto``: each of the nodes on this machine has its part of the physical cores,
     if there are two or more for each, else all. Of its part it leaves ``optimizer.leave_cores`` to
@@ -102,8 +103,8 @@ def check_cores(config: Config) -> None:
 
 
 def pieces(num_elements: int, num_threads: int) -> list[tuple[int, int]]:
-    """The elements [start, end) that each thread of a sweep works on; threads at the end have none
-    when there are fewer chunks than threads. As ``cut_span`` in ``native/sweeps.cpp``.
+    """Returns the elements [start, end) that each thread of a sweep works on; threads at the end
+    have none when there are fewer chunks than threads. As ``cut_span`` in ``native/sweeps.cpp``.
     """
     found, start = [], 0
     for part in range(1, num_threads + 1):
@@ -120,7 +121,7 @@ def pieces(num_elements: int, num_threads: int) -> list[tuple[int, int]]:
 def page_places(
     placement: Placement, layout: NodeLayout, table: BlockTable
 ) -> dict[SegmentKind, list[NodeRange]]:
-    """Where the pages of the optimizer's arrays belong: each thread's pieces on its node."""
+    """Returns where pages of the optimizer's arrays belong: each thread's pieces on its node."""
     found: dict[SegmentKind, list[NodeRange]] = {kind: [] for kind in _PLACED}
     for (block, *_), array in layout.arrays.items():
         if array.segment in found and array.num_bytes:
@@ -132,12 +133,12 @@ def page_places(
 
 
 def array_places(placement: Placement, item_bytes: int, count: int) -> list[NodeRange]:
-    """Where the pages of one array of a block belong."""
+    """Returns where the pages of one array of a block belong."""
     return list(_ranges(placement, 0, item_bytes, count))
 
 
 def _ranges(placement: Placement, offset: int, item_bytes: int, count: int) -> Iterator[NodeRange]:
-    """Of one array, runs of pieces of the same node as one."""
+    """Yields the ranges of one array; neighbouring pieces of the same node are one."""
     start = end = 0
     cut = pieces(count, len(placement.nodes))
     for i, (_, end) in enumerate(cut):
@@ -150,8 +151,8 @@ def _ranges(placement: Placement, offset: int, item_bytes: int, count: int) -> I
 
 
 def _shares(config: Config, node: int, cores: Sequence[Core]) -> dict[int, Sequence[Core]]:
-    """The physical cores of each node of the cluster that has the host of ``node``: these are on
-    one machine.
+    """Returns the physical cores of each node of the cluster that has the host of ``node``: these
+    are on one machine.
     """
     hosts = [other.host for other in config.cluster.nodes]
     here = [i for i, host in enumerate(hosts) if host == hosts[node]]
@@ -178,7 +179,7 @@ def _choose(config: Config, cores: Sequence[Core]) -> tuple[int, ...]:
 
 
 def _num_left(config: Config, num_cores: int) -> int:
-    """Physical cores that stay free of the optimizer; it always has one."""
+    """Returns the number of physical cores that stay free of the optimizer; it always has one."""
     share, threads = config.optimizer.leave_cores, config.optimizer.threads
     if share != "auto":
         return min(round(share * num_cores), num_cores - 1)
@@ -189,7 +190,7 @@ def _num_left(config: Config, num_cores: int) -> int:
 
 
 def _evenly(cores: Iterable[Core]) -> list[Core]:
-    """One core of each NUMA node after the other."""
+    """Returns cores in the order of one of each NUMA node after the other."""
     seen: dict[int, int] = {}
     ranked = []
     for core in cores:

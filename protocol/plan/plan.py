@@ -100,11 +100,11 @@ class Plan:
         }
 
     def forward_stage_of(self, block: int) -> int:
-        """Index of the first route's forward stage that contains ``block``."""
+        """Returns the index of the first route's forward stage that contains ``block``."""
         return _stage_of(self.forward_stages, block)
 
     def backward_stage_of(self, block: int) -> int:
-        """Index of the first route's backward stage that contains ``block``."""
+        """Returns the index of the first route's backward stage that contains ``block``."""
         return _stage_of(self.backward_stages, block)
 
     def validate_shape(self) -> None:

@@ -22,12 +22,12 @@ class LinearFit:
     intercept: float = 0.0
 
     def at(self, tokens: float) -> float:
-        """The value for so many tokens, not below 0."""
+        """Returns the value for so many tokens, not below 0."""
         return max(0.0, self.slope * tokens + self.intercept)
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]]) -> LinearFit:
-        """Least squares over (tokens, value); one point gives a line through the origin."""
+        """Fits least squares over (tokens, value); one point gives a line through the origin."""
         if len({x for x, _ in points}) < 2:
             return cls(slope=sum(y for _, y in points) / sum(x for x, _ in points))
         mean_x = sum(x for x, _ in points) / len(points)

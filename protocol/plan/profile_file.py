@@ -181,7 +181,7 @@ def _fit(where: str, value: Any) -> LinearFit:
 
 
 def _table(value: Any) -> BlockTable:
-    """The table checks its own rules, but not the types of its numbers."""
+    """Reads the table, which checks its own rules, and checks the types of its numbers."""
     try:
         table = BlockTable.from_json(json.dumps(value))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -195,7 +195,7 @@ def _table(value: Any) -> BlockTable:
 
 
 def _object(where: str, value: Any, keys: tuple[str, ...]) -> Mapping[str, Any]:
-    """An object with exactly these keys."""
+    """Returns an object that has exactly these keys."""
     if not isinstance(value, dict) or set(value) != set(keys):
         what = (
             f"keys {', '.join(map(str, value))}"[:200] if isinstance(value, dict) else "no object"

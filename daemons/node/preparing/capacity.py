@@ -65,7 +65,7 @@ class Need:
 def needs(
     config: Config, rows: Sequence[MemoryRow], machine: MachineMemory, nodes: Sequence[int]
 ) -> tuple[Need, ...]:
-    """The needs of ``nodes`` (indices), all on ``machine``, against what is there."""
+    """Returns the needs of ``nodes`` (indices), all on ``machine``, against what is there."""
     shm = {node: _sum(rows, _node_place(config, node), Resource.SHM) for node in nodes}
     host = {node: _host_bytes(config, rows, node) for node in nodes}
     table = [
@@ -124,7 +124,7 @@ def check_capacity(table: Sequence[Need]) -> None:
 
 
 def render_needs(table: Sequence[Need]) -> str:
-    """The table as text, one line a need."""
+    """Returns the table as text, one line a need."""
     lines = [f"{'where':<12} {'what':<34} {'needed':>10} {'there':>10}"]
     for need in table:
         there = "no limit" if need.there is None else human_bytes(need.there)
@@ -136,7 +136,7 @@ def render_needs(table: Sequence[Need]) -> str:
 
 
 def human_bytes(num_bytes: float) -> str:
-    """``1.5 GiB``."""
+    """Returns bytes in words such as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -75,7 +75,9 @@ class Change:
 
 
 def resume_rule(key: str) -> str:
-    """What a resume may do with a key, in words for documents; ``[]`` marks the keys of a list."""
+    """Returns what a resume may do with a key, in words for documents; ``[]`` marks the keys of a
+    list.
+    """
     key = key.partition("[]")[0]
     if key in SPLITTING:
         return "may change as long as it holds out as much of the training text as before"
@@ -88,7 +90,7 @@ def resume_rule(key: str) -> str:
 
 
 def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
-    """All keys with different values, in the order of the configuration."""
+    """Returns all keys with different values, in the order of the configuration."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     same_split = _held_out(old) == _held_out(new)
     # Where the device brings its model, another device would be another model.
@@ -114,13 +116,13 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
 
 
 def fixed_values(config: Config) -> dict[str, Any]:
-    """Key -> value of every key that a resume must not change."""
+    """Returns key -> value of every key that a resume must not change."""
     flat = _flat(config.model_dump(mode="json"))
     return {key: value for key, value in flat.items() if _objection(key)}
 
 
 def edited_keys(fixed: Mapping[str, Any], config: Config) -> list[str]:
-    """Every fixed key whose value differs from what it was, with both values.
+    """Returns every fixed key whose value differs from what it was, with both values.
 
     ``fixed``: earlier :func:`fixed_values`, maybe of another Penstock with other keys.
     """
@@ -196,12 +198,12 @@ def _deciding(config: Config) -> dict[str, Any]:
 
 
 def _held_out(config: Config) -> bool:
-    """Whether the last sequences of the training text are kept for evaluation."""
+    """Returns whether the last sequences of the training text are kept for evaluation."""
     return config.train.eval_every > 0 and config.data.eval_path is None
 
 
 def _objection(key: str) -> str:
-    """Why a key must keep its value; empty if it need not."""
+    """Returns why a key must keep its value; empty if it need not."""
     if key in FREE:
         return ""
     reasons = (why for prefix, why in FIXED.items() if f"{key}.".startswith(f"{prefix}."))
@@ -209,7 +211,7 @@ def _objection(key: str) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings -> one level with dotted keys; lists stay values."""
+    """Turns nested mappings into one level with dotted keys; lists stay values."""
     flat: dict[str, Any] = {}
     for key, inner in value.items():
         path = f"{prefix}{key}"

@@ -104,7 +104,7 @@ def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -
 
 
 def table_of(config: Config) -> BlockTable:
-    """The block table of a configuration that has no run directory; at full size.
+    """Returns the block table of a configuration that has no run directory; at full size.
 
     Raises:
         ConfigError: the model is impossible.
@@ -147,12 +147,12 @@ def run_models_prepare(
 
 
 def has_started(run_dir: Path) -> bool:
-    """Whether the run may have trained: then its inputs are fixed."""
+    """Returns whether the run may have trained: then its inputs are fixed."""
     return (run_dir / "journal.sqlite").exists() or (run_dir / "state").exists()
 
 
 def _previous(run_dir: Path, progress: Progress) -> Config | None:
-    """The configuration the run had; ``None`` for a new one.
+    """Returns the configuration the run had; ``None`` for a new one.
 
     Raises:
         StateError: it, or what was made from it, was changed since the last start.
@@ -186,8 +186,8 @@ def _previous(run_dir: Path, progress: Progress) -> Config | None:
 def _name_tokenizer(
     config: Config, previous: Config | None, run_dir: Path, progress: Progress
 ) -> Config:
-    """With the tokenizer that an unset ``data.tokenizer`` stands for. Data that were prepared keep
-    theirs, whatever the default is by now.
+    """Returns the configuration with the tokenizer that an unset ``data.tokenizer`` stands for.
+    Data that were prepared keep theirs, whatever the default is by now.
     """
     if config.data.tokenizer is not None:
         return config
@@ -204,7 +204,7 @@ def _name_tokenizer(
 def _changes(
     config: Config, previous: Config | None, run_dir: Path, progress: Progress
 ) -> Sequence[Change]:
-    """What differs from the configuration the run had; refuses what must not."""
+    """Returns what differs from the configuration the run had; refuses what must not."""
     if previous is None:
         return ()
     if config.schedule.scheme == AUTO:  # not known yet, and told when it is
@@ -218,7 +218,7 @@ def _changes(
 
 
 def _inputs_changed(changes: Sequence[Change]) -> bool:
-    """Whether the block table or the token files follow from another configuration."""
+    """Returns whether the block table or the token files follow from another configuration."""
     return any(
         change.key.startswith(("model.", "data.", "optimizer.grad_dtype", "optimizer.name"))
         or change.key in ("run.seed", "train.freeze", "train.eval_every")

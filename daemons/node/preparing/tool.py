@@ -61,7 +61,8 @@ def run_tool(
 def _run(
     command: list[str], progress: Callable[[str], None], keeps: tuple[int, ...]
 ) -> tuple[int | None, str]:
-    """Exit code, None if it had to be killed after :data:`TIMEOUT_S`, and what it said on stderr.
+    """Returns the exit code, None if the process had to be killed after :data:`TIMEOUT_S`, and what
+    it said on stderr.
 
     stderr goes to a file in memory, which no full disk cuts short: nobody reads it while the lines
     of stdout are waited for.
