@@ -18,6 +18,9 @@ import pytest
 
 from penstock import _native
 from penstock.daemons.kit.events import SendFailed, SendReady
+from penstock.daemons.optimizer.machine.arithmetic import ArithmeticSteps
+from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
+from penstock.daemons.optimizer.machine.epoch import Epoch
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     BeginSweep,
@@ -44,6 +47,7 @@ from penstock.daemons.optimizer.machine.events import (
     UpdatePolicy,
     WriteRecord,
 )
+from penstock.daemons.optimizer.machine.exact import ExactSteps
 from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import (
     FinishHold,
@@ -299,6 +303,35 @@ def test_begin_keeps_the_step_that_was_journaled(announced: CommitRecord | None)
 def test_begin_refuses_what_cannot_be(memory: MemoryFacts, commit: CommitRecord) -> None:
     [failed, _] = OptimizerMachine(ONE_BLOCK).handle(begin(memory, commit))
     assert isinstance(failed, SendFailed), failed
+
+
+@pytest.mark.parametrize(
+    ("way", "state", "undecided", "wrong"),
+    [
+        pytest.param(ExactSteps, 4, False, "", id="exact: one step behind"),
+        pytest.param(ExactSteps, 6, True, "state 6", id="exact: never ahead"),
+        pytest.param(ArithmeticSteps, 4, False, "state 4", id="in place: not behind"),
+        pytest.param(ArithmeticSteps, 6, True, "", id="in place: ahead while undecided"),
+        pytest.param(ArithmeticSteps, 6, False, "announced 0", id="in place: no step announced"),
+        pytest.param(ArithmeticSteps, 7, True, "state 7", id="in place: two steps ahead"),
+    ],
+)
+def test_each_way_has_an_invariant_of_its_own(
+    way: type[ExactSteps | ArithmeticSteps], state: int, undecided: bool, wrong: str
+) -> None:
+    effects: list[Effect] = []
+    blocks = OwnedBlocks(ONE_BLOCK)
+    memory = facts(5, {0: (5, 4, 5)})
+    steps = way(Epoch(begin(memory), blocks, Pulls(blocks, effects), effects))
+    if undecided:
+        steps.handle(attempt(11, 5))
+    steps.validate()
+    steps.epoch.words.set_state(0, state)
+    if wrong:
+        with pytest.raises(ValueError, match=wrong):
+            steps.validate()
+    else:
+        steps.validate()
 
 
 def test_begin_pulls_the_gradients_of_the_step_that_it_takes_back() -> None:

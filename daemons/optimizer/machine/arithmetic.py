@@ -15,16 +15,18 @@ Attempts that hold are those of the exact way: they step after the commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from penstock.daemons.optimizer.machine.epoch import Epoch, Finishers, Handlers
+from penstock.daemons.optimizer.machine.epoch import Epoch, LiveEvent
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
     CommitAsked,
+    DeviceUpdated,
+    GradientsReady,
+    SettleAsked,
     SkipAsked,
     SweepDone,
 )
@@ -35,161 +37,249 @@ from penstock.daemons.optimizer.machine.sweeps import (
     GradientStatus,
     Hold,
     Invert,
+    Settle,
     Sweep,
 )
-from penstock.daemons.optimizer.machine.words import WordsMirror
 from penstock.daemons.optimizer.machine.work import (
-    CHOOSERS,
     AttemptProgress,
-    Chooser,
     QueuedWork,
     WorkKind,
+    complete,
 )
-from penstock.protocol.plan.step import OptimizerStep
+from penstock.protocol.plan.step import OptimizerStep, SweepStatus
 from penstock.shm.control import CommitRecord, Decision
 
 
-def _update(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
-    assert attempt is not None, "updates are dropped with their attempt"
-    if attempt.hold or block not in attempt.looked_at:
-        return GradientStatus(block=block, version=attempt.update.version)
-    return Hold(block=block, update=attempt.update)
+class ArithmeticSteps:
+    """The rules of an epoch in which all blocks step in place."""
 
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self._amendment: CommitRecord | None = None
+        """Blocks are being taken back, to be stepped as the record says."""
+        self._looked_at: dict[int, tuple[SweepStatus, float]] = {}
+        """Status and seconds of blocks whose gradients were looked at, until they have stepped."""
 
-def _amend(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
-    assert attempt is not None and attempt.amended is not None, "amends go with their attempt"
-    return Hold(block=block, update=attempt.amended)
+    def handle(self, event: LiveEvent) -> None:
+        """React to the scheduler or a worker; only after recovery."""
+        self._HANDLERS[type(event)](self, event)
 
+    def start(self, blocks: Iterable[int]) -> None:
+        """All gradients of these blocks are there."""
+        self.epoch.plan(WorkKind.UPDATE, blocks)
 
-def _revert(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep | None:
-    ahead = words.ahead(block)
-    return None if ahead is None else Invert(block=block, update=ahead)
+    def choose(self, work: QueuedWork) -> Sweep | None:
+        """The sweep that brings work forward; None if nothing is left to do."""
+        return self._CHOOSERS[work.kind](self, work.block)
 
-
-def _finish(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
-    return FinishHold(block=block, update=words.pending(block) or words.announced)
-
-
-def _finish_revert(block: int, words: WordsMirror, attempt: AttemptProgress | None) -> Sweep:
-    return FinishInvert(block=block, update=words.announced)
-
-
-_IN_PLACE: Mapping[WorkKind, Chooser] = MappingProxyType(
-    {
-        **CHOOSERS,
-        WorkKind.UPDATE: _update,
-        WorkKind.AMEND: _amend,
-        WorkKind.FINISH: _finish,
-        WorkKind.REVERT: _revert,
-        WorkKind.FINISH_REVERT: _finish_revert,
-    }
-)
-
-
-class ArithmeticEpoch(Epoch):
-    """An epoch in which all blocks step in place."""
-
-    _amendment: CommitRecord | None = None  # blocks are being taken back, to be stepped as it says
+    def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
+        """A sweep has ended; ``sweep`` and ``done`` are None if nothing was left to do."""
+        self._FINISHERS[work.kind](self, work, sweep, done)
 
     def abandon(self) -> None:
-        """As ever; the next epoch's recovery takes back what is ahead."""
-        super().abandon()
+        """The epoch is over; the next one's recovery takes back what is ahead."""
+        self.epoch.abandon()
         self._amendment = None
+        self._looked_at.clear()
+
+    def validate(self) -> None:
+        """Check that the state of every block is at the committed version; or ahead of it by the
+        step that is announced, while an attempt is undecided or the step is being taken back; or
+        one step behind while a held commit is being completed.
+
+        Raises:
+            ValueError: naming what contradicts what.
+        """
+        words = self.epoch.words
+        behind = self.epoch.due(WorkKind.COMPLETE)
+        back = self.epoch.due(WorkKind.REVERT)
+        for block in self.epoch.validate():
+            state, committed = words.state_version(block), words.committed
+            if state == committed or (state == committed - 1 and block in behind):
+                continue
+            announced = 0 if words.next_record is None else words.next_record.version
+            undecided = self.epoch.attempt is not None or block in back
+            if not (state == committed + 1 == announced and undecided):
+                raise ValueError(
+                    f"block {block}: state {state}, committed {committed}, announced {announced}"
+                )
+
+    # ---- events ----
 
     def _on_attempt(self, event: AttemptAsked) -> None:
-        begins, ahead = self._attempt is None, self._ahead()
-        if begins and ahead:
+        epoch, ahead = self.epoch, self._ahead()
+        if epoch.attempt is None and ahead:
             raise ImpossibleError(
                 f"attempt {event.attempt} begins before blocks {ahead} have taken back the step of"
                 " the one before"
             )
-        super()._on_attempt(event)
-        if event.hold or not begins:
+        attempt = epoch.begin_attempt(event)
+        if attempt is None:
             return
-        assert self.words.record is not None, "an epoch begins with a record"
+        self._looked_at.clear()
+        if event.hold:  # the state may catch up while the workers compute
+            epoch.queue_settles(epoch.blocks.active)
+        for early in epoch.came_early():
+            self.handle(early)
+        if not event.hold:
+            self._announce(event)
+
+    def _announce(self, event: AttemptAsked) -> None:
+        """Write the record of the step that blocks are going to take, while none is ahead."""
+        words = self.epoch.words
+        assert words.record is not None, "an epoch begins with a record"
+        version = event.base_version + 1
         step = replace(
-            self.words.record,
-            version=event.base_version + 1,
+            words.record,
+            version=version,
             attempt=event.attempt,
             decision=Decision.COMMIT,
             coefficient=1.0,
             inverse_loss_scale=1.0 / event.loss_scale,
             learning_rate=event.learning_rate,
-            bias_step=event.base_version + 1,
+            bias_step=version,
         )
-        self.words.announce(step)
+        words.announce(step)
 
-    def _finish_update(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        attempt = self._attempt
-        assert attempt is not None and done is not None
-        if isinstance(sweep, Hold):
-            attempt.previewed[work.block] = sweep.update
-            status, seconds = attempt.looked_at[work.block]
-            self._report(attempt, work.block, status, seconds + done.seconds)
-            return
-        assert done.status is not None
-        if attempt.hold or not done.status.finite:
-            self._report(attempt, work.block, done.status, done.seconds)
-            return
-        attempt.looked_at[work.block] = (done.status, done.seconds)
-        self._queue.appendleft(work)
+    def _on_gradients(self, event: GradientsReady) -> None:
+        self.start(self.epoch.gradients_ready(event))
+
+    def _on_device_updated(self, event: DeviceUpdated) -> None:
+        """No block of such a run is a device's: a plan with an UPDATE is refused."""
 
     def _on_amend(self, event: AmendAsked) -> None:
-        attempt = self._decided(event.attempt, event.record.version)
-        attempt.amended = OptimizerStep.of(event.record)
-        attempt.amending = set(self._blocks.active)
+        attempt = self.epoch.begin_amend(event)
         self._amendment = event.record
-        self._plan(WorkKind.REVERT, self._blocks.active)
-        self._report_amended(attempt)
+        self.epoch.plan(WorkKind.REVERT, self.epoch.blocks.active)
+        self.epoch.report_amended(attempt)
 
     def _on_commit(self, event: CommitAsked) -> None:
-        ahead, news = self._ahead(), event.record.version != self.words.committed
-        if ahead and news and OptimizerStep.of(event.record) != self.words.announced:
+        words, ahead = self.epoch.words, self._ahead()
+        news = event.record.version != words.committed
+        if ahead and news and OptimizerStep.of(event.record) != words.announced:
             raise ImpossibleError(
                 f"version {event.record.version} is committed with another step than blocks"
                 f" {ahead} have taken"
             )
-        super()._on_commit(event)
+        self.epoch.commit(event)
 
     def _on_skip(self, event: SkipAsked) -> None:
-        attempt = self._attempt
+        attempt = self.epoch.attempt
         if attempt is None or attempt.number != event.attempt:
             return
-        missing = set(self._blocks.active) - attempt.reported
+        missing = set(self.epoch.blocks.active) - attempt.reported
         if missing:
             raise ImpossibleError(
                 f"attempt {event.attempt} is skipped before the sweep of blocks {sorted(missing)}"
             )
-        super()._on_skip(event)
-        self._plan(WorkKind.REVERT, self._ahead())
+        self.epoch.skip(event)
+        self.epoch.plan(WorkKind.REVERT, self._ahead())
 
-    def _queue_settles(self, blocks: Iterable[int]) -> set[int]:
-        """To settle is to take back, too: those that are ahead wait for their REVERT."""
-        ahead = set(self._ahead())
-        return super()._queue_settles(blocks) | ahead
-
-    def _finish_revert(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        self._finish_recovery(work, sweep, done)
-        self._finish_settle(work, sweep, done)
-        if self._amendment is not None and not self._ahead():
-            self.words.announce(self._amendment)
-            self._amendment = None
-            self._plan(WorkKind.AMEND, self._blocks.active)
+    def _on_settle(self, event: SettleAsked) -> None:
+        self.epoch.settle(event, taking_back=self._ahead())
 
     def _ahead(self) -> list[int]:
-        return [block for block in self._blocks.active if self.words.ahead(block) is not None]
+        return [b for b in self.epoch.blocks.active if self.epoch.words.ahead(b) is not None]
 
-    _HANDLERS: ClassVar[Handlers] = {
-        **Epoch._HANDLERS,
+    # ---- which sweep ----
+
+    def _attempt(self) -> AttemptProgress:
+        assert self.epoch.attempt is not None, "updates and amends are dropped with their attempt"
+        return self.epoch.attempt
+
+    def _update(self, block: int) -> Sweep:
+        """The look at the gradients, then the step."""
+        attempt = self._attempt()
+        if attempt.hold or block not in self._looked_at:
+            return GradientStatus(block=block, version=attempt.update.version)
+        return Hold(block=block, update=attempt.update)
+
+    def _amend(self, block: int) -> Sweep:
+        amended = self._attempt().amended
+        assert amended is not None, "an amend is planned with its step"
+        return Hold(block=block, update=amended)
+
+    def _complete(self, block: int) -> Sweep | None:
+        return complete(block, self.epoch.words)
+
+    def _settle(self, block: int) -> Sweep | None:
+        pending = self.epoch.words.pending(block)
+        return None if pending is None else Settle(block=block, update=pending)
+
+    def _revert(self, block: int) -> Sweep | None:
+        ahead = self.epoch.words.ahead(block)
+        return None if ahead is None else Invert(block=block, update=ahead)
+
+    def _finish(self, block: int) -> Sweep:
+        words = self.epoch.words
+        return FinishHold(block=block, update=words.pending(block) or words.announced)
+
+    def _finish_revert(self, block: int) -> Sweep:
+        return FinishInvert(block=block, update=self.epoch.words.announced)
+
+    # ---- what its end means ----
+
+    def _update_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
+        attempt, block = self._attempt(), work.block
+        assert done is not None, "an update always needs a sweep"
+        if isinstance(sweep, Hold):
+            attempt.previewed[block] = sweep.update
+            status, seconds = self._looked_at.pop(block)
+            self.epoch.report(attempt, block, status, seconds + done.seconds)
+            return
+        assert done.status is not None, "a look at gradients has a status"
+        if attempt.hold or not done.status.finite:
+            self.epoch.report(attempt, block, done.status, done.seconds)
+            return
+        self._looked_at[block] = (done.status, done.seconds)
+        self.epoch.again(work)
+
+    def _amend_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
+        assert isinstance(sweep, Hold)
+        self.epoch.amended(work.block, sweep.update)
+
+    def _settle_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
+        self.epoch.settled(work.block)
+
+    def _recovery_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
+        self.epoch.recovered_from(work)
+
+    def _revert_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
+        self.epoch.recovered_from(work)
+        self.epoch.settled(work.block)
+        if self._amendment is not None and not self._ahead():
+            self.epoch.words.announce(self._amendment)
+            self._amendment = None
+            self.epoch.plan(WorkKind.AMEND, self.epoch.blocks.active)
+
+    _HANDLERS: ClassVar[Mapping[type[Any], Callable[[ArithmeticSteps, Any], None]]] = {
         AttemptAsked: _on_attempt,
+        GradientsReady: _on_gradients,
+        DeviceUpdated: _on_device_updated,
         AmendAsked: _on_amend,
         CommitAsked: _on_commit,
         SkipAsked: _on_skip,
+        SettleAsked: _on_settle,
     }
-    _CHOOSERS = _IN_PLACE
-    _FINISHERS: ClassVar[Finishers] = {
-        **Epoch._FINISHERS,
-        WorkKind.UPDATE: _finish_update,
-        WorkKind.REVERT: _finish_revert,
-        WorkKind.FINISH_REVERT: Epoch._finish_recovery,
+    _CHOOSERS: ClassVar[Mapping[WorkKind, Callable[[ArithmeticSteps, int], Sweep | None]]] = {
+        WorkKind.UPDATE: _update,
+        WorkKind.AMEND: _amend,
+        WorkKind.COMPLETE: _complete,
+        WorkKind.SETTLE: _settle,
+        WorkKind.FINISH: _finish,
+        WorkKind.REVERT: _revert,
+        WorkKind.FINISH_REVERT: _finish_revert,
+    }
+    _FINISHERS: ClassVar[
+        Mapping[
+            WorkKind, Callable[[ArithmeticSteps, QueuedWork, Sweep | None, SweepDone | None], None]
+        ]
+    ] = {
+        WorkKind.UPDATE: _update_done,
+        WorkKind.AMEND: _amend_done,
+        WorkKind.SETTLE: _settle_done,
+        WorkKind.COMPLETE: _recovery_done,
+        WorkKind.FINISH: _recovery_done,
+        WorkKind.REVERT: _revert_done,
+        WorkKind.FINISH_REVERT: _recovery_done,
     }

@@ -1,12 +1,9 @@
-"""What optimizerd does within one epoch: recovery, then attempts, decisions and settles.
+"""What every epoch of optimizerd has: words, work that waits, the attempt under way, settles.
 
-A part of the pure machine in :mod:`penstock.daemons.optimizer.machine.machine`, which decides
-whether an epoch may hear of an event. Here is what the event means: which blocks are queued, which
-sweep runs next, what is reported when it has ended.
-
-Blocks that are settled early are queued for it when an attempt begins, ahead of the new gradients
-of all blocks. Those that a device updates get no other sweep of an attempt, unless it holds: what
-the worker reports stands for their preview.
+Which sweep work needs, and what a decision means for the blocks, are rules of their own:
+:mod:`penstock.daemons.optimizer.machine.exact`, or for steps in place
+:mod:`penstock.daemons.optimizer.machine.arithmetic`. Each has one :class:`Epoch` and works with it;
+:mod:`penstock.daemons.optimizer.machine.machine` decides whether an epoch may hear of an event.
 
 One sweep runs at a time, on all threads of the pool; work waits in order of arrival, and what is
 due for every block is queued in forward order. Which sweep a piece of work needs is decided when
@@ -16,8 +13,8 @@ its turn comes, from the block's state version.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Iterable
+from typing import Protocol, TypeAlias
 
 from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
 from penstock.daemons.optimizer.machine.events import (
@@ -38,12 +35,10 @@ from penstock.daemons.optimizer.machine.events import (
     SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, begin_recovery
-from penstock.daemons.optimizer.machine.sweeps import Advance, Hold, Preview, Sweep
+from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.daemons.optimizer.machine.words import WordsMirror
 from penstock.daemons.optimizer.machine.work import (
-    CHOOSERS,
     AttemptProgress,
-    Chooser,
     QueuedWork,
     RunningSweep,
     WorkKind,
@@ -61,11 +56,6 @@ LiveEvent: TypeAlias = (
 )
 """What an epoch may hear of once it has recovered."""
 
-Handlers: TypeAlias = Mapping[type[Any], Callable[[Any, Any], None]]
-Finishers: TypeAlias = Mapping[
-    WorkKind, Callable[[Any, QueuedWork, Sweep | None, SweepDone | None], None]
-]
-
 
 class Epoch:
     """One epoch, entered as ``begin`` says; its effects are appended to ``effects``.
@@ -79,10 +69,10 @@ class Epoch:
     ) -> None:
         self.number = begin.epoch
         self.words = WordsMirror(begin.facts, effects)
-        self._blocks = blocks
+        self.blocks = blocks
+        self.attempt: AttemptProgress | None = None
         self._pulls = pulls
         self._out = effects
-        self._attempt: AttemptProgress | None = None
         self._early: dict[int, list[GradientsReady | DeviceUpdated]] = {}
         self._settling: set[int] = set()  # blocks that Settled waits for
         self._queue: deque[QueuedWork] = deque()
@@ -95,9 +85,9 @@ class Epoch:
     # ---- looking from outside ----
 
     @property
-    def attempt(self) -> int:
+    def attempt_number(self) -> int:
         """Number of the attempt under way, 0 if there is none."""
-        return 0 if self._attempt is None else self._attempt.number
+        return 0 if self.attempt is None else self.attempt.number
 
     @property
     def busy(self) -> bool:
@@ -111,82 +101,63 @@ class Epoch:
 
     @property
     def queue_length(self) -> int:
-        """Blocks that wait for their turn."""
+        """Number of blocks that wait for their turn."""
         return len(self._queue)
 
     def awaited(self) -> tuple[GradientsReady, ...]:
         """The contributions of this node that the attempt under way still waits for."""
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is None:
             return ()
         return tuple(
             GradientsReady(
                 epoch=self.number, attempt=attempt.number, block=block, contribution=contribution
             )
-            for block, contribution in self._blocks.local
+            for block, contribution in self.blocks.local
             if contribution not in attempt.ready.get(block, ())
         )
 
-    def validate(self) -> None:
-        """Check the invariants of memory and queue, once recovered: of all blocks after a decision
-        or a new attempt, else of those whose words have changed since the last check (the loop asks
-        after each event, and a model may have hundreds of blocks).
+    def due(self, *kinds: WorkKind) -> set[int]:
+        """The blocks for which work of these kinds waits or runs."""
+        running = () if self._running is None else (self._running.work,)
+        return {work.block for work in (*self._queue, *running) if work.kind in kinds}
+
+    def validate(self) -> list[int]:
+        """Check what must hold for all rules; returns the blocks whose words are to be checked.
+
+        These are all blocks after a decision or a new attempt, and else those whose words have
+        changed since the last check: the loop asks after every event, and a model may have hundreds
+        of blocks.
 
         Raises:
             ValueError: naming what contradicts what.
         """
-        committed, now = self.words.committed, (self.words.committed, self.attempt)
-        changed, self.words.changed = self.words.changed, set()
-        if now == self._validated:
-            blocks = [block for block in self._blocks.active if block in changed]
-        else:
-            blocks = list(self._blocks.active)
-        self._validated = now
-        self.words.validate(blocks)
         if len(set(self._queue)) != len(self._queue):
             raise ValueError(f"work is queued twice: {list(self._queue)}")
-        due = {work.block for work in self._queue if work.kind is WorkKind.COMPLETE}
-        if self._running is not None and self._running.work.kind is WorkKind.COMPLETE:
-            due.add(self._running.work.block)
+        committed, now = self.words.committed, (self.words.committed, self.attempt_number)
+        changed, self.words.changed = self.words.changed, set()
+        blocks = [b for b in self.blocks.active if b in changed or now != self._validated]
+        self._validated = now
+        completing = self.due(WorkKind.COMPLETE)
         for block in blocks:
-            if not self.words.holds(block, committed) and block not in due:
+            self.words.validate_slots(block)
+            if not self.words.holds(block, committed) and block not in completing:
                 raise ValueError(f"block {block}: no weights of the committed {committed}")
             newest = self.words.newest_slot(block)
-            previewed = self._attempt is not None and block in self._attempt.previewed
+            previewed = self.attempt is not None and block in self.attempt.previewed
             if newest > committed and not previewed:
                 raise ValueError(f"block {block}: weights of {newest} from no attempt")
-
-    # ---- the entrances ----
-
-    def handle(self, event: LiveEvent) -> None:
-        """React to the scheduler or a worker; only after recovery."""
-        self._HANDLERS[type(event)](self, event)
-
-    def abandon(self) -> None:
-        """Forget all that is planned; the running sweep goes on, and its words follow it."""
-        self._queue.clear()
-        self._settling.clear()
-        self._attempt = None
-
-    def pulled(self, event: Pulled) -> None:
-        """A contribution of another node has arrived."""
-        self._pulls.arrived(event)
-        pair, recovery = (event.block, event.contribution), self._recovery
-        if pair in recovery.awaited:
-            recovery.awaited.discard(pair)
-            if not recovery.awaited:
-                self._queue.extend(recovery.left)
-        elif self._attempt is not None and self._attempt.number == event.attempt:
-            self._mark_ready(self._attempt, *pair)
+        return blocks
 
     # ---- attempts ----
 
-    def _on_attempt(self, event: AttemptAsked) -> None:
-        if self._attempt is not None:
-            if event.attempt <= self._attempt.number:
-                return
+    def begin_attempt(self, event: AttemptAsked) -> AttemptProgress | None:
+        """The attempt that begins now, or None if it is an old one; its pulls are ordered."""
+        if self.attempt is not None:
+            if event.attempt <= self.attempt.number:
+                return None
             raise ImpossibleError(
-                f"attempt {event.attempt} begins, but {self._attempt.number} is undecided"
+                f"attempt {event.attempt} begins, but {self.attempt.number} is undecided"
             )
         if event.base_version != self.words.committed:
             raise ImpossibleError(
@@ -198,193 +169,64 @@ class Epoch:
             loss_scale=event.loss_scale,
             learning_rate=event.learning_rate,
         )
-        attempt = self._attempt = AttemptProgress(
-            number=event.attempt, update=update, hold=event.hold
-        )
+        self.attempt = AttemptProgress(number=event.attempt, update=update, hold=event.hold)
         self._pulls.order(
-            self._blocks.remote,
+            self.blocks.remote,
             epoch=self.number,
             since_epoch=self.number,
-            attempt=attempt.number,
+            attempt=event.attempt,
             version=update.version,
         )
-        if event.hold:  # the state may catch up while the workers compute
-            self._queue_settles(self._blocks.active)
-        else:
-            for block in self._blocks.on_devices:
-                self.words.vacate(block, update.version)
-            self._queue_settles(self._blocks.settled_early)
-        for early in self._early.pop(event.attempt, ()):
-            self.handle(early)
-        self._early = {n: events for n, events in self._early.items() if n > event.attempt}
+        return self.attempt
 
-    def _of_attempt(self, event: GradientsReady | DeviceUpdated) -> AttemptProgress | None:
+    def came_early(self) -> list[GradientsReady | DeviceUpdated]:
+        """What workers said of the attempt under way before it began; what is older is dropped."""
+        number = self.attempt_number
+        found = self._early.pop(number, [])
+        self._early = {n: events for n, events in self._early.items() if n > number}
+        return found
+
+    def of_attempt(self, event: GradientsReady | DeviceUpdated) -> AttemptProgress | None:
         """The attempt under way if a worker speaks of it; what is early is kept."""
-        if self._attempt is not None and event.attempt == self._attempt.number:
-            return self._attempt
-        if event.attempt > self.attempt:
+        if self.attempt is not None and event.attempt == self.attempt.number:
+            return self.attempt
+        if event.attempt > self.attempt_number:
             # The worker heard of the attempt, or computed it, before our own message came.
             self._early.setdefault(event.attempt, []).append(event)
         return None
 
-    def _on_gradients(self, event: GradientsReady) -> None:
+    def gradients_ready(self, event: GradientsReady) -> tuple[int, ...]:
+        """Returns the blocks whose update can begin now, thanks to a local contribution."""
         pair = (event.block, event.contribution)
-        if pair in self._blocks.local and (attempt := self._of_attempt(event)) is not None:
-            self._mark_ready(attempt, *pair)
+        if pair in self.blocks.local and (attempt := self.of_attempt(event)) is not None:
+            return self._mark_ready(attempt, *pair)
+        return ()
 
-    def _on_device_updated(self, event: DeviceUpdated) -> None:
-        block, attempt = event.block, self._of_attempt(event)
-        if attempt is None or block not in self._on_devices(attempt) or block in attempt.reported:
-            return
-        if self.words.pending(block) is not None:
-            raise ImpossibleError(
-                f"a worker updated block {block} in attempt {attempt.number}, whose state is not at"
-                f" version {self.words.committed} yet"
-            )
-        self.words.set_slot(block, attempt.update.version)
-        attempt.previewed[block] = attempt.update
-        self._report(attempt, block, event.status, event.seconds)
+    def pulled(self, event: Pulled) -> tuple[int, ...]:
+        """Returns the blocks whose update can begin now, thanks to another node's contribution."""
+        self._pulls.arrived(event)
+        pair, recovery = (event.block, event.contribution), self._recovery
+        if pair in recovery.awaited:
+            recovery.awaited.discard(pair)
+            if not recovery.awaited:
+                self._queue.extend(recovery.left)
+        elif self.attempt is not None and self.attempt.number == event.attempt:
+            return self._mark_ready(self.attempt, *pair)
+        return ()
 
-    def _on_devices(self, attempt: AttemptProgress) -> tuple[int, ...]:
-        """The blocks whose preview is a worker's."""
-        return () if attempt.hold else self._blocks.on_devices
-
-    def _mark_ready(self, attempt: AttemptProgress, block: int, contribution: int) -> None:
+    def _mark_ready(
+        self, attempt: AttemptProgress, block: int, contribution: int
+    ) -> tuple[int, ...]:
         ready = attempt.ready.setdefault(block, set())
         if contribution in ready:
-            return
+            return ()
         ready.add(contribution)
-        startable = self._blocks.startable(block, attempt.ready)
-        elsewhere = self._on_devices(attempt)
-        self._plan(WorkKind.UPDATE, [b for b in startable if b not in elsewhere])
+        return self.blocks.startable(block, attempt.ready)
 
-    # ---- decisions ----
-
-    def _decided(self, attempt: int, record_version: int) -> AttemptProgress:
-        """The attempt under way, when a decision about it is possible."""
-        current = self._attempt
-        if current is None or current.number != attempt:
-            raise ImpossibleError(f"attempt {attempt} is decided, but {self.attempt} is under way")
-        if record_version != current.update.version:
-            raise ImpossibleError(
-                f"attempt {attempt} leads to version {current.update.version}, the decision is"
-                f" about {record_version}"
-            )
-        missing = (set(self._blocks.active) - current.reported) | current.amending
-        if missing:
-            raise ImpossibleError(
-                f"attempt {attempt} is decided before the sweep of blocks {sorted(missing)}"
-            )
-        return current
-
-    def _on_amend(self, event: AmendAsked) -> None:
-        attempt = self._decided(event.attempt, event.record.version)
-        attempt.amended = OptimizerStep.of(event.record)
-        attempt.amending = set(self._blocks.active)
-        self._plan(WorkKind.AMEND, self._blocks.active)
-        self._report_amended(attempt)
-
-    def _report_amended(self, attempt: AttemptProgress) -> None:
-        if not attempt.amending:
-            self._out.append(SendAmended(epoch=self.number, attempt=attempt.number))
-
-    def _on_commit(self, event: CommitAsked) -> None:
-        record, words = event.record, self.words
-        if record.version == words.committed:
-            return
-        attempt = self._decided(record.attempt, record.version)
-        promised = OptimizerStep.of(record)
-        unlike = [b for b in self._blocks.active if attempt.previewed.get(b) != promised]
-        for block in unlike:
-            # Normally a hold, and nothing is there; weights of another step must not become
-            # readable by the flip.
-            words.forget(block, record.version)
-        words.commit(record)
-        words.follow_commit(self._blocks.empty)
-        self._attempt = None
-        self._plan(WorkKind.COMPLETE, unlike)
-
-    def _on_skip(self, event: SkipAsked) -> None:
-        attempt = self._attempt
-        if attempt is None or attempt.number != event.attempt:
-            return
-        self._queue = deque(
-            work for work in self._queue if work.kind not in (WorkKind.UPDATE, WorkKind.AMEND)
-        )
-        self._attempt = None
-        for block in self._blocks.active:
-            self.words.forget(block, attempt.update.version)
-        self._pulls.cancel()
-
-    # ---- settling ----
-
-    def _on_settle(self, event: SettleAsked) -> None:
-        if event.version != self.words.committed:
-            raise ImpossibleError(
-                f"state is to be settled at version {event.version}, but {self.words.committed} is"
-                " committed"
-            )
-        self._settling = self._queue_settles(self._blocks.active)
-        self._report_settled()
-
-    def _queue_settles(self, blocks: Iterable[int]) -> set[int]:
-        """Queue those of ``blocks`` whose state lags, once; returns them."""
-        lagging = [b for b in blocks if self.words.pending(b) is not None]
-        queued = {work.block for work in self._queue if work.kind is WorkKind.SETTLE}
-        self._plan(WorkKind.SETTLE, [b for b in lagging if b not in queued])
-        return set(lagging)
-
-    def _report_settled(self) -> None:
-        if not self._settling:
-            self._out.append(SendSettled(epoch=self.number, version=self.words.committed))
-
-    # ---- sweeps ----
-
-    def _plan(self, kind: WorkKind, blocks: Iterable[int]) -> None:
-        self._queue.extend(QueuedWork(kind=kind, block=block) for block in blocks)
-
-    def start_next(self) -> None:
-        """Start the sweep whose turn it is, unless one is running."""
-        while self._running is None and self._queue:
-            work = self._queue.popleft()
-            sweep = self._CHOOSERS[work.kind](work.block, self.words, self._attempt)
-            if sweep is None:
-                self._finish(work, None, None)
-                continue
-            attempt = self._attempt if work.kind in (WorkKind.UPDATE, WorkKind.AMEND) else None
-            if attempt is not None:
-                attempt.previewed.pop(work.block, None)
-            number = None if attempt is None else attempt.number
-            self._running = RunningSweep(work=work, sweep=sweep, attempt=number)
-            self.words.open_sweep(sweep)
-            self._out.append(RunSweep(work=sweep))
-
-    def sweep_done(self, event: SweepDone) -> None:
-        """The running sweep has ended; its words are written even if the epoch is abandoned."""
-        running, self._running = self._running, None
-        assert running is not None, "no sweep was running"
-        # Weights of an attempt that was skipped or abandoned meanwhile stay invalid.
-        current = running.attempt is None or running.attempt == self.attempt
-        self.words.close_sweep(running.sweep, keep_weights=current)
-        if current:
-            self._finish(running.work, running.sweep, event)
-
-    def _finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        """``sweep`` and ``done`` are None if nothing was left to do."""
-        self._FINISHERS[work.kind](self, work, sweep, done)
-
-    def _finish_update(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        assert self._attempt is not None and done is not None
-        if done.status is None:
-            self._queue.appendleft(work)  # settled first; its new gradients are looked at now
-            return
-        if isinstance(sweep, Preview | Advance):
-            self._attempt.previewed[work.block] = sweep.update
-        self._report(self._attempt, work.block, done.status, done.seconds)
-
-    def _report(
+    def report(
         self, attempt: AttemptProgress, block: int, status: SweepStatus, seconds: float
     ) -> None:
+        """Tell the scheduler about a block's gradients."""
         attempt.reported.add(block)
         self._out.append(
             SendBlockStatus(
@@ -396,37 +238,197 @@ class Epoch:
             )
         )
 
-    def _finish_amend(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        assert self._attempt is not None and isinstance(sweep, Preview | Hold)
-        self._attempt.previewed[work.block] = sweep.update
-        self._attempt.amending.discard(work.block)
-        self._report_amended(self._attempt)
+    # ---- decisions ----
 
-    def _finish_settle(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        if work.block in self._settling:
-            self._settling.discard(work.block)
+    def decided(self, attempt: int, record_version: int) -> AttemptProgress:
+        """The attempt under way, when a decision about it is possible."""
+        current = self.attempt
+        if current is None or current.number != attempt:
+            raise ImpossibleError(
+                f"attempt {attempt} is decided, but {self.attempt_number} is under way"
+            )
+        if record_version != current.update.version:
+            raise ImpossibleError(
+                f"attempt {attempt} leads to version {current.update.version}, the decision is"
+                f" about {record_version}"
+            )
+        missing = (set(self.blocks.active) - current.reported) | current.amending
+        if missing:
+            raise ImpossibleError(
+                f"attempt {attempt} is decided before the sweep of blocks {sorted(missing)}"
+            )
+        return current
+
+    def begin_amend(self, event: AmendAsked) -> AttemptProgress:
+        """All blocks are to take the step of ``event``'s record; Amended follows when they have."""
+        attempt = self.decided(event.attempt, event.record.version)
+        attempt.amended = OptimizerStep.of(event.record)
+        attempt.amending = set(self.blocks.active)
+        return attempt
+
+    def amended(self, block: int, update: OptimizerStep) -> None:
+        """The block's slot holds the weights of the clipped step."""
+        assert self.attempt is not None, "amends go with their attempt"
+        self.attempt.previewed[block] = update
+        self.attempt.amending.discard(block)
+        self.report_amended(self.attempt)
+
+    def report_amended(self, attempt: AttemptProgress) -> None:
+        """Tell the scheduler, once no block is missing."""
+        if not attempt.amending:
+            self._out.append(SendAmended(epoch=self.number, attempt=attempt.number))
+
+    def commit(self, event: CommitAsked) -> None:
+        """Flip; blocks whose slot does not hold the committed step are to be completed."""
+        record, words = event.record, self.words
+        if record.version == words.committed:
+            return
+        attempt = self.decided(record.attempt, record.version)
+        promised = OptimizerStep.of(record)
+        unlike = [b for b in self.blocks.active if attempt.previewed.get(b) != promised]
+        for block in unlike:
+            # Normally a hold, and nothing is there; weights of another step must not become
+            # readable by the flip.
+            words.forget(block, record.version)
+        words.commit(record)
+        words.follow_commit(self.blocks.empty)
+        self.attempt = None
+        self.plan(WorkKind.COMPLETE, unlike)
+
+    def skip(self, event: SkipAsked) -> bool:
+        """Drop the attempt under way; False if the event is about another one."""
+        attempt = self.attempt
+        if attempt is None or attempt.number != event.attempt:
+            return False
+        self._queue = deque(
+            work for work in self._queue if work.kind not in (WorkKind.UPDATE, WorkKind.AMEND)
+        )
+        self.attempt = None
+        for block in self.blocks.active:
+            self.words.forget(block, attempt.update.version)
+        self._pulls.cancel()
+        return True
+
+    def abandon(self) -> None:
+        """Forget all that is planned; the running sweep goes on, and its words follow it."""
+        self._queue.clear()
+        self._settling.clear()
+        self.attempt = None
+
+    # ---- settling ----
+
+    def settle(self, event: SettleAsked, taking_back: Iterable[int] = ()) -> None:
+        """Settled follows when the state of all blocks is at the committed version: of those that
+        lag, and of those that are being taken back to it.
+        """
+        if event.version != self.words.committed:
+            raise ImpossibleError(
+                f"state is to be settled at version {event.version}, but {self.words.committed} is"
+                " committed"
+            )
+        self._settling = self.queue_settles(self.blocks.active) | set(taking_back)
+        self._report_settled()
+
+    def queue_settles(self, blocks: Iterable[int]) -> set[int]:
+        """Queue those of ``blocks`` whose state lags, once; returns them."""
+        lagging = [b for b in blocks if self.words.pending(b) is not None]
+        queued = {work.block for work in self._queue if work.kind is WorkKind.SETTLE}
+        self.plan(WorkKind.SETTLE, [b for b in lagging if b not in queued])
+        return set(lagging)
+
+    def settled(self, block: int) -> None:
+        """The block's state is at the committed version."""
+        if block in self._settling:
+            self._settling.discard(block)
             self._report_settled()
 
-    def _finish_recovery(
-        self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None
-    ) -> None:
-        """Of what a commit during the epoch left to complete, nobody waits for the end."""
+    def _report_settled(self) -> None:
+        if not self._settling:
+            self._out.append(SendSettled(epoch=self.number, version=self.words.committed))
+
+    # ---- work ----
+
+    def plan(self, kind: WorkKind, blocks: Iterable[int]) -> None:
+        """Queue work for blocks."""
+        self._queue.extend(QueuedWork(kind=kind, block=block) for block in blocks)
+
+    def again(self, work: QueuedWork) -> None:
+        """The work needs another sweep, before all other work."""
+        self._queue.appendleft(work)
+
+    def next_work(self) -> QueuedWork | None:
+        """Takes the work whose turn it is; None if a sweep is running, or nothing waits."""
+        return self._queue.popleft() if self._queue and self._running is None else None
+
+    def run(self, work: QueuedWork, sweep: Sweep) -> None:
+        """Start a sweep: its words first, then the order."""
+        attempt = self.attempt if work.kind in (WorkKind.UPDATE, WorkKind.AMEND) else None
+        if attempt is not None:
+            attempt.previewed.pop(work.block, None)
+        number = None if attempt is None else attempt.number
+        self._running = RunningSweep(work=work, sweep=sweep, attempt=number)
+        self.words.open_sweep(sweep)
+        self._out.append(RunSweep(work=sweep))
+
+    def ended(self) -> RunningSweep | None:
+        """The running sweep has ended, and its words are written even if the epoch is abandoned.
+
+        Returns it, or None if it was of an attempt that was skipped or abandoned meanwhile, whose
+        weights stay invalid.
+        """
+        running, self._running = self._running, None
+        assert running is not None, "no sweep was running"
+        current = running.attempt is None or running.attempt == self.attempt_number
+        self.words.close_sweep(running.sweep, keep_weights=current)
+        return running if current else None
+
+    def recovered_from(self, work: QueuedWork) -> None:
+        """Work is done that Ready waits for, if this epoch began with it. Nobody waits for the end
+        of what a commit during the epoch left to complete.
+        """
         self._recovery.left.pop(work, None)
 
-    _HANDLERS: ClassVar[Handlers] = {
-        AttemptAsked: _on_attempt,
-        GradientsReady: _on_gradients,
-        DeviceUpdated: _on_device_updated,
-        AmendAsked: _on_amend,
-        CommitAsked: _on_commit,
-        SkipAsked: _on_skip,
-        SettleAsked: _on_settle,
-    }
-    _CHOOSERS: ClassVar[Mapping[WorkKind, Chooser]] = CHOOSERS
-    _FINISHERS: ClassVar[Finishers] = {
-        WorkKind.UPDATE: _finish_update,
-        WorkKind.AMEND: _finish_amend,
-        WorkKind.SETTLE: _finish_settle,
-        WorkKind.COMPLETE: _finish_recovery,
-        WorkKind.FINISH: _finish_recovery,
-    }
+
+class Steps(Protocol):
+    """The rules by which blocks get from one version to the next."""
+
+    epoch: Epoch
+
+    def handle(self, event: LiveEvent) -> None:
+        """React to the scheduler or a worker; only after recovery."""
+
+    def start(self, blocks: Iterable[int]) -> None:
+        """All gradients of these blocks are there."""
+
+    def choose(self, work: QueuedWork) -> Sweep | None:
+        """The sweep that brings work forward; None if nothing is left to do."""
+
+    def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
+        """A sweep has ended; ``sweep`` and ``done`` are None if nothing was left to do."""
+
+    def abandon(self) -> None:
+        """The epoch is over."""
+
+    def validate(self) -> None:
+        """Check the invariants.
+
+        Raises:
+            ValueError: naming what contradicts what.
+        """
+
+
+def start_next(steps: Steps) -> None:
+    """Start the sweep whose turn it is, unless one is running."""
+    while (work := steps.epoch.next_work()) is not None:
+        sweep = steps.choose(work)
+        if sweep is None:
+            steps.finish(work, None, None)
+        else:
+            steps.epoch.run(work, sweep)
+
+
+def sweep_done(steps: Steps, event: SweepDone) -> None:
+    """The running sweep has ended."""
+    running = steps.epoch.ended()
+    if running is not None:
+        steps.finish(running.work, running.sweep, event)

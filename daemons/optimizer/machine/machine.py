@@ -3,8 +3,9 @@
 Pure: events come in, effects go out (:mod:`penstock.daemons.optimizer.machine.events`), to be
 carried out in order. No threads, sockets, clocks or memory; the control words are mirrored in a
 :class:`~penstock.daemons.optimizer.machine.words.WordsMirror`. What happens within an epoch is in
-:mod:`penstock.daemons.optimizer.machine.epoch` (steps in place:
-:mod:`penstock.daemons.optimizer.machine.arithmetic`).
+:mod:`penstock.daemons.optimizer.machine.epoch`, by the rules of
+:mod:`penstock.daemons.optimizer.machine.exact` or, for steps in place,
+:mod:`penstock.daemons.optimizer.machine.arithmetic`.
 
 Life (``OptimizerPhase``)::
 
@@ -32,9 +33,15 @@ from penstock.daemons.kit.events import (
     ShutdownAsked,
     StopAsked,
 )
-from penstock.daemons.optimizer.machine.arithmetic import ArithmeticEpoch
+from penstock.daemons.optimizer.machine.arithmetic import ArithmeticSteps
 from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
-from penstock.daemons.optimizer.machine.epoch import Epoch, LiveEvent
+from penstock.daemons.optimizer.machine.epoch import (
+    Epoch,
+    LiveEvent,
+    Steps,
+    start_next,
+    sweep_done,
+)
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
@@ -51,6 +58,7 @@ from penstock.daemons.optimizer.machine.events import (
     SkipAsked,
     SweepDone,
 )
+from penstock.daemons.optimizer.machine.exact import ExactSteps
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, check_begin
 from penstock.protocol.errors import ExitCode
 
@@ -75,7 +83,7 @@ class OptimizerMachine:
         self._out: list[Effect] = []
         self._blocks = OwnedBlocks(blocks, together=together)
         self._pulls = Pulls(self._blocks, self._out)
-        self._joined: Epoch | None = None  # of the last Begin; abandoned by a Drain or a stop
+        self._joined: Steps | None = None  # of the last Begin; abandoned by a Drain or a stop
         self._newest = 0  # epoch of the last Drain or Begin: nothing older is obeyed
         self._farewell: Effect | None = None  # due when the running sweep has ended
 
@@ -84,27 +92,27 @@ class OptimizerMachine:
     @property
     def joined_epoch(self) -> int:
         """Epoch of the last Begin, 0 before the first."""
-        return 0 if self._joined is None else self._joined.number
+        return 0 if self._joined is None else self._joined.epoch.number
 
     @property
     def committed(self) -> int:
         """The committed version, 0 before the first Begin."""
-        return 0 if self._joined is None else self._joined.words.committed
+        return 0 if self._joined is None else self._joined.epoch.words.committed
 
     @property
     def attempt(self) -> int:
         """Number of the attempt under way, 0 if there is none."""
-        return 0 if self._joined is None else self._joined.attempt
+        return 0 if self._joined is None else self._joined.epoch.attempt_number
 
     @property
     def queue_length(self) -> int:
         """Blocks that wait for their turn."""
-        return 0 if self._joined is None else self._joined.queue_length
+        return 0 if self._joined is None else self._joined.epoch.queue_length
 
     def awaited(self) -> tuple[GradientsReady, ...]:
         """The contributions of this node that the attempt under way still waits for."""
         live = self._live()
-        return () if live is None else live.awaited()
+        return () if live is None else live.epoch.awaited()
 
     def validate(self) -> None:
         """Check the invariants of memory and queue.
@@ -116,7 +124,7 @@ class OptimizerMachine:
         if live is not None:
             live.validate()
 
-    def _live(self) -> Epoch | None:
+    def _live(self) -> Steps | None:
         return self._joined if self.phase is OptimizerPhase.LIVE else None
 
     # ---- the one entrance ----
@@ -141,8 +149,8 @@ class OptimizerMachine:
     def _proceed(self) -> None:
         if self._joined is None:
             return
-        self._joined.start_next()
-        if self.phase is OptimizerPhase.RECOVERING and self._joined.recovered:
+        start_next(self._joined)
+        if self.phase is OptimizerPhase.RECOVERING and self._joined.epoch.recovered:
             self.phase = OptimizerPhase.LIVE
             self._out += [SetEpoch(epoch=self.joined_epoch), SendReady(epoch=self.joined_epoch)]
 
@@ -156,14 +164,14 @@ class OptimizerMachine:
     def _on_begin(self, event: RecoveryAsked) -> None:
         if self._too_old(event.epoch):
             return
-        if self._joined is not None and self._joined.busy:
+        if self._joined is not None and self._joined.epoch.busy:
             raise ImpossibleError(f"epoch {event.epoch} begins before the old one has drained")
         check_begin(event, self._blocks.all)
         self._newest = event.epoch
         self.phase = OptimizerPhase.RECOVERING
         self._pulls.cancel()
-        epoch = ArithmeticEpoch if self._blocks.in_place else Epoch
-        self._joined = epoch(event, self._blocks, self._pulls, self._out)
+        steps = ArithmeticSteps if self._blocks.in_place else ExactSteps
+        self._joined = steps(Epoch(event, self._blocks, self._pulls, self._out))
 
     def _on_drain(self, event: DrainAsked) -> None:
         if self._too_old(event.epoch):
@@ -185,7 +193,7 @@ class OptimizerMachine:
 
     def _say_farewell(self) -> None:
         """Say what is due once no sweep is running."""
-        if self._farewell is None or (self._joined is not None and self._joined.busy):
+        if self._farewell is None or (self._joined is not None and self._joined.epoch.busy):
             return
         self._out.append(self._farewell)
         if isinstance(self._farewell, Exit):
@@ -197,17 +205,17 @@ class OptimizerMachine:
     def _on_live(self, event: LiveEvent) -> None:
         """What only a live epoch may hear of, and only of itself."""
         live = self._live()
-        if live is not None and event.epoch == live.number:
+        if live is not None and event.epoch == live.epoch.number:
             live.handle(event)
 
     def _on_pulled(self, event: Pulled) -> None:
         entered = self.phase in (OptimizerPhase.RECOVERING, OptimizerPhase.LIVE)
-        if self._joined is not None and entered and event.epoch == self._joined.number:
-            self._joined.pulled(event)
+        if self._joined is not None and entered and event.epoch == self._joined.epoch.number:
+            self._joined.start(self._joined.epoch.pulled(event))
 
     def _on_sweep_done(self, event: SweepDone) -> None:
         assert self._joined is not None, "no epoch, no sweep"
-        self._joined.sweep_done(event)
+        sweep_done(self._joined, event)
         self._say_farewell()
 
     # ---- the end ----
