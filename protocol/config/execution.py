@@ -60,16 +60,18 @@ class ScheduleConfig(Section):
     forward_stages: int | None = Field(
         default=None,
         ge=1,
-        description="Stages that the forward is cut into, for each pipeline; unset, what the scheme"
-        " uses with the workers at hand.",
+        description="The forward of each pipeline is cut into so many stages; unset, into as many"
+        " as the scheme uses with the workers at hand.",
     )
     backward_stages: int | None = Field(
         default=None,
         ge=1,
-        description="Stages that the backward is cut into, in schemes that cut it differently.",
+        description="The backward is cut into so many stages, in schemes that cut it differently.",
     )
     stages_per_device: int | None = Field(
-        default=None, ge=1, description="Says `forward_stages` for each worker."
+        default=None,
+        ge=1,
+        description="The number of forward stages for each worker, instead of `forward_stages`.",
     )
     replicas: Annotated[int, Unit("pipelines")] = Field(
         default=1,
@@ -144,11 +146,12 @@ class NodeConfig(Section):
     """One node of the cluster."""
 
     name: Annotated[str, Accepts("a text of 1 to 16 small letters, digits and hyphens")] = Field(
-        pattern=r"^[a-z0-9][a-z0-9-]{0,15}$", description="As in `penstock node --node NAME`."
+        pattern=r"^[a-z0-9][a-z0-9-]{0,15}$",
+        description="The node's name, as in `penstock node --node NAME`.",
     )
     host: str = Field(
         default="127.0.0.1",
-        description="Address where the node's daemons listen, which the other nodes reach.",
+        description="The node's daemons listen on this address, which the other nodes must reach.",
     )
 
 
@@ -156,7 +159,10 @@ class ClusterConfig(Section):
     """Nodes, workers, and how they talk."""
 
     workers: int = Field(
-        default=2, ge=1, le=64, description="Workers (devices) of each node, one process each."
+        default=2,
+        ge=1,
+        le=64,
+        description="Each node has so many workers (devices), one process each.",
     )
     device: Annotated[str, Accepts(DEVICE_CHOICES)] = Field(
         default="cpu",
@@ -184,13 +190,15 @@ class ClusterConfig(Section):
         default=0,
         ge=0,
         le=65535,
-        description="Port of the scheduler on the first node; 0: one that is free.",
+        description="The scheduler listens on this port of the first node; 0: on one that is free.",
     )
     threads_per_worker: Annotated[int, Unit("threads")] = Field(
-        default=0, ge=0, description="Threads that a worker computes with; 0: its share of cores."
+        default=0,
+        ge=0,
+        description="Each worker computes with so many threads; 0: with its share of the cores.",
     )
     heartbeat_interval_s: Seconds = Field(
-        default=0.5, gt=0.0, description="Between two signs of life of a process."
+        default=0.5, gt=0.0, description="Each process gives a sign of life so often."
     )
     heartbeat_timeout_s: Seconds = Field(
         default=10.0,
@@ -205,7 +213,9 @@ class ClusterConfig(Section):
         " and who holds it up is killed and replaced. Longer than any single instruction takes.",
     )
     max_restarts: int = Field(
-        default=20, ge=0, description="Replacements of each process before the run gives up."
+        default=20,
+        ge=0,
+        description="Each process is replaced so many times before the run gives up.",
     )
     grace_seconds: Seconds | None = Field(
         default=None,
@@ -251,8 +261,12 @@ class ClusterConfig(Section):
 class MemoryConfig(Section):
     """Limits that plans are held against; unset means what the machine has."""
 
-    host_limit: Size | None = Field(default=None, description="Of the memory of each node.")
-    device_limit: Size | None = Field(default=None, description="Of the memory of each device.")
+    host_limit: Size | None = Field(
+        default=None, description="Penstock may use so much host memory of each node."
+    )
+    device_limit: Size | None = Field(
+        default=None, description="A plan may use so much memory of each device."
+    )
 
 
 class EmulationConfig(Section):
@@ -268,7 +282,7 @@ class EmulationConfig(Section):
         default=1.0,
         gt=0.0,
         le=1e3,
-        description="Seconds on the clock for one second of the emulated cluster.",
+        description="One second of the emulated cluster takes so many seconds on the clock.",
     )
     machine: Annotated[
         dict[str, float], Accepts("a mapping of numbers such as {nic_bandwidth: 1.25e+10}")
@@ -278,10 +292,14 @@ class EmulationConfig(Section):
         " (parameters/s) that differ, by the names of the fields in `planner/cost/cluster.py`.",
     )
     instruction_s: Seconds | None = Field(
-        default=None, ge=0.0, description="Overhead of each compute instruction."
+        default=None,
+        ge=0.0,
+        description="Each compute instruction takes so much longer than its costs say.",
     )
     optimizer_bytes: Annotated[float | None, Unit("bytes per parameter")] = Field(
-        default=None, gt=0.0, description="Memory traffic of the optimizer's update."
+        default=None,
+        gt=0.0,
+        description="A step of the optimizer moves so much memory; unset, what its sweeps move.",
     )
     optimizer_start: Literal["offload", "flush"] = Field(
         default="offload",
@@ -316,5 +334,5 @@ class ObservabilityConfig(Section):
         " emulated devices are always measured.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="The least that is logged."
+        default="info", description="Messages below this level are not logged."
     )

@@ -45,13 +45,13 @@ class RunConfig(Section):
     ] = Field(
         default="penstock",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Name of the run, shown by all commands and labels of metrics.",
+        description="Commands and metrics show the run by this name.",
     )
     seed: int = Field(
         default=1234,
         ge=0,
         lt=2**63,
-        description="Initial weights, the order of the data and dropout follow from it.",
+        description="Initial weights, the order of the data and dropout follow from the seed.",
     )
     dir: Path | None = Field(
         default=None,
@@ -75,7 +75,9 @@ class ModelConfig(Section):
         description="A local directory as the Hub has them: `config.json`, `*.safetensors`, and"
         " the tokenizer. Every machine reads it.",
     )
-    dtype: DType = Field(default=DType.FP32, description="Type in which weights are computed with.")
+    dtype: DType = Field(
+        default=DType.FP32, description="Weights are stored and sent to devices in this type."
+    )
     compile: bool = Field(
         default=False,
         description="Runs the layers through torch.compile, but for forwards whose plan splits the"
@@ -104,7 +106,7 @@ class DataConfig(Section):
         description="A binary file of token numbers, as of `token_dtype`. Every machine reads it.",
     )
     token_dtype: Literal["uint16", "uint32"] = Field(
-        default="uint16", description="Type of the numbers in `tokens`, little-endian."
+        default="uint16", description="The numbers in `tokens` have this type, little-endian."
     )
     tokenizer: str | None = Field(
         default=None,
@@ -112,7 +114,7 @@ class DataConfig(Section):
         " byte for a model made from `model.hf`.",
     )
     sequence_length: Annotated[int, Unit("tokens")] = Field(
-        default=256, ge=1, description="Length of each training sequence."
+        default=256, ge=1, description="Each training sequence is so long."
     )
     shuffle: bool = Field(
         default=True,
@@ -149,7 +151,9 @@ class TrainConfig(Section):
         default=200, ge=1, description="The run ends after so many committed steps."
     )
     global_batch: Sequences = Field(
-        default=8, ge=1, description="Batch of a step, over all replicas and micro-batches."
+        default=8,
+        ge=1,
+        description="A step takes so many sequences, over all replicas and micro-batches.",
     )
     micro_batch: Sequences = Field(
         default=1,
@@ -159,7 +163,8 @@ class TrainConfig(Section):
     clip_grad_norm: float | None = Field(
         default=1.0,
         gt=0.0,
-        description="Limit of the global norm of the gradients; null: no clipping.",
+        description="Gradients whose global norm is over this limit are scaled down to it; null: no"
+        " clipping.",
     )
     freeze: Annotated[
         tuple[str, ...], Accepts("a list of regular expressions such as [^model.embed]")
@@ -167,15 +172,19 @@ class TrainConfig(Section):
         default=(),
         description="Parameters whose names one of the expressions finds are not trained.",
     )
-    eval_every: Steps = Field(default=0, ge=0, description="Evaluates every so often; 0: never.")
+    eval_every: Steps = Field(
+        default=0, ge=0, description="The run evaluates after every so many steps; 0: never."
+    )
     eval_batches: Annotated[int, Unit("global batches")] = Field(
-        default=2, ge=1, description="Length of an evaluation."
+        default=2, ge=1, description="An evaluation takes so many batches of the held-out data."
     )
     save_every: Steps = Field(
-        default=0, ge=0, description="Saves the state every so often; 0: only when the run ends."
+        default=0,
+        ge=0,
+        description="The state is saved after every so many steps; 0: only when the run ends.",
     )
     keep_snapshots: Annotated[int, Unit("saved states")] = Field(
-        default=2, ge=1, description="Older ones are removed."
+        default=2, ge=1, description="So many saved states are kept; older ones are removed."
     )
     max_skips: Attempts = Field(
         default=20,
@@ -215,32 +224,35 @@ class OptimizerConfig(Section):
         " add it.",
     )
     lr: float = Field(
-        default=3.0e-4, gt=0.0, description="Learning rate at the top of the curve, after warmup."
+        default=3.0e-4,
+        gt=0.0,
+        description="The learning rate at the top of its curve, after warmup.",
     )
     betas: Annotated[
         tuple[float, float], Accepts("two numbers, 0 or more and below 1, such as [0.9, 0.95]")
     ] = Field(
         default=(0.9, 0.95),
-        description=f"Of {labels_with(Hyperparameter.BETAS)}; for Lion 0.9 and 0.99 are usual.",
+        description=f"Used by {labels_with(Hyperparameter.BETAS)}; Lion usually has 0.9 and 0.99.",
     )
     momentum: float = Field(
-        default=0.9, ge=0.0, lt=1.0, description=f"Of {labels_with(Hyperparameter.MOMENTUM)}."
+        default=0.9, ge=0.0, lt=1.0, description=f"Used by {labels_with(Hyperparameter.MOMENTUM)}."
     )
-    eps: float = Field(default=1.0e-8, gt=0.0, description=f"Of {labels_with(Hyperparameter.EPS)}.")
+    eps: float = Field(
+        default=1.0e-8, gt=0.0, description=f"Used by {labels_with(Hyperparameter.EPS)}."
+    )
     weight_decay: float = Field(
-        default=0.1, ge=0.0, description="Acts on parameters with two or more axes."
+        default=0.1, ge=0.0, description="Weight decay acts on parameters with two or more axes."
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine",
-        description="The learning rate's way from `lr`, after warmup, to `min_lr` at the last"
-        " step.",
+        description="How the learning rate goes from `lr`, after warmup, to `min_lr` at the end.",
     )
     warmup_steps: Steps = Field(
         default=0, ge=0, description="The learning rate rises in a straight line for so long."
     )
-    min_lr: float = Field(default=0.0, ge=0.0, description="Where the learning rate ends.")
+    min_lr: float = Field(default=0.0, ge=0.0, description="The learning rate at the last step.")
     grad_dtype: DType = Field(
-        default=DType.FP32, description="Type in which gradients reach the optimizer."
+        default=DType.FP32, description="Gradients reach the optimizer in this type."
     )
     rollback: Literal["exact", "arithmetic"] = Field(
         default="exact",
@@ -267,7 +279,9 @@ class OptimizerConfig(Section):
         " gradients. Rollback stays exact.",
     )
     threads: Annotated[int, Unit("threads")] = Field(
-        default=0, ge=0, description="Of each node's optimizer; 0: one for each physical core."
+        default=0,
+        ge=0,
+        description="Threads of each node's optimizer; 0: one for each physical core.",
     )
     cores: Cores = Field(
         default="auto",
@@ -289,16 +303,16 @@ class OptimizerConfig(Section):
         default=65536.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="Of fp16 models: the loss scale at the start. It halves with every attempt"
-        " whose gradients overflow.",
+        description="fp16 models start with this loss scale. It halves with every attempt whose"
+        " gradients overflow.",
     )
     loss_scale_min: float = Field(
-        default=1.0, gt=0.0, description="Of fp16 models: the loss scale is not halved below it."
+        default=1.0, gt=0.0, description="The loss scale of fp16 models does not go below this."
     )
     loss_scale_growth_interval: Steps = Field(
         default=2000,
         ge=1,
-        description="Of fp16 models: the loss scale doubles after so many steps in a row without"
+        description="The loss scale of fp16 models doubles after so many steps in a row without"
         " overflow.",
     )
 
