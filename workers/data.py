@@ -2,10 +2,9 @@
 
 A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``, inputs all but the
 last, labels all but the first. Sample ``k`` of the run is a sequence of pass ``k // n`` over all
-``n``; each pass has its own order. No torch here; who writes token files is in
-:mod:`penstock.models.data.prepare`.
-
-Names of evaluation passes: each global batch is a job with messages of its own.
+``n``; each pass has its own order. At the end of the file are the numbers of evaluations' jobs:
+each global batch of an evaluation is a job with messages of its own. No torch here; who writes
+token files is in :mod:`penstock.models.data.prepare`.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from penstock.protocol.run.seal import read_sealed
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 6
+"""Of the Feistel network. Changing it changes the order of every run's data."""
 
 
 class TokenDataset:
@@ -48,13 +48,13 @@ class TokenDataset:
         document_masks: bool = False,
         checksums: Checksums | None = None,
     ) -> None:
-        """Map the file. With ``checksums`` what is read is held against them.
+        """Map the file of little-endian ids of ``token_dtype``. With ``checksums`` what is read is
+        held against them; ``eos`` ends a document. Pages are read when a batch asks for them.
 
         Raises:
-            StateError: it is missing or shorter than promised.
-            ConfigError: it holds not even one sequence, or documents are to be kept apart without
-            an
-                end token.
+            StateError: the file is missing or shorter than promised.
+            ConfigError: the file holds not even one sequence, or documents are to be kept apart
+                without an end token.
         """
         try:
             tokens = np.memmap(path, dtype=np.dtype(token_dtype).newbyteorder("<"), mode="r")
@@ -83,11 +83,11 @@ class TokenDataset:
 
     @classmethod
     def open(cls, data_dir: Path, split: str, config: Config) -> TokenDataset:
-        """The ``train`` or ``eval`` split that ``penstock.models.data.prepare`` left in
+        """Returns the ``train`` or ``eval`` split that ``penstock.models.data.prepare`` left in
         ``RUN_DIR/data``.
 
         Raises:
-            StateError: there is none, or its files are damaged.
+            StateError: there is no such split, or its files are damaged.
         """
         try:
             meta = json.loads(read_sealed(data_dir.parent, f"{data_dir.name}/meta.json"))[split]
@@ -116,7 +116,9 @@ class TokenDataset:
             ) from error
 
     def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
-        """Which sequences samples ``position … position + count - 1`` of the run are."""
+        """Returns which sequences samples ``position … position + count - 1`` of the run are,
+        (count,) int64.
+        """
         samples = np.arange(position, position + count, dtype=np.int64)
         indices = samples % self.num_sequences
         if not self._shuffle:
@@ -130,10 +132,11 @@ class TokenDataset:
         return indices
 
     def batch(self, position: int, count: int) -> NDArray[np.int64]:
-        """Samples ``position … position + count - 1`` as tokens, (count, sequence_length + 1).
+        """Returns samples ``position … position + count - 1`` as tokens, (count, sequence_length +
+        1) int64, copied out of the file.
 
         Raises:
-            StateError: they are not those that the run was prepared with.
+            StateError: the tokens are not those that the run was prepared with.
         """
         starts = self.sequence_indices(position, count) * self.sequence_length
         if self._checksums is not None:
@@ -145,7 +148,8 @@ class TokenDataset:
         )
 
     def micro_batch(self, tokens: NDArray[np.int64]) -> MicroBatch:
-        """Inputs and labels of sequences (micro_batch, sequence_length + 1).
+        """Returns inputs and labels, (micro_batch, sequence_length), of sequences
+        (micro_batch, sequence_length + 1), all int64.
 
         With document masks every document of a sequence (it ends with its end token) is on its own,
         as when sequences are packed from documents: positions restart, attention stays inside, and
@@ -174,7 +178,8 @@ class TokenDataset:
 def micro_batches(
     dataset: TokenDataset, data_position: int, global_batch: int, micro_batch: int
 ) -> tuple[list[MicroBatch], int]:
-    """The micro-batches of the global batch that starts at a data position, and its counted tokens.
+    """Returns the micro-batches of the global batch that starts at a data position, and the number
+    of its counted tokens.
 
     ``data_position`` counts the samples consumed before; the batch consumes ``global_batch`` of
     them.
@@ -188,10 +193,12 @@ def micro_batches(
 
 
 def _permuted(indices: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
-    """Places of ``indices`` in a keyed permutation of ``range(size)``, computed without listing it.
+    """Returns the places of ``indices``, (count,), in a keyed permutation of ``range(size)``,
+    computed without listing it.
 
     A balanced Feistel network permutes the next power of four; values that leave the range are sent
-    through again until they are back (cycle walking), at most four times on average.
+    through again until they are back (cycle walking; Black and Rogaway, 2002), at most four times
+    on average.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     values = indices.astype(np.uint64)
@@ -213,9 +220,10 @@ def _feistel(values: NDArray[np.uint64], half_bits: int, key: str) -> NDArray[np
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Every output bit depends on every input bit (the finalizer of SplitMix64; Steele et al.,
-    2014).
+    """Returns a mix of each value in which every output bit depends on every input bit: the
+    finalizer of SplitMix64 (Steele et al., 2014).
     """
+    # Products wrap around modulo 2**64, as the algorithm wants it.
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -226,11 +234,11 @@ MAX_BATCHES = 1 << _BATCH_BITS
 
 
 def job_number(evaluation: int, batch: int) -> int:
-    """What keys the messages of one batch of one evaluation."""
+    """Returns the number that keys the messages of one batch of one evaluation."""
     assert 0 <= batch < MAX_BATCHES, f"batch {batch} of an evaluation"
     return (evaluation << _BATCH_BITS) | batch
 
 
 def evaluation_of(job: int) -> tuple[int, int]:
-    """The evaluation and the batch of a :func:`job_number`."""
+    """Returns the evaluation and the batch of a :func:`job_number`."""
     return job >> _BATCH_BITS, job & (MAX_BATCHES - 1)

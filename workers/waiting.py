@@ -1,11 +1,11 @@
-"""Interruptible waits with deadlines.
+"""Interruptible waits with deadlines, and the fence that ends the waits of an epoch that is over.
 
 Every wait of a worker ends in one of three ways: what it waits for is there, the attempt is aborted
 (:class:`Interrupted`, nobody's fault), or the deadline passed (:class:`LostMemberError`, which says
 what was awaited). Time in which the whole process was stopped does not count towards a deadline.
 
-Which epoch may still work. Fenced by the stream's reading thread, asked by everything that
-waits.
+:class:`EpochFence` says which epoch may still work: the thread that reads the scheduler's stream
+fences, and everything that waits asks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Interrupted(Exception):
 
 
 class Abort:
-    """A flag that ends work. Set once, from any thread, or by ``stopped`` becoming true."""
+    """A flag that ends work. It is set once, from any thread, or by ``stopped`` becoming true."""
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
         self._event = threading.Event()
@@ -37,8 +37,9 @@ class Abort:
         self._stopped = stopped
 
     def set(self, reason: str) -> None:
-        """Abort; the first reason is kept."""
+        """Set the flag; the first reason is kept."""
         if not self._event.is_set():
+            # The reason comes before the flag: whoever sees the flag finds the reason there.
             self._reason = reason
             self._event.set()
 
@@ -48,14 +49,18 @@ class Abort:
         return self._event.is_set() or self._stopped()
 
     def check(self) -> None:
-        """Raise :class:`Interrupted` if the flag is set."""
+        """Raise if the work must end.
+
+        Raises:
+            Interrupted: the flag is set.
+        """
         if self.is_set:
             raise Interrupted(self._reason)
 
 
 class WaitBudget:
-    """How much longer a wait may take. Asked once per slice of the wait; long gaps count as one
-    second.
+    """How much longer a wait may take, of ``timeout_s`` seconds. To be asked once per slice of the
+    wait; a longer gap counts as one second.
 
     A gap much longer than a slice means that this process was stopped (SIGSTOP, a suspended
     machine): what it waits for may lie in its socket unread.
@@ -67,7 +72,7 @@ class WaitBudget:
         self._last = time.monotonic()
 
     def spend(self, what: str) -> None:
-        """Count the time since the last call.
+        """Count the seconds since the last call.
 
         Raises:
             LostMemberError: the deadline passed; ``what`` was awaited.
@@ -87,7 +92,8 @@ def wait_until(
     Spins briefly, then polls every 0.2 ms.
 
     Raises:
-        Interrupted: aborted. LostMemberError: the deadline passed.
+        Interrupted: the work was aborted.
+        LostMemberError: the deadline passed.
     """
     abort.check()
     if condition():
@@ -96,6 +102,7 @@ def wait_until(
     budget = WaitBudget(timeout_s)
     while not condition():
         abort.check()
+        # The word belongs to another process, which nothing here can notify.
         if time.perf_counter() - start > _SPIN_S:
             budget.spend(what())
             time.sleep(_SHORT_SLEEP_S)
@@ -103,6 +110,7 @@ def wait_until(
 
 
 FOREVER = 2**64
+"""Fences below this number end every epoch."""
 
 
 class EpochFence:
@@ -113,7 +121,9 @@ class EpochFence:
     """
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """``stopped``: asked by everything that waits; true aborts too."""
+        """``stopped`` is asked by everything that waits; when it is true, waits are aborted,
+        too.
+        """
         self._stopped = stopped
         self._lock = threading.Lock()
         self._fenced_below = 0
@@ -122,7 +132,8 @@ class EpochFence:
         self._abort = Abort(self._stopped)
 
     def fence(self, below: int, reason: str) -> None:
-        """Epochs before ``below`` are over."""
+        """End all epochs before ``below``, entered or not."""
+        # Under the lock, so that enter() sees either the fence or has its flag set by it.
         with self._lock:
             if below > self._fenced_below:
                 self._fenced_below, self._reason = below, reason
@@ -130,7 +141,7 @@ class EpochFence:
                 self._abort.set(self._reason)
 
     def enter(self, epoch: int) -> Abort:
-        """The flag of ``epoch``; that of the epoch before is set."""
+        """Enter an epoch; returns its flag. The flag of the epoch before is set."""
         with self._lock:
             self._abort.set("a new epoch began")
             self._epoch, self._abort = epoch, Abort(self._stopped)

@@ -35,25 +35,40 @@ class Channel(Protocol):
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        """Start to send tensors of the device. They must not be written any more."""
+        """Start to send tensors of the device, of any shapes, in a dtype of
+        :data:`penstock.workers.channels.tensors.DTYPES`. They must not be written any more.
+
+        Raises:
+            Interrupted, LostMemberError: as all waits.
+            ProtocolError: a type that cannot travel.
+        """
 
     def post(self, key: TransferKey) -> None:
-        """A transfer will be taken; make room for it if that is possible without waiting."""
+        """Make room for a transfer that will be taken, if that is possible without waiting."""
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """Wait for a transfer: tensors on the device."""
+        """Wait for a transfer; returns its tensors, on the device, of the shapes and dtypes sent.
+
+        Work given to the device from now on sees what was received.
+
+        Raises:
+            Interrupted, LostMemberError: as all waits.
+        """
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """When a transfer that was just taken had arrived (``time.perf_counter``); asked once.
-
-        ``None``: only the device knows.
+        """Returns when a transfer that was just taken had arrived (seconds of
+        ``time.perf_counter``), None where only the device knows. To be asked once.
         """
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """What arrived for an attempt and was not taken."""
+        """Returns what arrived for an attempt and was not taken."""
 
     def check(self) -> None:
-        """Raise ``LostMemberError`` if what was taken may not have arrived after all."""
+        """Raise if what was taken may not have arrived after all.
+
+        Raises:
+            LostMemberError: a wait ended without what it waited for.
+        """
 
     def close(self) -> None:
         """Abandon what is under way; nothing of it reaches another epoch."""
@@ -77,7 +92,7 @@ class MessageChannel:
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        """Queue a message."""
+        """Queue a message: the tensors are copied to the host first, if they are not there."""
         header = Transfer(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -91,22 +106,22 @@ class MessageChannel:
         self._transport.send(peer, header, self._device.to_host(tensors), abort, timeout_s)
 
     def post(self, key: TransferKey) -> None:
-        """The inbox has room for all that the plan receives."""
+        """Do nothing: the inbox has room for all that the plan receives."""
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """From the inbox."""
+        """Take the transfer out of the inbox, as it arrived, and bring it to the device."""
         return self._device.from_host(self._transport.inbox.take(key, abort, timeout_s))
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """When the message was complete."""
+        """Returns when the message was complete."""
         return self._transport.inbox.arrival_s(key)
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """What the inbox holds."""
+        """Returns what the inbox holds of the attempt."""
         return self._transport.inbox.leftovers(phase, attempt)
 
     def check(self) -> None:
-        """What was taken had arrived."""
+        """Do nothing: what was taken had arrived."""
 
     def close(self) -> None:
-        """Sockets and inbox are closed by who opened them."""
+        """Do nothing: sockets and inbox are closed by who opened them."""

@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 
 
 def make_group(store: Store, rank: int, size: int, address: str) -> PointToPoint:
-    """Connect all with all, over the interface of ``address``. Blocks until the others do it too.
+    """Connect all with all, over the interface of ``address``; blocks until the others do so, too.
 
     Raises:
-        RuntimeError: they did not, or went away.
+        RuntimeError: the others did not, or went away.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub says Options
     options._timeout = _CONNECT_TIMEOUT
@@ -49,7 +49,7 @@ def make_group(store: Store, rank: int, size: int, address: str) -> PointToPoint
 
 
 def is_built() -> bool:
-    """Whether this torch has Gloo."""
+    """Returns whether this torch has Gloo."""
     return distributed.is_gloo_available()
 
 
@@ -74,7 +74,7 @@ def join(
 
 
 class _Waiter:
-    """Waits for work on a thread, in the order in which it was started."""
+    """Waits for work on a thread of its own, in the order in which the work was started."""
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -86,7 +86,7 @@ class _Waiter:
         self._queue.put((work, done))
 
     def close(self) -> None:
-        """All work has ended or been broken."""
+        """End the thread; all work has ended or been broken."""
         self._queue.put(None)
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -105,7 +105,12 @@ class _Waiter:
 
 
 class GlooWire:
-    """See :class:`penstock.workers.channels.group.Wire`. Tensors of GPUs go through the host."""
+    """The :class:`penstock.workers.channels.group.Wire` over Gloo; tensors of GPUs go through the
+    host.
+
+    The condition guards arrivals and the first failure, which threads write and the interpreter's
+    thread reads; all else is the interpreter's alone.
+    """
 
     def __init__(self, group: PointToPoint, members: Sequence[int], device: Device) -> None:
         """``members``: devices by rank."""
@@ -119,20 +124,22 @@ class GlooWire:
         self._receives: dict[int, _Waiter] = {}
 
     def outgoing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """On the host."""
+        """Returns the tensors, of any shape, on the host."""
         return self._device.to_host(tensors)
 
     def incoming(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """From the host."""
+        """Returns the tensors, of any shape, brought from the host to the device."""
         return self._device.from_host(tensors)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Aligned as torch allocates: kernels repeat their bits for equal alignment only."""
+        """Returns host memory of (num_bytes,) uint8, aligned as torch allocates: kernels repeat
+        their bits for equal alignment only.
+        """
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
-        """Never blocks. To a peer that is gone nothing is sent, like a message to a dead process:
-        that it is gone is the scheduler's to say.
+        """Start to send flat uint8 bytes; never blocks. To a peer that is gone nothing is sent,
+        like a message to a dead process: that it is gone is the scheduler's to say.
         """
         if self._group is None:
             return
@@ -145,7 +152,7 @@ class GlooWire:
             self._sends.put(work, lambda kept=buffer: None)  # type: ignore[misc]
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
-        """Never blocks."""
+        """Start to receive into a flat uint8 buffer; never blocks. The caller keeps the buffer."""
         if self._group is None:
             return
         if peer not in self._receives:
@@ -158,7 +165,7 @@ class GlooWire:
             self._receives[peer].put(work, lambda: self._arrived(key))
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
-        """Until its thread says that it is there."""
+        """Wait until the sender's thread says that the bytes are there; see the protocol."""
         budget = WaitBudget(timeout_s)
         with self._changed:
             while key not in self._arrivals:
@@ -168,12 +175,12 @@ class GlooWire:
                 self._changed.wait(POLL_S)
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """When Gloo had all its bytes."""
+        """Returns when Gloo had all bytes of a transfer."""
         with self._changed:
             return self._arrivals.pop(key, None)
 
     def check(self) -> None:
-        """What was waited for is there."""
+        """Do nothing: what was waited for is there."""
 
     def close(self) -> None:
         """Let one wait time out, which breaks the group; then nothing may be left that holds it,

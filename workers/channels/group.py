@@ -6,9 +6,8 @@ transfer of a kind, phase and stage announces them over ZeroMQ, all later ones o
 have the same. Receives are posted when the plan posts them, or when a later one of the same sender
 is.
 
-What this package uses of ``torch.distributed``, in one place because its stubs lack much of it.
-
-No default group is made, and nothing is read from the environment.
+What this package uses of ``torch.distributed`` is named here, in one place, because its stubs lack
+much of it. No default group is made, and nothing is read from the environment.
 """
 
 from __future__ import annotations
@@ -34,32 +33,37 @@ class Wire(Protocol):
     """Moves flat buffers between devices; matches by order or by tag."""
 
     def outgoing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The device's tensors where the wire reads them."""
+        """Returns the device's tensors, of any shape, where the wire reads them."""
 
     def incoming(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors that the wire wrote, on the device."""
+        """Returns tensors that the wire wrote, of any shape, on the device."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Memory to receive into, (num_bytes,) uint8."""
+        """Returns memory to receive into, (num_bytes,) uint8."""
 
     def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
-        """Start to send; keeps the buffer as long as it is read."""
+        """Start to send a flat uint8 buffer; keeps it as long as it is read."""
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
-        """Start to receive."""
+        """Start to receive into a flat uint8 buffer, which the caller keeps until :meth:`wait`."""
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
-        """Until work issued from now on sees what was received.
+        """Wait until work issued from now on sees what was received.
 
         Raises:
-            Interrupted: aborted. LostMemberError: it did not come in time.
+            Interrupted: the work was aborted.
+            LostMemberError: the transfer did not come in ``timeout_s`` seconds.
         """
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """When it had arrived, if the host knows; asked once, after :meth:`wait`."""
+        """Returns when it had arrived, if the host knows; to be asked once, after :meth:`wait`."""
 
     def check(self) -> None:
-        """Raises: LostMemberError: a wait ended without what it waited for."""
+        """Raise if a wait ended without what it waited for.
+
+        Raises:
+            LostMemberError: it did.
+        """
 
     def close(self) -> None:
         """Break all connections; every wait, here and at the peers, ends."""
@@ -75,7 +79,10 @@ class _Incoming:
 
 
 class GroupChannel:
-    """See :class:`penstock.workers.channels.base.Channel`."""
+    """The :class:`penstock.workers.channels.base.Channel` over a wire; used by one thread.
+
+    ``_buffers`` holds what is posted and not taken: the wire may write into it at any time.
+    """
 
     def __init__(
         self,
@@ -109,7 +116,7 @@ class GroupChannel:
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        """Announce the shapes, if they are the first, and start to send.
+        """Announce the shapes, if they are the first, and start to send the tensors, of any shape.
 
         Raises:
             ProtocolError: shapes, types or names differ from those announced.
@@ -135,7 +142,12 @@ class GroupChannel:
             self._post(key, place)
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """Wait for the bytes; for its shapes first, and those of transfers before it."""
+        """Wait for the shapes of this transfer and of those before it, then for the bytes; returns
+        the tensors, of the shapes announced, over the memory received into.
+
+        Raises:
+            Interrupted, LostMemberError: as all waits.
+        """
         place = self._place(key)
         if place is None:
             return self._others.take(key, abort, timeout_s)
@@ -152,12 +164,12 @@ class GroupChannel:
         return self._wire.incoming(packing.unpack(buffer))
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """When the bytes were there."""
+        """Returns when the bytes were there."""
         known = self._place(key) is not None
         return self._wire.arrival_s(key) if known else self._others.arrival_s(key)
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """Posted and not taken."""
+        """Returns what was posted, come or not, and not taken."""
         posted = tuple(k for k in self._buffers if (k.phase, k.attempt) == (phase, attempt))
         return posted + self._others.leftovers(phase, attempt)
 
@@ -167,6 +179,7 @@ class GroupChannel:
 
     def close(self) -> None:
         """Break the connections."""
+        # The wire first: it may write into the buffers until its connections are broken.
         self._wire.close()
         self._buffers.clear()
 
@@ -243,16 +256,16 @@ class PointToPoint(Protocol):
     """The methods of ``ProcessGroupGloo`` and ``ProcessGroupNCCL`` that move tensors."""
 
     def rank(self) -> int:
-        """Of this process."""
+        """Returns the rank of this process."""
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Start to send one tensor."""
+        """Start to send one contiguous tensor."""
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Start to receive one tensor."""
+        """Start to receive into one contiguous tensor."""
 
     def abort(self) -> None:
         """End what is under way; Gloo's does nothing for transfers."""

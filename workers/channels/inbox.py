@@ -30,7 +30,7 @@ from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 NamedTensors = dict[str, torch.Tensor]
 ShapeKey = tuple[int, str, str, int]
-"""Sender, phase, kind and stage."""
+"""Sender, phase, kind and stage: what all transfers of one shape have in common."""
 _MAX_PORT = 65535
 _MAX_SHAPES = 1 << 14
 _RECEIVES: dict[type, str] = {
@@ -54,7 +54,7 @@ class TransferKey:
 
     @classmethod
     def of(cls, header: Transfer) -> TransferKey:
-        """The key of a message."""
+        """Returns the key of a message."""
         return cls(
             phase=header.phase,
             attempt=header.attempt,
@@ -92,7 +92,7 @@ class Expected:
         first_attempt: int = 1,
         first_evaluation: int = 1,
     ) -> Expected:
-        """From a device's programs, and what collectives bring
+        """Returns what may arrive at a device by its programs, and what collectives bring
         (:func:`penstock.workers.collectives.collective_receives`).
         """
         train = {("train", *receive) for receive in _receives(program)}
@@ -117,7 +117,10 @@ def _receives(program: Program) -> list[tuple[str, int, int]]:
 
 
 class Inbox:
-    """Received tensors by :class:`TransferKey`."""
+    """Received tensors, on the host, by :class:`TransferKey`.
+
+    One lock guards all of it: the communication thread puts, the interpreter's thread takes.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -130,7 +133,7 @@ class Inbox:
         self._attempt = self._evaluation = 0
 
     def open(self, *, run_id: str, epoch: int, expected: Expected) -> None:
-        """Empty it and accept what belongs to ``epoch`` from now on."""
+        """Empty the inbox and accept what belongs to ``epoch`` from now on."""
         with self._changed:
             self._tensors.clear()
             self._arrivals.clear()
@@ -139,11 +142,13 @@ class Inbox:
             self._attempt, self._evaluation = expected.first_attempt, expected.first_evaluation
 
     def close(self) -> None:
-        """Empty it and accept nothing: between Drain and Begin."""
+        """Empty the inbox and accept nothing: between Drain and Begin."""
         self.open(run_id="", epoch=-1, expected=NOTHING)
 
     def begin(self, phase: str, number: int) -> None:
-        """This device begins an attempt, or a batch of an evaluation: what is older is over."""
+        """Note that this device begins an attempt, or a batch of an evaluation; what is older
+        goes.
+        """
         with self._changed:
             if phase == "train":
                 self._attempt = max(self._attempt, number)
@@ -156,7 +161,7 @@ class Inbox:
                 del self._arrivals[key]
 
     def refusal(self, header: Transfer) -> str | None:
-        """Why a message is not wanted, or None; asked before its tensors are copied."""
+        """Returns why a message is not wanted, or None; asked before its tensors are copied."""
         key = TransferKey.of(header)
         with self._changed:
             if (header.run_id, header.epoch) != (self._run_id, self._epoch):
@@ -168,7 +173,8 @@ class Inbox:
             return "doubled" if key in self._seen else None
 
     def put(self, header: Transfer, tensors: NamedTensors) -> None:
-        """Keep the tensors of a message unless the epoch ended meanwhile."""
+        """Keep the tensors of a message, of any shapes, unless the epoch ended meanwhile."""
+        # Asked again: between refusal() and here the tensors were copied without the lock.
         with self._changed:
             key = TransferKey.of(header)
             if (header.run_id, header.epoch) != (self._run_id, self._epoch):
@@ -192,10 +198,11 @@ class Inbox:
         return 0 <= evaluation - self._evaluation <= 1
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """Wait for a transfer and take it out.
+        """Wait for a transfer and take it out: tensors on the host, as they were sent.
 
         Raises:
-            Interrupted: aborted. LostMemberError: it did not come in time.
+            Interrupted: the work was aborted.
+            LostMemberError: the transfer did not come in ``timeout_s`` seconds.
         """
         with self._changed:
             if key in self._tensors:
@@ -208,17 +215,17 @@ class Inbox:
             return self._tensors.pop(key)
 
     def arrival_s(self, key: TransferKey) -> float:
-        """When a transfer that was just taken out had arrived (``time.perf_counter``)."""
+        """Returns when a transfer that was just taken out had arrived (``time.perf_counter``)."""
         with self._changed:
             return self._arrivals.pop(key)
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """What arrived for an attempt and was not taken."""
+        """Returns what arrived for an attempt and was not taken."""
         with self._changed:
             return tuple(k for k in self._tensors if (k.phase, k.attempt) == (phase, attempt))
 
     def held(self) -> tuple[NamedTensors, ...]:
-        """What arrived and was not taken."""
+        """Returns the tensors of all that arrived and was not taken."""
         with self._changed:
             return tuple(self._tensors.values())
 
@@ -228,7 +235,9 @@ class Inbox:
 
 
 class Notices:
-    """Filled by the communication thread, read by the interpreter's."""
+    """Small messages of the epoch, filled by the communication thread, read by the
+    interpreter's.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -248,10 +257,10 @@ class Notices:
         self.open(run_id="", epoch=-1)
 
     def put(self, notice: GroupAddress | TransferShape) -> str | None:
-        """Keep a notice; why it is not wanted, or ``None``.
+        """Keep a notice; returns why it is not wanted, or None.
 
         Raises:
-            ProtocolError: no port, no tensors of this kind.
+            ProtocolError: the notice names no possible port, or no possible tensors.
         """
         with self._changed:
             if (notice.run_id, notice.epoch) != self._epoch:
@@ -272,22 +281,23 @@ class Notices:
         return None
 
     def wait_port(self, what: str, abort: Abort, timeout_s: float) -> int:
-        """Where the process group meets.
+        """Wait for the port where the process group meets; ``what`` names the wait in errors.
 
         Raises:
-            Interrupted: aborted. LostMemberError: nobody said so in time.
+            Interrupted: the work was aborted.
+            LostMemberError: nobody named a port in ``timeout_s`` seconds.
         """
         self._wait(lambda: self._port is not None, what, abort, timeout_s)
         assert self._port is not None
         return self._port
 
     def wait_packing(self, key: ShapeKey, what: str, abort: Abort, timeout_s: float) -> Packing:
-        """What transfers hold; raises like :meth:`wait_port`."""
+        """Wait for what transfers of a kind hold; raises like :meth:`wait_port`."""
         self._wait(lambda: key in self._packings, what, abort, timeout_s)
         return self._packings[key]
 
     def packing(self, key: ShapeKey) -> Packing | None:
-        """What transfers hold, if it is known."""
+        """Returns what transfers of a kind hold, None while nobody has said."""
         with self._changed:
             return self._packings.get(key)
 

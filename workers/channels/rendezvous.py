@@ -42,17 +42,17 @@ class Meeting:
 
     @property
     def leader(self) -> int:
-        """Hosts the store."""
+        """The member that hosts the store: the one with the lowest device number."""
         return self.members[0]
 
     @property
     def rank(self) -> int:
-        """Of ``own``."""
+        """The rank of ``own`` in the group."""
         return self.members.index(self.own)
 
 
 class Assembly:
-    """Members that have not come yet, for messages."""
+    """The way of a member to the group's store; as a text, who has not come yet."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -63,11 +63,12 @@ class Assembly:
         return f"{named} to join the process group of epoch {self._meeting.epoch}"
 
     def store(self, abort: Abort, timeout_s: float) -> Store:
-        """A store that all members share, when all have come.
+        """Wait until all members have come; returns a store that they share.
 
         Raises:
-            Interrupted: aborted. LostMemberError: nobody said where. RuntimeError: the leader went
-            away.
+            Interrupted: the work was aborted.
+            LostMemberError: nobody said in ``timeout_s`` seconds where the store is.
+            RuntimeError: the leader went away.
         """
         meeting = self._meeting
         leads = meeting.own == meeting.leader
@@ -83,7 +84,7 @@ class Assembly:
         return store
 
     def _host(self) -> TCPStore:
-        """On the host's own address only; the system chooses the port."""
+        """Host the store, on the host's own address only; the system chooses the port."""
         address = self._meeting.addresses[self._meeting.own]
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
@@ -104,7 +105,7 @@ class Assembly:
         return TCPStore(address, port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
     def _gather(self, port: int, store: Store, abort: Abort, timeout_s: float) -> None:
-        """Say where, until everybody is there."""
+        """Tell members where the store is, again and again, until all are there."""
         meeting = self._meeting
         where = GroupAddress(run_id=meeting.run_id, epoch=meeting.epoch, port=port)
         told_at = -POLL_S
@@ -121,7 +122,9 @@ class Assembly:
 
 
 class _Outcome(Generic[T]):
-    """Of work on a thread."""
+    """What work on a thread came to. ``ended`` is set after result and error, which are then
+    final.
+    """
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -138,13 +141,15 @@ class _Outcome(Generic[T]):
 
 
 def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: float) -> T:
-    """Call into a library that blocks and knows no abort, on a thread that is left behind then.
+    """Call into a library that blocks and knows no abort, on a thread that an abort leaves behind;
+    returns what the library returned.
 
     A ``RuntimeError`` of the library means that a peer went away: the rest of the time is left to
     the scheduler, which notices too and aborts.
 
     Raises:
-        Interrupted: aborted. LostMemberError: the deadline passed; ``str(what)`` was awaited.
+        Interrupted: the work was aborted.
+        LostMemberError: the deadline passed; ``str(what)`` was awaited.
     """
     outcome = _Outcome(work)
     threading.Thread(target=outcome.run, name="worker-group", daemon=True).start()

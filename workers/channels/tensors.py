@@ -37,10 +37,12 @@ _ALIGNMENT_BYTES = 256
 def to_frames(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[tuple[TensorHeader, ...], list[memoryview]]:
-    """Headers and buffers of host tensors. Buffers alias tensors that are contiguous already.
+    """Returns headers and buffers of host tensors of any shape, in a dtype of :data:`DTYPES`.
+
+    Buffers alias tensors that are contiguous already: these must not be written until all is sent.
 
     Raises:
-        ProtocolError: a type that cannot travel.
+        ProtocolError: a tensor has a type that cannot travel.
     """
     buffers = []
     headers = headers_of(tensors)
@@ -54,14 +56,15 @@ def to_frames(
 def from_frames(
     headers: Sequence[TensorHeader], buffers: Sequence[memoryview]
 ) -> dict[str, torch.Tensor]:
-    """Tensors in memory of their own.
+    """Returns tensors of the headers' shapes and types, in host memory of their own.
 
     They are copied because message buffers start anywhere, and matrix kernels promise equal bits
     only for equally aligned operands; torch allocates at multiples of 64 bytes. NumPy copies on the
     calling thread alone: torch would start a second team of compute threads.
 
-    Raises: ProtocolError: unknown type, too many axes, or a buffer whose length is not that of its
-    header.
+    Raises:
+        ProtocolError: a header has an unknown type or too many axes, or a buffer has not the bytes
+            that its header says.
     """
     if len(headers) != len(buffers):
         raise ProtocolError(f"{len(buffers)} buffers for {len(headers)} tensors")
@@ -82,10 +85,10 @@ def from_frames(
 
 
 def headers_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorHeader, ...]:
-    """Names, types and shapes.
+    """Returns names, types and shapes of tensors of any shape.
 
     Raises:
-        ProtocolError: a type that cannot travel.
+        ProtocolError: a tensor has a type that cannot travel.
     """
     headers = []
     for name, tensor in tensors.items():
@@ -101,8 +104,12 @@ class Packing:
     """Named tensors in one flat buffer of bytes on their device, each at a multiple of 256."""
 
     def __init__(self, headers: Sequence[TensorHeader]) -> None:
-        """Raises: ProtocolError: unknown type, too many axes or bytes, or a name that comes
-        twice.
+        """Lay tensors out; ``num_bytes`` is the size of the buffer.
+
+        Raises:
+            ProtocolError: a header has an unknown type, too many axes or bytes, or a name that
+            comes
+                twice.
         """
         self.headers = tuple(headers)
         if len({header.name for header in headers}) != len(headers):
@@ -111,6 +118,7 @@ class Packing:
         self.num_bytes = 0
         for header in headers:
             dtype, size = _checked(header)
+            # Kernels promise equal bits only for equally aligned operands.
             start = -(-self.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             self._parts.append((header, dtype, start, start + size))
             self.num_bytes = start + size
@@ -118,7 +126,11 @@ class Packing:
             raise ProtocolError(f"a transfer of {self.num_bytes} bytes")
 
     def pack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The flat buffer, (num_bytes,) uint8; a single contiguous tensor is not copied."""
+        """Returns the flat buffer, (num_bytes,) uint8, of tensors with the headers' shapes and
+        types.
+
+        A single contiguous tensor is not copied: the buffer is its memory.
+        """
         flats = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
         if len(flats) == 1:
             return flats[0]
@@ -129,7 +141,9 @@ class Packing:
         return packed
 
     def unpack(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors, over the same memory."""
+        """Returns the tensors, of the headers' shapes and types, over the memory of ``packed``,
+        (num_bytes,) uint8.
+        """
         return {
             header.name: packed[start:stop].view(dtype).view(header.shape)
             if stop > start
@@ -139,7 +153,9 @@ class Packing:
 
 
 def _checked(header: TensorHeader) -> tuple[torch.dtype, int]:
-    """Type and bytes of a tensor that a peer describes."""
+    """Returns type and bytes of a tensor that a peer describes; refuses what could exhaust
+    memory.
+    """
     dtype = DTYPES.get(header.dtype)
     # Also for empty tensors: strides of huge extents overflow.
     huge = prod(max(1, extent) for extent in header.shape) > _MAX_ELEMENTS
@@ -149,5 +165,5 @@ def _checked(header: TensorHeader) -> tuple[torch.dtype, int]:
 
 
 def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of all tensors."""
+    """Returns the bytes of all tensors, of any shape and dtype."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())

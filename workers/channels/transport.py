@@ -34,10 +34,10 @@ from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 MAX_TENSOR_BYTES = 8 << 30
-"""A longer frame ends its sender's connection before it is read."""
+"""A frame of more bytes ends its sender's connection before it is read."""
 
 MAX_TENSORS = 1024
-"""In one message; a reduction has one for each block of a stage."""
+"""Most tensors in one message; a reduction has one for each block of a stage."""
 
 _QUEUED_MESSAGES = 4096
 """High-water mark per peer; plans stay far below it."""
@@ -53,7 +53,9 @@ _log = logging.getLogger(__name__)
 
 
 def bounds_of(largest_bytes: int, num_devices: int) -> Bounds:
-    """What peers may bring before it has been taken: what waits, the message under way, slack."""
+    """Returns what peers may bring before it has been taken, for messages of up to
+    ``largest_bytes``: what waits, the message under way, slack.
+    """
     connection_bytes = (_UNREAD_MESSAGES + 2) * largest_bytes + _SLACK_BYTES
     return Bounds(
         connections=64 + 8 * num_devices,
@@ -110,7 +112,7 @@ class Transport:
             self._optimizers = {node: self._push(address) for node, address in optimizers.items()}
 
     def expect(self, largest_bytes: int, num_devices: int) -> None:
-        """Who listens on tcp bears transfers of up to ``largest_bytes`` from now on."""
+        """Bear transfers of up to ``largest_bytes`` from now on, where the inbox listens on tcp."""
         if self._guard is not None:
             self._guard.bounds = bounds_of(largest_bytes, num_devices)
 
@@ -124,12 +126,14 @@ class Transport:
     def send(
         self, peer: int, header: Transfer, tensors: NamedTensors, abort: Abort, timeout_s: float
     ) -> None:
-        """Queue tensors (on the host) for a peer; ``header.tensors`` is filled in here.
+        """Queue host tensors of any shape for a peer; ``header.tensors`` is filled in here.
 
         The tensors must not be written any more: they are sent from where they are.
 
         Raises:
-            Interrupted: aborted. LostMemberError: the peer's queue stayed full.
+            Interrupted: the work was aborted.
+            LostMemberError: the peer's queue stayed full for ``timeout_s`` seconds.
+            ProtocolError: a type that cannot travel, or a peer that nobody connected.
         """
         headers, buffers = to_frames(tensors)
         full = Transfer(
@@ -152,7 +156,8 @@ class Transport:
         """Tell the optimizerd of a node that gradients are complete, or weights.
 
         Raises:
-            Interrupted: aborted. LostMemberError: its queue stayed full.
+            Interrupted: the work was aborted.
+            LostMemberError: the queue of the optimizerd stayed full.
         """
         what = f"room in the queue to the optimizerd of node {node}"
         self._queue(self._optimizers, node, [encode(message)], what, abort, timeout_s)
@@ -163,7 +168,8 @@ class Transport:
         """Tell a peer what it needs to know of the epoch's process group.
 
         Raises:
-            Interrupted: aborted. LostMemberError: the peer's queue stayed full.
+            Interrupted: the work was aborted.
+            LostMemberError: the peer's queue stayed full.
         """
         what = f"room in the queue to worker {peer} for {type(notice).__name__}"
         self._queue(self._peers, peer, [encode(notice)], what, abort, timeout_s)
@@ -195,11 +201,13 @@ class Transport:
         budget = WaitBudget(timeout_s)
         while True:
             abort.check()
+            # A socket belongs to one thread at a time; the lock hands it over, fences included.
             with self._lock:
                 socket = sockets.get(target)
                 if socket is None:
                     raise ProtocolError(f"no connection for {what}: the last Begin did not name it")
                 try:
+                    # Without copies: ZeroMQ holds the buffers until its thread has sent them.
                     socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
                     return
                 except zmq.Again:
