@@ -48,7 +48,6 @@ from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import group_members, open_channel, told_by, transport_here
 from penstock.workers.channels.transport import Transport
-from penstock.workers.collectives import collective_peers, collective_receives
 from penstock.workers.data import TokenDataset, micro_batches
 from penstock.workers.platforms.base import Device
 from penstock.workers.platforms.cpu.device import CpuDevice
@@ -59,7 +58,7 @@ from penstock.workers.platforms.emulated.memory import EmulatedMeter
 from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
 from penstock.workers.platforms.emulated.update import EmulatedPreviewer
 from penstock.workers.session import Batches
-from penstock.workers.state.flow import Flow
+from penstock.workers.state.flow import Flow, collective_peers, collective_receives
 from penstock.workers.state.updates import BlockUpdates, NativePreviewer, Previewer, cores_of
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 from penstock.workers.telemetry.meters import CudaMeter, Meter, NoMeter, StorageMeter

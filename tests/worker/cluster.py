@@ -40,12 +40,11 @@ from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
-from penstock.workers.collectives import collective_receives
 from penstock.workers.epoch_builder import make_device
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.platforms.base import Device, as_tensor
 from penstock.workers.platforms.cuda.device import ALIGNMENT_BYTES
-from penstock.workers.state.flow import Flow
+from penstock.workers.state.flow import Flow, collective_receives
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.telemetry.trace import TraceRing

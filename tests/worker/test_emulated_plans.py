@@ -40,13 +40,12 @@ from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.base import MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.transport import Transport
-from penstock.workers.collectives import collective_receives
 from penstock.workers.interpreter import run_job
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
 from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
 from penstock.workers.platforms.emulated.update import EmulatedPreviewer
-from penstock.workers.state.flow import Flow
+from penstock.workers.state.flow import Flow, collective_receives
 from penstock.workers.state.updates import BlockUpdates
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader
 from penstock.workers.telemetry.metrics import WorkerMetrics

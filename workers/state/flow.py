@@ -1,27 +1,37 @@
-"""Where tensors go in a plan: what instructions take and leave, and who sums gradients."""
+"""Where tensors go in a plan: what instructions take and leave, and who sums gradients.
+
+Programs name no sends and receives of what devices tell each other in collectives:
+
+- Gradient sums, from the other routes of a stage to the one that publishes them
+  (:mod:`penstock.protocol.plan.reduction`).
+- On devices whose time is modelled, if they share out weights, when each enters a collective, to
+  all others: its time follows from that (:mod:`penstock.workers.platforms.emulated`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.protocol.plan.instructions import BackwardInput, Instruction, SwapOut
+from penstock.protocol.plan.instructions import (
+    BackwardInput,
+    FetchWeights,
+    Instruction,
+    Program,
+    ReduceGradients,
+    SwapOut,
+)
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
-from penstock.protocol.plan.semantics import (
-    Facts,
-    Place,
-    TensorKind,
-    boundary,
-    makes,
-    reads,
-    takes,
-)
+from penstock.protocol.plan.semantics import Facts, Place, TensorKind, boundary, makes, reads, takes
 from penstock.protocol.wire.frames import TransferKind
 
 TensorKey = tuple[TransferKind, int, int]
 """Kind, stage and micro-batch of a tensor."""
+
+Received = tuple[str, str, int, int]
+"""``(phase, kind, stage, micro_batch)`` of a transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +48,7 @@ class Flow:
 
     @classmethod
     def of(cls, plan: Plan) -> Flow:
-        """From all programs of the plan."""
+        """Returns the flow of all programs of the plan."""
         found: dict[type, set[Place]] = {BackwardInput: set(), SwapOut: set()}
         for program in plan.programs:
             for instruction in program:
@@ -72,7 +82,7 @@ def tensor_taken(instruction: Instruction, facts: Facts) -> TensorKey | None:
 
 
 def tensors_awaited(instruction: Instruction, facts: Facts) -> Iterator[TensorKey]:
-    """Tensors that an instruction waits for and leaves to another one."""
+    """Yields tensors that an instruction waits for and leaves to another one."""
     gone = frozenset(takes(instruction, facts))
     for resource in reads(instruction, facts):
         if isinstance(resource.kind, TensorKind) and resource not in gone:
@@ -88,3 +98,42 @@ def tensors_left(instruction: Instruction, facts: Facts) -> Mapping[int, tuple[T
         for kind, stage, _ in makes(instruction, facts)
         if isinstance(kind, TensorKind)
     }
+
+
+def collective_receives(
+    plan: Plan, flow: Flow, device: int, *, modelled: bool
+) -> frozenset[Received]:
+    """Returns what collectives bring to a device: gradient sums, and, if it is ``modelled``,
+    entries.
+    """
+    found: set[Received] = {
+        ("train", "reduction", sender, 0)
+        for stage in flow.layout.backward_stages_on(device)
+        for sender in flow.reduction.senders(stage)
+    }
+    if modelled and plan.shards_weights:
+        found.update(_entries("train", plan.programs, device))
+        found.update(_entries("eval", plan.evaluation, device))
+    return frozenset(found)
+
+
+def collective_peers(plan: Plan, flow: Flow, device: int, *, modelled: bool) -> frozenset[int]:
+    """Returns the devices that collectives make a device send to."""
+    if modelled and plan.shards_weights:
+        return frozenset(range(plan.num_devices)) - {device}
+    return frozenset(
+        flow.reduction.root_device(stage)
+        for stage in flow.layout.backward_stages_on(device)
+        if not flow.reduction.publishes(stage)
+    )
+
+
+def _entries(phase: str, programs: tuple[Program, ...], device: int) -> Iterator[Received]:
+    """Yields the entries of other devices that come to ``device``: every FETCH_WEIGHTS and
+    REDUCE_GRADIENTS of a program is a collective, in its order.
+    """
+    collectives = sum(isinstance(i, FetchWeights | ReduceGradients) for i in programs[device])
+    for number in range(collectives):
+        for other in range(len(programs)):
+            if other != device:
+                yield phase, "entry", number, other
