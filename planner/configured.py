@@ -29,7 +29,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ConfigError, ProtocolError, reason
 from penstock.protocol.plan.executable import check_executable, check_updates
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.profile_file import load_profile
+from penstock.protocol.plan.profile import load_profile
 from penstock.shm.table import BlockTable
 
 _NEAR = 1.005

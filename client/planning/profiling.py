@@ -8,8 +8,7 @@ from pathlib import Path
 
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.profile import Profile
-from penstock.protocol.plan.profile_file import load_profile
+from penstock.protocol.plan.profile import Profile, load_profile
 
 
 def measure(

@@ -34,8 +34,7 @@ from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.profile import MachineProfile, Profile
-from penstock.protocol.plan.profile_file import to_json
+from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.process import tool_main
 from penstock.shm.table import DType

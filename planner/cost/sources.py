@@ -18,8 +18,7 @@ from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.profile import cluster_of, table_costs
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.profile import Profile
-from penstock.protocol.plan.profile_file import load_profile
+from penstock.protocol.plan.profile import Profile, load_profile
 
 COSTS_SYNTAX = (
     "unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] | analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…]"

@@ -15,8 +15,7 @@ from penstock.models.profiling.machine import measure_copies, measure_messages, 
 from penstock.planner.cost.profile import block_costs, cluster_of
 from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.errors import ExitCode
-from penstock.protocol.plan.profile import Profile
-from penstock.protocol.plan.profile_file import from_json, load_profile, to_json
+from penstock.protocol.plan.profile import Profile, from_json, load_profile, to_json
 from penstock.shm.table import DType
 
 HIDDEN, INNER, HEADS, LENGTH = 32, 48, 4, 16

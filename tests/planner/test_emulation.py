@@ -18,8 +18,14 @@ from penstock.planner.cost.cluster import ADVANCE, OptimizerStart, SweepBytes
 from penstock.planner.cost.emulation import Emulation, SweepWork, stored_table
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.plan.profile import KindProfile, LinearFit, MachineProfile, Profile
-from penstock.protocol.plan.profile_file import load_profile, to_json
+from penstock.protocol.plan.profile import (
+    KindProfile,
+    LinearFit,
+    MachineProfile,
+    Profile,
+    load_profile,
+    to_json,
+)
 
 
 def config(

@@ -22,8 +22,7 @@ from penstock.planner.tensors import Tensor, TensorKind
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ExitCode
 from penstock.protocol.plan.instructions import parse_program
-from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile, Profile
-from penstock.protocol.plan.profile_file import to_json
+from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile, Profile, to_json
 from penstock.shm.table import BlockTable, BorrowedTensor, DType
 
 Tables = Callable[..., BlockTable]

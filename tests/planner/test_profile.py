@@ -30,8 +30,9 @@ from penstock.protocol.plan.profile import (
     MachineProfile,
     OperatorProfile,
     Profile,
+    from_json,
+    to_json,
 )
-from penstock.protocol.plan.profile_file import from_json, to_json
 from penstock.protocol.platforms.registry import CPU, CUDA
 from penstock.shm.table import BlockTable
 
