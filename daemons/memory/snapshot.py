@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.tensorfile import (
     CancelledError,
     TensorBytes,
     TensorPlace,
-    WrittenFile,
     read_header,
     read_into,
     sha256_of,

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.protocol.errors import StateError
 from penstock.shm.memory import Halves
 
@@ -57,15 +58,6 @@ class TensorPlace:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFile:
-    """What goes into the manifest."""
-
-    name: str
-    num_bytes: int
-    sha256: str
 
 
 def write_tensors(

@@ -1,19 +1,18 @@
-"""Whose memory it is that bears a run's id: that of the directory at hand, or of one it was copied
-from.
+"""A run's claims on a machine: its directory, the locks on it, and the memory that bears its id.
 
-A run directory keeps in ``.home`` where it was when the run was started last, and which file its
-``run.json`` was then: ``{"path", "device", "inode"}``. In a copy that is another file; where the
-first is still in its place, memory of the run belongs there. A directory that was moved finds no
-other, and takes the memory along.
+**Home.** A run directory keeps in ``.home`` where it was when the run was started last, and which
+file its ``run.json`` was then: ``{"path", "device", "inode"}``. In a copy that is another file;
+where the first is still in its place, memory of the run belongs there. A directory that was moved
+finds no other, and takes the memory along.
 
-Locks on a run directory: one training, and one supervisor per node, at a time.
+**Locks.** One training, and one supervisor for each node, at a time. A lock is ``flock`` on a file
+that names its holder. The kernel releases it when the last process that holds the descriptor is
+gone; a node's children inherit its lock, so while one of them is still dying the next node waits,
+however the first one ended. The files stay: removing a file that others may be about to lock would
+let two of them hold "the" lock.
 
-A lock is ``flock`` on a file that names its holder. The kernel releases it when the last process
-that holds the descriptor is gone; a node's children inherit its lock, so while one of them is
-still dying the next node waits, however the first one ended. The files stay: removing a file
-that others may be about to lock would let two of them hold "the" lock.
-
-What dead processes left in shared memory, and what of it is worth nothing.
+**Remains.** Segments that dead processes left in shared memory are removed where they hold no
+model, or where the run has ended and everything is saved.
 """
 
 from __future__ import annotations

@@ -21,18 +21,18 @@ from penstock.daemons.scheduler.machine.events import Event, Joined, NoteEnd, ab
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
-from penstock.daemons.scheduler.machine.rules import Rules
+from penstock.daemons.scheduler.machine.rules import Rules, member_specs, saved_bytes
 from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol.errors import PenstockError, StateError
+from penstock.protocol.errors import ConfigError, PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd, forget_end
 from penstock.protocol.run.metrics import serve_metrics
-from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.names import SCHEDULERD, optimizerd_name, ownership
 from penstock.protocol.run.process import configure_logging, die_with_parent, monotonic_s, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import Demand, Grace, StopRequests
@@ -65,7 +65,7 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
     _hear_stops(
         events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
     )
-    rules = Rules.of_run(run)
+    rules = read_rules(run)
     if parent_pid is None:  # otherwise whoever starts the run does it
         forget_end(run.path)
     with ExitStack() as stack:
@@ -85,6 +85,32 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
             _turn_away(run.path, rules, service, events, complaint)
             raise complaint from error
         return loop.run()
+
+
+def read_rules(run: RunDirectory) -> Rules:
+    """Read what does not change from a prepared run directory.
+
+    Raises:
+        ConfigError: nothing in the model can be trained.
+    """
+    blocks = tuple(b.index for b in run.table.blocks if b.trainable_elements)
+    if not blocks:
+        raise ConfigError(
+            f"train.freeze = {list(run.config.train.freeze)} leaves no trainable parameter"
+        )
+    nodes = run.config.cluster.nodes
+    owner = ownership(run.config, run.table, run.plan).owner
+    return Rules(
+        run_id=run.run_id,
+        config=run.config,
+        members=member_specs(run.config),
+        blocks=blocks,
+        owners=tuple(optimizerd_name(nodes[node].name) for node in owner),
+        plan_json=run.plan.to_json(),
+        plan_scheme=run.plan.scheme,
+        state_dir=str(run.state_dir.absolute()),
+        state_bytes=saved_bytes(run.table),
+    )
 
 
 def _hear_stops(events: EventQueue, grace: Grace, parent_pid: int | None) -> None:

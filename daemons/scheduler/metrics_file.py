@@ -2,26 +2,18 @@
 
 The journal has every line first. So where a line cannot be written, for a full disk say, the run
 goes on: as soon as lines can be written again, those that are missing are taken from the journal.
-
-The lines of ``metrics.jsonl``: one object per decided attempt and per evaluation.
+What a line says is in :mod:`penstock.daemons.scheduler.machine.metrics_lines`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.daemons.scheduler.journal import Journal
 from penstock.protocol.errors import StateError
-from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.files import append_whole, cannot_write, is_no_room, writing
-from penstock.shm.control import CommitRecord
 
 _TAIL_BYTES = 2**16
 _LINE_BYTES = 4096
@@ -115,115 +107,3 @@ class MetricsFile:
             file.truncate(start + end)
         lines = tail[:end].splitlines()
         return lines[-1].decode(errors="replace") if lines else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptTimes:
-    """Clock readings of one attempt: start, end of the last compute instruction, decision."""
-
-    started_s: float
-    computed_s: float
-    decided_s: float
-
-
-def attempt_line(
-    *,
-    record: CommitRecord,
-    reports: Iterable[pb.AttemptDone],
-    grad_norm: float,
-    learning_rate: float,
-    loss_scale: float,
-    epoch: int,
-    times: AttemptTimes,
-    emulated: bool = False,
-) -> str:
-    """The line of a decided attempt. ``grad_norm`` is the unclipped norm of unscaled gradients.
-
-    ``emulated``: devices were; the line says so, because loss and norm are made up.
-
-    ``bubble_ratio`` is the share of the workers' time, from the first instruction to the last of
-    the slowest, in which they computed nothing. ``peak_device_bytes`` is that of the device that
-    held most, left out where none was measured. ``optimizer_tail_seconds`` runs from the end of the
-    last compute instruction of any worker, when the last gradient is there, to the decision: copies
-    to the host, sweeps, messages, amends. Values that are no finite number become null.
-    """
-    done = list(reports)
-    tokens = sum(report.loss_tokens for report in done)
-    seconds = times.decided_s - times.started_s
-    wall = max((report.wall_seconds for report in done), default=0.0)
-    busy = sum(report.busy_seconds for report in done)
-    peak_bytes = max((report.peak_device_bytes for report in done), default=0)
-    return _line(
-        step=record.version,
-        attempt=record.attempt,
-        phase="train",
-        loss=_mean_loss(done, tokens),
-        grad_norm=grad_norm,
-        lr=learning_rate,
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds > 0 else None,
-        decision=record.decision.name.lower(),
-        loss_scale=loss_scale,
-        epoch=epoch,
-        bubble_ratio=max(0.0, 1.0 - busy / (len(done) * wall)) if wall > 0 else 0.0,
-        optimizer_tail_seconds=max(0.0, times.decided_s - times.computed_s),
-        **({"peak_device_bytes": peak_bytes} if peak_bytes else {}),
-        **_mark(emulated),
-    )
-
-
-def evaluation_line(
-    *,
-    version: int,
-    attempt: int,
-    reports: Iterable[pb.EvaluationDone],
-    epoch: int,
-    seconds: float,
-    emulated: bool = False,
-) -> str:
-    """The line of an evaluation: loss and perplexity on held-out data at ``version``."""
-    done = list(reports)
-    tokens = sum(report.loss_tokens for report in done)
-    loss = _mean_loss(done, tokens)
-    return _line(
-        step=version,
-        attempt=attempt,
-        phase="eval",
-        loss=loss,
-        perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
-        grad_norm=None,
-        lr=None,
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds > 0 else None,
-        decision=None,
-        loss_scale=None,
-        epoch=epoch,
-        bubble_ratio=None,
-        optimizer_tail_seconds=None,
-        **_mark(emulated),
-    )
-
-
-def _mark(emulated: bool) -> dict[str, bool]:
-    return {"emulated": True} if emulated else {}
-
-
-def _mean_loss(reports: Iterable[pb.AttemptDone | pb.EvaluationDone], tokens: int) -> float | None:
-    # fsum: the same value in whatever order the workers reported.
-    total = _fsum(report.loss_sum for report in reports)
-    return total / tokens if tokens and math.isfinite(total) else None
-
-
-def _fsum(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
-
-
-def _line(**fields: Any) -> str:
-    clean = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in fields.items()
-    }
-    return json.dumps(clean, allow_nan=False)

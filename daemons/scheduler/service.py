@@ -232,9 +232,9 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         return reply
 
     def _ask(
-        self, request: ControlCall, context: grpc.ServicerContext, within_s: float | None = None
+        self, call: ControlCall, context: grpc.ServicerContext, within_s: float | None = None
     ) -> Any:
-        snapshot = request is ControlCall.SNAPSHOT
+        snapshot = call is ControlCall.SNAPSHOT
         with self._lock:
             full = len(self.calls) >= MAX_CALLS or (
                 snapshot and self._num_snapshots >= MAX_SNAPSHOTS
@@ -252,12 +252,12 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         left_s = context.time_remaining()
         timeout_s = own_s if left_s is None else min(own_s, left_s)
         context.add_callback(lambda: _forget(future))  # the client went away
-        self._events.put(ControlAsked(ticket=ticket, request=request, within_s=within_s))
+        self._events.put(ControlAsked(ticket=ticket, call=call, within_s=within_s))
         try:
             return future.result(timeout=timeout_s)
         except (TimeoutError, futures.CancelledError):
             context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"{request.value} took over {timeout_s:.1f} s"
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"{call.value} took over {timeout_s:.1f} s"
             )
         except _Ending as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

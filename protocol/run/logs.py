@@ -2,9 +2,8 @@
 
 On a full disk a line of a log is dropped, counted (``penstock_log_dropped_total``), and mentioned
 in the log as soon as it can be written again. Standard output and error are often files on the same
-disk: what cannot be written there is dropped, too.
-
-Log lines about what strangers do: they may go on for long, the log should not.
+disk: what cannot be written there is dropped, too. Lines about what strangers do are written at
+most once a second (:class:`Complaints`): strangers may go on for long, the log should not.
 """
 
 from __future__ import annotations

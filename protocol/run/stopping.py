@@ -6,9 +6,8 @@ that one only: it blocks both, learns the sender of each from the kernel, and lo
 its parent. What came before it listened it obeys, whoever sent it. SIGKILL ends any process, as
 ever. A process that nobody of the run started obeys whoever signals it.
 
-Processes that a signal has stopped (SIGSTOP), as their parents see them: for how long. Pure.
-
-The kernel's word is taken, not heartbeats: a loaded machine delays those, and kills nobody by this.
+Processes that a signal has stopped (SIGSTOP) are another matter: :class:`Stillness` tells their
+parents for how long they have stood still.
 """
 
 from __future__ import annotations
@@ -231,6 +230,9 @@ SHORTEST_JUMP_S = 4.0
 
 class Stillness:
     """Since when processes stand still. ``silence_s``: how long one may.
+
+    The kernel's word is taken, not heartbeats: a loaded machine delays those, and nobody is killed
+    for that. The class is pure: what the kernel says, and the time, are arguments.
 
     ``jump_s``: for how long nobody had looked at the last look, if that was so long that the looker
     must have been stopped itself; else 0.

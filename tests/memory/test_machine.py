@@ -33,9 +33,9 @@ from penstock.daemons.memory.machine.events import (
     StartRestore,
     StartSave,
     UnlinkMemory,
+    WrittenFile,
 )
 from penstock.daemons.memory.machine.machine import MemoryMachine, MemoryPhase
-from penstock.daemons.memory.tensorfile import WrittenFile
 
 DRAIN = DrainAsked(epoch=1)
 RESTORE = RestoreAsked(epoch=1, incarnation=4, source="", version=0)

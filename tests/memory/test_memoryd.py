@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from penstock.daemons.memory import snapshot
-from penstock.daemons.memory.tensorfile import WrittenFile
+from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.blocks import BlockClient, attach

@@ -355,9 +355,9 @@ class Driver:
         directory = f"/run/state/step-{version:08d}"
         return self.feed(SaveFinished(version=version, directory=directory))
 
-    def ask(self, request: ControlCall, ticket: int = 1) -> list[str]:
+    def ask(self, call: ControlCall, ticket: int = 1) -> list[str]:
         """A control call."""
-        return self.feed(ControlAsked(ticket=ticket, request=request))
+        return self.feed(ControlAsked(ticket=ticket, call=call))
 
     def leave_all(self) -> list[str]:
         """Everyone's stream ends; the last lines."""

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.scheduler.machine.events import ControlAsked, ControlCall, SavePrepared
-from penstock.daemons.scheduler.machine.grace import Deadline, SavePace
+from penstock.daemons.scheduler.machine.requests import Deadline, SavePace
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_rules
 
@@ -42,7 +42,7 @@ def test_a_save_that_cannot_end_in_time_is_not_begun() -> None:
     driver = Driver(replace(make_rules(), state_bytes=10**12))
     driver.begin()
     driver.run_attempt()
-    assert driver.feed(ControlAsked(ticket=1, request=ControlCall.STOP, within_s=60.0)) == [
+    assert driver.feed(ControlAsked(ticket=1, call=ControlCall.STOP, within_s=60.0)) == [
         "reply 1",
         *KEEP,
     ]
@@ -56,7 +56,7 @@ def test_an_attempt_that_leaves_no_time_to_save_is_dropped(
     driver.run_attempt()
     driver.now_s += 8.0
     driver.save()  # which took eight seconds
-    driver.feed(ControlAsked(ticket=1, request=ControlCall.SNAPSHOT))
+    driver.feed(ControlAsked(ticket=1, call=ControlCall.SNAPSHOT))
     driver.run_attempt()
     driver.save(error="disk full")
     driver.feed(StopAsked(within_s=20.0))
@@ -77,7 +77,7 @@ def test_nothing_to_save_needs_no_attempt(live: Driver) -> None:
 
 def test_the_nearest_deadline_counts(live: Driver) -> None:
     live.run_attempt()
-    live.feed(ControlAsked(ticket=1, request=ControlCall.STOP, within_s=20.0))
+    live.feed(ControlAsked(ticket=1, call=ControlCall.STOP, within_s=20.0))
     live.feed(StopAsked(within_s=None))
     live.feed(StopAsked(within_s=1000.0))
     assert KEEP[0] in live.wait(15.5)

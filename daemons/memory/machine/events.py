@@ -19,7 +19,16 @@ from penstock.daemons.kit.events import (
     ShutdownAsked,
     StopAsked,
 )
-from penstock.daemons.memory.tensorfile import WrittenFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file of a saved state, as the manifest lists it."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
 
 # ---- events ----
 

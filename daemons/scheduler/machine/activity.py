@@ -39,7 +39,7 @@ class Activity:
     @property
     def unfinished(self) -> tuple[str, ...]:
         """Members whose work this activity consists of, as long as they owe some; they have to get
-        on (:mod:`.hangs`).
+        on (:class:`~penstock.daemons.scheduler.machine.membership.Hangs`).
         """
         return ()
 

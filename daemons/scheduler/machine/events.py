@@ -61,7 +61,7 @@ class ControlAsked:
     """
 
     ticket: int
-    request: ControlCall
+    call: ControlCall
     within_s: float | None = None
 
 

@@ -33,16 +33,9 @@ from penstock.daemons.scheduler.machine.events import (
     SavePrepared,
     StreamClosed,
 )
-from penstock.daemons.scheduler.machine.grace import Deadline, SavePace
 from penstock.daemons.scheduler.machine.membership import MAX_IN_A_ROW, Hangs, Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror, SavedState
-from penstock.daemons.scheduler.machine.next_activity import (
-    Next,
-    Requests,
-    answer_snapshots,
-    choose,
-    is_last,
-)
+from penstock.daemons.scheduler.machine.requests import Next, Requests, SavePace, choose, is_last
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.daemons.scheduler.machine.save_evaluate_shutdown import Evaluation, Saving, Shutdown
 from penstock.daemons.scheduler.machine.status import status_reply
@@ -54,7 +47,6 @@ from penstock.protocol.run.ended import RunEnd
 ETA_WINDOW = 20
 
 _Handler = Callable[["SchedulerMachine", Any, float], list[Effect]]
-_RequestHandler = Callable[["SchedulerMachine", ControlAsked, float], list[Effect]]
 
 
 class SchedulerMachine:
@@ -82,7 +74,7 @@ class SchedulerMachine:
         self._pace = SavePace(rules.state_bytes, len(rules.memoryds))
         self._now_s = now_s
         self._beat_s = now_s
-        self._requests = Requests()
+        self._requests = Requests(patience_s=rules.deadlines.stop_s)
         if ended is not None:  # a scheduler before this one had begun to shut everyone down
             self.activity = self._shut_down(
                 keep_memory=ended.keep_memory,
@@ -226,8 +218,7 @@ class SchedulerMachine:
         self.live = False
         self.activity = None
         self.message = reason
-        if self._requests.stop_reason:
-            self._requests.stop_by_s = now_s + self.rules.deadlines.stop_s
+        self._requests.epoch_broke(now_s)
 
     # ---- what next ----
 
@@ -366,7 +357,7 @@ class SchedulerMachine:
             self._pace.finished(self._now_s - saving.started_s)
             return []
         error = f"saving step {saving.version} failed: {saving.error}"
-        effects = answer_snapshots(self.mirror, self._requests, error)
+        effects = self._requests.answer_snapshots(self.mirror, error)
         if self._requests.stop_reason or is_last(self.rules, self.mirror):
             return effects + self._fail(f"{error}; its memory is kept", ExitCode.NO_MEMORY)
         self.message, self._requests.save_failed_at = error, saving.version
@@ -397,43 +388,22 @@ class SchedulerMachine:
         saved = self.mirror.saved is not None and not self.mirror.unsaved
         if isinstance(self.activity, Shutdown):
             error = "" if saved else f"the run ends: {self.message}"
-            return answer_snapshots(self.mirror, self._requests, error)
+            return self._requests.answer_snapshots(self.mirror, error)
         if self.live and self.activity is None and saved:
-            return answer_snapshots(self.mirror, self._requests)
+            return self._requests.answer_snapshots(self.mirror)
         return []
 
     # ---- control ----
 
     def _on_asked(self, event: ControlAsked, now_s: float) -> list[Effect]:
-        return self._REQUESTS[event.request](self, event, now_s)
-
-    def _on_status(self, event: ControlAsked, now_s: float) -> list[Effect]:
-        return [Reply(ticket=event.ticket, reply=status_reply(self, now_s))]
-
-    def _on_pause(self, event: ControlAsked, now_s: float) -> list[Effect]:
-        self._requests.paused = True
-        attempt = isinstance(self.activity, Transaction)
-        message = "pausing after the attempt under way" if attempt else "no attempt will start"
-        return [_said(event.ticket, message)]
-
-    def _on_resume(self, event: ControlAsked, now_s: float) -> list[Effect]:
-        message = "going on" if self._requests.paused else "the run was not paused"
-        self._requests.paused = False
-        return [_said(event.ticket, message)]
-
-    def _on_snapshot(self, event: ControlAsked, now_s: float) -> list[Effect]:
-        self._requests.tickets.append(event.ticket)
-        return []
-
-    def _on_stop(self, event: ControlAsked, now_s: float) -> list[Effect]:
-        self._stop("stopped on request", event.within_s, now_s)
-        return [
-            _said(event.ticket, "stopping: the attempt under way ends, then the state is saved")
-        ]
+        if event.call is ControlCall.STATUS:
+            return [Reply(ticket=event.ticket, reply=status_reply(self, now_s))]
+        attempting = isinstance(self.activity, Transaction)
+        return self._requests.answer(event, attempting=attempting, now_s=now_s)
 
     def _on_stop_signal(self, event: StopAsked, now_s: float) -> list[Effect]:
         if not event.again:
-            self._stop("stopped by a signal", event.within_s, now_s)
+            self._requests.stop("stopped by a signal", event.within_s, now_s)
             return []
         if not isinstance(self.activity, Shutdown):
             reason = "stopped by a second signal; the memory is kept for the next start"
@@ -442,18 +412,6 @@ class SchedulerMachine:
             )
         self.activity.hurry()
         return []
-
-    def _stop(self, reason: str, within_s: float | None, now_s: float) -> None:
-        """Of several deadlines the first counts."""
-        requests = self._requests
-        if not requests.stop_reason:
-            requests.stop_reason = reason
-            requests.stop_by_s = now_s + self.rules.deadlines.stop_s
-        if within_s is None:
-            return
-        deadline = Deadline.of(now_s, within_s)
-        if requests.deadline is None or deadline.give_up_s < requests.deadline.give_up_s:
-            requests.deadline = deadline
 
     def _on_broken(self, event: EffectFailed, now_s: float) -> list[Effect]:
         return self._fail(f"{event.error}; the memory is kept", event.code)
@@ -490,13 +448,6 @@ class SchedulerMachine:
         "fenced": _on_fenced,
         "failed": _on_failed,
     }
-    _REQUESTS: ClassVar[Mapping[ControlCall, _RequestHandler]] = {
-        ControlCall.STATUS: _on_status,
-        ControlCall.PAUSE: _on_pause,
-        ControlCall.RESUME: _on_resume,
-        ControlCall.SNAPSHOT: _on_snapshot,
-        ControlCall.STOP: _on_stop,
-    }
     _ACTIVITIES: ClassVar[Mapping[Next, type[Activity]]] = {
         Next.SAVE: Saving,
         Next.EVALUATE: Evaluation,
@@ -508,7 +459,3 @@ class SchedulerMachine:
         Saving: _saving_done,
         Evaluation: _evaluation_done,
     }
-
-
-def _said(ticket: int, message: str) -> Reply:
-    return Reply(ticket=ticket, reply=pb.ControlReply(message=message))

@@ -7,14 +7,9 @@ moment that is ordered, the process is refused, should it come back.
 A node itself is never fenced: nobody could. Its children die with it, and a new node starts only
 when they are dead; so the run waits for the node to come back.
 
-Who hangs: members that send heartbeats and do not get on.
-
-A process that dies or stops is noticed by its stream and its heartbeats. One whose heartbeats go on
-while its work is stuck (in a driver, a lock, a file system) is noticed here: an attempt, an
-evaluation, a save or a restore in which nobody gets on for long enough is broken off. *Getting on*
-is any answer, and any change of the progress that heartbeats carry, of any member; so slow work is
-never taken for a hang, however long it takes in all. Not noticed is a loader of initial weights
-that hangs: its memoryd only knows that the process is alive.
+A process that dies or stops is noticed by its stream and its heartbeats (:class:`Membership`). One
+whose heartbeats go on while its work is stuck, in a driver, a lock or a file system, is noticed by
+:class:`Hangs`.
 """
 
 from __future__ import annotations
@@ -340,8 +335,14 @@ class _Report:
 
 
 class Hangs:
-    """When somebody got on last, and what members say they are at. ``in_a_row``: hangs since an
-    attempt or evaluation came to its end.
+    """When somebody got on last, and what members say they are at.
+
+    An attempt, an evaluation, a save or a restore in which nobody gets on for long enough is broken
+    off. *Getting on* is any answer, and any change of the progress that heartbeats carry, of any
+    member; so slow work is never taken for a hang, however long it takes in all. Not noticed is a
+    loader of initial weights that hangs: its memoryd only knows that the process is alive.
+
+    ``in_a_row`` counts hangs since an attempt or evaluation came to its end.
     """
 
     def __init__(self, timeout_s: float) -> None:

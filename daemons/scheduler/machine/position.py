@@ -1,8 +1,7 @@
 """Where a run stands after a decision: what the next attempt and a resumed run go on from.
 
 A position is stored with every journal row and, as the ``scheduler`` object, in every saved state.
-
-The learning rate as a pure function of the version: the scheduler's, and reference loops'.
+The learning rate is no part of it: :func:`learning_rate` derives it from the version.
 """
 
 from __future__ import annotations

@@ -8,16 +8,13 @@ from functools import cached_property
 
 from penstock.daemons.scheduler.machine.position import LossScaling, Position
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.names import (
     devices_of_node,
     memoryd_name,
     node_member_name,
     optimizerd_name,
-    ownership,
     worker_name,
 )
-from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable, DType
 
 
@@ -64,7 +61,8 @@ class Deadlines:
     """How long the scheduler waits before it acts on its own.
 
     Attempts, evaluations, restoring, settling and saving have none: how long they take depends on
-    the model. In them somebody has to get on (:mod:`.hangs`).
+    the model. In them somebody has to get on
+    (:class:`~penstock.daemons.scheduler.machine.membership.Hangs`).
     """
 
     drain_s: float = 120.0
@@ -89,32 +87,6 @@ class Rules:
     state_dir: str
     state_bytes: int = 0
     deadlines: Deadlines = Deadlines()
-
-    @classmethod
-    def of_run(cls, run: RunDirectory) -> Rules:
-        """Read a prepared run directory.
-
-        Raises:
-            ConfigError: nothing in the model can be trained.
-        """
-        blocks = tuple(b.index for b in run.table.blocks if b.trainable_elements)
-        if not blocks:
-            raise ConfigError(
-                f"train.freeze = {list(run.config.train.freeze)} leaves no trainable parameter"
-            )
-        nodes = run.config.cluster.nodes
-        owner = ownership(run.config, run.table, run.plan).owner
-        return cls(
-            run_id=run.run_id,
-            config=run.config,
-            members=member_specs(run.config),
-            blocks=blocks,
-            owners=tuple(optimizerd_name(nodes[node].name) for node in owner),
-            plan_json=run.plan.to_json(),
-            plan_scheme=run.plan.scheme,
-            state_dir=str(run.state_dir.absolute()),
-            state_bytes=saved_bytes(run.table),
-        )
 
     @cached_property
     def loss_scaling(self) -> LossScaling:

@@ -15,9 +15,9 @@ from penstock.daemons.scheduler.machine.events import (
     Send,
 )
 from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.metrics_lines import evaluation_line
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
-from penstock.daemons.scheduler.metrics_file import evaluation_line
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 
