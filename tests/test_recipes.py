@@ -63,6 +63,19 @@ USES = {
         Session._measure(SimpleNamespace(_metrics=WorkerMetrics(registry)), result)
         assert registry.get_sample_value("penstock_worker_tail_seconds_total") == 0.25
     """,
+    "Key": """
+        from penstock.client.configuration import json_schema
+        from penstock.protocol.config.schema import parse_config
+        from penstock.protocol.errors import ConfigError
+        given = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "x"}}
+        penstock("config log_lines", "a whole number, 0 or more (lines); default 0")
+        assert "any number" in json_schema()
+        with contextlib.suppress(ConfigError):
+            parse_config({**given, "observability": {"log_lines": -1}})
+            raise AssertionError
+        config = parse_config({**given, "observability": {"log_lines": 5}})
+        assert config.observability.log_lines == 5
+    """,
 }
 """By recipe: a program that uses what was added."""
 
@@ -99,7 +112,7 @@ def recipes() -> Iterator[Recipe]:
     """Those of the document, in its order."""
     text = (ROOT / "docs" / "RECIPES.md").read_text(encoding="utf-8")
     for section in text.split("\n## ")[1:]:
-        heading = re.match(r"(\w+): (\d+) files", section)
+        heading = re.match(r"(\w+): (\d+) files?\b", section)
         assert heading is not None, section[:40]
         steps, path = [], ""
         for match in re.finditer(
