@@ -14,7 +14,7 @@ from penstock.protocol.plan.instructions import (
     SwapOut,
     Update,
 )
-from penstock.protocol.plan.layout import StageLayout, skipped_forwards
+from penstock.protocol.plan.layout import StageLayout
 
 __all__ = [
     "ComputeInstruction",
@@ -22,7 +22,6 @@ __all__ = [
     "OrderedInstruction",
     "Residency",
     "StageLayout",
-    "skipped_forwards",
 ]
 
 ComputeInstruction = Forward | Recompute | Backward | BackwardInput | BackwardWeight

@@ -24,6 +24,7 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import StageRange
 from penstock.protocol.plan.reduction import spans_nodes
+from penstock.protocol.plan.semantics import side_of
 
 
 def replicate(schedule: Schedule, replicas: int) -> Schedule:
@@ -118,8 +119,7 @@ def _moved(
             )
         case SwapOut(peer=peer) | SwapIn(peer=peer) if peer is not None:
             instruction = replace(instruction, peer=peer + replica * layout.num_devices)
-    forward = isinstance(instruction, Forward | SwapOut | SwapIn)
-    stages = len(layout.forward if forward else layout.backward)
+    stages = len(layout.stages(side_of(instruction)))
     return replace(
         instruction,
         stage=instruction.stage + replica * stages,

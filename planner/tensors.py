@@ -73,7 +73,7 @@ def endpoints(
     """Devices that produce and consume a tensor; ``None`` when the stage has no such tensor.
 
     ``skipped``: of a checkpoint, that the FORWARD of the stage that contains its block is left out
-    for its micro-batch (:func:`penstock.planner.layout.skipped_forwards`).
+    for its micro-batch (``skipped`` of :class:`~penstock.protocol.plan.semantics.PlanFacts`).
     """
     forward, backward = layout.forward, layout.backward
     if kind is TensorKind.ACTIVATION and 0 <= stage < len(forward):

@@ -23,6 +23,7 @@ from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import RecomputeMode
 from penstock.planner.simulate import simulate
+from penstock.protocol.plan.semantics import PlanFacts
 
 _PLAIN_2BP = ("split-backward", "fill-bubbles", "concatenate")
 
@@ -145,7 +146,7 @@ def table_1() -> PaperTable:
 
 
 def _bubble(schedule: Schedule, context: PassContext) -> Fraction:
-    seconds = seconds_of(schedule.layout, context.costs)
+    seconds = seconds_of(PlanFacts.of(schedule.layout, schedule.orders), context.costs)
     busy = sum(Fraction(seconds(i)) for order in schedule.orders for i in order)
     return 1 - busy / (schedule.layout.num_devices * Fraction(makespan_s(schedule, context)))
 

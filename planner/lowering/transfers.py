@@ -28,7 +28,7 @@ from penstock.protocol.plan.instructions import Instruction, Program, SendCheckp
 from penstock.protocol.plan.semantics import (
     RECEIVES,
     SENDS,
-    Facts,
+    PlanFacts,
     Resource,
     TensorKind,
     makes,
@@ -58,7 +58,7 @@ def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Prog
     Raises:
         ValueError: the orders cannot finish.
     """
-    facts = Facts.of(layout, orders)
+    facts = PlanFacts.of(layout, orders)
     uses = _uses(facts, orders)
     times = order_times(layout, orders, unit_costs(layout))
     messages = [
@@ -71,7 +71,7 @@ def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Prog
     return _merge(orders, messages)
 
 
-def _uses(facts: Facts, orders: Sequence[Order]) -> Mapping[Resource, tuple[int, int]]:
+def _uses(facts: PlanFacts, orders: Sequence[Order]) -> Mapping[Resource, tuple[int, int]]:
     """Device and position of the first instruction that waits for each tensor."""
     first: dict[Resource, tuple[int, int]] = {}
     for device, order in enumerate(orders):
@@ -82,7 +82,7 @@ def _uses(facts: Facts, orders: Sequence[Order]) -> Mapping[Resource, tuple[int,
 
 
 def _messages(
-    facts: Facts,
+    facts: PlanFacts,
     uses: Mapping[Resource, tuple[int, int]],
     source: int,
     position: int,

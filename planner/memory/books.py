@@ -26,8 +26,8 @@ from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
 from penstock.protocol.plan.semantics import (
     GRAPHS,
-    Facts,
     Lane,
+    PlanFacts,
     Resource,
     StateKind,
     TensorKind,
@@ -61,7 +61,7 @@ class Sizes:
         self.backward = [costs.of(stage.blocks) for stage in layout.backward]
         self.costs = costs
         self.blocks = costs.blocks
-        self.facts = Facts.of(layout, plan.programs)
+        self.facts = PlanFacts.of(layout, plan.programs)
         self.reduction = Reduction.of(plan)
         self.separate_memory = costs.separate_memory
         self._copies = layout.num_routes if plan.shards_weights else 1

@@ -20,9 +20,9 @@ from penstock.protocol.plan.instructions import Forward, Keep, SwapIn, SwapOut
 from penstock.protocol.plan.semantics import (
     COMPUTES,
     GRAPHS,
-    Facts,
     Kind,
     Place,
+    PlanFacts,
     StateKind,
     TensorKind,
     boundary,
@@ -37,12 +37,12 @@ class OrderMemory:
     """Bytes of one device, instruction by instruction.
 
     ``fixed_bytes``: what does not depend on the order. ``work_bytes``: what is held for a (stage,
-    micro-batch); ``swapped_bytes``: what of it is elsewhere; ``selective``: whose forward dropped
-    operators, as far as forwards have run (``facts`` looks at the same set).
+    micro-batch); ``swapped_bytes``: what of it is elsewhere; ``drops``: operators that forwards
+    have dropped so far (``facts`` looks at the same mapping).
     """
 
-    facts: Facts
-    selective: set[Place]
+    facts: PlanFacts
+    drops: dict[Place, tuple[str, ...]]
     costs: Costs
     fixed_bytes: float
     work_bytes: dict[Place, float] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class OrderMemory:
         sizes = sorted(map(_fixed_bytes, map(costs.of, stages)), reverse=True)
         if residency is Residency.STREAMED:
             sizes = sizes[:NUM_WEIGHT_BUFFERS]
-        selective: set[Place] = set()
+        drops: dict[Place, tuple[str, ...]] = {}
         return cls(
-            facts=Facts(layout=layout, selective=selective),
-            selective=selective,
+            facts=PlanFacts(layout=layout, drops=drops),
+            drops=drops,
             costs=costs,
             fixed_bytes=sum(sizes),
         )
@@ -85,7 +85,7 @@ class OrderMemory:
             if isinstance(instruction, SwapOut):
                 self.swapped_bytes[work] = -change
         if isinstance(instruction, Forward) and instruction.keep is Keep.SELECTIVE:
-            self.selective.add((instruction.stage, instruction.micro_batch))
+            self.drops[instruction.stage, instruction.micro_batch] = instruction.drop
 
     def peak_of(self, order: Iterable[OrderedInstruction]) -> float:
         """Run an order; the most that was held meanwhile."""

@@ -28,7 +28,7 @@ from heapq import heappop, heappush
 from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.orders.timing import seconds_of
-from penstock.protocol.plan.semantics import Facts, makes, reads
+from penstock.protocol.plan.semantics import PlanFacts, makes, reads
 
 Job = tuple[float, float, float]
 """Head, body and tail of an instruction, in seconds."""
@@ -42,7 +42,7 @@ def lower_bound_s(layout: StageLayout, orders: Sequence[Order], costs: Costs) ->
         for instruction in order
         if isinstance(instruction, ComputeInstruction)
     ]
-    seconds = seconds_of(layout, costs)
+    seconds = seconds_of(PlanFacts.of(layout, orders), costs)
     bodies = [seconds(instruction) for _, instruction in work]
     needs = dependencies(layout, [instruction for _, instruction in work])
     sequence = needs_first(needs)
@@ -81,7 +81,7 @@ def one_machine_s(jobs: Sequence[Job]) -> float:
 
 def dependencies(layout: StageLayout, work: Sequence[ComputeInstruction]) -> list[list[int]]:
     """For each instruction the numbers of those whose results it uses."""
-    facts = Facts.of(layout, [work])
+    facts = PlanFacts.of(layout, [work])
     made = {resource: index for index, i in enumerate(work) for resource in makes(i, facts)}
     return [[made[needed] for needed in reads(i, facts) if needed in made] for i in work]
 

@@ -33,6 +33,7 @@ from penstock.planner.memory.orders import OrderMemory
 from penstock.planner.orders.bounds import dependencies, needs_first, one_machine_s
 from penstock.planner.orders.timing import seconds_of
 from penstock.protocol.plan.instructions import BackwardWeight
+from penstock.protocol.plan.semantics import PlanFacts
 
 _T = TypeVar("_T")
 
@@ -310,7 +311,7 @@ def _with(values: tuple[_T, ...], place: int, value: _T) -> tuple[_T, ...]:
 
 def _jobs(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> list[Job]:
     """Ascending by micro-batch; instructions of one class and stage share a lane."""
-    seconds = seconds_of(layout, costs)
+    seconds = seconds_of(PlanFacts.of(layout, orders), costs)
     work = [
         (device, part, seconds(instruction) / share)
         for device, order in enumerate(orders)

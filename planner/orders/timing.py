@@ -17,11 +17,9 @@ from penstock.planner.layout import (
     Order,
     OrderedInstruction,
     StageLayout,
-    skipped_forwards,
 )
 from penstock.protocol.plan.instructions import (
     BackwardWeight,
-    Forward,
     Opcode,
     Phase,
     Recompute,
@@ -29,8 +27,8 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.semantics import (
     COMPUTES,
     SEMANTICS,
-    Facts,
     Lane,
+    PlanFacts,
     Resource,
     StateKind,
     TensorKind,
@@ -87,7 +85,7 @@ def order_times(
         ValueError: the orders cannot finish: an instruction waits for one that never runs before
             it.
     """
-    steps = _Steps(Facts(layout=layout, skipped=skipped_forwards(layout, orders)), costs)
+    steps = _Steps(PlanFacts.of(layout, orders), costs)
     clocks = [_Clock(steps=[steps.of(instruction) for instruction in order]) for order in orders]
     made: dict[int, tuple[float, int]] = {}
     waiting: dict[int, list[int]] = defaultdict(list)
@@ -158,10 +156,10 @@ def _advance(
 class _Steps:
     """:func:`seconds_of`, :func:`maker_of` and :func:`needs` at once, with numbers for makers."""
 
-    def __init__(self, facts: Facts, costs: Costs) -> None:
+    def __init__(self, facts: PlanFacts, costs: Costs) -> None:
         self._facts = facts
-        plain = Facts(layout=facts.layout)
-        self._seconds = seconds_of(facts.layout, costs)
+        plain = PlanFacts(layout=facts.layout)
+        self._seconds = seconds_of(facts, costs)
         self._count = facts.layout.num_microbatches
         num_stages = {Phase.FORWARD: len(facts.layout.forward)}
         num_stages[Phase.BACKWARD] = len(facts.layout.backward)
@@ -182,7 +180,7 @@ class _Steps:
             return seconds, made + m, (needed + m,) if needed >= 0 else ()
         return seconds, -1, tuple(map(self._number, needs(self._facts, instruction)))
 
-    def _of_stage(self, plain: Facts, opcode: Opcode, stage: int) -> tuple[int, int]:
+    def _of_stage(self, plain: PlanFacts, opcode: Opcode, stage: int) -> tuple[int, int]:
         """What an instruction of a stage makes, and needs (-1: nothing), for micro-batch 0. It is
         in the orders, so its input is there unless it is the first of its route.
         """
@@ -210,18 +208,14 @@ def stage_seconds(layout: StageLayout, costs: Costs) -> dict[type[Any], list[flo
     }
 
 
-def seconds_of(layout: StageLayout, costs: Costs) -> Callable[[OrderedInstruction], float]:
-    """How long an instruction occupies the compute stream (swaps and updates do not).
-
-    Ask for a selective FORWARD before its RECOMPUTE.
-    """
-    by_stage, fixed_s = stage_seconds(layout, costs), costs.instruction_s
-    dropped: dict[tuple[int, int], tuple[str, ...]] = {}
+def seconds_of(facts: PlanFacts, costs: Costs) -> Callable[[OrderedInstruction], float]:
+    """How long an instruction occupies the compute stream (swaps and updates do not)."""
+    by_stage, fixed_s = stage_seconds(facts.layout, costs), costs.instruction_s
     again_s: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def remake_s(stage: int, drop: tuple[str, ...]) -> float:
         if (stage, drop) not in again_s:
-            cost = costs.of(layout.backward[stage].blocks)
+            cost = costs.of(facts.layout.backward[stage].blocks)
             again_s[stage, drop] = cost.drop_seconds(drop) + fixed_s
         return again_s[stage, drop]
 
@@ -230,10 +224,8 @@ def seconds_of(layout: StageLayout, costs: Costs) -> Callable[[OrderedInstructio
         if per_stage is None:
             return 0.0
         stage: int = instruction.stage  # type: ignore[union-attr]  # it computes
-        if type(instruction) is Forward and instruction.drop:
-            dropped[stage, instruction.micro_batch] = instruction.drop
-        elif type(instruction) is Recompute:
-            drop = dropped.get((stage, instruction.micro_batch), ())
+        if type(instruction) is Recompute:
+            drop = facts.drops.get((stage, instruction.micro_batch))
             if drop:
                 return remake_s(stage, drop)
         elif type(instruction) is BackwardWeight:
@@ -250,7 +242,7 @@ def maker_of(instruction: OrderedInstruction) -> Maker | None:
     return side_of(instruction), instruction.stage, instruction.micro_batch  # type: ignore[union-attr]
 
 
-def needs(facts: Facts, instruction: OrderedInstruction) -> Iterator[Maker]:
+def needs(facts: PlanFacts, instruction: OrderedInstruction) -> Iterator[Maker]:
     """Whom an instruction waits for. Graphs have their place in an order, and are not awaited."""
     for resource in reads(instruction, facts):
         if resource.kind in _AWAITED:

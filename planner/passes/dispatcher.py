@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import count, pairwise
 from typing import Protocol
 
-from penstock.planner.layout import Order, OrderedInstruction, StageLayout, skipped_forwards
+from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.orders.timing import Maker, maker_of, needs, seconds_of
 from penstock.planner.passes.base import PassContext
 from penstock.protocol.plan.instructions import (
@@ -27,7 +27,7 @@ from penstock.protocol.plan.instructions import (
     Recompute,
     SwapIn,
 )
-from penstock.protocol.plan.semantics import Facts
+from penstock.protocol.plan.semantics import PlanFacts
 
 _ROUNDING = 1e-9
 """Times whose relative difference is smaller count as the same."""
@@ -114,8 +114,8 @@ class Board:
     ) -> Board:
         """Returns a board on which fillers are of the ``movable`` kinds."""
         numbers: dict[Maker, int] = defaultdict(count().__next__)
-        seconds = seconds_of(layout, context.costs)
-        facts = Facts(layout=layout, skipped=skipped_forwards(layout, orders))
+        facts = PlanFacts.of(layout, orders)
+        seconds = seconds_of(facts, context.costs)
         lines = tuple(
             DeviceLine(
                 order=order,
@@ -315,7 +315,7 @@ class Dispatcher:
         return ready_s
 
 
-def _inputs(facts: Facts, instruction: OrderedInstruction) -> Iterator[Maker]:
+def _inputs(facts: PlanFacts, instruction: OrderedInstruction) -> Iterator[Maker]:
     """Yields what must be made first: more than the data, for what leaves its place in an order."""
     yield from needs(facts, instruction)
     if isinstance(instruction, Recompute) and facts.layout.is_coupled(instruction.stage):

@@ -48,7 +48,7 @@ def _seconds(context: Context, stops_early: bool) -> Floats:
         seconds[rows] = np.array(table)[columns.stages[rows]]
     weights = columns.rows(BackwardWeight)
     seconds[weights] *= columns.map(weights, lambda work: len(work.micro_batches))
-    if context.drops:
+    if context.facts.drops:
         _make_dropped_again(context, seconds)
     if stops_early:
         _stop_at_last_checkpoint(context, seconds)
@@ -60,7 +60,7 @@ def _make_dropped_again(context: Context, seconds: Floats) -> None:
     cache: dict[tuple[int, tuple[str, ...]], float] = {}
     rows = context.columns.rows(Recompute)
     for row, work in zip(rows.tolist(), context.columns.at(rows), strict=True):
-        drop = context.drops.get((work.stage, work.micro_batch))
+        drop = context.facts.drops.get((work.stage, work.micro_batch))
         if drop is not None:
             if (work.stage, drop) not in cache:
                 cache[work.stage, drop] = context.backward(work.stage).drop_seconds(drop)
@@ -124,7 +124,7 @@ def _way(context: Context, swap: SwapOut | SwapIn, device: int) -> tuple[int, in
 def _bytes(context: Context, swap: SwapOut | SwapIn) -> float:
     """``fraction`` of what the forward kept."""
     cost = context.forward(swap.stage)
-    dropped = cost.drop_bytes(context.drops.get((swap.stage, swap.micro_batch), ()))
+    dropped = cost.drop_bytes(context.facts.drops.get((swap.stage, swap.micro_batch), ()))
     return swap.fraction * (cost.activation_bytes - dropped)
 
 

@@ -15,14 +15,15 @@ from penstock.planner.simulate.network import Network
 from penstock.protocol.plan.instructions import Forward, Keep
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.plan.semantics import PlanFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """One plan on one cluster.
 
-    ``drops``: operators dropped, by (stage, micro-batch). ``places``: of a micro-batch among those
-    of its route, so that tables by stage and place have no gaps.
+    ``facts``: without what is skipped, which nothing here needs. ``places``: of a micro-batch among
+    those of its route, so that tables by stage and place have no gaps.
     """
 
     plan: Plan
@@ -34,7 +35,7 @@ class Context:
     queues: Queues
     network: Network
     builder: GraphBuilder
-    drops: dict[tuple[int, int], tuple[str, ...]]
+    facts: PlanFacts
     places: Ints
 
     @classmethod
@@ -52,7 +53,7 @@ class Context:
             queues=Queues(num_devices=plan.num_devices, num_nodes=num_nodes),
             network=Network(cluster),
             builder=GraphBuilder(),
-            drops=_drops(columns),
+            facts=PlanFacts(layout=layout, drops=_drops(columns)),
             places=_places(layout),
         )
 

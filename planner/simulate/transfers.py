@@ -22,7 +22,6 @@ from penstock.protocol.plan.semantics import (
     SEMANTICS,
     SENDS,
     Condition,
-    Facts,
     Lane,
     TensorKind,
 )
@@ -118,7 +117,7 @@ def _add_consumers(context: Context, tasks: Ints, sends: Ints, targets: Ints) ->
 
 def _rows(context: Context, cls: type[Instruction], when: Condition | None) -> Ints:
     """Rows of the instructions of a class that meet a condition."""
-    rows, facts = context.columns.rows(cls), Facts(layout=context.layout)
+    rows, facts = context.columns.rows(cls), context.facts
     if when is None:
         return rows
     return rows[context.columns.map(rows, lambda instruction: when(instruction, facts)) > 0]

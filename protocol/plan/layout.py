@@ -6,11 +6,10 @@ and who leaves which checkpoint. What schemes and passes order is in :mod:`penst
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.protocol.plan.instructions import Forward, Instruction, Phase
+from penstock.protocol.plan.instructions import Phase
 from penstock.protocol.plan.plan import Plan, StageRange
 
 
@@ -103,8 +102,9 @@ class StageLayout:
         """Forward stage whose forwards leave the input checkpoint of a backward stage.
 
         That is the stage that contains the backward stage's first block. ``skipped``: its FORWARD
-        is among the :func:`skipped_forwards`; then it is the stage before, if the two boundaries
-        coincide (otherwise that FORWARD is missed, and the answer stays the same).
+        is left out (as :class:`penstock.protocol.plan.semantics.PlanFacts` says); then it is the
+        stage before, if the two boundaries coincide (otherwise that FORWARD is missed, and the
+        answer stays the same).
         """
         source = self._checkpoint_sources[backward_stage]
         begins = self.forward[source].start == self.backward[backward_stage].start
@@ -166,33 +166,6 @@ class StageLayout:
         """Backward stages of a device, last first: the order in which backward passes can run."""
         found = (i for i, stage in enumerate(self.backward) if stage.device == device)
         return tuple(sorted(found, reverse=True))
-
-
-def skipped_forwards(
-    layout: StageLayout, programs: Iterable[Iterable[Instruction]]
-) -> frozenset[tuple[int, int]]:
-    """FORWARDs (stage, micro-batch) that programs, or orders, leave out.
-
-    Only what somebody needs has to run. A FORWARD whose output is needed as nothing but the
-    checkpoint of the backward stage that recomputes it need not: such a backward stage starts at
-    the same block and takes the output of the forward stage *before* as its checkpoint.
-    """
-    present = {
-        (instruction.stage, instruction.micro_batch)
-        for program in programs
-        for instruction in program
-        if type(instruction) is Forward
-    }
-    if len(present) == sum(
-        len(layout.microbatches_of_route[route]) for route in layout.forward_routes
-    ):
-        return frozenset()
-    return frozenset(
-        (stage, micro_batch)
-        for stage, route in enumerate(layout.forward_routes)
-        for micro_batch in layout.microbatches_of_route[route]
-        if (stage, micro_batch) not in present
-    )
 
 
 def _routes(stages: tuple[StageRange, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ end; none of that is a resource.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from penstock.protocol.plan.instructions import (
     RecomputeAfter,
     by_opcode,
 )
-from penstock.protocol.plan.layout import StageLayout, skipped_forwards
+from penstock.protocol.plan.layout import StageLayout
 
 
 class Lane(StrEnum):
@@ -109,29 +109,36 @@ class Resource(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What rows know of a plan beside an instruction: its stages, and which FORWARDs are left out
-    (``skipped``) or drop operators (``selective``).
+class PlanFacts:
+    """What rows know of a plan beside an instruction: its stages, which FORWARDs are left out
+    (``skipped``), and which operators the others drop (``drops``), where they do.
+
+    Only what somebody needs has to run. A FORWARD whose output is needed as nothing but the
+    checkpoint of the backward stage that recomputes it need not: such a backward stage starts at
+    the same block and takes the output of the forward stage *before* as its checkpoint.
     """
 
     layout: StageLayout
     skipped: Set[Place] = frozenset()
-    selective: Set[Place] = frozenset()
+    drops: Mapping[Place, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: StageLayout, programs: Iterable[Iterable[Instruction]]) -> Facts:
+    def of(cls, layout: StageLayout, programs: Iterable[Iterable[Instruction]]) -> PlanFacts:
         """The facts of a plan's programs, or of orders."""
-        programs = tuple(map(tuple, programs))
-        return cls(
-            layout=layout,
-            skipped=skipped_forwards(layout, programs),
-            selective=frozenset(
-                (i.stage, i.micro_batch)
-                for program in programs
-                for i in program
-                if type(i) is Forward and i.keep is Keep.SELECTIVE
-            ),
-        )
+        present: set[Place] = set()
+        drops: dict[Place, tuple[str, ...]] = {}
+        for program in programs:
+            for instruction in program:
+                if type(instruction) is Forward:
+                    place = instruction.stage, instruction.micro_batch
+                    present.add(place)
+                    if instruction.keep is Keep.SELECTIVE:
+                        drops[place] = instruction.drop
+        batches = [layout.microbatches_of_route[route] for route in layout.forward_routes]
+        if len(present) == sum(map(len, batches)):
+            return cls(layout=layout, drops=drops)
+        places = {(stage, m) for stage, several in enumerate(batches) for m in several}
+        return cls(layout=layout, skipped=frozenset(places - present), drops=drops)
 
     def exists(self, kind: Kind, stage: int, micro_batch: int) -> bool:
         """Whether a plan has a resource: the ends of a route have no neighbours, the output of a
@@ -140,7 +147,7 @@ class Facts:
         """
         if isinstance(kind, StateKind):
             partial = kind is StateKind.PARTIAL_GRAPH
-            return not partial or (stage, micro_batch) in self.selective
+            return not partial or (stage, micro_batch) in self.drops
         layout = self.layout
         if kind is TensorKind.ACTIVATION:
             inside = 0 <= stage < len(layout.forward) and not layout.is_last_forward(stage)
@@ -148,7 +155,7 @@ class Facts:
         inside = 0 <= stage < len(layout.backward) and not layout.is_first_backward(stage)
         if kind is TensorKind.GRADIENT:
             return inside
-        return inside and (stage, micro_batch) not in self.selective
+        return inside and (stage, micro_batch) not in self.drops
 
     def maker(self, resource: Resource) -> tuple[Phase, int]:
         """Side and stage of the instruction that makes a tensor, or what is deferred."""
@@ -161,8 +168,8 @@ class Facts:
         return Phase.FORWARD, self.layout.checkpoint_source(stage, skipped=skipped)
 
 
-Condition = Callable[[Any, Facts], bool]
-Stages = Callable[[Any, Facts], Iterable[int]]
+Condition = Callable[[Any, PlanFacts], bool]
+Stages = Callable[[Any, PlanFacts], Iterable[int]]
 
 
 class Read(NamedTuple):
@@ -178,7 +185,7 @@ class Read(NamedTuple):
     when: Condition | None = None
 
 
-def _own(instruction: Any, facts: Facts) -> Iterable[int]:
+def _own(instruction: Any, facts: PlanFacts) -> Iterable[int]:
     """The instruction's own stage."""
     return (instruction.stage,)
 
@@ -190,7 +197,7 @@ class Made(NamedTuple):
     stages: Stages = _own
 
 
-def _following(forward: Forward, facts: Facts) -> Iterable[int]:
+def _following(forward: Forward, facts: PlanFacts) -> Iterable[int]:
     """The backward stage that takes the output as its checkpoint, as the next FORWARD is left
     out.
     """
@@ -200,7 +207,7 @@ def _following(forward: Forward, facts: Facts) -> Iterable[int]:
     return () if following is None else (following,)
 
 
-def _inside(forward: Forward, facts: Facts) -> Iterable[int]:
+def _inside(forward: Forward, facts: PlanFacts) -> Iterable[int]:
     """Backward stages that start inside the stage, the one that runs first in front."""
     return (
         reversed(facts.layout.checkpoints_of(forward.stage)) if forward.keep is Keep.INPUT else ()
@@ -211,12 +218,12 @@ def _if_kept(keep: Keep) -> Stages:
     return lambda forward, facts: _own(forward, facts) if forward.keep is keep else ()
 
 
-def _after_gradient(recompute: Recompute, facts: Facts) -> bool:
+def _after_gradient(recompute: Recompute, facts: PlanFacts) -> bool:
     return recompute.after is RecomputeAfter.GRADIENT
 
 
-def _kept_whole(swap: Any, facts: Facts) -> bool:
-    return (swap.stage, swap.micro_batch) not in facts.selective
+def _kept_whole(swap: Any, facts: PlanFacts) -> bool:
+    return (swap.stage, swap.micro_batch) not in facts.drops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,18 +336,18 @@ def row_of(instruction: Instruction) -> Row:
     return SEMANTICS[instruction.opcode]
 
 
-def reads(instruction: Any, facts: Facts) -> Iterator[Resource]:
+def reads(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
     """What an instruction cannot start without, in the order of its row."""
     return _read(instruction, facts, SEMANTICS[instruction.opcode].reads)
 
 
-def takes(instruction: Any, facts: Facts) -> Iterator[Resource]:
+def takes(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
     """What it reads and nobody has afterwards."""
     rules = SEMANTICS[instruction.opcode].reads
     return _read(instruction, facts, [read for read in rules if not read.stays])
 
 
-def _read(instruction: Any, facts: Facts, rules: Iterable[Read]) -> Iterator[Resource]:
+def _read(instruction: Any, facts: PlanFacts, rules: Iterable[Read]) -> Iterator[Resource]:
     exists = facts.exists
     for kind, step, _, when in rules:
         if when is None or when(instruction, facts):
@@ -350,7 +357,7 @@ def _read(instruction: Any, facts: Facts, rules: Iterable[Read]) -> Iterator[Res
                     yield Resource(kind, stage, micro_batch)
 
 
-def makes(instruction: Any, facts: Facts) -> Iterator[Resource]:
+def makes(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
     """What is on the device when an instruction has run (of a RECV: when its tensor has come)."""
     exists, batches = facts.exists, _micro_batches(instruction)
     for kind, stages in SEMANTICS[instruction.opcode].makes:

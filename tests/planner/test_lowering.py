@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.layout import Residency, StageLayout, skipped_forwards
+from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.orders.timing import order_times, unit_costs
 from penstock.planner.schedule import Schedule, lower, schedule_of
 from penstock.planner.tensors import TensorKind, endpoints
@@ -23,6 +23,7 @@ from penstock.protocol.plan.instructions import (
     parse_program,
 )
 from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.plan.semantics import PlanFacts
 
 Execute = Callable[[Plan], None]
 Stages = tuple[tuple[int, int, int], ...]
@@ -100,7 +101,7 @@ def test_the_output_before_a_skipped_forward_is_a_checkpoint(execute: Execute) -
         "SC 2 0 peer=1",
         "SC 1 0 peer=1",
     ]
-    assert skipped_forwards(layout, plan.programs) == {(1, 0)}
+    assert PlanFacts.of(layout, plan.programs).skipped == {(1, 0)}
     assert layout.checkpoint_source(2) == 1
     assert layout.checkpoint_source(2, skipped=True) == 0
     assert endpoints(layout, TensorKind.CHECKPOINT, 2) == (1, 1)

@@ -34,10 +34,10 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.semantics import (
     SEMANTICS,
-    Facts,
     Kind,
     Lane,
     Made,
+    PlanFacts,
     Read,
     Row,
     StateKind,
@@ -182,7 +182,7 @@ def _watched(rule: Any, seen: list[Seen]) -> Any:
 
 
 @cache
-def observations() -> tuple[tuple[Facts, tuple[Seen, ...]], ...]:
+def observations() -> tuple[tuple[PlanFacts, tuple[Seen, ...]], ...]:
     """What the validator sees of all cases, and of their evaluation programs."""
     found = []
     for scheme, mode, transform in CASES:
@@ -193,7 +193,7 @@ def observations() -> tuple[tuple[Facts, tuple[Seen, ...]], ...]:
             seen: list[Seen] = []
             machine._table = {cls: _watched(rule, seen) for cls, rule in machine._table.items()}
             machine.run()
-            found.append((Facts.of(layout, programs), tuple(dict.fromkeys(seen))))
+            found.append((PlanFacts.of(layout, programs), tuple(dict.fromkeys(seen))))
     return tuple(found)
 
 
@@ -210,7 +210,7 @@ def contradictions(opcode: Opcode) -> list[str]:
     return found
 
 
-def _contradicted(facts: Facts, seen: Seen) -> Iterator[str]:
+def _contradicted(facts: PlanFacts, seen: Seen) -> Iterator[str]:
     instruction = seen.instruction
     needed, came, gone = set(reads(instruction, facts)), list(makes(instruction, facts)), set()
     gone |= set(takes(instruction, facts))
@@ -257,11 +257,11 @@ def test_the_cases_have_every_instruction() -> None:
     assert seen == set(INSTRUCTIONS)
 
 
-def _nowhere(instruction: Any, facts: Facts) -> Sequence[int]:
+def _nowhere(instruction: Any, facts: PlanFacts) -> Sequence[int]:
     return ()
 
 
-def _beside(instruction: Any, facts: Facts) -> Sequence[int]:
+def _beside(instruction: Any, facts: PlanFacts) -> Sequence[int]:
     return (instruction.stage + 1,)
 
 

@@ -22,6 +22,7 @@ from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.semantics import PlanFacts
 from tests.planner.passing import schedule_for, seconds_after_each, text
 
 
@@ -59,7 +60,7 @@ def apply(names: str, schedule: Schedule, context: PassContext) -> Schedule:
 
 def bubble_ratio(schedule: Schedule, context: PassContext) -> Fraction:
     """Idle time of all devices as a share of the makespan; exact for whole numbers."""
-    seconds = seconds_of(schedule.layout, context.costs)
+    seconds = seconds_of(PlanFacts.of(schedule.layout, schedule.orders), context.costs)
     busy = sum(Fraction(seconds(i)) for order in schedule.orders for i in order)
     return 1 - busy / (schedule.layout.num_devices * Fraction(makespan_s(schedule, context)))
 

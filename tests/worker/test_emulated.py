@@ -18,7 +18,7 @@ from penstock.planner.simulate import simulate
 from penstock.protocol.config.schema import parse_config
 from penstock.protocol.plan.instructions import Backward, Forward, Recompute, parse_instruction
 from penstock.protocol.plan.layout import StageLayout
-from penstock.protocol.plan.semantics import Lane
+from penstock.protocol.plan.semantics import Lane, PlanFacts
 from penstock.protocol.platforms.bandwidth_log import NicReservations
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
@@ -90,7 +90,7 @@ def test_sleeping_ends_on_time_or_with_the_attempt() -> None:
 
 def test_instructions_take_what_the_simulator_gives_them() -> None:
     plan = build_plan(CONFIG, EMULATION.table)
-    durations = Durations(StageLayout.of(plan), EMULATION.costs)
+    durations = Durations(PlanFacts.of(StageLayout.of(plan), plan.programs), EMULATION.costs)
     simulation = simulate(plan, EMULATION.costs, EMULATION.cluster, stops_early=True)
     spans = [span for span in simulation.spans if span.lane is Lane.COMPUTE]
     simulated = {span.label: span.end_s - span.start_s for span in spans}
@@ -221,7 +221,7 @@ def test_stages_hand_on_what_one_pass_computes() -> None:
 
 def test_sends_carry_the_output_of_the_stage_before() -> None:
     plan = build_plan(CONFIG, EMULATION.table)
-    durations = Durations(StageLayout.of(plan), EMULATION.costs)
+    durations = Durations(PlanFacts.of(StageLayout.of(plan), plan.programs), EMULATION.costs)
     hidden = EMULATION.costs.blocks[1].output_bytes
     for text in ("SA 0 0 peer=1", "SG 1 0 peer=0", "SC 1 0 peer=1"):
         assert durations.num_bytes(parse_instruction(text)) == hidden

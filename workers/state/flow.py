@@ -24,7 +24,15 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
-from penstock.protocol.plan.semantics import Facts, Place, TensorKind, boundary, makes, reads, takes
+from penstock.protocol.plan.semantics import (
+    Place,
+    PlanFacts,
+    TensorKind,
+    boundary,
+    makes,
+    reads,
+    takes,
+)
 from penstock.protocol.wire.frames import TransferKind
 
 TensorKey = tuple[TransferKind, int, int]
@@ -41,7 +49,7 @@ class Flow:
     ``split``: backwards in two halves. ``swapped``: what a forward keeps is swapped.
     """
 
-    facts: Facts
+    facts: PlanFacts
     reduction: Reduction
     split: frozenset[Place]
     swapped: frozenset[Place]
@@ -55,7 +63,7 @@ class Flow:
                 if isinstance(instruction, (BackwardInput, SwapOut)):
                     found[type(instruction)].add((instruction.stage, instruction.micro_batch))
         return cls(
-            facts=Facts.of(StageLayout.of(plan), plan.programs),
+            facts=PlanFacts.of(StageLayout.of(plan), plan.programs),
             reduction=Reduction.of(plan),
             split=frozenset(found[BackwardInput]),
             swapped=frozenset(found[SwapOut]),
@@ -66,12 +74,12 @@ class Flow:
         """The stages."""
         return self.facts.layout
 
-    def facts_in(self, phase: str) -> Facts:
+    def facts_in(self, phase: str) -> PlanFacts:
         """The facts of training, or of an evaluation, which leaves no forward out."""
-        return self.facts if phase == "train" else Facts(layout=self.layout)
+        return self.facts if phase == "train" else PlanFacts(layout=self.layout)
 
 
-def tensor_taken(instruction: Instruction, facts: Facts) -> TensorKey | None:
+def tensor_taken(instruction: Instruction, facts: PlanFacts) -> TensorKey | None:
     """The tensor that an instruction takes; ``None`` where it starts from the batch, the loss, or
     what its own stage kept.
     """
@@ -81,7 +89,7 @@ def tensor_taken(instruction: Instruction, facts: Facts) -> TensorKey | None:
     return None
 
 
-def tensors_awaited(instruction: Instruction, facts: Facts) -> Iterator[TensorKey]:
+def tensors_awaited(instruction: Instruction, facts: PlanFacts) -> Iterator[TensorKey]:
     """Yields tensors that an instruction waits for and leaves to another one."""
     gone = frozenset(takes(instruction, facts))
     for resource in reads(instruction, facts):
@@ -89,7 +97,9 @@ def tensors_awaited(instruction: Instruction, facts: Facts) -> Iterator[TensorKe
             yield resource.kind.value, resource.stage, resource.micro_batch
 
 
-def tensors_left(instruction: Instruction, facts: Facts) -> Mapping[int, tuple[TransferKind, int]]:
+def tensors_left(
+    instruction: Instruction, facts: PlanFacts
+) -> Mapping[int, tuple[TransferKind, int]]:
     """Kind and stage of the tensors that an instruction leaves to others, by the block at whose
     input they are.
     """

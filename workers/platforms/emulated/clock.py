@@ -19,8 +19,7 @@ from penstock.planner.cost.costs import Costs
 from penstock.planner.orders.timing import seconds_of
 from penstock.planner.tensors import transferred
 from penstock.protocol.plan.instructions import Forward, Keep
-from penstock.protocol.plan.layout import StageLayout
-from penstock.protocol.plan.semantics import boundary
+from penstock.protocol.plan.semantics import PlanFacts, boundary
 from penstock.workers.waiting import POLL_S, Abort
 
 
@@ -54,17 +53,15 @@ def sleep_until(at: float, abort: Abort | None = None) -> None:
 class Durations:
     """Emulated seconds and bytes of a plan's instructions."""
 
-    def __init__(self, layout: StageLayout, costs: Costs) -> None:
-        self._layout = layout
+    def __init__(self, facts: PlanFacts, costs: Costs) -> None:
+        self._facts = facts
+        self._layout = facts.layout
         self._costs = costs
-        self._seconds = seconds_of(layout, costs)
-        self._drops: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._seconds = seconds_of(facts, costs)
 
     def seconds(self, instruction: Any) -> float:
         """On the compute stream; a forward of the last stage ends at its last checkpoint."""
         layout = self._layout
-        if isinstance(instruction, Forward):
-            self._drops[instruction.stage, instruction.micro_batch] = instruction.drop
         if (
             isinstance(instruction, Forward)
             and instruction.keep is Keep.INPUT
@@ -80,6 +77,7 @@ class Durations:
         return self._costs.input_bytes(boundary(self._layout, kind, send.stage))
 
     def kept_bytes(self, stage: int, micro_batch: int) -> float:
-        """Of what a forward, whose seconds were asked for before, kept."""
+        """Of what a forward kept."""
         cost = self._costs.of(self._layout.forward[stage].blocks)
-        return cost.activation_bytes - cost.drop_bytes(self._drops.get((stage, micro_batch), ()))
+        drop = self._facts.drops.get((stage, micro_batch), ())
+        return cost.activation_bytes - cost.drop_bytes(drop)

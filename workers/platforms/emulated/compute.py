@@ -176,5 +176,5 @@ def _key(swap: SwapOut | SwapIn) -> SwapKey:
 
 
 def _bytes(swap: SwapOut | SwapIn, attempt: Attempt) -> float:
-    durations = device_of(attempt).durations(attempt.context.flow.layout)
+    durations = device_of(attempt).durations(attempt.context.flow.facts)
     return swap.fraction * durations.kept_bytes(swap.stage, swap.micro_batch)

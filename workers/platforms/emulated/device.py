@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.plan.semantics import PlanFacts
 from penstock.protocol.platforms.bandwidth_log import Copy
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.shm.memory import NodeMemory
@@ -170,14 +170,14 @@ class EmulatedDevice:
         self.arrived_at: float | None = None
         """When what was received last arrives on the clock, if its sender said so."""
         self._idle = True
-        self._durations: tuple[StageLayout, Durations] | None = None
+        self._durations: tuple[PlanFacts, Durations] | None = None
         self._pool = BufferPool()
         self._publisher: _Publisher | None = None
 
-    def durations(self, layout: StageLayout) -> Durations:
+    def durations(self, facts: PlanFacts) -> Durations:
         """Those of the plan under way."""
-        if self._durations is None or self._durations[0] is not layout:
-            self._durations = layout, Durations(layout, self.emulation.costs)
+        if self._durations is None or self._durations[0] is not facts:
+            self._durations = facts, Durations(facts, self.emulation.costs)
         return self._durations[1]
 
     def begin(self) -> None:

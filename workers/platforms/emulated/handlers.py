@@ -36,7 +36,7 @@ def _computed(handler: Handler) -> Handler:
         begun_at, waited_s = time.monotonic(), attempt.waited_s
         device.begin()
         handler(instruction, attempt)
-        seconds = device.durations(attempt.context.flow.layout).seconds(instruction)
+        seconds = device.durations(attempt.context.flow.facts).seconds(instruction)
         start, end = device.compute_for(seconds, attempt.context.abort)
         attempt.timeline.ran(start, end)
         known_s = attempt.waited_s - waited_s
@@ -49,7 +49,7 @@ def _sent(handler: Handler) -> Handler:
     def run(instruction: Any, attempt: Attempt) -> None:
         device, sender = device_of(attempt), attempt.context.device_index
         device.begin()
-        num_bytes = device.durations(attempt.context.flow.layout).num_bytes(instruction)
+        num_bytes = device.durations(attempt.context.flow.facts).num_bytes(instruction)
         device.sends(sender, instruction.peer, num_bytes)
         handler(instruction, attempt)
 

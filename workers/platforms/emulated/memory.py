@@ -21,7 +21,7 @@ from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.semantics import (
     COMPUTES,
     GRAPHS,
-    Facts,
+    PlanFacts,
     StateKind,
     TensorKind,
     boundary,
@@ -130,7 +130,7 @@ class EmulatedMeter:
 
     def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         held, device = attempt.held_tensors, self._device
-        durations = device.durations(attempt.context.flow.layout)
+        durations = device.durations(attempt.context.flow.facts)
         for place, output in held.graphs.items():
             assert isinstance(output, EmulatedOutput)
             num_bytes = sum(self._cost(block.index).activation_bytes for block, _ in output.steps)
@@ -170,7 +170,7 @@ class EmulatedMeter:
         return cost.workspace_of(instruction)
 
 
-def _changes_its_name(instruction: Instruction, facts: Facts) -> Use | None:
+def _changes_its_name(instruction: Instruction, facts: PlanFacts) -> Use | None:
     """What an instruction does not let go of but leaves as something else: its input, which a graph
     saves; gradient sums, which are being copied.
     """
