@@ -20,7 +20,7 @@ from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
 from penstock.shm.table import BlockTable
 
 
-class Resource(StrEnum):
+class MemoryKind(StrEnum):
     """What kind of memory a row counts."""
 
     SHM = "shm"
@@ -40,7 +40,7 @@ class MemoryRow:
     """``num_bytes`` of ``resource`` needed at ``place`` (``node a``, ``device 0``) for ``use``."""
 
     place: str
-    resource: Resource
+    resource: MemoryKind
     use: str
     num_bytes: int
 
@@ -65,7 +65,7 @@ def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow,
             rows.append(
                 MemoryRow(
                     place=place,
-                    resource=Resource.HOST,
+                    resource=MemoryKind.HOST,
                     use="gradients of other nodes",
                     num_bytes=pulled,
                 )
@@ -88,7 +88,7 @@ def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ..
     """Memory of all devices, and of hosts for what they swap out."""
     all_footprints = footprints(plan, costs)
     rows = list(_swap_rows(config, all_footprints))
-    resource = Resource.DEVICE if config.cluster.platform.own_memory else Resource.HOST
+    resource = MemoryKind.DEVICE if config.cluster.platform.own_memory else MemoryKind.HOST
     for device, footprint in enumerate(all_footprints):
         rows += _device_rows(f"device {device}", resource, footprint.peak)
     return tuple(rows)
@@ -105,13 +105,13 @@ def _swap_rows(config: Config, all_footprints: Sequence[Footprint]) -> Iterable[
         if swapped:
             yield MemoryRow(
                 place=f"node {node_config.name}",
-                resource=Resource.HOST,
+                resource=MemoryKind.HOST,
                 use="swapped activations",
                 num_bytes=ceil(swapped),
             )
 
 
-def _device_rows(place: str, resource: Resource, peak: DevicePeak) -> Iterable[MemoryRow]:
+def _device_rows(place: str, resource: MemoryKind, peak: DevicePeak) -> Iterable[MemoryRow]:
     uses = {
         "weight buffers": peak.weight_bytes,
         "gradients": peak.gradient_bytes,
@@ -137,4 +137,4 @@ def _node_rows(place: str, layout: NodeLayout, plan: Plan) -> Iterable[MemoryRow
     if padding:
         uses["page padding"] = padding
     for use, num_bytes in uses.items():
-        yield MemoryRow(place=place, resource=Resource.SHM, use=use, num_bytes=num_bytes)
+        yield MemoryRow(place=place, resource=MemoryKind.SHM, use=use, num_bytes=num_bytes)

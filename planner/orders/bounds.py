@@ -30,7 +30,7 @@ from penstock.planner.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.orders.timing import seconds_of
 from penstock.protocol.plan.semantics import PlanFacts, makes, reads
 
-Job = tuple[float, float, float]
+OneMachineJob = tuple[float, float, float]
 """Head, body and tail of an instruction, in seconds."""
 
 
@@ -52,13 +52,13 @@ def lower_bound_s(layout: StageLayout, orders: Sequence[Order], costs: Costs) ->
     for index in reversed(sequence):
         for needed in needs[index]:
             tails[needed] = max(tails[needed], bodies[index] + tails[index])
-    jobs: dict[int, list[Job]] = defaultdict(list)
+    jobs: dict[int, list[OneMachineJob]] = defaultdict(list)
     for (device, _), job in zip(work, zip(heads, bodies, tails, strict=True), strict=True):
         jobs[device].append(job)
     return max(map(one_machine_s, jobs.values()), default=0.0)
 
 
-def one_machine_s(jobs: Sequence[Job]) -> float:
+def one_machine_s(jobs: Sequence[OneMachineJob]) -> float:
     """Least possible largest (end + tail) of jobs on one machine that may interrupt them."""
     waiting = sorted(jobs, reverse=True)
     ready: list[tuple[float, float]] = []

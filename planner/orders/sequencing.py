@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ShopJob:
     """``needs``: numbers of jobs. ``takes_bytes``: at most held more while it runs than before;
     ``leaves_bytes``: afterwards. ``tail_s``: the longest chain of jobs that only it lets start.
     """
@@ -85,7 +85,7 @@ class Problem:
     run before j, as bits.
     """
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[ShopJob, ...]
     lanes: tuple[tuple[int, ...], ...]
     places: tuple[int, ...]
     users: tuple[tuple[int, ...], ...]
@@ -301,7 +301,7 @@ class Problem:
             state = state.before
         return tuple(tuple(reversed(order)) for order in orders)
 
-    def _hop(self, made: Job, used: Job) -> float:
+    def _hop(self, made: ShopJob, used: ShopJob) -> float:
         return self.hop_s if made.device != used.device else 0.0
 
 
@@ -309,7 +309,7 @@ def _with(values: tuple[_T, ...], place: int, value: _T) -> tuple[_T, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
-def _jobs(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> list[Job]:
+def _jobs(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> list[ShopJob]:
     """Ascending by micro-batch; instructions of one class and stage share a lane."""
     seconds = seconds_of(PlanFacts.of(layout, orders), costs)
     work = [
@@ -322,7 +322,7 @@ def _jobs(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> list[Jo
     work.sort(key=lambda entry: _micro_batch(entry[1]))
     lanes: dict[tuple[type[ComputeInstruction], int], int] = {}
     return [
-        Job(
+        ShopJob(
             instruction=instruction,
             device=device,
             lane=lanes.setdefault((type(instruction), instruction.stage), len(lanes)),
@@ -360,8 +360,8 @@ def _ancestors(chained: Sequence[Sequence[int]], sequence: Sequence[int]) -> tup
 
 
 def _with_tails(
-    jobs: Sequence[Job], chained: Sequence[Sequence[int]], sequence: Sequence[int], hop_s: float
-) -> list[Job]:
+    jobs: Sequence[ShopJob], chained: Sequence[Sequence[int]], sequence: Sequence[int], hop_s: float
+) -> list[ShopJob]:
     tails = [0.0] * len(jobs)
     for number in reversed(sequence):
         job = jobs[number]
@@ -372,12 +372,12 @@ def _with_tails(
 
 
 def _with_bytes(
-    jobs: Sequence[Job],
+    jobs: Sequence[ShopJob],
     sequence: Sequence[int],
     layout: StageLayout,
     costs: Costs,
     residency: Residency,
-) -> tuple[list[Job], tuple[float, ...]]:
+) -> tuple[list[ShopJob], tuple[float, ...]]:
     """Bytes of each job, and what devices hold before any.
 
     They follow from what the same stage and micro-batch did before, which the needs put in order.

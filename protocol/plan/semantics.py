@@ -227,7 +227,7 @@ def _kept_whole(swap: Any, facts: PlanFacts) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class InstructionRow:
     """The meaning of an opcode.
 
     ``lane``: ``None`` where nothing is occupied. ``side``: which list its stage, if it has one, is
@@ -250,18 +250,18 @@ _KEPT = (
 _INTO_BACKWARD = (Read(StateKind.GRAPH), Read(_GRADIENT, step=1))
 
 
-def _sends(side: Phase, kind: TensorKind) -> Row:
-    return Row(lane=Lane.LINK, side=side, reads=(Read(kind),))
+def _sends(side: Phase, kind: TensorKind) -> InstructionRow:
+    return InstructionRow(lane=Lane.LINK, side=side, reads=(Read(kind),))
 
 
-def _receives(side: Phase, kind: TensorKind) -> Row:
-    return Row(lane=None, side=side, makes=(Made(kind),))
+def _receives(side: Phase, kind: TensorKind) -> InstructionRow:
+    return InstructionRow(lane=None, side=side, makes=(Made(kind),))
 
 
-SEMANTICS: Mapping[Opcode, Row] = by_opcode(
+SEMANTICS: Mapping[Opcode, InstructionRow] = by_opcode(
     "row",
     {
-        Opcode.FORWARD: Row(
+        Opcode.FORWARD: InstructionRow(
             lane=Lane.COMPUTE,
             side=Phase.FORWARD,
             reads=(Read(_ACTIVATION, step=-1),),
@@ -274,7 +274,7 @@ SEMANTICS: Mapping[Opcode, Row] = by_opcode(
             ),
             weights=WeightUse.READS,
         ),
-        Opcode.RECOMPUTE: Row(
+        Opcode.RECOMPUTE: InstructionRow(
             lane=Lane.COMPUTE,
             side=Phase.BACKWARD,
             reads=(
@@ -285,21 +285,21 @@ SEMANTICS: Mapping[Opcode, Row] = by_opcode(
             makes=(Made(StateKind.GRAPH),),
             weights=WeightUse.READS,
         ),
-        Opcode.BACKWARD: Row(
+        Opcode.BACKWARD: InstructionRow(
             lane=Lane.COMPUTE,
             side=Phase.BACKWARD,
             reads=_INTO_BACKWARD,
             makes=(Made(_GRADIENT), Made(StateKind.SUMS)),
             weights=WeightUse.READS,
         ),
-        Opcode.BACKWARD_INPUT: Row(
+        Opcode.BACKWARD_INPUT: InstructionRow(
             lane=Lane.COMPUTE,
             side=Phase.BACKWARD,
             reads=_INTO_BACKWARD,
             makes=(Made(_GRADIENT), Made(StateKind.DEFERRED)),
             weights=WeightUse.READS,
         ),
-        Opcode.BACKWARD_WEIGHT: Row(
+        Opcode.BACKWARD_WEIGHT: InstructionRow(
             lane=Lane.COMPUTE,
             side=Phase.BACKWARD,
             reads=(Read(StateKind.DEFERRED),),
@@ -311,19 +311,19 @@ SEMANTICS: Mapping[Opcode, Row] = by_opcode(
         Opcode.RECV_GRADIENT: _receives(Phase.BACKWARD, _GRADIENT),
         Opcode.SEND_CHECKPOINT: _sends(Phase.BACKWARD, _CHECKPOINT),
         Opcode.RECV_CHECKPOINT: _receives(Phase.BACKWARD, _CHECKPOINT),
-        Opcode.FETCH_WEIGHTS: Row(lane=Lane.FETCH, side=None, weights=WeightUse.FETCHES),
-        Opcode.RELEASE_WEIGHTS: Row(lane=None, side=None, weights=WeightUse.RELEASES),
-        Opcode.OFFLOAD_GRADIENTS: Row(
+        Opcode.FETCH_WEIGHTS: InstructionRow(lane=Lane.FETCH, side=None, weights=WeightUse.FETCHES),
+        Opcode.RELEASE_WEIGHTS: InstructionRow(lane=None, side=None, weights=WeightUse.RELEASES),
+        Opcode.OFFLOAD_GRADIENTS: InstructionRow(
             lane=Lane.OFFLOAD, side=Phase.BACKWARD, reads=(Read(StateKind.SUMS),)
         ),
-        Opcode.SWAP_OUT: Row(
+        Opcode.SWAP_OUT: InstructionRow(
             lane=Lane.SWAP, side=Phase.FORWARD, reads=_KEPT, makes=(Made(StateKind.SWAPPED),)
         ),
-        Opcode.SWAP_IN: Row(
+        Opcode.SWAP_IN: InstructionRow(
             lane=Lane.SWAP, side=Phase.FORWARD, reads=(*_KEPT, Read(StateKind.SWAPPED))
         ),
-        Opcode.UPDATE: Row(lane=Lane.UPDATE, side=None),
-        Opcode.REDUCE_GRADIENTS: Row(
+        Opcode.UPDATE: InstructionRow(lane=Lane.UPDATE, side=None),
+        Opcode.REDUCE_GRADIENTS: InstructionRow(
             lane=Lane.REDUCE, side=Phase.BACKWARD, reads=(Read(StateKind.SUMS, stays=True),)
         ),
     },
@@ -331,7 +331,7 @@ SEMANTICS: Mapping[Opcode, Row] = by_opcode(
 """The table. Each row is held against what the validator and the tests say of the instruction."""
 
 
-def row_of(instruction: Instruction) -> Row:
+def row_of(instruction: Instruction) -> InstructionRow:
     """The meaning of an instruction."""
     return SEMANTICS[instruction.opcode]
 
@@ -384,11 +384,11 @@ def side_of(instruction: Any) -> Phase:
     return side
 
 
-def _is_send(row: Row) -> bool:
+def _is_send(row: InstructionRow) -> bool:
     return row.lane is Lane.LINK
 
 
-def _is_receive(row: Row) -> bool:
+def _is_receive(row: InstructionRow) -> bool:
     return row.lane is None and bool(row.makes)
 
 
@@ -399,7 +399,7 @@ def boundary(layout: StageLayout, kind: TensorKind, stage: int) -> int:
     return layout.backward[stage].start
 
 
-def classes(condition: Callable[[Row], bool]) -> tuple[type[Any], ...]:
+def classes(condition: Callable[[InstructionRow], bool]) -> tuple[type[Any], ...]:
     """Instructions whose rows meet a condition, in the order of opcodes."""
     return tuple(cls for cls in INSTRUCTIONS if condition(SEMANTICS[cls.opcode]))
 

@@ -22,7 +22,7 @@ from penstock.daemons.node.preparing.capacity import (
 from penstock.daemons.node.preparing.changes import check_resume, find_changes
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.daemons.node.preparing.tool import run_tool
-from penstock.planner.memory.table import MemoryRow, Resource
+from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.config.words import apply_overrides
@@ -163,11 +163,11 @@ def test_every_value_that_kernels_take_from_the_configuration_is_a_step_term() -
     assert taken - {"name"} <= {key.partition(".")[2] for key in STEP_TERMS}
 
 
-def row(place: str, resource: Resource, num_bytes: int) -> MemoryRow:
+def row(place: str, resource: MemoryKind, num_bytes: int) -> MemoryRow:
     return MemoryRow(place=place, resource=resource, use="x", num_bytes=num_bytes)
 
 
-ROWS = (row("node a", Resource.SHM, 4 * GIB), row("device 0", Resource.HOST, GIB))
+ROWS = (row("node a", MemoryKind.SHM, 4 * GIB), row("device 0", MemoryKind.HOST, GIB))
 
 
 def machine(**changes: Any) -> MachineMemory:
@@ -209,7 +209,7 @@ def test_what_the_run_holds_already_counts_as_there() -> None:
 
 
 def test_gpu_devices_and_memlock_have_their_lines() -> None:
-    rows = (*ROWS, row("device 0", Resource.DEVICE, 2 * GIB))
+    rows = (*ROWS, row("device 0", MemoryKind.DEVICE, 2 * GIB))
     gpu = config("cluster.workers=1", "cluster.device=cuda", "memory.device_limit=1G")
     table = needs(gpu, rows, machine(memlock=8 * 2**20), range(1))
     assert [n.what for n in table if n.short] == ["memory.device_limit", "memlock limit"]

@@ -10,7 +10,7 @@ import pytest
 from penstock.planner.configured import build_plan, config_prices
 from penstock.planner.cost.profile import GPU_GUESS, TableCosts, table_costs
 from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints
-from penstock.planner.memory.table import MemoryRow, Resource, memory_table
+from penstock.planner.memory.table import MemoryKind, MemoryRow, memory_table
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Opcode
@@ -78,7 +78,7 @@ def test_a_split_master_and_one_copy_of_gradients_are_16_bytes_a_parameter(
         name: {
             row.use: row.num_bytes / parameters
             for row in rows_of(one, table, build_plan(one, table))
-            if row.resource is Resource.SHM and row.use != "page padding"
+            if row.resource is MemoryKind.SHM and row.use != "page padding"
         }
         for name, one in ways.items()
     }
@@ -97,8 +97,8 @@ def test_a_cpu_worker_needs_host_memory_a_gpu_its_own(
         update={"cluster": config.cluster.model_copy(update={"device": "cuda"})}
     )
     plan = build_plan(config, table)
-    assert rows_of(config, table, plan)[-1].resource is Resource.HOST
-    assert rows_of(cuda, table, plan)[-1].resource is Resource.DEVICE
+    assert rows_of(config, table, plan)[-1].resource is MemoryKind.HOST
+    assert rows_of(cuda, table, plan)[-1].resource is MemoryKind.DEVICE
 
 
 def test_a_tied_gradient_is_stored_where_it_is_computed(
@@ -139,9 +139,9 @@ def test_replicas_contribute_where_they_run(make_table: Tables, make_config: Con
     rows = rows_of(config, table, build_plan(config, table))
     copies = 2 * 4 * 1024 * 4
     assert [(r.place, r.resource, r.use, r.num_bytes) for r in rows if "grad" in r.use][:3] == [
-        ("node n0", Resource.SHM, "grads", copies),
-        ("node n0", Resource.HOST, "gradients of other nodes", copies),
-        ("node n1", Resource.SHM, "grads", copies),
+        ("node n0", MemoryKind.SHM, "grads", copies),
+        ("node n0", MemoryKind.HOST, "gradients of other nodes", copies),
+        ("node n1", MemoryKind.SHM, "grads", copies),
     ]
     assert {r.use for r in rows if r.place == "node n1" and r.num_bytes} == {"grads"}
 

@@ -34,12 +34,12 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.semantics import (
     SEMANTICS,
+    InstructionRow,
     Kind,
     Lane,
     Made,
     PlanFacts,
     Read,
-    Row,
     StateKind,
     TensorKind,
     WeightUse,
@@ -265,7 +265,7 @@ def _beside(instruction: Any, facts: PlanFacts) -> Sequence[int]:
     return (instruction.stage + 1,)
 
 
-def _changed(opcode: Opcode) -> Iterator[tuple[str, Row]]:
+def _changed(opcode: Opcode) -> Iterator[tuple[str, InstructionRow]]:
     """A row with one thing in one field changed, in every way that is not a matter of taste."""
     row = SEMANTICS[opcode]
     for lane in (None, *Lane):

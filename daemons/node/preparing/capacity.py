@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.planner.memory.table import MemoryRow, Resource
+from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError
 from penstock.shm.inventory import inventory
@@ -66,7 +66,7 @@ def needs(
     config: Config, rows: Sequence[MemoryRow], machine: MachineMemory, nodes: Sequence[int]
 ) -> tuple[Need, ...]:
     """Returns the needs of ``nodes`` (indices), all on ``machine``, against what is there."""
-    shm = {node: _sum(rows, _node_place(config, node), Resource.SHM) for node in nodes}
+    shm = {node: _sum(rows, _node_place(config, node), MemoryKind.SHM) for node in nodes}
     host = {node: _host_bytes(config, rows, node) for node in nodes}
     table = [
         Need(
@@ -103,7 +103,7 @@ def _device_needs(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Need]:
     own_memory, limit = config.cluster.platform.own_memory, config.memory.device_limit
     if not own_memory and limit is None:
         return
-    resource = Resource.DEVICE if own_memory else Resource.HOST
+    resource = MemoryKind.DEVICE if own_memory else MemoryKind.HOST
     for place in (f"device {device}" for device in range(config.num_workers)):
         needed = _sum(rows, place, resource)
         if needed:
@@ -147,8 +147,8 @@ def human_bytes(num_bytes: float) -> str:
 def _host_bytes(config: Config, rows: Sequence[MemoryRow], node: int) -> int:
     workers = config.cluster.workers
     devices = range(node * workers, (node + 1) * workers)
-    buffers = sum(_sum(rows, f"device {device}", Resource.HOST) for device in devices)
-    buffers += _sum(rows, _node_place(config, node), Resource.HOST)
+    buffers = sum(_sum(rows, f"device {device}", MemoryKind.HOST) for device in devices)
+    buffers += _sum(rows, _node_place(config, node), MemoryKind.HOST)
     return buffers + workers * WORKER_BYTES + 4 * DAEMON_BYTES
 
 
@@ -156,7 +156,7 @@ def _node_place(config: Config, node: int) -> str:
     return f"node {config.cluster.nodes[node].name}"
 
 
-def _sum(rows: Sequence[MemoryRow], place: str, kind: Resource) -> int:
+def _sum(rows: Sequence[MemoryRow], place: str, kind: MemoryKind) -> int:
     return sum(row.num_bytes for row in rows if row.place == place and row.resource is kind)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.daemons.node.preparing.capacity import MachineMemory, Need, needs
 from penstock.planner.cost.emulation import Emulation
-from penstock.planner.memory.table import MemoryRow, Resource, device_rows, node_rows
+from penstock.planner.memory.table import MemoryKind, MemoryRow, device_rows, node_rows
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.files import write_atomically
@@ -34,11 +34,11 @@ def emulated_rows(config: Config, emulation: Emulation, plan: Plan) -> tuple[Mem
     return (
         *node_rows(config, emulation.stored, plan),
         *(
-            replace(row, resource=Resource.EMULATED)
+            replace(row, resource=MemoryKind.EMULATED)
             for row in node_rows(config, emulation.table, plan)
         ),
         *(
-            replace(row, resource=Resource.EMULATED) if row.resource is Resource.HOST else row
+            replace(row, resource=MemoryKind.EMULATED) if row.resource is MemoryKind.HOST else row
             for row in device_rows(config, plan, emulation.costs)
         ),
     )
@@ -55,7 +55,7 @@ def emulated_needs(
 
     ``memory.host_limit`` and ``memory.device_limit`` stand for what the emulated machines have.
     """
-    stored = [row for row in rows if row.resource is Resource.SHM]
+    stored = [row for row in rows if row.resource is MemoryKind.SHM]
     unlimited = config.model_copy(
         update={"memory": config.memory.model_copy(update={"host_limit": None})}
     )
@@ -69,9 +69,9 @@ def emulated_needs(
 def _emulated(config: Config, emulation: Emulation, rows: Sequence[MemoryRow]) -> Iterator[Need]:
     cluster, memory = emulation.cluster, config.memory
     for resource, what, limit, there in (
-        (Resource.EMULATED, "host memory", memory.host_limit, cluster.host_memory_bytes),
+        (MemoryKind.EMULATED, "host memory", memory.host_limit, cluster.host_memory_bytes),
         (
-            Resource.DEVICE,
+            MemoryKind.DEVICE,
             f"{emulation.name} memory",
             memory.device_limit,
             cluster.device_memory_bytes,
