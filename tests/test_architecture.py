@@ -84,14 +84,6 @@ from floors below its own, never from its own floor or from above. A part of a r
 another floor is named by itself.
 """
 
-MENDING_FLOORS = {
-    "workers.channels.opening": "asks an emulated device for its channel",
-    "workers.telemetry.meters": "its protocol names the attempt",
-}
-"""Files that still import from their own floor or from above, and why."""
-
-MENDING_CIRCLES = {"workers.telemetry.meters": {"workers.attempt"}}
-
 MAX_LOOSE_FILES = 14
 CROWDED_ROOMS = {"planner/schemes": "one file for each scheme: they are the examples"}
 MENDING_NAMES: dict[str, str] = {}
@@ -200,28 +192,22 @@ def test_imports_follow_the_dependency_direction() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    graph = {
-        module: imports - MENDING_CIRCLES.get(module, set())
-        for module, imports in imports_between_files().items()
-    }
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(imports_between_files()).prepare()
     except CycleError as circle:
         pytest.fail(" imports ".join(circle.args[1][::-1]))
 
 
 def test_rooms_import_only_from_floors_below() -> None:
-    wrong = {}
+    wrong = []
     for module, imports in imports_between_files().items():
         package = module.split(".")[0]
         for other in imports if package in FLOORS else ():
             if other.split(".")[0] == package:
                 (own, own_room), (its, its_room) = floor(module), floor(other)
                 if own_room != its_room and its >= own:
-                    wrong[module] = f"{module} (floor {own}) imports {other} (floor {its})"
-    new = [line for module, line in wrong.items() if module not in MENDING_FLOORS]
-    assert not new, f"see FLOORS: {new}"
-    assert MENDING_FLOORS.keys() <= wrong.keys(), "mended: take them from MENDING_FLOORS"
+                    wrong.append(f"{module} (floor {own}) imports {other} (floor {its})")
+    assert not wrong, f"see FLOORS: {wrong}"
 
 
 def floor(module: str) -> tuple[int, str]:

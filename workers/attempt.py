@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from penstock.models.data.batch import MicroBatch
-from penstock.models.runtime import ModelRuntime, StageOutput
+from penstock.models.runtime import StageOutput
 from penstock.models.saved_activations import SavedActivations, SavePolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
@@ -32,18 +32,17 @@ from penstock.shm.table import BlockTable
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.transport import Transport
-from penstock.workers.platforms.base import Device, Stamp
+from penstock.workers.platforms.base import Device, Runtime, Stamp
 from penstock.workers.state.flow import Flow, tensor_taken, tensors_awaited, tensors_left
 from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.stages import Stages
 from penstock.workers.state.swaps import SwapStreams
 from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
 from penstock.workers.state.weights import FetchScope, StageKey, WeightLoader
-from penstock.workers.telemetry.meters import Meter, NoMeter
 from penstock.workers.telemetry.progress import Progress
 from penstock.workers.telemetry.timing import Tally, Timeline
 from penstock.workers.telemetry.trace import TraceRing
-from penstock.workers.telemetry.usage import MemoryPeak
+from penstock.workers.telemetry.usage import MemoryPeak, Meter
 from penstock.workers.waiting import Abort, wait_until
 
 JobPhase = Literal["train", "eval"]
@@ -69,8 +68,9 @@ class EpochContext:
     table: BlockTable
     ownership: Ownership
     memory: NodeMemory
-    runtime: ModelRuntime
+    runtime: Runtime
     device: Device
+    meter: Meter[Attempt]
     weights: WeightLoader
     transport: Transport
     channel: Channel
@@ -78,7 +78,6 @@ class EpochContext:
     abort: Abort
     timeout_s: float
     progress: Progress = field(default_factory=Progress)
-    meter: Meter = field(default_factory=NoMeter)
     updates: BlockUpdates | None = None
     """Where the device's program has UPDATE."""
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Set
-from functools import partial
-from pathlib import Path
-from typing import cast
 
-import torch
 import zmq
 
-from penstock.models.runtime import ModelRuntime
-from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -25,9 +19,6 @@ from penstock.protocol.plan.instructions import (
     SendGradient,
 )
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.updating import residents_of
-from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations, NodeReads
-from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.protocol.run.names import (
     ipc_address,
     memoryd_name,
@@ -49,19 +40,12 @@ from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import group_members, open_channel, told_by, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.data import TokenDataset, micro_batches
-from penstock.workers.platforms.base import Device
-from penstock.workers.platforms.cpu.device import CpuDevice
-from penstock.workers.platforms.cuda.device import ALIGNMENT_BYTES, CudaDevice
-from penstock.workers.platforms.cuda.update import CudaPreviewer
-from penstock.workers.platforms.emulated.device import EmulatedDevice
-from penstock.workers.platforms.emulated.memory import EmulatedMeter
-from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
-from penstock.workers.platforms.emulated.update import EmulatedPreviewer
+from penstock.workers.platforms.base import ALIGNMENT_BYTES, Runtime
+from penstock.workers.platforms.registry import WorkerPlatform
 from penstock.workers.session import Batches
 from penstock.workers.state.flow import Flow, collective_peers, collective_receives
-from penstock.workers.state.updates import BlockUpdates, NativePreviewer, Previewer, cores_of
+from penstock.workers.state.updates import BlockUpdates
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
-from penstock.workers.telemetry.meters import CudaMeter, Meter, NoMeter, StorageMeter
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.telemetry.progress import Progress
 from penstock.workers.telemetry.trace import TraceRing
@@ -76,49 +60,6 @@ are noticed long before by their heartbeats, hanging ones after one such time by
 """
 
 _SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
-
-
-def make_device(
-    config: Config, table: BlockTable, device_index: int, run_dir: Path | None = None
-) -> Device:
-    """The device that ``cluster.device`` names; GPUs are counted per node.
-
-    Emulated ones announce their copies in ``run_dir``.
-
-    Raises:
-        ConfigError: there is no such GPU.
-    """
-    weight_dtype, grad_dtype = table.weight_dtype, table.grad_dtype
-    if config.cluster.platform.models_time:
-        assert run_dir is not None, "emulated devices share a run directory"
-        node, nodes = node_of_device(config, device_index), config.cluster.nodes
-        log = BandwidthLog.of_node(run_dir, nodes[node].name, config.cluster.workers)
-        local = device_index % config.cluster.workers
-        nics = NicReservations.of_run(run_dir, len(nodes))
-        return EmulatedDevice(
-            Emulation.of(config),
-            table,
-            announce=partial(log.post, local),
-            leave=partial(nics.occupy, source=node),
-            peer_memory=PeerMemory.of_node(
-                run_dir, nodes[node].name, config.cluster.workers, device_index
-            ),
-        )
-    if config.cluster.device == "cuda":
-        local = device_index % config.cluster.workers
-        return CudaDevice(local, weight_dtype=weight_dtype, grad_dtype=grad_dtype)
-    return CpuDevice(weight_dtype=weight_dtype, grad_dtype=grad_dtype)
-
-
-def make_meter(config: Config, device: Device) -> Meter:
-    """What measures the device's memory: always but on CPUs, which are asked to."""
-    if isinstance(device, EmulatedDevice):
-        limit = config.memory.device_limit
-        there = device.emulation.cluster.device_memory_bytes
-        return EmulatedMeter(device, there if limit is None else float(limit))
-    if isinstance(device, CudaDevice):
-        return CudaMeter(device.torch_device)
-    return StorageMeter() if config.observability.memory else NoMeter()
 
 
 def bind_transport(
@@ -167,7 +108,7 @@ class EpochBuilder:
         *,
         files: RunDirectory,
         device_index: int,
-        device: Device,
+        platform: WorkerPlatform,
         transport: Transport,
         progress: Progress,
     ) -> None:
@@ -176,18 +117,15 @@ class EpochBuilder:
         self._table = files.table
         self._device_index = device_index
         self._node = node_of_device(files.config, device_index)
-        self._device = device
-        self._meter = make_meter(files.config, device)
+        self._platform = platform
+        self._device = platform.device
         self._transport = transport
         self._progress = progress
         log = TraceLog.of_run(
             files.path, worker_name(device_index), files.config.observability.trace
         )
         self._trace = TraceRing(log)
-        self._pace: NodeReads | None = None
-        if self._config.cluster.platform.models_time:
-            self._pace = Emulation.of(self._config).reads(files.path, self._config, self._node)
-        self._runtime: ModelRuntime | None = None
+        self._runtime: Runtime | None = None
         self._transport_name = transport_here(files.config)
         self._channel: Channel | None = None
         self._weights: WeightLoader | None = None
@@ -215,11 +153,11 @@ class EpochBuilder:
             node=self._node,
             device=self._device,
             remote=RemoteBlocks(
-                self._files.run_id, self._table, self._memoryds(endpoints), self._pace
+                self._files.run_id, self._table, self._memoryds(endpoints), self._platform.reads
             ),
         )
         if self._updates_blocks(plan):
-            self._updates = BlockUpdates(memory, self._previewer(memory, plan))
+            self._updates = BlockUpdates(memory, self._platform.previewer(memory, plan))
         timeout_s = PATIENCE * self._config.cluster.attempt_timeout_s
         self._channel = open_channel(
             config=self._config,
@@ -248,7 +186,7 @@ class EpochBuilder:
             transport=self._transport,
             channel=self._channel,
             trace=self._trace,
-            meter=self._meter,
+            meter=self._platform.meter,
             progress=self._progress,
             abort=abort,
             timeout_s=timeout_s,
@@ -290,25 +228,10 @@ class EpochBuilder:
             self._datasets[phase], data_position, train.global_batch, train.micro_batch
         )
 
-    def runtime(self) -> ModelRuntime:
-        """The model without weights; made once, takes seconds."""
-        if self._runtime is None and self._config.cluster.platform.models_time:
-            # It has the methods of a model's runtime, over blocks of its own.
-            self._runtime = cast(
-                ModelRuntime, EmulatedRuntime(self._table, seed=self._config.run.seed)
-            )
+    def runtime(self) -> Runtime:
+        """Returns what computes blocks, without weights; made once, which takes seconds."""
         if self._runtime is None:
-            # Imported here: with transformers it takes seconds, and emulated workers need neither.
-            from penstock.models.surgery.hf import load_run_config
-
-            self._runtime = ModelRuntime(
-                load_run_config(self._files.path),
-                self._table,
-                device=self._device.torch_device,
-                compute_dtype=self._device.compute_dtype,
-                seed=self._config.run.seed,
-                compiler="inductor" if self._config.model.compile else None,
-            )
+            self._runtime = self._platform.runtime()
         return self._runtime
 
     def _connect(
@@ -376,21 +299,6 @@ class EpochBuilder:
 
     def _updates_blocks(self, plan: Plan) -> bool:
         return self._device_index in plan.updates.values()
-
-    def _previewer(self, memory: NodeMemory, plan: Plan) -> Previewer:
-        """What previews blocks on this device; its threads are pinned to a share of the cores."""
-        optimizer, index = self._config.optimizer, self._device_index
-        local = index % self._config.cluster.workers
-        cores = cores_of(local, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
-        residents = residents_of(plan.programs[index])
-        if isinstance(self._device, EmulatedDevice):
-            return EmulatedPreviewer(
-                self._device, memory, optimizer, plan=plan, device_index=index, cores=cores
-            )
-        if isinstance(self._device, CudaDevice):
-            blocks = [block for block, device in plan.updates.items() if device == index]
-            return CudaPreviewer(self._device, memory, optimizer, blocks, residents)
-        return NativePreviewer(memory, optimizer, cores, residents)
 
     def _segment_identity(self) -> tuple[int, int]:
         """Device and inode of the control segment; (0, 0) if there is none yet."""

@@ -23,9 +23,9 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.wire.member import MemberLink
 from penstock.workers.channels.inbox import Inbox
-from penstock.workers.epoch_builder import EpochBuilder, bind_transport, make_device
-from penstock.workers.handlers import HANDLERS
-from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
+from penstock.workers.epoch_builder import EpochBuilder, bind_transport
+from penstock.workers.platforms.base import WorkerSite
+from penstock.workers.platforms.registry import open_platform
 from penstock.workers.session import Session, fence_listener
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.telemetry.progress import Progress
@@ -60,24 +60,14 @@ def threads_per_worker(config: Config, device: int, num_cores: int) -> int:
     return max(1, num_cores // (nodes_here * config.cluster.workers))
 
 
-def set_up_torch(num_threads: int, device: str) -> None:
-    """Fixed thread counts and deterministic kernels: a repeated attempt gives the same bits."""
-    torch.set_num_threads(num_threads)
-    torch.set_num_interop_threads(1)
-    if device == "cpu":
-        torch.use_deterministic_algorithms(True)
-        # Filling fresh memory would cost a pass over every activation.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
-
-
 def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) -> None:
     config, name = files.config, worker_name(device)
     configure_logging(name, files.path, config.observability.log_level)
     # Before any thread starts: threads inherit it.
     os.sched_setaffinity(0, place(config, node_of_device(config, device)).workers)
-    set_up_torch(
-        threads_per_worker(config, device, len(os.sched_getaffinity(0))), config.cluster.device
-    )
+    # Fixed: a repeated attempt gives the same bits only on as many threads.
+    torch.set_num_threads(threads_per_worker(config, device, len(os.sched_getaffinity(0))))
+    torch.set_num_interop_threads(1)
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     fence, progress = EpochFence(stopped=lambda: stop.is_set), Progress()
@@ -89,10 +79,14 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         link = _connect(files, name, scheduler, fence, progress, transport.address, server.port)
         stack.callback(link.close)
         stack.enter_context(_reported_failure(link, fence))
+        platform = open_platform(
+            WorkerSite(config=config, table=files.table, run_dir=files.path, device_index=device)
+        )
+        platform.set_up_process()
         builder = EpochBuilder(
             files=files,
             device_index=device,
-            device=make_device(config, files.table, device, files.path),
+            platform=platform,
             transport=transport,
             progress=progress,
         )
@@ -104,7 +98,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             fence=fence,
             metrics=metrics,
             global_batch=config.train.global_batch,
-            handlers=HANDLERS if not config.cluster.platform.models_time else EMULATED_HANDLERS,
+            handlers=platform.handlers,
         )
         session.run(lambda: stop.is_set)
 

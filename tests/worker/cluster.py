@@ -40,10 +40,9 @@ from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
-from penstock.workers.epoch_builder import make_device
 from penstock.workers.interpreter import JobResult, run_job
-from penstock.workers.platforms.base import Device, as_tensor
-from penstock.workers.platforms.cuda.device import ALIGNMENT_BYTES
+from penstock.workers.platforms.base import ALIGNMENT_BYTES, WorkerSite, as_tensor
+from penstock.workers.platforms.registry import WorkerPlatform, open_platform
 from penstock.workers.state.flow import Flow, collective_receives
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -138,13 +137,15 @@ class Worker:
     """One device's interpreter with its sockets and metrics."""
 
     context: EpochContext
+    platform: WorkerPlatform
     registry: CollectorRegistry
 
     def run(self, job: Job, program: Program | None = None) -> JobResult:
         """Execute the device's program of the job's phase."""
         plan, device = self.context.plan, self.context.device_index
         own = plan.programs if job.phase == "train" else plan.evaluation
-        return run_job(self.context, job, own[device] if program is None else program)
+        program = own[device] if program is None else program
+        return run_job(self.context, job, program, self.platform.handlers)
 
     def metric(self, name: str, **labels: str) -> float:
         """Value of a metric, 0 if it was never set."""
@@ -459,7 +460,7 @@ def _fill(
 def _worker(stack: ExitStack, site: _Site, device_index: int) -> Worker:
     node = node_of_device(site.config, device_index)
     memory = site.memories[node]
-    device = _device(stack, site, device_index, memory)
+    platform = _platform(stack, site, device_index, memory)
     registry = CollectorRegistry()
     transport = Transport(
         f"ipc://@penstock-{memory.spec.run_id}-worker-{device_index}",
@@ -472,17 +473,27 @@ def _worker(stack: ExitStack, site: _Site, device_index: int) -> Worker:
         memory=memory,
         ownership=site.owners,
         node=node,
-        device=device,
+        device=platform.device,
         remote=RemoteBlocks(memory.spec.run_id, memory.spec.table, site.servers),
     )
     stack.callback(weights.close)
-    return Worker(_context(site, device_index, memory, device, weights, transport), registry)
+    context = _context(site, device_index, memory, platform, weights, transport)
+    return Worker(context, platform, registry)
 
 
-def _device(stack: ExitStack, site: _Site, device_index: int, memory: NodeMemory) -> Device:
+def _platform(
+    stack: ExitStack, site: _Site, device_index: int, memory: NodeMemory
+) -> WorkerPlatform:
     plan, table = site.plan, memory.spec.table
-    device = make_device(site.config, table, device_index)
-    device.attach(
+    platform = open_platform(
+        WorkerSite(
+            config=site.config,
+            table=table,
+            run_dir=site.config.run_dir,
+            device_index=device_index,
+        )
+    )
+    platform.device.attach(
         memory,
         max(
             stage_bytes(table, stage.blocks, ALIGNMENT_BYTES)
@@ -490,18 +501,19 @@ def _device(stack: ExitStack, site: _Site, device_index: int, memory: NodeMemory
         ),
         buffers_needed(plan.programs[device_index], plan.evaluation[device_index]),
     )
-    stack.callback(device.detach)
-    return device
+    stack.callback(platform.device.detach)
+    return platform
 
 
 def _context(
     site: _Site,
     device_index: int,
     memory: NodeMemory,
-    device: Device,
+    platform: WorkerPlatform,
     weights: WeightLoader,
     transport: Transport,
 ) -> EpochContext:
+    device = platform.device
     runtime = ModelRuntime(
         site.hf_config,
         memory.spec.table,
@@ -520,6 +532,7 @@ def _context(
         memory=memory,
         runtime=runtime,
         device=device,
+        meter=platform.meter,
         weights=weights,
         transport=transport,
         channel=MessageChannel(

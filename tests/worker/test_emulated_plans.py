@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.models.data.batch import MicroBatch
-from penstock.models.runtime import ModelRuntime
 from penstock.planner.configured import build_plan
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.simulate import simulate
@@ -43,8 +42,9 @@ from penstock.workers.channels.transport import Transport
 from penstock.workers.interpreter import run_job
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
+from penstock.workers.platforms.emulated.platform import EmulatedPreviewer
 from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
-from penstock.workers.platforms.emulated.update import EmulatedPreviewer
+from penstock.workers.platforms.meters import NoMeter
 from penstock.workers.state.flow import Flow, collective_receives
 from penstock.workers.state.updates import BlockUpdates
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader
@@ -292,8 +292,9 @@ def _context(
         table=spec.table,
         ownership=owners,
         memory=memory,
-        runtime=cast(ModelRuntime, EmulatedRuntime(spec.table, seed=3)),
+        runtime=EmulatedRuntime(spec.table, seed=3),
         device=device,
+        meter=NoMeter(),
         weights=weights,
         transport=transport,
         channel=MessageChannel(run_id=spec.run_id, epoch=1, device=device, transport=transport),

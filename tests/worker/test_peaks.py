@@ -42,8 +42,8 @@ from penstock.workers.handlers import HANDLERS
 from penstock.workers.interpreter import InstructionError, run_job
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.platforms.emulated.memory import EmulatedMeter
+from penstock.workers.platforms.meters import StorageMeter
 from penstock.workers.state.flow import Flow
-from penstock.workers.telemetry.meters import StorageMeter
 from tests.worker import test_emulated_plans as emulated
 from tests.worker.cluster import SEQUENCE, Cluster, build_cluster, make_config
 

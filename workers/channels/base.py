@@ -113,8 +113,8 @@ class MessageChannel:
         return self._device.from_host(self._transport.inbox.take(key, abort, timeout_s))
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """Returns when the message was complete."""
-        return self._transport.inbox.arrival_s(key)
+        """Returns when the message was complete, or when the device says that it came."""
+        return self._device.arrival_s(self._transport.inbox.arrival_s(key))
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
         """Returns what the inbox holds of the attempt."""

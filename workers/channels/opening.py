@@ -25,8 +25,6 @@ from penstock.workers.channels.order import TransferOrder
 from penstock.workers.channels.rendezvous import Meeting
 from penstock.workers.channels.transport import Transport
 from penstock.workers.platforms.base import Device
-from penstock.workers.platforms.emulated.channel import EmulatedChannel
-from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.waiting import Abort
 
 _log = logging.getLogger(__name__)
@@ -138,8 +136,7 @@ def open_channel(
         LostMemberError: somebody did not come.
         ConfigError: the plan's sends and receives do not match.
     """
-    kind = EmulatedChannel if isinstance(device, EmulatedDevice) else MessageChannel
-    messages = kind(run_id=run_id, epoch=epoch, device=device, transport=transport)
+    messages = MessageChannel(run_id=run_id, epoch=epoch, device=device, transport=transport)
     module, members = group_module(name), group_members(plan, name)
     if module is None or device_index not in members:
         return messages

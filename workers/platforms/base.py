@@ -1,24 +1,32 @@
-"""What a device does for the interpreter: hold weights, sum gradients, move tensors to and from the
-host.
+"""What a worker needs of a device and of what computes on it, and what platforms make theirs of.
 
-:mod:`.cpu` computes in fp32 on host memory; :mod:`.cuda` copies on streams of its own. Host arrays
-are flat NumPy views of shared memory or of fetched copies, in storage types (bf16 as uint16 bits).
-
-Buffers that are used again: large host memory is slow at first touch.
+A device holds weights, sums gradients, and moves tensors to and from the host. Host arrays are flat
+NumPy views of shared memory or of fetched copies, in storage types (bf16 as uint16 bits). A whole
+platform is :class:`penstock.workers.platforms.registry.WorkerPlatform`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.models.binding import Borrowed
+from penstock.models.data.batch import MicroBatch
+from penstock.models.runtime import ModelRuntime, StageOutput
+from penstock.models.storing import Storing
+from penstock.protocol.config.schema import Config
 from penstock.shm.memory import NodeMemory
-from penstock.shm.table import DType
+from penstock.shm.table import BlockTable, DType
+
+ALIGNMENT_BYTES = 256
+"""Arrays of a stage start at multiples of it in the memory of a device."""
 
 HostArray = npt.NDArray[Any]
 
@@ -116,9 +124,99 @@ class Device(Protocol):
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors on the device."""
 
+    def arrival_s(self, complete_s: float | None) -> float | None:
+        """Returns when the message that was last given to :meth:`from_host` had arrived; it was
+        complete in host memory at ``complete_s`` (``time.perf_counter``). ``None``: nobody knows.
+        """
+
+
+class Runtime(Protocol):
+    """Computes blocks: :class:`penstock.models.runtime.ModelRuntime`, where the methods are
+    explained, or what a platform has in its place. Only the runtime that bound a block looks into
+    it, and only the runtime that made an output into what it adds to a :class:`StageOutput`.
+    """
+
+    def bind(
+        self,
+        block: int,
+        *,
+        weights: torch.Tensor | None,
+        frozen: torch.Tensor | None = None,
+        grads: torch.Tensor | None = None,
+        borrowed: Mapping[str, Borrowed] | None = None,
+        sums: torch.dtype | None = None,
+    ) -> Any:
+        """Returns a block over flat arrays, which are not copied."""
+
+    def bind_gradients(
+        self, bound: Any, *, grads: torch.Tensor | None, borrowed: Mapping[str, torch.Tensor]
+    ) -> None:
+        """From now on gradients of the block add up in these flat arrays."""
+
+    def called_with(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """Returns the constants that layers are called with on such a micro-batch."""
+
+    def forward(
+        self,
+        bound: Sequence[Any],
+        inputs: Mapping[str, torch.Tensor],
+        batch: MicroBatch,
+        *,
+        data_position: int,
+        micro_batch_index: int,
+        training: bool,
+        loss_weight: float,
+        checkpoints_at: Collection[int] = (),
+        autograd: bool | None = None,
+        storing: Storing | None = None,
+    ) -> StageOutput:
+        """Run consecutive blocks on one micro-batch."""
+
+    def backward(
+        self, output: Any, gradients: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Add to the bound gradients; returns those of the stage's inputs by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSite:
+    """Where a platform is to run: the worker with number ``device_index`` of a run. ``table`` is
+    that of the shared memory.
+    """
+
+    config: Config
+    table: BlockTable
+    run_dir: Path
+    device_index: int
+
+    @property
+    def local_index(self) -> int:
+        """The worker's number on its node."""
+        return self.device_index % self.config.cluster.workers
+
+    def model_runtime(self, device: Device) -> ModelRuntime:
+        """Returns the run's model without weights, to compute on a device. Takes seconds.
+
+        Raises:
+            ConfigError: the model is impossible.
+        """
+        # Imported here: with transformers it takes seconds, and not every platform needs it.
+        from penstock.models.surgery.hf import load_run_config
+
+        return ModelRuntime(
+            load_run_config(self.run_dir),
+            self.table,
+            device=device.torch_device,
+            compute_dtype=device.compute_dtype,
+            seed=self.config.run.seed,
+            compiler="inductor" if self.config.model.compile else None,
+        )
+
 
 class BufferPool:
-    """Flat host tensors by type and length; as many as were ever in use at once. Thread-safe."""
+    """Flat host tensors by type and length, used again because large host memory is slow at first
+    touch; as many as were ever in use at once. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

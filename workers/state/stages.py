@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import torch
 
 from penstock.models.binding import Borrowed, BoundBlock
-from penstock.models.runtime import ModelRuntime
 from penstock.models.saved_activations import BoundWeights
 from penstock.protocol.plan.instructions import Phase
 from penstock.protocol.plan.layout import StageLayout
 from penstock.shm.table import BlockTable
+from penstock.workers.platforms.base import Runtime
 from penstock.workers.state.gradients import GradientBook, Sum
 from penstock.workers.state.weights import FetchScope, LoadedStage, StageKey, WeightLoader, lender
 
@@ -25,7 +25,7 @@ class Stages:
         *,
         layout: StageLayout,
         table: BlockTable,
-        runtime: ModelRuntime,
+        runtime: Runtime,
         weights: WeightLoader,
         gradients: GradientBook,
         scope: FetchScope,
@@ -131,13 +131,14 @@ class Stages:
             flat = loaded.array(array.block, array.name)
             assert flat is not None, f"{array} is read by block {block} and was not loaded"
             borrowed[lent.local_name] = flat, None
-        return self._runtime.bind(
+        bound: BoundBlock = self._runtime.bind(
             block,
             weights=loaded.array(block, "weights"),
             frozen=loaded.array(block, "frozen"),
             borrowed=borrowed,
             sums=torch.float32 if grads else None,
         )
+        return bound
 
     def _bind_sums_in_time(self, bound: Iterable[BoundBlock], stage: int) -> None:
         """Now, if the stage's backwards have begun."""

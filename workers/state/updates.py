@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike
 
 from penstock import _native
@@ -201,6 +203,11 @@ def _result(future: Future[None], abort: Abort) -> None:
 
 def _slot_text(version: int) -> str:
     return "nothing" if version == INVALID_VERSION else f"version {version}"
+
+
+def own_cores(local_index: int) -> list[int]:
+    """Returns the cores of this process's updates, as :func:`cores_of`."""
+    return cores_of(local_index, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
 
 
 def cores_of(worker: int, num_threads: int, available: Sequence[int]) -> list[int]:

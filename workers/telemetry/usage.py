@@ -1,13 +1,15 @@
-"""What a device's memory is used for, the most that an attempt used, and what to say when there is
-no more.
+"""What a device's memory is used for, how it is asked for that, and what to say when there is no
+more.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -61,6 +63,36 @@ class MemoryPeak:
     usage: Usage
     during: Instruction | None = None
     at_s: float | None = None
+
+
+AttemptT = TypeVar("AttemptT", contravariant=True)
+
+
+class Meter(Protocol[AttemptT]):
+    """Measures the memory of a device in one attempt after the other. What is there is counted, so
+    that it can be compared with what a plan says (:mod:`penstock.planner.memory.footprint`).
+    """
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """An attempt runs inside."""
+
+    def executed(self, instruction: Instruction, attempt: AttemptT) -> None:
+        """An instruction has run.
+
+        Raises:
+            DeviceMemoryError: it took more than there is.
+        """
+
+    def usage(self, attempt: AttemptT) -> Usage:
+        """Returns what is in use now, as far as it can be known."""
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """What there is, where that is known."""
+
+    @property
+    def peak(self) -> MemoryPeak | None:
+        """Of the latest attempt, if it was measured."""
 
 
 class DeviceMemoryError(CapacityError):

@@ -108,3 +108,7 @@ class CpuDevice:
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """They are there."""
         return dict(tensors)
+
+    def arrival_s(self, complete_s: float | None) -> float | None:
+        """Returns when the message was complete."""
+        return complete_s

@@ -27,11 +27,16 @@ from penstock.protocol.errors import CapacityError, ConfigError, LostMemberError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
-from penstock.workers.platforms.base import HostArray, Stamp, as_tensor, storage_dtype
+from penstock.workers.platforms.base import (
+    ALIGNMENT_BYTES,
+    HostArray,
+    Stamp,
+    as_tensor,
+    storage_dtype,
+)
 from penstock.workers.platforms.cuda.clock import EventClock
 from penstock.workers.platforms.cuda.pinned import Registrations, StagingPool
 
-ALIGNMENT_BYTES = 256
 _TIMEOUT_S = 600.0
 _REGISTERED = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS, SegmentKind.STATE)
 """Those that the worker maps; state only where it updates blocks."""
@@ -353,6 +358,10 @@ class CudaDevice:
             # Allocated for the other stream: its memory must not go back while this one reads it.
             tensor.record_stream(compute)
         return found
+
+    def arrival_s(self, complete_s: float | None) -> float | None:
+        """Returns when the message was complete in host memory."""
+        return complete_s
 
     def _wait_for(self, stream: torch.cuda.Stream) -> None:
         reached = _event(blocking=True)

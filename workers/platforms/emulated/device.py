@@ -416,6 +416,10 @@ class EmulatedDevice:
         self.needs(self.arrived_at)
         return {name: tensor for name, tensor in tensors.items() if name != ARRIVAL}
 
+    def arrival_s(self, complete_s: float | None) -> float | None:
+        """Returns when the message arrives on the device's clock, if its sender said so."""
+        return self.arrived_at
+
     def _copy(
         self,
         stream: EmulatedStream | _Way,

@@ -51,7 +51,7 @@ _LEAVES_BY_ITSELF = ("leaving", "lodged")
 
 
 class EmulatedMeter:
-    """See :class:`penstock.workers.telemetry.meters.Meter`; exceeding the limit is an error."""
+    """See :class:`penstock.workers.platforms.meters.Meter`; exceeding the limit is an error."""
 
     def __init__(self, device: EmulatedDevice, limit_bytes: float) -> None:
         self.limit_bytes: float | None = limit_bytes

@@ -1,24 +1,80 @@
-"""UPDATE on an emulated device: optimizerd's arithmetic on what is stored, in the time of a GPU.
+"""The emulated platform of a worker, and UPDATE on it.
 
-As simulated (:mod:`penstock.planner.simulate.optimizer`): state comes over the incoming stream once
-it is settled and the UPDATE was issued, gradients with it if another device made them; the kernel
-runs when the compute stream has nothing else to do; weights leave over the outgoing stream. Of
-residents no state comes, but to bring theirs up to the commit takes as long as the update.
+An UPDATE is optimizerd's arithmetic on what is stored, in the time of a GPU, as it is simulated
+(:mod:`penstock.planner.simulate.optimizer`): state comes over the incoming stream once it is
+settled and the UPDATE was issued, gradients with it if another device made them; the kernel runs
+when the compute stream has nothing else to do; weights leave over the outgoing stream. No state
+comes of residents, but to bring theirs up to the commit takes as long as the update.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
+from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
+from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations
+from penstock.protocol.platforms.peer_memory import PeerMemory
+from penstock.protocol.run.names import node_of_device
 from penstock.shm.memory import NodeMemory
+from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.emulated.clock import sleep_until
 from penstock.workers.platforms.emulated.device import EmulatedDevice
+from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
+from penstock.workers.platforms.emulated.memory import EmulatedMeter
+from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
 from penstock.workers.state.residents import Lag
-from penstock.workers.state.updates import NativePreviewer, PreviewedBlock, UpdateScope
+from penstock.workers.state.updates import (
+    NativePreviewer,
+    PreviewedBlock,
+    UpdateScope,
+    own_cores,
+)
+
+
+class EmulatedPlatform:
+    """See :class:`penstock.workers.platforms.registry.WorkerPlatform`."""
+
+    handlers = EMULATED_HANDLERS
+
+    def __init__(self, site: WorkerSite) -> None:
+        """Devices announce their copies, and reserve NICs, in files of the run directory."""
+        self._site = site
+        config, emulation = site.config, Emulation.of(site.config)
+        node, nodes = node_of_device(config, site.device_index), config.cluster.nodes
+        here = site.run_dir, nodes[node].name, config.cluster.workers
+        self.device = EmulatedDevice(
+            emulation,
+            site.table,
+            announce=partial(BandwidthLog.of_node(*here).post, site.local_index),
+            leave=partial(NicReservations.of_run(site.run_dir, len(nodes)).occupy, source=node),
+            peer_memory=PeerMemory.of_node(*here, site.device_index),
+        )
+        limit, there = config.memory.device_limit, emulation.cluster.device_memory_bytes
+        self.meter = EmulatedMeter(self.device, there if limit is None else float(limit))
+        self.reads = emulation.reads(site.run_dir, config, node)
+
+    def set_up_process(self) -> None:
+        """Nothing to do: its sums are exact."""
+
+    def runtime(self) -> EmulatedRuntime:
+        """Returns what makes up numbers in the place of a model."""
+        return EmulatedRuntime(self._site.table, seed=self._site.config.run.seed)
+
+    def previewer(self, memory: NodeMemory, plan: Plan) -> EmulatedPreviewer:
+        """Returns what updates blocks in the time of a GPU."""
+        return EmulatedPreviewer(
+            self.device,
+            memory,
+            self._site.config.optimizer,
+            plan=plan,
+            device_index=self._site.device_index,
+            cores=own_cores(self._site.local_index),
+        )
 
 
 class EmulatedPreviewer:
@@ -47,11 +103,11 @@ class EmulatedPreviewer:
         device.staging_bytes = staging_bytes(largest)
 
     def issue(self, block: int) -> None:
-        """Behind what the device computes."""
+        """Note where the compute stream is: the copy of the state starts no sooner."""
         self._issued_at[block] = self._device.compute.free_at
 
     def fetch(self, block: int, scope: UpdateScope) -> None:
-        """The copy of the state; that of gradients waits for them."""
+        """Copy the state; gradients are copied when they are there."""
         if self._made_here(block):
             lag = self._lag(block, scope)
             self._here_at[block] = self._copy_in(block, self._issued_at.pop(block), lag)
@@ -80,7 +136,7 @@ class EmulatedPreviewer:
         self._device.staging_bytes = self._device.state_bytes = 0.0
 
     def _lag(self, block: int, scope: UpdateScope) -> Lag:
-        """Of what the device keeps: all, but of residents."""
+        """Returns what the device lacks of the block's state: all, but of residents."""
         if block not in self._residents:
             return Lag(whole=True)
         return self._stored.residents.lag(block, scope.step.version - 1)

@@ -1,9 +1,6 @@
-"""How the memory of a device is measured while an attempt runs.
+"""Meters for platforms whose memory nobody counts for them: none, or one that watches storages.
 
-CPU workers count live storages if they are told to (``observability.memory``), CUDA has statistics
-of its own. Emulated devices have an account: :mod:`penstock.workers.platforms.emulated.memory`. All
-count what is there, so that what a plan says (:mod:`penstock.planner.memory.footprint`) can be
-compared with it.
+Others have statistics or an account of their own, in :mod:`penstock.workers.platforms`.
 """
 
 from __future__ import annotations
@@ -12,41 +9,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.protocol.plan.instructions import Instruction
+from penstock.workers.attempt import Attempt
 from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
-
-if TYPE_CHECKING:
-    from penstock.workers.attempt import Attempt
-
-
-class Meter(Protocol):
-    """Measures one attempt after the other."""
-
-    def attempt(self) -> AbstractContextManager[None]:
-        """An attempt runs inside."""
-
-    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
-        """An instruction has run.
-
-        Raises:
-            DeviceMemoryError: it took more than there is.
-        """
-
-    def usage(self, attempt: Attempt) -> Usage:
-        """What is in use now, as far as it can be known."""
-
-    @property
-    def limit_bytes(self) -> float | None:
-        """What there is, where that is known."""
-
-    @property
-    def peak(self) -> MemoryPeak | None:
-        """Of the latest attempt, if it was measured."""
 
 
 def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
@@ -63,7 +32,8 @@ def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
         yield from ((Use.TRANSFERS, tensor) for tensor in tensors.values())
 
 
-def _usage_of_named(attempt: Attempt, device: torch.device) -> dict[Use, float]:
+def usage_of_named(attempt: Attempt, device: torch.device) -> dict[Use, float]:
+    """Returns the bytes on a device of what an attempt knows by name, by use."""
     found: defaultdict[Use, float] = defaultdict(float)
     for use, tensor in named_tensors(attempt):
         if tensor.device.type == device.type:
@@ -90,34 +60,7 @@ class NoMeter:
 
     def usage(self, attempt: Attempt) -> Usage:
         """What the attempt knows of; not what graphs keep."""
-        return Usage(_usage_of_named(attempt, attempt.context.device.torch_device))
-
-
-class CudaMeter:
-    """The allocator's statistics. An instruction's own peak would need a synchronisation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.limit_bytes: float | None = torch.cuda.get_device_properties(device).total_memory
-        self.peak: MemoryPeak | None = None
-
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """The statistics start anew."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self.peak = None
-        yield
-        most = float(torch.cuda.max_memory_allocated(self._device))
-        self.peak = MemoryPeak(num_bytes=most, usage=Usage({Use.ACTIVATIONS: most}))
-
-    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
-        """Nothing to do: the allocator counts."""
-
-    def usage(self, attempt: Attempt) -> Usage:
-        """What the attempt knows of by name, and the rest of what is allocated."""
-        named = _usage_of_named(attempt, self._device)
-        rest = torch.cuda.memory_allocated(self._device) - sum(named.values())
-        return Usage({**named, Use.ACTIVATIONS: max(0.0, rest)})
+        return Usage(usage_of_named(attempt, attempt.context.device.torch_device))
 
 
 class StorageMeter:

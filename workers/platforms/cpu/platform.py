@@ -1,0 +1,49 @@
+"""The CPU platform of a worker: computes where everything lies, and counts storages if it is told
+to.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.models.runtime import ModelRuntime
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.updating import residents_of
+from penstock.shm.memory import NodeMemory
+from penstock.workers.handlers import HANDLERS
+from penstock.workers.platforms.base import WorkerSite
+from penstock.workers.platforms.cpu.device import CpuDevice
+from penstock.workers.platforms.meters import NoMeter, StorageMeter
+from penstock.workers.state.updates import NativePreviewer, own_cores
+
+
+class CpuPlatform:
+    """See :class:`penstock.workers.platforms.registry.WorkerPlatform`."""
+
+    handlers = HANDLERS
+    reads = None
+
+    def __init__(self, site: WorkerSite) -> None:
+        self._site = site
+        table = site.table
+        self.device = CpuDevice(weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype)
+        # Every operator is watched while storages are counted, so it is done on request only.
+        self.meter = StorageMeter() if site.config.observability.memory else NoMeter()
+
+    def set_up_process(self) -> None:
+        """Choose deterministic kernels: a repeated attempt gives the same bits."""
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh memory would cost a pass over every activation.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
+
+    def runtime(self) -> ModelRuntime:
+        """Returns the run's model."""
+        return self._site.model_runtime(self.device)
+
+    def previewer(self, memory: NodeMemory, plan: Plan) -> NativePreviewer:
+        """Returns what updates blocks with optimizerd's kernel, on a share of the cores."""
+        site = self._site
+        residents = residents_of(plan.programs[site.device_index])
+        return NativePreviewer(
+            memory, site.config.optimizer, own_cores(site.local_index), residents
+        )

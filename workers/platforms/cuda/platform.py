@@ -1,0 +1,86 @@
+"""The CUDA platform of a worker: a GPU, its allocator's statistics, updates by its own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from penstock.models.runtime import ModelRuntime
+from penstock.protocol.plan.instructions import Instruction
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.updating import residents_of
+from penstock.shm.memory import NodeMemory
+from penstock.workers.attempt import Attempt
+from penstock.workers.handlers import HANDLERS
+from penstock.workers.platforms.base import WorkerSite
+from penstock.workers.platforms.cuda.device import CudaDevice
+from penstock.workers.platforms.cuda.update import CudaPreviewer
+from penstock.workers.platforms.meters import usage_of_named
+from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
+
+
+class CudaMeter:
+    """The allocator's statistics. An instruction's own peak would need a synchronisation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.limit_bytes: float | None = torch.cuda.get_device_properties(device).total_memory
+        self.peak: MemoryPeak | None = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """The statistics start anew."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.peak = None
+        yield
+        most = float(torch.cuda.max_memory_allocated(self._device))
+        self.peak = MemoryPeak(num_bytes=most, usage=Usage({Use.ACTIVATIONS: most}))
+
+    def executed(self, instruction: Instruction, attempt: Attempt) -> None:
+        """Nothing to do: the allocator counts."""
+
+    def usage(self, attempt: Attempt) -> Usage:
+        """What the attempt knows of by name, and the rest of what is allocated."""
+        named = usage_of_named(attempt, self._device)
+        rest = torch.cuda.memory_allocated(self._device) - sum(named.values())
+        return Usage({**named, Use.ACTIVATIONS: max(0.0, rest)})
+
+
+class CudaPlatform:
+    """See :class:`penstock.workers.platforms.registry.WorkerPlatform`."""
+
+    handlers = HANDLERS
+    reads = None
+
+    def __init__(self, site: WorkerSite) -> None:
+        """GPUs are counted per node.
+
+        Raises:
+            ConfigError: there is no such GPU.
+        """
+        self._site = site
+        table = site.table
+        self.device = CudaDevice(
+            site.local_index, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype
+        )
+        self.meter = CudaMeter(self.device.torch_device)
+
+    def set_up_process(self) -> None:
+        """Nothing to do: its kernels repeat their bits as they are."""
+
+    def runtime(self) -> ModelRuntime:
+        """Returns the run's model."""
+        return self._site.model_runtime(self.device)
+
+    def previewer(self, memory: NodeMemory, plan: Plan) -> CudaPreviewer:
+        """Returns what updates the blocks whose UPDATE is in the device's program."""
+        index = self._site.device_index
+        return CudaPreviewer(
+            self.device,
+            memory,
+            self._site.config.optimizer,
+            [block for block, device in plan.updates.items() if device == index],
+            residents_of(plan.programs[index]),
+        )

@@ -1,0 +1,67 @@
+"""What each platform of :mod:`penstock.protocol.platforms.registry` runs in a worker, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from penstock.protocol.plan.instructions import Opcode
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.platforms.bandwidth_log import NodeReads
+from penstock.shm.memory import NodeMemory
+from penstock.workers.attempt import Attempt
+from penstock.workers.handlers import Handler
+from penstock.workers.platforms.base import Device, Runtime, WorkerSite
+from penstock.workers.platforms.cpu.platform import CpuPlatform
+from penstock.workers.platforms.cuda.platform import CudaPlatform
+from penstock.workers.platforms.emulated.platform import EmulatedPlatform
+from penstock.workers.state.updates import Previewer
+from penstock.workers.telemetry.usage import Meter
+
+
+class WorkerPlatform(Protocol):
+    """All that differs between workers of different platforms. One object per process."""
+
+    @property
+    def device(self) -> Device:
+        """What holds weights and moves tensors."""
+
+    @property
+    def meter(self) -> Meter[Attempt]:
+        """What measures the device's memory."""
+
+    @property
+    def handlers(self) -> Mapping[Opcode, Handler]:
+        """What each instruction does."""
+
+    @property
+    def reads(self) -> NodeReads | None:
+        """The time that reads from other nodes are given; ``None``: as long as they take."""
+
+    def set_up_process(self) -> None:
+        """Set what holds for the whole process, before anything is computed."""
+
+    def runtime(self) -> Runtime:
+        """Make what computes blocks; called once.
+
+        Raises:
+            ConfigError: the model is impossible.
+        """
+
+    def previewer(self, memory: NodeMemory, plan: Plan) -> Previewer:
+        """Make what carries out the UPDATEs of the device's program."""
+
+
+IMPLEMENTATIONS: Mapping[str, Callable[[WorkerSite], WorkerPlatform]] = MappingProxyType(
+    {"cpu": CpuPlatform, "cuda": CudaPlatform, "emulated": EmulatedPlatform}
+)
+
+
+def open_platform(site: WorkerSite) -> WorkerPlatform:
+    """Returns the platform that ``cluster.device`` names, for this process.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    return IMPLEMENTATIONS[site.config.cluster.platform.name](site)
