@@ -9,13 +9,15 @@ them).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
 import torch
 
+from penstock.protocol.config.optimizers import OptimizerName
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import OptimizerStep
 
@@ -32,7 +34,7 @@ class StepScalars:
     eps: float
     step_size: float
     learning_rate: float
-    decoupled: bool
+    optimizer: OptimizerName
 
     @classmethod
     def of(cls, step: OptimizerStep, config: OptimizerConfig) -> Self:
@@ -47,7 +49,7 @@ class StepScalars:
             eps=_fp32(config.eps),
             step_size=_fp32(step.learning_rate / (1.0 - _power(beta1, step.bias_step))),
             learning_rate=step.learning_rate,
-            decoupled=config.name.traits.decouples_decay,
+            optimizer=config.name,
         )
 
 
@@ -67,16 +69,21 @@ class Piece:
 
 
 def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
-    """Writes the next master weights and moments into the place of the old ones, (elements,) fp32
+    """Writes the next master weights and state into the place of the old ones, (elements,) fp32
     each; returns the master weights. Gradients and scratch hold anything afterwards.
 
-    On copies of the state that is a preview, on the state itself a settle. Source: Kingma & Ba,
-    "Adam", algorithm 1; with decoupled decay Loshchilov & Hutter, algorithm 2.
+    On copies of the state that is a preview, on the state itself a settle.
     """
+    return STEPS[scalars.optimizer](piece, scalars)
+
+
+def _adam(piece: Piece, scalars: StepScalars) -> torch.Tensor:
+    """Kingma & Ba, "Adam", algorithm 1; with decoupled decay Loshchilov & Hutter, algorithm 2."""
+    decoupled = scalars.optimizer.traits.decouples_decay
     master, mean, square, grad = piece.master, piece.exp_avg, piece.exp_avg_sq, piece.gradients
     scratch = piece.scratch
     grad.mul_(scalars.coefficient)
-    if not scalars.decoupled:
+    if not decoupled:
         for start, end, decay in piece.ranges:
             torch.mul(master[start:end], _fp32(decay), out=scratch[start:end])
         grad.add_(scratch)
@@ -87,10 +94,16 @@ def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
     scratch.copy_(square)
     denominator = scratch.sqrt_().mul_(scalars.inverse_sqrt_correction).add_(scalars.eps)
     change = torch.mul(mean, scalars.step_size, out=grad).div_(denominator)
-    if scalars.decoupled:
+    if decoupled:
         for start, end, decay in piece.ranges:
             master[start:end].mul_(_fp32(1.0 - scalars.learning_rate * decay))
     return master.sub_(change)
+
+
+STEPS: Mapping[OptimizerName, Callable[[Piece, StepScalars], torch.Tensor]] = MappingProxyType(
+    {OptimizerName.ADAMW: _adam, OptimizerName.ADAM: _adam}
+)
+"""The step of each optimizer whose UPDATE GPUs execute."""
 
 
 def sum_squares(gradients: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

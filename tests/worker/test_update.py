@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from penstock import _native
-from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.models.step import STEPS, Piece, StepScalars, apply, sum_squares
+from penstock.protocol.config.optimizers import OPTIMIZERS
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.errors import LostMemberError
 from penstock.protocol.plan.instructions import OffloadGradients, Update
@@ -327,7 +328,11 @@ def aligned(values: Any) -> Any:
     return there
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_gpus_have_a_step_for_the_optimizers_that_the_table_says() -> None:
+    assert set(STEPS) == {name for name, traits in OPTIMIZERS.items() if traits.on_gpus}
+
+
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("version", [1, 7, 1000])
 def test_tensor_operations_have_the_bits_of_the_native_kernel(
     name: str, version: int, monkeypatch: pytest.MonkeyPatch
