@@ -65,7 +65,7 @@ class MeasuredAttempt:
 
     @cached_property
     def origin_s(self) -> float:
-        """When the first device begins to copy, or to compute, its input being there."""
+        """The moment at which the first device begins to copy, or has its first input."""
         devices = self.trace.devices.values()
         moments = [work.ready_s for device in devices for work in device.computed]
         if self.copies:
@@ -74,7 +74,7 @@ class MeasuredAttempt:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Everything that occupied something, by start."""
+        """All work that occupied a device, link or node, by start."""
         found = [
             *self._device_spans(),
             *self._link_spans(),
@@ -88,22 +88,22 @@ class MeasuredAttempt:
 
     @cached_property
     def makespan_s(self) -> float:
-        """End of everything before the decision."""
+        """Seconds until the last work before the decision ends."""
         return max(span.end_s for span in self.spans)
 
     @cached_property
     def pipeline_s(self) -> float:
-        """End of the last compute instruction."""
+        """Seconds until the last compute instruction ends."""
         return max(span.end_s for span in self.spans if span.lane is Lane.COMPUTE)
 
     @property
     def optimizer_tail_s(self) -> float:
-        """What comes after it."""
+        """Seconds from the end of the last compute instruction to the end of all work."""
         return self.makespan_s - self.pipeline_s
 
     @cached_property
     def devices(self) -> tuple[DeviceTimes, ...]:
-        """How long each device computes, and does not."""
+        """Seconds that each device computes, and does not, while any does."""
         busy = [
             sum(work.seconds for work in self.trace.devices[device].computed)
             for device in range(self.plan.num_devices)
@@ -112,13 +112,13 @@ class MeasuredAttempt:
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the pipeline's time in which devices do not compute."""
+        """The share of the pipeline's time in which devices do not compute."""
         idle_s = sum(device.idle_s for device in self.devices)
         return idle_s / (self.pipeline_s * len(self.devices))
 
     @property
     def between_s(self) -> float | None:
-        """The part of the step that is not in :attr:`makespan_s`."""
+        """Seconds of the step that are not in :attr:`makespan_s`; ``None`` where it is unknown."""
         return None if self.step_s is None else self.step_s - self.makespan_s
 
     def published_s(self, block: int) -> float | None:

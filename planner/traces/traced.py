@@ -39,7 +39,7 @@ class TracedInstruction:
 
     @property
     def ready_s(self) -> float:
-        """When its input was there."""
+        """The moment at which the instruction's input was there."""
         return self.event.start_s + self.event.waited_s
 
     @property

@@ -160,7 +160,7 @@ class Search:
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest so far."""
+        """The fastest outcome so far."""
         return self.outcomes[0] if self.outcomes else None
 
     def consider(self, candidate: Candidate) -> None:

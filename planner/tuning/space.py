@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def length(self) -> int:
-        """About how many instructions a replica runs."""
+        """The number of instructions that a replica runs, roughly."""
         return self.request.num_microbatches * sum(self.stages)
 
     @property
