@@ -8,10 +8,10 @@ Two kinds of plans, made by passes that ``--passes`` can name:
 - **coupled**: Mobius's scheme with finer stages and ``keep-what-fits``: selective recomputation,
   stage by stage, up to 32 GB of device memory.
 
-Our optimizer is a preview in one pass over memory, settled during the next forward
+Our optimizer is a preview in one sweep over memory, settled during the next forward
 (:data:`penstock.planner.cost.cluster.PREVIEW_SETTLE`: 16 and 26 bytes a parameter where the paper's
 step moves 64; the node's 32 cores are taken to saturate its memory, so bytes count. On two cores,
-which are limited by reads, a preview was measured to take 0.93 of an in-place pass, a settle 0.89).
+which are limited by reads, a preview was measured to take 0.93 of a sweep in place, a settle 0.89).
 Everything else stays as in the paper's systems: their blocking transfers, and
 :data:`~bench.papers.spipe_testbed.STEP_S`.
 """
