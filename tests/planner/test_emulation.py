@@ -161,6 +161,7 @@ def test_a_split_master_is_read_whole_and_written_by_its_lower_halves() -> None:
     assert (whole.optimizer, split.optimizer) == (ADVANCE, SweepBytes.of(split=True).advancing)
     momentum = Emulation.of(config(**wanted, optimizer={"name": "sgd"}))
     assert momentum.optimizer.tail_bytes == 30 - 2 * 4, "one array of state: read and written"
+    assert momentum.cluster.update_fetch_bytes == whole.cluster.update_fetch_bytes - 4
     assert (whole.sweep_work("cast", 1) is None, split.sweep_work("cast", 1)) == (False, None)
 
 
