@@ -13,10 +13,9 @@ from penstock.daemons.optimizer.effects import OptimizerEffects, SweepRunner, Sw
 from penstock.daemons.optimizer.emulated import EmulatedKernels
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
-from penstock.daemons.optimizer.locality import local_ratio
 from penstock.daemons.optimizer.machine.events import OwnedBlock, UpdatePolicy
 from penstock.daemons.optimizer.machine.machine import OptimizerMachine
-from penstock.daemons.optimizer.metrics import OptimizerMetrics
+from penstock.daemons.optimizer.metrics import OptimizerMetrics, local_ratio
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import OptimizerService, ServiceParts
 from penstock.planner.cost.emulation import Emulation

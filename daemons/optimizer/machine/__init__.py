@@ -1,1 +1,1 @@
-"""What an optimizerd decides: pure, without clocks, threads or memory."""
+"""What optimizerd decides: pure, see :mod:`penstock.daemons.optimizer.machine.machine`."""
