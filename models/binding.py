@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from penstock.models.surgery.skeleton import LAYER_NUMBERS, Part
+from penstock.models.surgery.skeleton import EMBEDDING_KIND, LAYER_NUMBERS, Part, Skeleton
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec
 
 Borrowed = tuple[torch.Tensor, torch.Tensor | None]
@@ -157,6 +157,52 @@ class BlockModules:
             for module in self._modules:
                 module.train(training)
             self._training = training
+
+
+class SkeletonModules:
+    """The modules of a skeleton: one set per kind of block, into which its blocks' leaves are put.
+
+    ``layers`` has the module of each kind of layer, which all layers of the kind run as.
+    """
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.layers: dict[str, nn.Module] = {}
+        self._parts = skeleton.parts
+        self._prefixes = _prefixes(skeleton)
+        self._kinds: dict[str, BlockModules] = {}
+        children = dict(skeleton.decoder.named_children())
+        after = [children[name] for name in skeleton.after]
+        others = (*skeleton.after, skeleton.layers_name)
+        before = [child for name, child in children.items() if name not in others]
+        for part, prefix in zip(skeleton.parts, self._prefixes, strict=True):
+            if part.kind in self._kinds:
+                continue
+            modules: Sequence[nn.Module] = before if part.kind == EMBEDDING_KIND else after
+            if part.layer_index is not None:
+                self.layers[part.kind] = layer = skeleton.layers[part.layer_index]
+                modules = (layer,)
+            self._kinds[part.kind] = BlockModules(part, modules, prefix)
+
+    @contextmanager
+    def installed(self, bound: BoundBlock, training: bool) -> Iterator[None]:
+        """Keep the leaves of a block in the modules of its kind while the context lasts.
+
+        ``training`` switches their dropout. Contexts of blocks of one kind must not overlap.
+        """
+        part, prefix = self._parts[bound.index], self._prefixes[bound.index]
+        modules = self._kinds[part.kind]
+        modules.set_training(training)
+        with modules.installed(bound, prefix, part.layer_index):
+            yield
+
+
+def _prefixes(skeleton: Skeleton) -> tuple[str, ...]:
+    """Returns what each block's tensors' names start with and the module of its kind leaves out."""
+    layers = f"{skeleton.decoder_path}.{skeleton.layers_name}"
+    return tuple(
+        "" if part.layer_index is None else f"{layers}.{part.layer_index}."
+        for part in skeleton.parts
+    )
 
 
 def _check_length(spec: BlockSpec, what: str, flat: torch.Tensor | None, wanted: int) -> None:

@@ -8,29 +8,29 @@ modules while a block runs. Nothing is copied. Blocks of one kind share one modu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from penstock.models.binding import BlockModules, Borrowed, BoundBlock, bind_block, bind_gradients
+from penstock.models.binding import (
+    Borrowed,
+    BoundBlock,
+    SkeletonModules,
+    bind_block,
+    bind_gradients,
+)
 from penstock.models.compiled import CompiledLayer
 from penstock.models.data.batch import MicroBatch
 from penstock.models.loss import chunked_cross_entropy
 from penstock.models.saved_activations import let_go
 from penstock.models.saved_activations.tape import tensors_in
 from penstock.models.storing import Stored, Storing
-from penstock.models.surgery.decoder_parts import (
-    BatchTensors,
-    DecoderParts,
-    LayerCall,
-    check_documents_apart,
-)
-from penstock.models.surgery.skeleton import EMBEDDING_KIND, Skeleton, build_skeleton
+from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall, LayerCalls
+from penstock.models.surgery.skeleton import Skeleton, build_skeleton
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
 
@@ -118,18 +118,13 @@ class ModelRuntime:
                     module._buffers[key] = moved = buffer.to(self._device)
                     self._buffers.append(moved)
         self._parts = DecoderParts(skeleton, device=self._device, compute_dtype=compute_dtype)
-        self._layers = skeleton.layers
-        self._prefixes = _prefixes(skeleton)
-        self._representative: dict[str, nn.Module] = {}
-        self._kinds = self._make_kinds(skeleton)
+        self._calls = LayerCalls(self._parts)
+        self._modules = SkeletonModules(skeleton)
         self._compiled = {
             kind: CompiledLayer(layer, compiler)
-            for kind, layer in self._representative.items()
+            for kind, layer in self._modules.layers.items()
             if compiler is not None
         }
-        self._calls_by_shape: dict[tuple[int, int], tuple[LayerCall, ...]] = {}
-        self._latest: tuple[MicroBatch, tuple[LayerCall, ...]] | None = None
-        self._documents_apart = False
 
     @property
     def table(self) -> BlockTable:
@@ -294,13 +289,13 @@ class ModelRuntime:
     ) -> torch.Tensor:
         spec, training = self._table.blocks[block.index], prepared.training
         if spec.layer_index is None:
-            with self._installed(block, training):
+            with self._modules.installed(block, training):
                 ids = self._moved(prepared.batch.input_ids)
                 return self._parts.embed(ids, prepared.tensors, training=training)
         compiled = None if prepared.watched else self._compiled.get(spec.kind)
-        layer = compiled or self._representative[spec.kind]
+        layer = compiled or self._modules.layers[spec.kind]
         bound = block if compiled is None else compiled.aliased(block)
-        with self._installed(bound, training):
+        with self._modules.installed(bound, training):
             return prepared.calls[spec.layer_index].run(layer, tensors[HIDDEN])
 
     def _run_head(
@@ -313,14 +308,14 @@ class ModelRuntime:
         training = prepared.training
         labels = self._moved(prepared.batch.labels).reshape(-1)
         again = False
-        with self._installed(block, training):
+        with self._modules.installed(block, training):
             finished = self._parts.finish(hidden)
 
         def logits_of(rows: torch.Tensor) -> torch.Tensor:
             # Installed per call: chunks run again in the backward, when the forward is long over.
             # Gradients go to the leaves of the first run, which may have lost their memory since.
             now = storing.block_now(block) if storing is not None and again else block
-            with self._installed(now, training):
+            with self._modules.installed(now, training):
                 return self._parts.logits(rows)
 
         loss = chunked_cross_entropy(
@@ -353,7 +348,7 @@ class ModelRuntime:
             position_ids=None if positions is None else self._moved(positions),
         )
         layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
-        calls = self._layer_calls(batch, tensors) if layers else ()
+        calls = self._calls.of(batch, tensors) if layers else ()
         return _Prepared(
             batch=batch,
             tensors=tensors,
@@ -386,34 +381,8 @@ class ModelRuntime:
         plain batch's shape (micro_batch, sequence): masks and rotary tables, of the model's shapes
         and types. Empty before the first forward of that shape.
         """
-        calls = self._calls_by_shape.get(batch.shape, ())
+        calls = self._calls.by_shape.get(batch.shape, ())
         return tuple(found for call in calls for found in tensors_in((call.args, call.kwargs)))
-
-    def _layer_calls(self, batch: MicroBatch, batch_tensors: BatchTensors) -> tuple[LayerCall, ...]:
-        """Returns masks, positions and rotary embeddings: remembered by shape where they follow
-        from it, else for the latest micro-batch.
-        """
-        if batch_tensors.plain:
-            calls = self._calls_by_shape.get(batch_tensors.shape)
-            if calls is None:
-                calls = self._parts.layer_calls(batch_tensors)
-                self._calls_by_shape[batch_tensors.shape] = calls
-            return calls
-        if self._latest is None or self._latest[0] is not batch:
-            calls = self._parts.layer_calls(batch_tensors)
-            if batch.document_ids is not None and not self._documents_apart:
-                ids = torch.from_numpy(batch.document_ids)
-                self._documents_apart = check_documents_apart(calls, ids)
-            self._latest = (batch, calls)
-        return self._latest[1]
-
-    @contextmanager
-    def _installed(self, block: BoundBlock, training: bool) -> Iterator[None]:
-        spec = self._table.blocks[block.index]
-        kind = self._kinds[spec.kind]
-        kind.set_training(training)
-        with kind.installed(block, self._prefixes[block.index], spec.layer_index):
-            yield
 
     def _reseed(self, *position: int) -> None:
         digest = hashlib.blake2b(repr((self._seed, *position)).encode(), digest_size=8).digest()
@@ -424,37 +393,6 @@ class ModelRuntime:
             torch.cuda.default_generators[index].manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
-
-    def _make_kinds(self, skeleton: Skeleton) -> dict[str, BlockModules]:
-        kinds: dict[str, BlockModules] = {}
-        children = dict(skeleton.decoder.named_children())
-        after = [children[name] for name in skeleton.after]
-        before = [
-            child
-            for name, child in children.items()
-            if name not in (*skeleton.after, skeleton.layers_name)
-        ]
-        for part, prefix in zip(skeleton.parts, self._prefixes, strict=True):
-            if part.kind in kinds:
-                continue
-            modules: Sequence[nn.Module] = before if part.kind == EMBEDDING_KIND else after
-            if part.layer_index is not None:
-                layer = skeleton.layers[part.layer_index]
-                self._representative[part.kind] = layer
-                modules = (layer,)
-            kinds[part.kind] = BlockModules(part, modules, prefix)
-        return kinds
-
-
-def _prefixes(skeleton: Skeleton) -> tuple[str, ...]:
-    """Returns what the names of each block's tensors start with and its kind's module does not
-    know.
-    """
-    layers = f"{skeleton.decoder_path}.{skeleton.layers_name}"
-    return tuple(
-        "" if part.layer_index is None else f"{layers}.{part.layer_index}."
-        for part in skeleton.parts
-    )
 
 
 def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:

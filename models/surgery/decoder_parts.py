@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.models.data.batch import MicroBatch
 from penstock.models.surgery.probe import WeightlessStub, layer_stubs, shell, shell_at
 from penstock.models.surgery.skeleton import Skeleton
 from penstock.protocol.errors import ConfigError
@@ -189,6 +190,38 @@ class DecoderParts:
                 )
             arguments["position_ids"] = batch.position_ids
         return arguments
+
+
+class LayerCalls:
+    """What the layers are called with, made once: for all plain batches of a shape, else for the
+    latest micro-batch, whose blocks may run one by one.
+    """
+
+    def __init__(self, parts: DecoderParts) -> None:
+        self.by_shape: dict[tuple[int, int], tuple[LayerCall, ...]] = {}
+        self._parts = parts
+        self._latest: tuple[MicroBatch, tuple[LayerCall, ...]] | None = None
+        self._documents_apart = False
+
+    def of(self, batch: MicroBatch, tensors: BatchTensors) -> tuple[LayerCall, ...]:
+        """Returns one call per layer; ``tensors`` are those of ``batch``.
+
+        Raises:
+            ConfigError: documents are to be kept apart, and the decoder cannot.
+        """
+        if tensors.plain:
+            calls = self.by_shape.get(tensors.shape)
+            if calls is None:
+                calls = self.by_shape[tensors.shape] = self._parts.layer_calls(tensors)
+            return calls
+        if self._latest is None or self._latest[0] is not batch:
+            calls = self._parts.layer_calls(tensors)
+            if batch.document_ids is not None and not self._documents_apart:
+                ids = torch.from_numpy(batch.document_ids)
+                self._documents_apart = check_documents_apart(calls, ids)
+            # The batch is held, too, so that no other one can have its identity.
+            self._latest = (batch, calls)
+        return self._latest[1]
 
 
 def _child(decoder: nn.Module, name: str | None) -> nn.Module | None:
