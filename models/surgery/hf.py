@@ -14,8 +14,9 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from penstock.models.surgery.probe import refused
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, PenstockError, StateError, reason
+from penstock.protocol.errors import ConfigError, StateError, reason
 from penstock.protocol.run.seal import check_sealed
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -95,12 +96,10 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
         raise ConfigError(
             f"model_type of {path} = {model_type!r}: transformers knows no such type; {_SUPPORTED}"
         )
-    try:
+    with refused(lambda error: f"{path}: {reason(_innermost(error))}"):
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # each type has checks of its own
-        raise ConfigError(f"{path}: {reason(_innermost(error))}") from error
     return hf_config
 
 
@@ -128,22 +127,17 @@ def _from_mapping(
     fields: dict[str, Any], tokenizer_vocab_size: int | None, eos: int | None
 ) -> PretrainedConfig:
     model_type = str(fields.pop("model_type"))
+    named = f"model.hf.model_type = {model_type!r}"
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=3)
         raise ConfigError(
-            f"model.hf.model_type = {model_type!r}: transformers knows no such type; try"
+            f"{named}: transformers knows no such type; try"
             f" {', '.join(close or ['llama', 'gpt2', 'qwen2', 'mistral'])}"
         )
-    try:
+    alone = "transformers has no configuration of this type without others to go with it"
+    with refused(lambda error: f"{named}: {alone}: {reason(_innermost(error))}"):
         config_class = CONFIG_MAPPING[model_type]
         _check_kind(config_class(), "model.hf.model_type")
-    except PenstockError:
-        raise
-    except Exception as error:  # each type has checks of its own
-        raise ConfigError(
-            f"model.hf.model_type = {model_type!r}: transformers has no configuration of this type"
-            f" without others to go with it: {reason(_innermost(error))}"
-        ) from error
     _refuse_unknown(fields, config_class)
     if "vocab_size" not in fields:
         if tokenizer_vocab_size is None:
@@ -155,14 +149,14 @@ def _from_mapping(
     # A type's default special tokens belong to the tokenizer of its first model: as ordinary tokens
     # of another tokenizer they would be treated as padding.
     defaults = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
-    try:
-        return config_class(**{**defaults, **fields})
-    except Exception as error:  # each type has checks of its own
+
+    def explain(error: Exception) -> str:
         needed = [key for key in defaults if key not in fields and f"'{key}'" in str(error)]
         hint = f"; give model.hf.{needed[0]}, a token that the text does not have" if needed else ""
-        raise ConfigError(
-            f"model.hf: not a {model_type} configuration: {reason(_innermost(error))}{hint}"
-        ) from error
+        return f"model.hf: not a {model_type} configuration: {reason(_innermost(error))}{hint}"
+
+    with refused(explain):
+        return config_class(**{**defaults, **fields})
 
 
 def _innermost(error: Exception) -> Exception:

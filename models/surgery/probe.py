@@ -7,7 +7,8 @@ callables; running it runs the original forward code around them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,24 @@ from penstock.protocol.errors import ConfigError, PenstockError, reason
 LayerSink = Callable[[int, tuple[Any, ...], dict[str, Any]], torch.Tensor]
 """Called in place of a layer with its index and arguments; returns the hidden states after it,
 (micro_batch, sequence, hidden)."""
+
+
+@contextmanager
+def refused(explain: Callable[[Exception], str]) -> Iterator[None]:
+    """Run code of transformers, or of a model, inside: whatever it raises becomes a ConfigError.
+
+    Each type of model has checks and ways of its own, so any kind of error may come. ``explain``
+    gets it and returns the message; errors of ours pass as they are.
+
+    Raises:
+        ConfigError: the code inside raised.
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise ConfigError(explain(error)) from error
 
 
 def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = False) -> Any:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from penstock.models.surgery.probe import observe_order
-from penstock.protocol.errors import ConfigError, PenstockError, reason
+from penstock.models.surgery.probe import observe_order, refused
+from penstock.protocol.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,16 +100,14 @@ def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
         ConfigError: the model cannot be built, or is no decoder that runs layer after layer.
     """
     model = _build_on_meta(hf_config)
-    try:
-        _check_kind(model)
-        return _taken_apart(model)
-    except PenstockError:
-        raise
-    except Exception as error:  # each architecture has ways of its own
-        raise ConfigError(
+    with refused(
+        lambda error: (
             f"model: type {model.config.model_type!r} cannot be taken apart into layers"
             f" ({reason(error)}); this architecture is not supported"
-        ) from error
+        )
+    ):
+        _check_kind(model)
+        return _taken_apart(model)
 
 
 def _taken_apart(model: Any) -> Skeleton:
@@ -149,15 +147,10 @@ def _build_on_meta(hf_config: PretrainedConfig) -> Any:
     # Soft-capped attention scores exist in the eager implementation only.
     softcap = getattr(config, "attn_logit_softcapping", None)
     attention = {"attn_implementation": "eager"} if softcap is not None else {}
-    try:
-        with torch.device("meta"):
-            make: Any = AutoModelForCausalLM.from_config
-            model = make(config, dtype=torch.float32, **attention)
-    except Exception as error:  # each architecture has ways of its own
-        raise ConfigError(
-            f"model: transformers cannot build a model of type {config.model_type!r} from these"
-            f" values: {reason(error)}"
-        ) from error
+    explain = f"model: transformers cannot build a model of type {config.model_type!r} from these"
+    with refused(lambda error: f"{explain} values: {reason(error)}"), torch.device("meta"):
+        make: Any = AutoModelForCausalLM.from_config
+        model = make(config, dtype=torch.float32, **attention)
     return model.train()
 
 

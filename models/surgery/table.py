@@ -213,5 +213,6 @@ def _place(
             offset=offset,
         )
         specs.append(spec)
+        # Each tensor starts at a whole vector of the kernels; what lies between is zero.
         offset += padded(spec.num_elements)
     return specs, offset
