@@ -46,6 +46,7 @@ class CompiledLayer:
         The leaves themselves have gradients that may be wider than they are, which the compiler's
         stand-ins for tensors cannot have.
         """
+        # Without autograd nobody asks for gradients, and a detached tensor is alias enough.
         leaves = {
             name: _alias(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach()
             for name, leaf in block.leaves.items()
@@ -62,6 +63,7 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # In the compute dtype; autograd converts it when it adds it to the leaf's wider sum.
         return gradients[0]
 
 

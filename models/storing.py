@@ -68,6 +68,8 @@ class Storing:
         """Run a forward of ``bound`` inside; ``constants``, tensors of any shape, outlive it."""
         with ExitStack() as stack:
             activations = deferred = None
+            # The store first: calls that the split takes apart find its hooks for saved tensors in
+            # place, and pack what they keep with them.
             if self.policy is not None:
                 activations = stack.enter_context(
                     saving_activations(self.policy, self.weights, constants)
@@ -94,4 +96,6 @@ class Storing:
 
     def _leaf_now(self, block: BoundBlock, name: str) -> torch.Tensor:
         leaf = self.weights.leaf(block.index, name).detach()
+        # It must ask for gradients as the first leaf did: a checkpoint that runs again has to save
+        # the same tensors as the first time.
         return leaf.requires_grad_(block.leaves[name].requires_grad)

@@ -143,6 +143,7 @@ class TokenDataset:
             for start in (starts + self._first_token).tolist():
                 end = start + self.sequence_length + 1
                 self._checksums.check(start * self._token_bytes, end * self._token_bytes)
+        # astype copies, so that no batch keeps pages of the file mapped.
         return np.stack(
             [self._tokens[s : s + self.sequence_length + 1].astype(np.int64) for s in starts]
         )

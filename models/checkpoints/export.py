@@ -78,8 +78,8 @@ def export_hf(
         _write_shards(_ExportedTensors(model, table, read_block, dtype), temporary, shard_bytes)
         write_files(temporary, carried)
         _flush(temporary)
-        temporary.rename(out)
-    except BaseException:
+        temporary.rename(out)  # beside it, so on the same file system: out appears at once
+    except BaseException:  # interrupts, too, must leave nothing behind
         shutil.rmtree(temporary)
         raise
 

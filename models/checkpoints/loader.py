@@ -55,7 +55,7 @@ def _store(place: Array, values: torch.Tensor, dtype: DType) -> None:
     """Copy flat fp32 values into shared memory of as many elements, rounded to ``dtype``; bf16 lies
     in NumPy arrays as its bits (uint16).
     """
-    target = torch.from_numpy(place)
+    target = torch.from_numpy(place)  # the shared memory itself, not a copy
     (target.view(torch.bfloat16) if dtype is DType.BF16 else target).copy_(values)
 
 

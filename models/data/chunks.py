@@ -163,6 +163,7 @@ class Checksums:
         for chunk in range(start // size, (stop - 1) // size + 1):
             if not self._checked[chunk]:
                 self._check(chunk)
+                # Only now: a chunk that fails must fail again when it is read again.
                 self._checked[chunk] = 1
 
     def _check(self, chunk: int) -> None:

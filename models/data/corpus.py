@@ -101,6 +101,7 @@ def write_tokens(
                 content = ids.tobytes()
                 file.write(content)
                 hasher.update(content)
+            # On disk before meta.json can say that it is whole.
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

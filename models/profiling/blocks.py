@@ -121,6 +121,7 @@ class BlockBench:
         self._dtype = compute_dtype
         self._sequence_length = sequence_length
         self._watch = Stopwatch(device=device, budget_s=budget_s)
+        # Its own, because forwards seed torch's default generator.
         self._random = torch.Generator().manual_seed(0)
         self._bound: dict[int, BoundBlock] = {}
         self._arrays: dict[tuple[int, str], torch.Tensor] = {}

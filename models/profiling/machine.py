@@ -61,6 +61,7 @@ def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _CO
     """
     weights, grads = config.model.dtype, config.optimizer.grad_dtype
     if device.type == "cuda":
+        # Pinned, as workers' arrays are: copies of other memory go through the driver's buffer.
         host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return Copies(fetch=_copy_rate(there, host), offload=_copy_rate(host, there))
@@ -151,6 +152,7 @@ def measure_update(config: Config, device: torch.device, host: OptimizerRates) -
     def update() -> None:
         sum_squares(piece.gradients, squares)
         apply(piece, scalars)
+        # The calls above only queue kernels.
         torch.cuda.synchronize(device)
 
     return PIECE_ELEMENTS / _median(update)
@@ -197,7 +199,7 @@ def _shared(num_elements: int, dtype: DTypeLike) -> NDArray[Any]:
     """Returns a zeroed 1-D array in shared memory, its pages touched."""
     size = num_elements * np.dtype(dtype).itemsize
     array: NDArray[Any] = np.frombuffer(mmap.mmap(-1, size), dtype=dtype)
-    array.fill(0)
+    array.fill(0)  # touches every page, so that no measurement pays for faults
     return array
 
 

@@ -123,6 +123,7 @@ def _split(forward: RunForward, backward: RunBackward) -> dict[str, float]:
         assert output.stored is not None and output.stored.deferred is not None
         deferred = output.stored.deferred
         deferred_bytes = float(deferred.bytes)
+        # Between the halves the store alone may keep anything alive.
         del output, seeds, gradients
         before_bytes = ledger.restart()
         run_together([deferred])

@@ -87,6 +87,7 @@ class StorageLedger:
 
     def _enter(self, storage: torch.UntypedStorage, use: str) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
+        # The callback runs when the last tensor over the storage goes, on whichever thread that is.
         self._live[key] = weakref.ref(storage, partial(self._freed, key)), num_bytes, use
         self._add(use, num_bytes)
 

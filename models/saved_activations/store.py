@@ -163,7 +163,7 @@ class SavedActivations:
     def _recording(self) -> Iterator[None]:
         self._running = True
         with ExitStack() as stack:
-            stack.callback(self._end)
+            stack.callback(self._end)  # runs last: the recorder has seen the last kernel by then
             stack.enter_context(saved_tensors_hooks(self._recorder.view, _tensor))
             if self._records:
                 stack.enter_context(self._tracker.watching())

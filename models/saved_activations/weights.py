@@ -35,6 +35,7 @@ class BoundWeights:
         The leaves' ``.grad`` is not looked at: gradients go to the leaves of the forward.
         """
         self._leaves = {block.index: block.leaves for block in blocks}
+        # Sorted once, here: find() runs for every tensor that a forward saves.
         self._ranges = sorted(
             (leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes, index, name)
             for index, leaves in self._leaves.items()
@@ -59,6 +60,7 @@ class BoundWeights:
         last = bisect_right(self._starts, address) - 1
         if last < 0 or not address < self._ranges[last][1]:
             return None
+        # Tied tensors lie at one address under several blocks and names: look at all of them.
         first = bisect_left(self._starts, self._starts[last])
         same = self._ranges[first : last + 1]
         start, _, index, name = next((found for found in same if found[2] == block), same[-1])

@@ -186,6 +186,7 @@ class GlooWire:
         """Let one wait time out, which breaks the group; then nothing may be left that holds it,
         its sockets or its store.
         """
+        # First, so that nothing more is started; the last reference goes when this returns.
         group, self._group = self._group, None
         if group is None:
             return

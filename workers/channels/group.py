@@ -155,6 +155,7 @@ class GroupChannel:
         buffer = self._buffers[key]
         if buffer.numel():
             self._wire.wait(key, abort, timeout_s)
+        # The memory is that of the tensors returned from now on.
         del self._buffers[key]
         packing = self._transport.notices.packing(
             _shape_key(place.direction, OrderedTransfer.of(key))
@@ -222,6 +223,8 @@ class GroupChannel:
         incoming = self._incoming.get(direction.sender)
         if incoming is None or (incoming.phase, incoming.number) != (key.phase, key.attempt):
             incoming = self._incoming[direction.sender] = _Incoming(key.phase, key.attempt)
+        # Both ends must start the transfers of a line in one order, so those before come first,
+        # even if the plan has not posted them yet.
         while incoming.posted <= place.position:
             transfer = self._order.transfers[direction][incoming.posted]
             named = TransferKey(phase=key.phase, attempt=key.attempt, **transfer._asdict())

@@ -182,6 +182,7 @@ class Inbox:
             if not self._can_come(key):
                 return
             self._tensors[key], self._arrivals[key] = tensors, time.perf_counter()
+            # Remembered after take(), so that a message that comes twice is refused.
             self._seen.add(key)
             self._changed.notify_all()
 
@@ -211,6 +212,8 @@ class Inbox:
             while key not in self._tensors:
                 abort.check()
                 budget.spend(str(key))
+                # put() wakes this at once; the slices are for abort and deadline. Waiting gives the
+                # lock back.
                 self._changed.wait(POLL_S)
             return self._tensors.pop(key)
 

@@ -78,6 +78,7 @@ class Assembly:
         if leads:
             self._gather(tcp.port, store, abort, timeout_s)
             store.set(_COMPLETE, "1")
+        # Without a deadline of its own: patiently() has one for all of this.
         while not store.check([_COMPLETE]):
             abort.check()
             time.sleep(POLL_S / 10)
@@ -86,6 +87,7 @@ class Assembly:
     def _host(self) -> TCPStore:
         """Host the store, on the host's own address only; the system chooses the port."""
         address = self._meeting.addresses[self._meeting.own]
+        # Bound here and handed over, so that nobody else can take the port in between.
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         return TCPStore(
@@ -152,6 +154,7 @@ def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: floa
         LostMemberError: the deadline passed; ``str(what)`` was awaited.
     """
     outcome = _Outcome(work)
+    # A daemon: left behind, it ends when the library gives up, or with the process.
     threading.Thread(target=outcome.run, name="worker-group", daemon=True).start()
     budget = WaitBudget(timeout_s)
     while True:
@@ -163,5 +166,5 @@ def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: floa
             raise outcome.error
         abort.check()
         budget.spend(f"{what} ({outcome.error})" if outcome.error else str(what))
-        if ended:
+        if ended:  # a peer is gone; what ends this is the scheduler's abort, or the deadline
             time.sleep(POLL_S)

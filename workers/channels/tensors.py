@@ -47,6 +47,7 @@ def to_frames(
     buffers = []
     headers = headers_of(tensors)
     for tensor in tensors.values():
+        # Detached, because NumPy refuses tensors that ask for gradients.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         array: npt.NDArray[np.uint8] = flat.numpy()
         buffers.append(array.data)

@@ -119,6 +119,7 @@ class Transport:
     def disconnect(self) -> None:
         """Close the connections; what was not sent yet is dropped."""
         with self._lock:
+            # What is unsent belongs to an epoch that is over: no lingering.
             for socket in (*self._peers.values(), *self._optimizers.values()):
                 socket.close(linger=0)
             self._peers, self._optimizers = {}, {}
@@ -218,6 +219,8 @@ class Transport:
     def _receive(self) -> None:
         try:
             while True:
+                # This thread alone uses the socket once it runs. Frames alias ZeroMQ's memory until
+                # _accept copies them.
                 frames = self._pull.recv_multipart(copy=False)
                 if self._guard is not None:
                     self._guard.heard(frames[0])
