@@ -18,7 +18,7 @@ from penstock.protocol.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Stages, and per device the order of its instructions.
+    """Holds the stages, and per device the order of its instructions.
 
     ``rebinds_weights``, ``shards_weights``, ``concatenates_gradients`` and ``settled_early`` as in
     :class:`~penstock.protocol.plan.plan.Plan`, but an UPDATE takes its block out of
@@ -38,7 +38,7 @@ class Schedule:
 
 
 def lower(schedule: Schedule) -> Plan:
-    """The plan of a schedule, with its evaluation.
+    """Returns the plan of a schedule, with its evaluation.
 
     Raises:
         ValueError: instructions wait for each other in a circle, or for work that nobody does.
@@ -71,7 +71,7 @@ def lower(schedule: Schedule) -> Plan:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that a plan came from: its programs without what lowering inserts."""
+    """Returns the schedule that a plan came from: its programs without what lowering inserts."""
     orders = tuple(
         tuple(i for i in program if isinstance(i, OrderedInstruction)) for program in plan.programs
     )
@@ -91,7 +91,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _residency(plan: Plan) -> Residency:
-    """Resident where no device fetches after its first compute instruction."""
+    """Returns RESIDENT where no device fetches after its first compute instruction."""
     for program in plan.programs:
         computing = False
         for instruction in program:
@@ -102,7 +102,7 @@ def _residency(plan: Plan) -> Residency:
 
 
 def forward_only(layout: StageLayout) -> tuple[Order, ...]:
-    """The evaluation order: every forward stage for all micro-batches, nothing kept."""
+    """Returns the evaluation order: all forwards, stage by stage, with nothing kept."""
     return tuple(
         tuple(
             Forward(stage=stage, micro_batch=m, keep=Keep.NONE)

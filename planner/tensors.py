@@ -49,7 +49,7 @@ _KIND: Mapping[Opcode, TensorKind] = {
 
 
 def transferred(instruction: Send | Receive) -> Tensor:
-    """The tensor that a send or receive moves."""
+    """Returns the tensor that a send or receive moves."""
     return Tensor(
         kind=_KIND[instruction.opcode],
         stage=instruction.stage,
@@ -58,7 +58,7 @@ def transferred(instruction: Send | Receive) -> Tensor:
 
 
 def taken_by(instruction: Instruction) -> Tensor | None:
-    """The tensor that an instruction takes, if another stage makes one for it."""
+    """Returns the tensor that an instruction takes, if another stage makes one for it."""
     for kind, step, stays, _ in row_of(instruction).reads:
         if isinstance(kind, TensorKind) and not stays:
             stage: int = instruction.stage + step  # type: ignore[attr-defined]  # readers have it
@@ -70,7 +70,7 @@ def taken_by(instruction: Instruction) -> Tensor | None:
 def endpoints(
     layout: StageLayout, kind: TensorKind, stage: int, *, skipped: bool = False
 ) -> tuple[int, int] | None:
-    """Devices that produce and consume a tensor; ``None`` when the stage has no such tensor.
+    """Returns the devices that make and use a tensor; ``None`` if a stage has no such tensor.
 
     ``skipped``: of a checkpoint, that the FORWARD of the stage that contains its block is left out
     for its micro-batch (``skipped`` of :class:`~penstock.protocol.plan.semantics.PlanFacts`).

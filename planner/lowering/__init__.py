@@ -18,7 +18,7 @@ from penstock.protocol.plan.instructions import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """Full programs, and how many weight buffers they use on a device at most."""
+    """Holds full programs, and how many weight buffers they use on a device at most."""
 
     programs: tuple[Program, ...]
     weight_buffers: int
@@ -27,7 +27,7 @@ class Completed:
 def complete(
     layout: StageLayout, orders: Sequence[Order], *, streamed: bool, reduces_gradients: bool
 ) -> Completed:
-    """Insert transfers, gradient offloads and weights into the orders of a scheme, or of an
+    """Inserts transfers, gradient offloads and weights into the orders of a scheme, or of an
     evaluation.
 
     Raises:

@@ -22,7 +22,7 @@ _FOLLOWERS = classes(lambda row: row.lane in (Lane.LINK, Lane.REDUCE, Lane.OFFLO
 
 
 def after_sends(program: Program, position: int) -> int:
-    """The first position behind ``position`` and the sends and offloads that belong to it.
+    """Returns the first position behind ``position`` and the sends and offloads that follow it.
 
     Peers wait for sends and the optimizer for offloads, so nothing is put in front of them.
     """
@@ -35,7 +35,7 @@ def after_sends(program: Program, position: int) -> int:
 def insert_gradient_offload(
     programs: Sequence[Program], *, reduces_gradients: bool
 ) -> tuple[Program, ...]:
-    """Programs with transfers -> the same with one offload per backward stage."""
+    """Returns programs, which have transfers, with one offload per backward stage."""
     return tuple(_insert(program, reduces_gradients) for program in programs)
 
 

@@ -53,7 +53,7 @@ class _Message:
 
 
 def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Program, ...]:
-    """Compute-only orders -> the same with transfers.
+    """Returns compute-only orders with transfers.
 
     Raises:
         ValueError: the orders cannot finish.
@@ -72,7 +72,7 @@ def insert_transfers(layout: StageLayout, orders: Sequence[Order]) -> tuple[Prog
 
 
 def _uses(facts: PlanFacts, orders: Sequence[Order]) -> Mapping[Resource, tuple[int, int]]:
-    """Device and position of the first instruction that waits for each tensor."""
+    """Returns device and position of the first instruction that reads each resource."""
     first: dict[Resource, tuple[int, int]] = {}
     for device, order in enumerate(orders):
         for position, instruction in enumerate(order):
@@ -88,7 +88,7 @@ def _messages(
     position: int,
     instruction: OrderedInstruction,
 ) -> Iterator[_Message]:
-    """What leaves ``source`` after ``instruction``, in sending order."""
+    """Yields what leaves ``source`` after ``instruction``, in sending order."""
     for resource in makes(instruction, facts):
         kind, stage, micro_batch = resource
         if not isinstance(kind, TensorKind) or resource not in uses:
@@ -106,7 +106,7 @@ def _messages(
 
 
 def _post(messages: Sequence[_Message], times: OrderTimes) -> None:
-    """Decide before which instruction of its target each receive is posted."""
+    """Decides before which instruction of its target each receive is posted."""
     channels: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for message in messages:
         channels[message.source, message.target].append(message)

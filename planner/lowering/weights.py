@@ -65,7 +65,9 @@ class _Stay:
 def insert_resident_weights(
     layout: StageLayout, programs: Sequence[Program]
 ) -> tuple[tuple[Program, ...], int]:
-    """Programs with transfers and offloads -> the same with weights; the buffers they take."""
+    """Returns programs, which have transfers and offloads, with weights; and how many buffers a
+    device needs at most.
+    """
     buffers = [_uses(layout, program) for program in programs]
     most = max((len(used) for used in buffers), default=0)
     completed = tuple(
@@ -75,7 +77,7 @@ def insert_resident_weights(
 
 
 def _uses(layout: StageLayout, program: Program) -> dict[_Buffer, int]:
-    """Where each buffer of a device may be released, in the order of first use."""
+    """Returns where each buffer of a device may be released, in the order of first use."""
     released: dict[_Buffer, int] = {}
     for position, instruction in enumerate(program):
         if isinstance(instruction, ComputeInstruction):
@@ -101,7 +103,9 @@ def _insert_resident(program: Program, released: Mapping[_Buffer, int]) -> Progr
 def insert_streamed_weights(
     layout: StageLayout, programs: Sequence[Program]
 ) -> tuple[tuple[Program, ...], int]:
-    """Programs with transfers and offloads -> the same with weights; the buffers they take."""
+    """Returns programs, which have transfers and offloads, with weights; and how many buffers a
+    device needs at most.
+    """
     return tuple(_insert_streamed(layout, program) for program in programs), NUM_WEIGHT_BUFFERS
 
 
@@ -137,7 +141,7 @@ def _runs(layout: StageLayout, program: Program) -> list[_Run]:
 
 
 def _stays(runs: Sequence[_Run]) -> list[_Stay]:
-    """When each buffer is taken and given back, in the order of first use.
+    """Returns when each buffer is taken and given back, in the order of first use.
 
     While a run computes, the weights of the next one arrive: so the other buffer takes those of the
     run after the next, unless they are what it holds.

@@ -18,7 +18,7 @@ _Clock = list[int]
 
 
 def early_arrivals(programs: tuple[Program, ...]) -> Iterator[tuple[int, Tensor, int, int]]:
-    """Tensors that may be there before their receive is posted: device, tensor, the first
+    """Yields tensors that may be there before their receive is posted: device, tensor, the first
     instruction during which it may be there, and the one that posts the receive. The programs must
     be those of a valid plan.
     """
@@ -33,7 +33,7 @@ def early_arrivals(programs: tuple[Program, ...]) -> Iterator[tuple[int, Tensor,
 
 
 def _sent(programs: tuple[Program, ...]) -> dict[tuple[Tensor, int], _Clock]:
-    """By tensor and target, what has surely been executed when it is sent."""
+    """Returns by tensor and target what has surely been executed when it is sent."""
     sent: dict[tuple[Tensor, int], _Clock] = {}
     clocks = [[0] * len(programs) for _ in programs]
     awaited = [_received(program) for program in programs]

@@ -44,7 +44,7 @@ from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, stagin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
-    """Bytes that are with ``peer`` (or the host) from one position of a program to another."""
+    """Says which bytes are with ``peer`` (or the host) between two positions of a program."""
 
     peer: int | None
     num_bytes: float
@@ -53,7 +53,7 @@ class Swapped:
 
 
 class Sizes:
-    """Bytes of stages, looked up once."""
+    """Looks up the bytes of stages once."""
 
     def __init__(self, plan: Plan, layout: StageLayout, costs: Costs) -> None:
         self.layout = layout
@@ -69,45 +69,47 @@ class Sizes:
         self._dropped: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def stage(self, instruction: Any) -> BlockCost:
-        """Costs of the stage that an instruction names."""
+        """Returns the costs of the stage that an instruction names."""
         stage: int = instruction.stage
         forward = side_of(instruction) is Phase.FORWARD
         return self.forward[stage] if forward else self.backward[stage]
 
     def dropped(self, stage: int, drop: tuple[str, ...]) -> float:
-        """What a selective forward does not keep."""
+        """Returns the bytes that a selective forward does not keep."""
         key = (stage, drop)
         if key not in self._dropped:
             self._dropped[key] = self.forward[stage].drop_bytes(drop)
         return self._dropped[key]
 
     def of_tensor(self, kind: TensorKind, stage: int) -> float:
-        """Bytes of a tensor that travels between stages."""
+        """Returns the bytes of a tensor that travels between stages."""
         return self.costs.input_bytes(boundary(self.layout, kind, stage))
 
     def of_graph(self, instruction: Forward | Recompute) -> float:
-        """Bytes of what stays for the backward: all, less what a FORWARD drops."""
+        """Returns the bytes of what stays for the backward: all, less what a FORWARD drops."""
         drop = instruction.drop if isinstance(instruction, Forward) else ()
         dropped = self.dropped(instruction.stage, drop) if drop else 0.0
         return self.stage(instruction).activation_bytes - dropped
 
     def workspace_of(self, instruction: Any) -> float:
-        """Bytes that a compute instruction needs while it runs."""
+        """Returns the bytes that a compute instruction needs while it runs."""
         num_bytes = self.stage(instruction).workspace_of(instruction)
         if isinstance(instruction, BackwardWeight):
             num_bytes += self.joined_bytes(instruction)
         return num_bytes
 
     def joined_bytes(self, work: BackwardWeight) -> float:
-        """Copies that concatenation makes at a time: of one product, so at most of a block."""
+        """Returns the bytes of copies that concatenation makes at a time: at most those of a block,
+        since it joins one product after the other.
+        """
         if not self._concatenates or len(work.micro_batches) == 1:
             return 0.0
         blocks = self.layout.backward[work.stage].blocks
         return len(work.micro_batches) * max(self.blocks[b].deferred_bytes for b in blocks)
 
     def static_bytes(self, device: int) -> float:
-        """What a device keeps for its backward stages all the time, its shard if all share; and
-        what all its stages are called with.
+        """Returns the bytes that a device keeps for its backward stages all the time, its shard if
+        all share, and those of what its stages are called with.
         """
         backward = [self.backward[b] for b in self.layout.backward_stages_on(device)]
         forward = [self.forward[f] for f in self.layout.forward_stages_on(device)]
@@ -173,7 +175,7 @@ class MemoryBooks:
         self._afterwards.clear()
 
     def _change(self, instruction: Instruction) -> None:
-        """Book what an instruction takes and makes; sums, of all micro-batches, apart."""
+        """Books what an instruction takes and makes; sums, of all micro-batches, apart."""
         facts, sending = self._sizes.facts, row_of(instruction).lane is Lane.LINK
         made = list(makes(instruction, facts))
         is_part = any(resource.kind in GRAPHS for resource in made)
@@ -194,8 +196,8 @@ class MemoryBooks:
                 hold(resource, self._bytes(resource, instruction))
 
     def _replaces(self, made: Resource, instruction: Instruction) -> bool:
-        """Whether something takes the place of what was there: what is left of a graph, and the
-        input of a forward stage, which is the checkpoint of a backward stage that starts there.
+        """Returns whether something takes the place of what was there: what is left of a graph, and
+        the input of a forward stage, which is the checkpoint of a backward stage that starts there.
         """
         if made.kind is TensorKind.CHECKPOINT and isinstance(instruction, Forward):
             layout = self._sizes.layout
@@ -211,17 +213,19 @@ class MemoryBooks:
         return self._sizes.of_graph(instruction)
 
     def _hold(self, resource: Resource, num_bytes: float) -> None:
-        """From now on so many bytes are held for something."""
+        """Books that from now on so many bytes are held for something."""
         self._activations += num_bytes - self._entries.pop(resource, 0.0)
         if num_bytes:
             self._entries[resource] = num_bytes
 
     def _later(self, resource: Resource, num_bytes: float = 0.0) -> None:
-        """The same, when the instruction has run."""
+        """Books the same when the instruction has run."""
         self._afterwards.append((resource, num_bytes))
 
     def _accumulate(self, stage: int) -> None:
-        """A stage's first backward waits until nothing leaves but what was offloaded last."""
+        """Begins the sums of a stage. Its first backward waits until nothing leaves but what was
+        offloaded last.
+        """
         if stage not in self._accumulating:
             self._accumulating.add(stage)
             self._gradients = sum(map(self._sum_bytes, self._accumulating))
@@ -229,8 +233,8 @@ class MemoryBooks:
                 self._gradients += self._sum_bytes(self._leaving)
 
     def _offload(self, stage: int) -> None:
-        """Where sums of other routes are added, one of them is here at a time. Sums that are sent
-        elsewhere are gone; a copy to the host may take longer.
+        """Ends the sums of a stage. Where those of other routes are added, one is here at a time.
+        Sums that are sent elsewhere are gone; a copy to the host may take longer.
         """
         sizes = self._sizes
         if sizes.reduction.senders(stage):
@@ -246,8 +250,9 @@ class MemoryBooks:
         return self._sizes.backward[stage].device_gradient_bytes
 
     def _sent(self, resource: Resource) -> None:
-        """Messages from the device's own memory are sent from where tensors are, beside what comes
-        next: that they are gone when another instruction has computed is to be expected.
+        """Books a send. Messages from the device's own memory are sent from where tensors are,
+        beside what comes next: that they are gone when another instruction has computed is to be
+        expected.
         """
         if self._sizes.separate_memory:
             self._later(resource)
@@ -260,7 +265,9 @@ class MemoryBooks:
         self._on_their_way.clear()
 
     def _swap(self, swap: SwapOut | SwapIn) -> None:
-        """Move a share of what a forward keeps: out when the instruction has run, back at once."""
+        """Books that a share of what a forward keeps leaves when the instruction has run, or is
+        back as soon as it runs.
+        """
         facts, now = self._sizes.facts, len(self.weights)
         graph = next(kept for kept in reads(swap, facts) if kept.kind in GRAPHS)
         kept_bytes = self._entries.get(graph, 0.0)

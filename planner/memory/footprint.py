@@ -26,7 +26,7 @@ from penstock.protocol.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePeak:
-    """What a device holds at the instruction where it holds most."""
+    """Holds the bytes of a device at the instruction where it holds most."""
 
     weight_bytes: float = 0.0
     gradient_bytes: float = 0.0
@@ -36,7 +36,7 @@ class DevicePeak:
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
+        """The sum of all uses."""
         return (
             self.weight_bytes
             + self.gradient_bytes
@@ -48,7 +48,7 @@ class DevicePeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a device holds while each instruction of its program runs, in program order.
+    """Holds the bytes of a device while each instruction of its program runs, in its order.
 
     ``host_bytes``: what it has swapped to host memory.
     """
@@ -62,7 +62,7 @@ class Footprint:
 
     @property
     def total_bytes(self) -> tuple[float, ...]:
-        """All that is on the device."""
+        """The bytes of all uses on the device, by instruction."""
         uses = (
             self.weight_bytes,
             self.gradient_bytes,
@@ -79,7 +79,7 @@ class Footprint:
 
     @property
     def peak(self) -> DevicePeak:
-        """What it holds then."""
+        """What the device holds at that instruction."""
         if not self.weight_bytes:
             return DevicePeak(static_bytes=self.static_bytes)
         at = self.peak_position
@@ -93,17 +93,17 @@ class Footprint:
 
 
 def device_peaks(plan: Plan, costs: Costs) -> tuple[DevicePeak, ...]:
-    """Peak of every device of a valid plan."""
+    """Returns the peak of every device of a valid plan."""
     return tuple(footprint.peak for footprint in footprints(plan, costs))
 
 
 def swapped_peaks(plan: Plan, costs: Costs) -> tuple[float, ...]:
-    """Bytes of host memory that each device's swaps need at most."""
+    """Returns the bytes of host memory that each device's swaps need at most."""
     return tuple(max(footprint.host_bytes, default=0.0) for footprint in footprints(plan, costs))
 
 
 def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
-    """Every device's bytes along its program. The plan must be valid.
+    """Returns every device's bytes along its program. The plan must be valid.
 
     When a peer holds what another device swapped to it follows from compute times (a block costs 1
     forward, 2 backward).
@@ -145,7 +145,7 @@ def _with_guests(own: Sequence[float], guests: Sequence[_Change]) -> tuple[float
 def _guests(
     plan: Plan, layout: StageLayout, swaps: Sequence[Sequence[Swapped]]
 ) -> list[list[_Change]]:
-    """What peers hold for others."""
+    """Returns the changes of what each device holds for others."""
     guests: list[list[_Change]] = [[] for _ in plan.programs]
     if not any(swap.peer is not None for several in swaps for swap in several):
         return guests

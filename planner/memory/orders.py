@@ -34,7 +34,7 @@ from penstock.protocol.plan.semantics import (
 
 @dataclass(slots=True, kw_only=True)
 class OrderMemory:
-    """Bytes of one device, instruction by instruction.
+    """Counts the bytes of one device, instruction by instruction.
 
     ``fixed_bytes``: what does not depend on the order. ``work_bytes``: what is held for a (stage,
     micro-batch); ``swapped_bytes``: what of it is elsewhere; ``drops``: operators that forwards
@@ -53,7 +53,7 @@ class OrderMemory:
     def of(
         cls, layout: StageLayout, residency: Residency, costs: Costs, device: int
     ) -> OrderMemory:
-        """An empty device."""
+        """Returns an empty device."""
         stages = {layout.backward[b].blocks: b for b in layout.backward_stages_on(device)}
         stages |= {layout.forward[f].blocks: f for f in layout.forward_stages_on(device)}
         sizes = sorted(map(_fixed_bytes, map(costs.of, stages)), reverse=True)
@@ -69,16 +69,18 @@ class OrderMemory:
 
     @property
     def total_bytes(self) -> float:
-        """Held between instructions."""
+        """The bytes that are held between instructions."""
         return self.fixed_bytes + self.held_bytes
 
     def needed_bytes(self, instruction: OrderedInstruction) -> float:
-        """Held while an instruction runs next: what was there, what it makes, its workspace."""
+        """Returns the bytes held while an instruction runs next: what was there, what it makes, and
+        its workspace.
+        """
         more = sum(max(change, 0.0) for _, change in self._changes(instruction))
         return self.total_bytes + more + self._cost(instruction).workspace_bytes
 
     def apply(self, instruction: OrderedInstruction) -> None:
-        """Run it."""
+        """Runs an instruction."""
         for work, change in self._changes(instruction):
             self.work_bytes[work] = self.work_bytes.get(work, 0.0) + change
             self.held_bytes += change
@@ -88,7 +90,7 @@ class OrderMemory:
             self.drops[instruction.stage, instruction.micro_batch] = instruction.drop
 
     def peak_of(self, order: Iterable[OrderedInstruction]) -> float:
-        """Run an order; the most that was held meanwhile."""
+        """Runs an order; returns the most bytes that were held meanwhile."""
         peak = self.total_bytes
         for instruction in order:
             peak = max(peak, self.needed_bytes(instruction))
@@ -102,7 +104,7 @@ class OrderMemory:
         return self.costs.of(stages[instruction.stage].blocks)
 
     def _changes(self, instruction: OrderedInstruction) -> Iterable[tuple[Place, float]]:
-        """By stage and micro-batch, bytes that come (or, negative, go)."""
+        """Returns by stage and micro-batch the bytes that come (or, negative, go)."""
         match instruction:
             case SwapOut(stage=s, micro_batch=m, fraction=fraction):
                 return [((s, m), -fraction * self._held(s, m))]
@@ -137,7 +139,7 @@ def _fixed_bytes(stage: BlockCost) -> float:
 def peak_bytes(
     layout: StageLayout, residency: Residency, costs: Costs, orders: Sequence[Order]
 ) -> tuple[float, ...]:
-    """The most that each device holds."""
+    """Returns the most bytes that each device holds while it runs its order."""
     return tuple(
         OrderMemory.of(layout, residency, costs, device).peak_of(order)
         for device, order in enumerate(orders)

@@ -21,7 +21,7 @@ from penstock.shm.table import BlockTable
 
 
 class MemoryKind(StrEnum):
-    """What kind of memory a row counts."""
+    """Names the kind of memory that a row counts."""
 
     SHM = "shm"
     """/dev/shm of a node (part of its RAM; locked when devices are GPUs)."""
@@ -53,7 +53,7 @@ def memory_table(
 
 
 def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow, ...]:
-    """Shared memory of all nodes, and what their optimizers pull from other nodes."""
+    """Returns the shared memory of all nodes, and what their optimizers pull from others."""
     owners = ownership(config, table, plan)
     rows: list[MemoryRow] = []
     for node, node_config in enumerate(config.cluster.nodes):
@@ -74,7 +74,7 @@ def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow,
 
 
 def _pulled_bytes(table: BlockTable, owners: Ownership, node: int) -> int:
-    """Private copies of what other nodes contribute to the gradients of a node's blocks."""
+    """Returns the bytes of private copies of what other nodes contribute to a node's blocks."""
     return sum(
         GRADIENT_COPIES * table.blocks[b].trainable_elements * table.grad_dtype.itemsize
         for b, owner in enumerate(owners.owner)
@@ -85,7 +85,7 @@ def _pulled_bytes(table: BlockTable, owners: Ownership, node: int) -> int:
 
 
 def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ...]:
-    """Memory of all devices, and of hosts for what they swap out."""
+    """Returns the memory of all devices, and of hosts for what they swap out."""
     all_footprints = footprints(plan, costs)
     rows = list(_swap_rows(config, all_footprints))
     resource = MemoryKind.DEVICE if config.cluster.platform.own_memory else MemoryKind.HOST
@@ -95,7 +95,7 @@ def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ..
 
 
 def _swap_rows(config: Config, all_footprints: Sequence[Footprint]) -> Iterable[MemoryRow]:
-    """Host memory for swapped activations: what the devices of a node need at most, together."""
+    """Yields the host memory for swapped activations: the most of all devices of a node."""
     workers = config.cluster.workers
     for node, node_config in enumerate(config.cluster.nodes):
         swapped = sum(
@@ -126,7 +126,9 @@ def _device_rows(place: str, resource: MemoryKind, peak: DevicePeak) -> Iterable
 
 
 def _node_rows(place: str, layout: NodeLayout, plan: Plan) -> Iterable[MemoryRow]:
-    """By array; gradients also by when their blocks are settled, where plans tell blocks apart."""
+    """Yields rows by array; of gradients also by when their blocks are settled, where plans tell
+    blocks apart.
+    """
     early = {*plan.settled_early, *plan.updates} if plan.settled_early else None
     uses: dict[str, int] = {}
     for (block, name, _, _), array in layout.arrays.items():

@@ -35,7 +35,7 @@ OneMachineJob = tuple[float, float, float]
 
 
 def lower_bound_s(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> float:
-    """Seconds that the compute instructions of ``orders`` take at least, in whatever order."""
+    """Returns seconds that no order of the compute instructions of ``orders`` can beat."""
     work = [
         (device, instruction)
         for device, order in enumerate(orders)
@@ -59,7 +59,9 @@ def lower_bound_s(layout: StageLayout, orders: Sequence[Order], costs: Costs) ->
 
 
 def one_machine_s(jobs: Sequence[OneMachineJob]) -> float:
-    """Least possible largest (end + tail) of jobs on one machine that may interrupt them."""
+    """Returns the least possible largest (end + tail) of jobs on one machine that may interrupt
+    them, in seconds (Carlier, 1982, as above).
+    """
     waiting = sorted(jobs, reverse=True)
     ready: list[tuple[float, float]] = []
     now_s = latest_s = 0.0
@@ -80,14 +82,14 @@ def one_machine_s(jobs: Sequence[OneMachineJob]) -> float:
 
 
 def dependencies(layout: StageLayout, work: Sequence[ComputeInstruction]) -> list[list[int]]:
-    """For each instruction the numbers of those whose results it uses."""
+    """Returns for each instruction the numbers of those whose results it uses."""
     facts = PlanFacts.of(layout, [work])
     made = {resource: index for index, i in enumerate(work) for resource in makes(i, facts)}
     return [[made[needed] for needed in reads(i, facts) if needed in made] for i in work]
 
 
 def needs_first(needs: Sequence[Sequence[int]]) -> list[int]:
-    """Numbers in an order in which everything comes after what it needs.
+    """Returns numbers in an order in which everything comes after what it needs.
 
     Raises:
         ValueError: some need each other in a circle. What :func:`dependencies` says never does.

@@ -51,7 +51,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Limits of a search: states kept at each step of the beam, states looked at by branch and
+    """Limits a search: states kept at each step of the beam, states looked at by branch and
     bound (a limit that gives the same result everywhere), and seconds in all.
     """
 
@@ -62,7 +62,8 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best orders that were found. ``optimal``: no order is better; then the bound is exact.
+    """Holds the best orders that were found. ``optimal``: no order is better; then the bound is
+    exact.
 
     ``states``: how many partial solutions branch and bound looked at.
     """
@@ -76,7 +77,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A schedule's makespan beside the best that the search found, and what none can beat."""
+    """Compares a schedule's makespan with the best that was found and what none can beat."""
 
     makespan_s: float
     best: SearchResult
@@ -88,7 +89,9 @@ class Gap:
 
     @property
     def at_most(self) -> float:
-        """… and at most so much longer. Equal to :attr:`at_least` where the best was proved."""
+        """The schedule takes at most so much longer. Equal to :attr:`at_least` where the best was
+        proved.
+        """
         return self.makespan_s / self.best.lower_bound_s - 1.0
 
 
@@ -104,7 +107,7 @@ def search(
     hop_s: float = 0.0,
     effort: Effort | None = None,
 ) -> SearchResult:
-    """The best orders of one forward and one backward per stage and micro-batch.
+    """Searches the best orders of one forward and one backward per stage and micro-batch.
 
     ``split_backward``: backwards are BACKWARD_INPUT and BACKWARD_WEIGHT. ``recompute``, ``drop``:
     what all forwards keep. ``memory_limit_bytes``: of each device, counted by
@@ -133,7 +136,7 @@ def gap(
     hop_s: float = 0.0,
     effort: Effort | None = None,
 ) -> Gap:
-    """How far a schedule is from the best order of its own instructions on its own devices.
+    """Returns how far a schedule is from the best order of its instructions on their devices.
 
     What is recomputed and where stages are is not up to the search; BACKWARD_WEIGHTs of several
     micro-batches may be taken apart, swaps and updates take no time.
@@ -160,7 +163,11 @@ def gap(
 
 
 def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> None:
-    """Orders over the limit cannot be compared with orders below it."""
+    """Refuses orders over the limit, which cannot be compared with orders below it.
+
+    Raises:
+        ConfigError: the orders are over the limit.
+    """
     peaks = peak_bytes(schedule.layout, schedule.residency, costs, schedule.orders)
     peak = max(peaks)
     if limit is not None and peak > limit:
@@ -173,7 +180,7 @@ def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> None
 def _unordered(
     layout: StageLayout, recomputation: Recomputation, split_backward: bool
 ) -> tuple[Order, ...]:
-    """Every instruction on its device, in no particular order."""
+    """Returns every instruction on its device, in no particular order."""
     orders: list[list[ComputeInstruction]] = [[] for _ in range(layout.num_devices)]
     for stage, (place, route) in enumerate(zip(layout.forward, layout.forward_routes, strict=True)):
         for m in layout.microbatches_of_route[route]:
@@ -199,7 +206,9 @@ def _split(instruction: ComputeInstruction) -> Iterator[ComputeInstruction]:
 def _solve(
     problem: Problem, effort: Effort, incumbent: tuple[tuple[Order, ...], float] | None
 ) -> SearchResult:
-    """Simple rules and a beam, then branch and bound below the best of these and the incumbent."""
+    """Tries simple rules and a beam, then branches and bounds below the best of these and the
+    incumbent.
+    """
     started_s = time.monotonic()
     tree = _Tree(problem, best_s=inf if incumbent is None else incumbent[1])
     for preference in _PREFERENCES:
@@ -226,7 +235,9 @@ def _solve(
 
 
 def _dispatch(problem: Problem, preference: Sequence[type[ComputeInstruction]]) -> State | None:
-    """Never let a device stand still; of what it can start, the preferred class first."""
+    """Returns the state in which no device ever stood still, preferred classes first; ``None`` in
+    a dead end.
+    """
     state = problem.start
     while not problem.is_complete(state):
         ready = [
@@ -241,7 +252,7 @@ def _dispatch(problem: Problem, preference: Sequence[type[ComputeInstruction]]) 
 
 
 def _beam(problem: Problem, width: int) -> State | None:
-    """The best completion found by keeping ``width`` states of each number of jobs.
+    """Returns the best completion found by keeping ``width`` states of each number of jobs.
 
     States are ranked by their bound (the quick one where there are many jobs), then by how many
     backwards have run, how long devices stood still, and how little they made wait.
@@ -261,7 +272,7 @@ def _beam(problem: Problem, width: int) -> State | None:
 
 
 def _progress(problem: Problem, state: State) -> tuple[int, float]:
-    """Backwards that have run, and seconds that devices stood still before their clocks."""
+    """Returns how many backwards have run, and seconds that devices stood still till now."""
     backwards, busy_s = 0, 0.0
     for lane, count in zip(problem.lanes, state.counts, strict=True):
         job = problem.jobs[lane[0]]
@@ -272,7 +283,7 @@ def _progress(problem: Problem, state: State) -> tuple[int, float]:
 
 
 def _after_one(problem: Problem, state: State) -> Iterator[State]:
-    """States in which one more job has run, with lanes made to wait in between."""
+    """Yields states in which one more job has run, with lanes made to wait in between."""
     for following in problem.successors(state):
         if following.counts != state.counts:
             yield following
@@ -282,7 +293,7 @@ def _after_one(problem: Problem, state: State) -> Iterator[State]:
 
 @dataclass(slots=True)
 class _Tree:
-    """Branch and bound, best bound first, deepest first among equals."""
+    """Branches and bounds, best bound first, deepest first among equals."""
 
     problem: Problem
     best_s: float
@@ -293,7 +304,7 @@ class _Tree:
     _seen: dict[object, list[tuple[float, ...]]] = field(default_factory=dict)
 
     def offer(self, state: State | None) -> None:
-        """A complete state, or none."""
+        """Takes a complete state if it is better than the best so far."""
         if state is not None and state.makespan_s < self.best_s * (1.0 - _TOLERANCE):
             self.best, self.best_s = state, state.makespan_s
 
@@ -303,7 +314,7 @@ class _Tree:
         return min(self._heap[0][0], self.best_s) if self._heap else self.best_s
 
     def grow(self, max_states: int, deadline_s: float) -> None:
-        """Look at states until nothing better can be left."""
+        """Looks at states until nothing better can be left, or a limit is reached."""
         ties = itertools.count()
         start = self.problem.start
         self._heap = [(self.problem.bound_s(start), 0, next(ties), start)]
@@ -328,7 +339,7 @@ class _Tree:
         return bound_s < self.best_s * (1.0 - _TOLERANCE)
 
     def _is_dominated(self, state: State) -> bool:
-        """Whether a state that is equally far is nowhere later; if not, this one is remembered."""
+        """Returns whether a state that is equally far is nowhere later; else remembers this one."""
         times = self.problem.times_of(state)
         seen = self._seen.setdefault((state.counts, state.waiting), [])
         if any(all(map(float.__le__, other, times)) for other in seen):

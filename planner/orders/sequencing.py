@@ -40,7 +40,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShopJob:
-    """``needs``: numbers of jobs. ``takes_bytes``: at most held more while it runs than before;
+    """A job of the job-shop problem.
+
+    ``needs``: numbers of jobs. ``takes_bytes``: at most held more while it runs than before;
     ``leaves_bytes``: afterwards. ``tail_s``: the longest chain of jobs that only it lets start.
     """
 
@@ -72,7 +74,7 @@ class State:
 
     @property
     def makespan_s(self) -> float:
-        """End of the last job so far."""
+        """The end of the last job so far, in seconds."""
         return max(self.clocks)
 
 
@@ -107,7 +109,7 @@ class Problem:
         memory_limit_bytes: float | None = None,
         hop_s: float = 0.0,
     ) -> Problem:
-        """The instructions of ``orders`` on their devices, in whatever order.
+        """Returns the problem of the instructions of ``orders`` on their devices, in any order.
 
         Several micro-batches of one BACKWARD_WEIGHT become jobs of their own.
 
@@ -148,7 +150,7 @@ class Problem:
 
     @property
     def start(self) -> State:
-        """Nothing has run."""
+        """The state in which nothing has run."""
         return State(
             counts=(0,) * len(self.lanes),
             clocks=(0.0,) * self.num_devices,
@@ -157,11 +159,11 @@ class Problem:
         )
 
     def is_complete(self, state: State) -> bool:
-        """Everything has run."""
+        """Returns whether everything has run."""
         return sum(state.counts) == len(self.jobs)
 
     def successors(self, state: State) -> list[State]:
-        """Next states of which one leads to the best solution that can follow; [] in a dead end."""
+        """Returns next states of which one leads to the best solution; none in a dead end."""
         ready = list(self.ready(state))
         if not ready:
             return []
@@ -181,7 +183,7 @@ class Problem:
         return found
 
     def _has_way_out(self, counts: tuple[int, ...], waiting: frozenset[int], device: int) -> bool:
-        """Whether the device has a job that needs none of those that wait for it."""
+        """Returns whether the device has a job that needs none of those that wait for it."""
         following = {
             lane: self.lanes[lane][count]
             for lane, count in enumerate(counts)
@@ -195,7 +197,7 @@ class Problem:
         )
 
     def ready(self, state: State) -> Iterator[tuple[float, int]]:
-        """Jobs that can run next, with their earliest starts."""
+        """Yields jobs that can run next, with their earliest starts in seconds."""
         for lane, count in enumerate(state.counts):
             if count == len(self.lanes[lane]) or lane in state.waiting:
                 continue
@@ -214,7 +216,7 @@ class Problem:
                 yield start_s, number
 
     def run(self, state: State, number: int, start_s: float) -> State:
-        """The state after a job that is ready."""
+        """Returns the state after a job that is ready."""
         job = self.jobs[number]
         lane, device, end_s = job.lane, job.device, start_s + job.seconds
         on_device = frozenset(
@@ -231,7 +233,9 @@ class Problem:
         )
 
     def bound_s(self, state: State) -> float:
-        """No completion of a state ends earlier: heads along needs, then one machine at a time."""
+        """Returns seconds before which no completion of a state ends: heads along needs, then one
+        machine at a time.
+        """
         heads: dict[int, float] = {}
         waiting: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
         for number in self.sequence:
@@ -253,7 +257,9 @@ class Problem:
         return max((state.makespan_s, *map(one_machine_s, waiting.values())))
 
     def quick_bound_s(self, state: State) -> float:
-        """A weaker bound in the number of lanes: what a device has left, and the tail after it."""
+        """Returns a weaker bound in time proportional to the lanes: what a device has left, and the
+        tail after it.
+        """
         left = [0.0] * self.num_devices
         tails = [inf] * self.num_devices
         for lane, count in enumerate(state.counts):
@@ -270,7 +276,7 @@ class Problem:
         return max((state.makespan_s, *ends))
 
     def times_of(self, state: State) -> tuple[float, ...]:
-        """What makes a state later than another that is equally far: clocks, pending results.
+        """Returns what makes a state later than one that is equally far: clocks, pending results.
 
         A result that is ready before any device that uses it is as good as ready then.
         """
@@ -285,14 +291,14 @@ class Problem:
         return tuple(times)
 
     def _pending(self, state: State, number: int) -> Iterator[int]:
-        """Devices that still need the result of a job."""
+        """Yields the devices that still need the result of a job."""
         for user in self.users[number]:
             job = self.jobs[user]
             if self.places[user] >= state.counts[job.lane]:
                 yield job.device
 
     def orders_of(self, state: State) -> tuple[Order, ...]:
-        """What each device runs, from the history of a state."""
+        """Returns what each device runs, from the history of a state."""
         orders: list[list[ComputeInstruction]] = [[] for _ in range(self.num_devices)]
         while state.before is not None:
             if state.job >= 0:
@@ -310,7 +316,7 @@ def _with(values: tuple[_T, ...], place: int, value: _T) -> tuple[_T, ...]:
 
 
 def _jobs(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> list[ShopJob]:
-    """Ascending by micro-batch; instructions of one class and stage share a lane."""
+    """Returns jobs by micro-batch; instructions of one class and stage share a lane."""
     seconds = seconds_of(PlanFacts.of(layout, orders), costs)
     work = [
         (device, part, seconds(instruction) / share)
@@ -336,7 +342,7 @@ def _jobs(layout: StageLayout, orders: Sequence[Order], costs: Costs) -> list[Sh
 
 
 def _parts(instruction: ComputeInstruction) -> Iterator[tuple[ComputeInstruction, int]]:
-    """The instruction, or one for each of its micro-batches, and how many they are."""
+    """Yields the instruction, or one for each of its micro-batches, and how many they are."""
     if not isinstance(instruction, BackwardWeight):
         yield instruction, 1
         return
@@ -378,7 +384,7 @@ def _with_bytes(
     costs: Costs,
     residency: Residency,
 ) -> tuple[list[ShopJob], tuple[float, ...]]:
-    """Bytes of each job, and what devices hold before any.
+    """Returns jobs with their bytes, and what devices hold before any.
 
     They follow from what the same stage and micro-batch did before, which the needs put in order.
     """

@@ -57,7 +57,7 @@ _PLAIN = classes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderTimes:
-    """``starts[d][i]`` and ``ends[d][i]`` of instruction ``i`` of device ``d``, in seconds.
+    """Holds ``starts[d][i]`` and ``ends[d][i]`` of instruction ``i`` of device ``d``, in seconds.
 
     Swaps and updates take no time here.
     """
@@ -72,14 +72,14 @@ class OrderTimes:
 
 
 def unit_costs(layout: StageLayout) -> Costs:
-    """A block costs 1 in FORWARD and RECOMPUTE and 2 in BACKWARD."""
+    """Returns costs by which a block takes 1 in FORWARD and RECOMPUTE and 2 in BACKWARD."""
     return Costs(blocks=(_UNIT_BLOCK,) * layout.num_blocks)
 
 
 def order_times(
     layout: StageLayout, orders: Sequence[Order], costs: Costs, *, hop_s: float = 0.0
 ) -> OrderTimes:
-    """Earliest times of orders; ``hop_s`` passes between two devices.
+    """Returns the earliest times of orders; ``hop_s`` passes between two devices.
 
     Raises:
         ValueError: the orders cannot finish: an instruction waits for one that never runs before
@@ -109,7 +109,7 @@ _Step = tuple[float, int, tuple[int, ...]]
 
 @dataclass(slots=True, kw_only=True)
 class _Clock:
-    """One device: its steps, and their times so far."""
+    """Holds the steps of one device, and their times so far."""
 
     steps: list[_Step]
     starts: list[float] = field(default_factory=list)
@@ -125,7 +125,7 @@ def _advance(
     waiting: dict[int, list[int]],
     ready: list[int],
 ) -> int | None:
-    """Run a device as far as it goes; returns the number of what it waits for then.
+    """Runs a device as far as it goes; returns the number of what it waits for then.
 
     This is the inner loop of every pass: hence the bare numbers.
     """
@@ -171,7 +171,7 @@ class _Steps:
         }
 
     def of(self, instruction: OrderedInstruction) -> _Step:
-        """The step of an instruction; those of a device in its order."""
+        """Returns the step of an instruction."""
         seconds = self._seconds(instruction)
         stages = self._plain.get(type(instruction))
         if stages is not None:
@@ -181,7 +181,7 @@ class _Steps:
         return seconds, -1, tuple(map(self._number, needs(self._facts, instruction)))
 
     def _of_stage(self, plain: PlanFacts, opcode: Opcode, stage: int) -> tuple[int, int]:
-        """What an instruction of a stage makes, and needs (-1: nothing), for micro-batch 0. It is
+        """Returns what an instruction makes, and needs (-1: nothing), for micro-batch 0. It is
         in the orders, so its input is there unless it is the first of its route.
         """
         row = SEMANTICS[opcode]
@@ -198,7 +198,9 @@ class _Steps:
 
 
 def stage_seconds(layout: StageLayout, costs: Costs) -> dict[type[Any], list[float]]:
-    """By class of compute instruction and stage, seconds per micro-batch without overhead."""
+    """Returns by class of compute instruction and stage the seconds per micro-batch, without
+    overhead.
+    """
     return {
         cls: [
             costs.of(stage.blocks).seconds_of(cls)
@@ -209,7 +211,9 @@ def stage_seconds(layout: StageLayout, costs: Costs) -> dict[type[Any], list[flo
 
 
 def seconds_of(facts: PlanFacts, costs: Costs) -> Callable[[OrderedInstruction], float]:
-    """How long an instruction occupies the compute stream (swaps and updates do not)."""
+    """Returns a function that says how many seconds an instruction occupies the compute stream;
+    swaps and updates occupy none of it.
+    """
     by_stage, fixed_s = stage_seconds(facts.layout, costs), costs.instruction_s
     again_s: dict[tuple[int, tuple[str, ...]], float] = {}
 
@@ -236,14 +240,16 @@ def seconds_of(facts: PlanFacts, costs: Costs) -> Callable[[OrderedInstruction],
 
 
 def maker_of(instruction: OrderedInstruction) -> Maker | None:
-    """The name of an instruction that others wait for."""
+    """Returns the name of an instruction that others wait for; ``None`` of the rest."""
     if not any(made.kind in _AWAITED for made in row_of(instruction).makes):
         return None
     return side_of(instruction), instruction.stage, instruction.micro_batch  # type: ignore[union-attr]
 
 
 def needs(facts: PlanFacts, instruction: OrderedInstruction) -> Iterator[Maker]:
-    """Whom an instruction waits for. Graphs have their place in an order, and are not awaited."""
+    """Yields whom an instruction waits for. Graphs have their place in an order, and are not
+    awaited.
+    """
     for resource in reads(instruction, facts):
         if resource.kind in _AWAITED:
             yield (*facts.maker(resource), resource.micro_batch)

@@ -22,7 +22,7 @@ CODES = {cls: code for code, cls in enumerate(INSTRUCTIONS)}
 
 
 def bytes_of(arrays: Any) -> int:
-    """Memory of the arrays among the fields of a dataclass."""
+    """Returns the bytes of all arrays among the fields of a dataclass."""
     values = (getattr(arrays, field.name) for field in fields(arrays))
     return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
@@ -44,7 +44,7 @@ class Columns:
 
     @classmethod
     def of(cls, programs: tuple[Program, ...]) -> Columns:
-        """Every instruction is looked at once for its type, and once for each of its numbers."""
+        """Reads programs; looks once at each instruction for its type and each of its numbers."""
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
         flat = list(chain.from_iterable(programs))
         codes = np.fromiter(map(CODES.__getitem__, map(type, flat)), np.int8, len(flat))
@@ -66,11 +66,11 @@ class Columns:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the arrays."""
+        """The bytes of all arrays."""
         return bytes_of(self)
 
     def rows(self, *kinds: type[Instruction]) -> Ints:
-        """Rows of these instructions, ascending."""
+        """Returns the rows of instructions of these classes, ascending."""
         found = [self._rows_by_code[CODES[kind]] for kind in kinds]
         return found[0] if len(found) == 1 else np.sort(np.concatenate(found), kind="stable")
 
@@ -81,32 +81,34 @@ class Columns:
         return np.split(order, np.cumsum(counts)[:-1])
 
     def at(self, rows: Ints) -> Iterable[Any]:
-        """The instructions of rows."""
+        """Returns the instructions of rows."""
         found: list[Any] = self.instructions[rows].tolist()
         return found
 
     def numbers(self, rows: Ints, field: str) -> Ints:
-        """A field of the instructions of rows."""
+        """Returns a field of the instruction of each row."""
         return self.map(rows, attrgetter(field))
 
     def map(self, rows: Ints, function: Callable[[Any], int]) -> Ints:
-        """A number for the instruction of each row."""
+        """Returns what a function says of the instruction of each row."""
         return np.fromiter(map(function, self.at(rows)), np.int64, len(rows))
 
     @cached_property
     def computes(self) -> Ints:
-        """Rows of what occupies the compute stream."""
+        """The rows of what occupies the compute stream."""
         return self.rows(*COMPUTES)
 
     @cached_property
     def _computes_before(self) -> Ints:
-        """Of each row, compute instructions in all rows up to it, itself included."""
+        """How many rows up to each row, itself included, compute."""
         counted = np.zeros(len(self.codes), dtype=np.int64)
         counted[self.computes] = 1
         return np.cumsum(counted)
 
     def issued_after(self, rows: Ints) -> Ints:
-        """Index into :attr:`computes` of the last one before each row on its device; -1: none."""
+        """Returns, for each row, the index into :attr:`computes` of the last compute instruction of
+        its device up to the row; -1 where there is none.
+        """
         before = self._computes_before
         firsts = self.starts[self.devices[rows]]
         earlier = np.where(firsts > 0, before[firsts - 1], 0)
@@ -114,5 +116,5 @@ class Columns:
         return np.where(index >= earlier, index, -1)
 
     def position(self, row: int) -> int:
-        """Where an instruction is in the program of its device."""
+        """Returns the place of an instruction in the program of its device."""
         return row - int(self.starts[self.devices[row]])

@@ -26,7 +26,7 @@ _USERS = {*takers(StateKind.GRAPH), *takers(StateKind.PARTIAL_GRAPH)}
 
 
 def add_compute(context: Context, *, stops_early: bool) -> None:
-    """The first tasks of the graph: task i is row ``columns.computes[i]``."""
+    """Adds the first tasks of the graph: task i is row ``columns.computes[i]``."""
     columns = context.columns
     devices = columns.devices[columns.computes]
     context.builder.add(
@@ -56,7 +56,7 @@ def _seconds(context: Context, stops_early: bool) -> Floats:
 
 
 def _make_dropped_again(context: Context, seconds: Floats) -> None:
-    """A recomputation after ``keep=selective`` makes only what was dropped."""
+    """Shortens recomputations after ``keep=selective``, which make only what was dropped."""
     cache: dict[tuple[int, tuple[str, ...]], float] = {}
     rows = context.columns.rows(Recompute)
     for row, work in zip(rows.tolist(), context.columns.at(rows), strict=True):
@@ -68,7 +68,7 @@ def _make_dropped_again(context: Context, seconds: Floats) -> None:
 
 
 def _stop_at_last_checkpoint(context: Context, seconds: Floats) -> None:
-    """The last forward stage of a route with ``keep=input`` leaves checkpoints and nothing else."""
+    """Shortens forwards of last stages with ``keep=input``: they leave only checkpoints."""
     layout, columns = context.layout, context.columns
     for stage in range(len(layout.forward)):
         if not layout.is_last_forward(stage):
@@ -79,7 +79,7 @@ def _stop_at_last_checkpoint(context: Context, seconds: Floats) -> None:
 
 
 def add_swaps(context: Context) -> None:
-    """Swaps use the copy streams of their device, or the links to and from their peer."""
+    """Adds swaps, on the copy streams of their device or the links to and from their peer."""
     columns, builder = context.columns, context.builder
     rows = columns.rows(SwapOut, SwapIn)
     if not len(rows):
@@ -110,7 +110,7 @@ def add_swaps(context: Context) -> None:
 
 
 def _way(context: Context, swap: SwapOut | SwapIn, device: int) -> tuple[int, int]:
-    """Queue and route."""
+    """Returns the queue and the route of a swap."""
     queues, network = context.queues, context.network
     ends = (device, swap.peer) if isinstance(swap, SwapOut) else (swap.peer, device)
     if swap.peer is not None:
@@ -122,14 +122,14 @@ def _way(context: Context, swap: SwapOut | SwapIn, device: int) -> tuple[int, in
 
 
 def _bytes(context: Context, swap: SwapOut | SwapIn) -> float:
-    """``fraction`` of what the forward kept."""
+    """Returns the bytes that a swap moves: ``fraction`` of what the forward kept."""
     cost = context.forward(swap.stage)
     dropped = cost.drop_bytes(context.facts.drops.get((swap.stage, swap.micro_batch), ()))
     return swap.fraction * (cost.activation_bytes - dropped)
 
 
 def _add_users(context: Context, tasks: Ints, rows: Ints) -> None:
-    """The recomputation and the backward of what comes back wait for it."""
+    """Lets the recomputation and the backward of what comes back wait for it."""
     columns = context.columns
     back = columns.rows(SwapIn)
     arriving = tasks[np.searchsorted(rows, back)]

@@ -20,7 +20,7 @@ from penstock.protocol.plan.semantics import PlanFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """One plan on one cluster.
+    """Holds one plan on one cluster.
 
     ``facts``: without what is skipped, which nothing here needs. ``places``: of a micro-batch among
     those of its route, so that tables by stage and place have no gaps.
@@ -40,7 +40,7 @@ class Context:
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs, cluster: Cluster) -> Context:
-        """Nothing is lowered yet."""
+        """Returns a context in which nothing is lowered yet."""
         columns, layout = Columns.of(plan.programs), StageLayout.of(plan)
         num_nodes = cluster.node_of(plan.num_devices - 1) + 1
         return cls(
@@ -59,31 +59,31 @@ class Context:
 
     @property
     def num_pairs(self) -> int:
-        """Above every number that :meth:`pairs` gives."""
+        """A number above all that :meth:`pairs` gives."""
         num_stages = max(len(self.layout.forward), len(self.layout.backward)) + 2
         return num_stages * (int(self.places.max()) + 1)
 
     def pairs(self, rows: Ints, *, step: int = 0) -> Ints:
-        """A number for (stage + step, micro-batch) of each row; ``step`` is -1, 0 or 1."""
+        """Returns a number for (stage + step, micro-batch) of each row; ``step`` is -1, 0 or 1."""
         stages = self.columns.stages[rows] + (step + 1)
         places = self.places[self.columns.micro_batches[rows]]
         pairs: Ints = stages * (int(self.places.max()) + 1) + places
         return pairs
 
     def forward(self, stage: int) -> BlockCost:
-        """Costs of a forward stage."""
+        """Returns the costs of a forward stage."""
         return self.costs.of(self.layout.forward[stage].blocks)
 
     def backward(self, stage: int) -> BlockCost:
-        """Costs of a backward stage."""
+        """Returns the costs of a backward stage."""
         return self.costs.of(self.layout.backward[stage].blocks)
 
     def issue(self, tasks: Ints, rows: Ints) -> None:
-        """Tasks start after the compute instructions before their rows have ended."""
+        """Lets tasks start when the compute instructions before their rows have ended."""
         self.builder.need(tasks, self.columns.issued_after(rows))
 
     def barrier(self, needs: Ints, row: int) -> int:
-        """A task that ends when all others have."""
+        """Adds a task that ends when all ``needs`` have; returns its number."""
         barrier = self.builder.add(
             1, lane=None, queues=self.queues.barriers, origins=row, places=0, unordered=True
         )
@@ -105,7 +105,7 @@ def _drops(columns: Columns) -> dict[tuple[int, int], tuple[str, ...]]:
 
 
 def lookup(keys: Ints, values: Ints, wanted: Ints, size: int) -> Ints:
-    """Value of each wanted key, -1 where there is none. Keys are unique, and below ``size``."""
+    """Returns the value of each wanted key, or -1. Keys are unique, and below ``size``."""
     table = np.full(size, -1)
     table[keys] = values
     found: Ints = table[wanted]

@@ -25,7 +25,7 @@ Offloads = Mapping[tuple[int, int], int]
 
 
 def add_reductions(context: Context) -> Reduced:
-    """Backward stages of the same blocks are one group, whose root publishes the sum
+    """Adds the sums of groups: backward stages of the same blocks, whose root publishes the sum
     (:mod:`penstock.protocol.plan.reduction`).
 
     The others send theirs to the root; with ``shards_weights`` all take part in a ring
@@ -39,7 +39,7 @@ def add_reductions(context: Context) -> Reduced:
 
 
 def _reduce(context: Context, rows: Ints, root: int) -> Ints:
-    """The tasks after which the gradients of a group are summed."""
+    """Adds the sum of one group; returns the tasks after which it is there."""
     done = context.columns.issued_after(rows)
     num_bytes = context.backward(root).gradient_bytes
     if context.plan.shards_weights and len(rows) > 1:
@@ -68,7 +68,7 @@ def _reduce(context: Context, rows: Ints, root: int) -> Ints:
 
 
 def _send(context: Context, rows: Ints, done: Ints, root: int) -> Ints:
-    """Sums go to the root as they are accumulated; returns their tasks, and what the root's own
+    """Sends sums to the root as they are accumulated; returns their tasks, and what the root's own
     wait for.
     """
     sends = context.columns.stages[rows] != root
@@ -90,7 +90,7 @@ def _send(context: Context, rows: Ints, done: Ints, root: int) -> Ints:
 
 
 def add_offloads(context: Context, reduced: Reduced, *, by_block: bool) -> Offloads:
-    """Copies of every OFFLOAD_GRADIENTS that publishes; those of other stages do nothing.
+    """Adds copies of every OFFLOAD_GRADIENTS that publishes; those of other stages do nothing.
 
     ``by_block``: block after block, as our workers do it; otherwise a stage is one copy.
     """
@@ -129,7 +129,7 @@ def add_offloads(context: Context, reduced: Reduced, *, by_block: bool) -> Offlo
 
 
 def _copied(blocks: range, by_block: bool) -> list[range]:
-    """What is copied in one go."""
+    """Returns the ranges of blocks that are copied in one go."""
     return [range(block, block + 1) for block in blocks] if by_block else [blocks]
 
 

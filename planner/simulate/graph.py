@@ -24,7 +24,7 @@ _LANES = {lane: index for index, lane in enumerate(Lane)}
 
 
 class Label(IntEnum):
-    """How the label of a task's span is made from the instruction it comes from."""
+    """Says how the label of a span is made from the instruction that its task comes from."""
 
     INSTRUCTION = 0
     TENSOR = 1
@@ -40,36 +40,36 @@ class Queues:
     num_nodes: int
 
     def compute(self, device: Any) -> Any:
-        """Compute stream."""
+        """Returns the queue of a device's compute stream."""
         return device
 
     def fetch(self, device: Any) -> Any:
-        """Host-to-device stream."""
+        """Returns the queue of a device's host-to-device stream."""
         return self.num_devices + device
 
     def offload(self, device: Any) -> Any:
-        """Device-to-host stream."""
+        """Returns the queue of a device's device-to-host stream."""
         return 2 * self.num_devices + device
 
     def collective(self, device: Any) -> Any:
-        """What the device sends to its neighbour in rings."""
+        """Returns the queue of what a device sends to its neighbour in rings."""
         return 3 * self.num_devices + device
 
     def optimizer(self, node: Any) -> Any:
-        """Cores of a node."""
+        """Returns the queue of a node's optimizer cores."""
         return 4 * self.num_devices + node
 
     @property
     def barriers(self) -> int:
-        """Tasks that take no time."""
+        """The queue of tasks that take no time."""
         return 4 * self.num_devices + self.num_nodes
 
     def link(self, source: Any, target: Any) -> Any:
-        """Ordered channel from one device to another."""
+        """Returns the queue of the ordered channel from one device to another."""
         return self.barriers + 1 + source * self.num_devices + target
 
     def peer_swap(self, device: int, *, out: bool) -> int:
-        """What a device has swapped to its peers, or back; in its own order, not the peer's."""
+        """Returns the queue of a device's swaps to peers, or back: in its own order, not theirs."""
         first: int = self.link(self.num_devices, 0)
         return first + (device if out else self.num_devices + device)
 
@@ -98,7 +98,7 @@ class Tasks:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the arrays."""
+        """The bytes of all arrays."""
         return bytes_of(self)
 
 
@@ -111,7 +111,7 @@ class Times:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the arrays."""
+        """The bytes of all arrays."""
         return bytes_of(self)
 
 
@@ -183,7 +183,7 @@ class GraphBuilder:
         self._edges.append((tasks[wanted], needs[wanted]))
 
     def build(self) -> Tasks:
-        """Everything that was added."""
+        """Returns everything that was added."""
         columns = {
             name: np.concatenate(chunks).astype(_TYPES[name], copy=False)
             if chunks
@@ -201,7 +201,7 @@ class GraphBuilder:
 
 
 def run_tasks(tasks: Tasks, network: Network) -> Times:
-    """Let the event core run the tasks."""
+    """Lets the event core run the tasks; returns when each started and ended, in seconds."""
     offsets, queued = _served(tasks)
     starts, ends, _ = _native.simulate_tasks(
         seconds=tasks.seconds,
@@ -219,7 +219,7 @@ def run_tasks(tasks: Tasks, network: Network) -> Times:
 
 
 def _served(tasks: Tasks) -> tuple[Ints, NDArray[np.int32]]:
-    """Tasks by queue and row, and where each queue begins among them."""
+    """Returns where each queue begins, and the tasks in the order of queues, then of rows."""
     num_rows = int(tasks.origins.max(initial=0)) + 1
     queued = np.argsort(tasks.queues * num_rows + tasks.origins, kind="stable")
     queues = tasks.queues[queued]

@@ -34,17 +34,17 @@ class Network:
         self._routes: dict[tuple[float, tuple[int, ...]], int] = {}
 
     def fetch(self, device: int) -> int:
-        """Host to device."""
+        """Returns the route from host to device."""
         down = self._from_host(device)
         return self._route(self._cluster.fetch_bandwidth, (*self._dram(device), *down))
 
     def offload(self, device: int) -> int:
-        """Device to host."""
+        """Returns the route from device to host."""
         up = self._to_host(device)
         return self._route(self._cluster.offload_bandwidth, (*up, *self._dram(device)))
 
     def link(self, source: int, target: int) -> int:
-        """Device to device."""
+        """Returns the route from one device to another."""
         cluster = self._cluster
         nodes = cluster.node_of(source), cluster.node_of(target)
         ends: tuple[int, ...] = ()
@@ -57,14 +57,14 @@ class Network:
         return self._route(inf, (*ends, *self._nics(*nodes)))
 
     def replicas(self, device: int) -> int:
-        """From a device to its replica, while another replica sends to it."""
+        """Returns the route from a device to its replica, while another replica sends to it."""
         cluster = self._cluster
         node = cluster.node_of(device)
         nics = self._nics(node, node) if cluster.replicas_on_other_nodes else ()
         return self._route(cluster.replica_bandwidth, nics)
 
     def nodes(self, source: int, target: int) -> int:
-        """From the memory of one node to that of another."""
+        """Returns the route from the memory of one node to that of another."""
         cluster = self._cluster
         dram = tuple(
             resource
@@ -74,12 +74,14 @@ class Network:
         return self._route(inf, (*dram, *self._nics(source, target)))
 
     def optimizer(self, node: int, bytes_per_second: float) -> int:
-        """The optimizer's threads and DRAM; the threads alone would reach ``bytes_per_second``."""
+        """Returns the route of a node's optimizer through its DRAM; its threads alone would reach
+        ``bytes_per_second``.
+        """
         dram = self._resource("dram", node, self._cluster.dram_bandwidth)
         return self._route(bytes_per_second, dram)
 
     def arrays(self) -> dict[str, Any]:
-        """Arguments of the event core."""
+        """Returns the arguments of the event core."""
         crossed = [resources for _, resources in self._routes]
         lengths = [len(resources) for resources in crossed]
         return {
@@ -89,19 +91,11 @@ class Network:
             "capacities": np.array(self._capacities, dtype=np.float64),
         }
 
-    def capacity_of(self, resource: int) -> float:
-        """Bytes/s of a resource."""
-        return self._capacities[resource]
-
-    def crossed(self, route: int) -> tuple[int, ...]:
-        """Resources that a route crosses."""
-        return list(self._routes)[route][1]
-
     def _route(self, limit: float, resources: tuple[int, ...]) -> int:
         return self._routes.setdefault((limit, resources), len(self._routes))
 
     def _resource(self, kind: str, place: int, capacity: float) -> tuple[int, ...]:
-        """The resource, or nothing if it is unlimited."""
+        """Returns the number of a resource, or nothing if it is unlimited."""
         if isinf(capacity):
             return ()
         if (kind, place) not in self._resources:

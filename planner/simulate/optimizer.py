@@ -57,7 +57,7 @@ class _Sweep:
 
 
 def add_optimizer(context: Context, offloads: Offloads, optimizer: OptimizerModel) -> None:
-    """Work of all nodes and devices that follows the offloads."""
+    """Adds the work of all nodes and devices that follows the offloads."""
     if not offloads:
         return
     flush = -1
@@ -76,7 +76,7 @@ def add_optimizer(context: Context, offloads: Offloads, optimizer: OptimizerMode
 
 
 def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Sweep:
-    """The sweep behind the gradients of what no device updates."""
+    """Returns the sweep behind the gradients of what no device updates."""
     return _Sweep(
         unit=unit,
         parameters=_parameters(context, (b for b in unit.blocks if b not in updated)),
@@ -86,8 +86,8 @@ def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Sweep:
 
 
 def _add_settles(context: Context, units: list[_Unit]) -> dict[int, int]:
-    """Settles from the start of the attempt on, by block: of units that are settled in a sweep of
-    its own, and of what devices update.
+    """Adds settles from the start of the attempt on; returns them by block: of units that are
+    settled in a sweep of its own, and of what devices update.
     """
     updated = frozenset(context.columns.stages[context.columns.rows(Update)].tolist())
     sweeps: list[_Sweep] = []
@@ -110,7 +110,7 @@ def _add_settles(context: Context, units: list[_Unit]) -> dict[int, int]:
 
 
 def _units(context: Context, offloads: Offloads, optimizer: OptimizerModel) -> list[_Unit]:
-    """Last stage first: where gradients arrive at the same time, that is the order of work."""
+    """Returns units, last stage first: the order of work where gradients arrive together."""
     early = frozenset(context.plan.settled_early if optimizer.early is not None else ())
     columns, cluster = context.columns, context.cluster
     rows_of: dict[int, list[int]] = defaultdict(list)
@@ -139,7 +139,7 @@ def _parameters(context: Context, blocks: Iterable[int]) -> float:
 
 
 def _add_sweeps(context: Context, sweeps: list[_Sweep], label: Label) -> Ints:
-    """Sweeps of nodes' cores; without limit of DRAM they take the time of the cores."""
+    """Adds sweeps of nodes' cores; without limit of DRAM they take the time of the cores."""
     cluster, network = context.cluster, context.network
     nodes = np.array([one.unit.node for one in sweeps], dtype=np.int64)
     seconds, amounts = np.zeros(len(sweeps)), np.zeros(len(sweeps))
@@ -166,7 +166,7 @@ def _add_sweeps(context: Context, sweeps: list[_Sweep], label: Label) -> Ints:
 
 
 def _await_gradients(context: Context, units: list[_Unit], sweeps: Ints) -> None:
-    """Sweeps wait for the offloads of their units, and for gradients to come from other nodes."""
+    """Lets sweeps wait for the offloads of their units, and for gradients of other nodes."""
     devices, node_of = context.columns.devices, context.cluster.node_of
     waiting: list[int] = []
     needed: list[int] = []
@@ -181,7 +181,7 @@ def _await_gradients(context: Context, units: list[_Unit], sweeps: Ints) -> None
 
 
 def _add_pull(context: Context, unit: _Unit, row: int, source: int, offload: int) -> int:
-    """A unit's part of what another node offloaded."""
+    """Adds the transfer of a unit's part of what another node offloaded; returns its task."""
     device = int(context.columns.devices[row])
     blocks = context.costs.blocks
     task = context.builder.add(
@@ -202,7 +202,7 @@ def _add_pull(context: Context, unit: _Unit, row: int, source: int, offload: int
 def _add_updates(
     context: Context, offloads: Offloads, settled: Mapping[int, int], flush: int
 ) -> frozenset[int]:
-    """Fetch, kernel and offload of every UPDATE; returns their blocks."""
+    """Adds fetch, kernel and offload of every UPDATE; returns their blocks."""
     columns, cluster, builder = context.columns, context.cluster, context.builder
     rows = columns.rows(Update)
     if not len(rows):
@@ -247,8 +247,8 @@ def _add_updates(
 
 
 def _elsewhere(context: Context, rows: Ints, offloads: Offloads) -> tuple[np.ndarray, Ints]:
-    """Gradient bytes that an update fetches, and the offload it waits for, where another device
-    made the gradients (0 and -1 where its own did).
+    """Returns the gradient bytes that updates fetch, and the offloads they wait for, where another
+    device made the gradients (0 and -1 where its own did).
     """
     columns, plan = context.columns, context.plan
     copies = {(int(columns.stages[row]), block): task for (row, block), task in offloads.items()}

@@ -24,13 +24,15 @@ from penstock.protocol.plan.semantics import Lane
 
 
 class Labels:
-    """``F 3 0``, ``BW 3 0,1``, ``FW 3 forward``, ``activation 3 0``, ``U 3``, ``S 3``."""
+    """Makes labels of spans, such as ``F 3 0``, ``BW 3 0,1``, ``FW 3 forward``, ``activation 3 0``,
+    ``U 3`` and ``S 3``.
+    """
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
 
     def of(self, label: int, row: int) -> str:
-        """Label of a task that comes from the instruction in a row."""
+        """Returns the label of a task that comes from the instruction in a row."""
         instruction = self._columns.instructions[row]
         if label == Label.OPTIMIZER:
             return f"U {instruction.stage}"
@@ -77,8 +79,8 @@ class DeviceTimes:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Simulation:
-    """What came out. ``pipeline_s`` ends with the last compute instruction, ``makespan_s`` with
-    everything. Updates on devices are optimizer work: no device is busy with them.
+    """Holds what came out. ``pipeline_s`` ends with the last compute instruction, ``makespan_s``
+    with everything. Updates on devices are optimizer work: no device is busy with them.
     """
 
     plan: Plan
@@ -91,12 +93,12 @@ class Simulation:
 
     @cached_property
     def makespan_s(self) -> float:
-        """End of everything."""
+        """The end of everything, in seconds."""
         return float(self.times.ends.max(initial=0.0))
 
     @cached_property
     def pipeline_s(self) -> float:
-        """End of the last compute instruction."""
+        """The end of the last compute instruction, in seconds."""
         return float(self.times.ends[self._computes].max(initial=0.0))
 
     @cached_property
@@ -113,7 +115,7 @@ class Simulation:
 
     @property
     def num_tasks(self) -> int:
-        """Pieces of work that were simulated."""
+        """How many pieces of work were simulated."""
         return len(self.tasks.seconds)
 
     @property
@@ -123,19 +125,19 @@ class Simulation:
 
     @property
     def optimizer_tail_s(self) -> float:
-        """Time after the last compute instruction: offloads and optimizer work that were not
+        """The seconds after the last compute instruction: offloads and optimizer work that were not
         hidden.
         """
         return self.makespan_s - self.pipeline_s
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the pipeline's time in which devices do not compute."""
+        """The share of the pipeline's time in which devices do not compute."""
         return self._idle_share(self.pipeline_s)
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the makespan, optimizer tail included: how the SPipe paper counts bubbles."""
+        """The share of the makespan, tail included, as the SPipe paper counts bubbles."""
         return self._idle_share(self.makespan_s)
 
     @property
@@ -195,8 +197,8 @@ class Simulation:
         return 1.0 - busy_s / (period_s * len(self.devices)) if period_s > 0.0 else 0.0
 
     def summary(self) -> dict[str, Any]:
-        """For ``--json``: everything but the spans. Times in seconds, or in the units of the costs;
-        ``instructions``: the text form of each device's program.
+        """Returns everything but the spans, for ``--json``. Times in seconds, or in the units of
+        the costs; ``instructions``: the text form of each device's program.
         """
         programs = self.plan.programs
         return {

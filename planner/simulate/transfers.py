@@ -35,7 +35,7 @@ _KINDS.flags.writeable = False
 
 
 def add_transfers(context: Context) -> None:
-    """One task for each send: it starts when sent and posted, behind what was sent before it."""
+    """Adds a task for each send: it starts when sent and posted, behind what was sent before."""
     columns, builder = context.columns, context.builder
     rows = columns.rows(*SENDS.values())
     if not len(rows):
@@ -81,7 +81,11 @@ def _routes(context: Context, sources: Ints, targets: Ints) -> Ints:
 
 
 def _receives(context: Context, sends: Ints, targets: Ints) -> Ints:
-    """Row of the receive of each send."""
+    """Returns the row of the receive of each send.
+
+    Raises:
+        ConfigError: a peer never receives what is sent.
+    """
     columns = context.columns
     receives = columns.rows(*RECEIVES.values())
     found = lookup(_tensors(context, receives), receives, _tensors(context, sends), _size(context))
@@ -99,7 +103,7 @@ def _receives(context: Context, sends: Ints, targets: Ints) -> Ints:
 
 
 def _add_consumers(context: Context, tasks: Ints, sends: Ints, targets: Ints) -> None:
-    """Compute instructions wait for what was sent to their device."""
+    """Lets compute instructions wait for what was sent to their device."""
     columns, builder, size = context.columns, context.builder, context.num_pairs
     kinds = _KINDS[columns.codes[sends]]
 
@@ -116,7 +120,7 @@ def _add_consumers(context: Context, tasks: Ints, sends: Ints, targets: Ints) ->
 
 
 def _rows(context: Context, cls: type[Instruction], when: Condition | None) -> Ints:
-    """Rows of the instructions of a class that meet a condition."""
+    """Returns the rows of the instructions of a class that meet a condition."""
     rows, facts = context.columns.rows(cls), context.facts
     if when is None:
         return rows
@@ -128,13 +132,13 @@ def _size(context: Context) -> int:
 
 
 def _tensors(context: Context, rows: Ints) -> Ints:
-    """A number for the tensor that a send or receive moves."""
+    """Returns a number for the tensor that the send or receive of each row moves."""
     tensors: Ints = _KINDS[context.columns.codes[rows]] * context.num_pairs + context.pairs(rows)
     return tensors
 
 
 def add_ring(context: Context, *, rows: Ints, needs: Ints, amount: float, label: Label) -> int:
-    """Members are the devices of ``rows``; all start when all ``needs`` have ended.
+    """Adds a ring of the devices of ``rows``; all start when all ``needs`` have ended.
 
     ``amount``: bytes that each member sends. Returns the task with whose end all have ended.
     """

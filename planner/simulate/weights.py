@@ -22,7 +22,7 @@ _FORWARD = [CODES[cls] for cls in COMPUTES if SEMANTICS[cls.opcode].side is Phas
 
 
 def add_weights(context: Context, *, from_owners: bool = False) -> None:
-    """A fetch starts when its instruction is issued, which is after the release before it.
+    """Adds fetches; each starts when it is issued, which is after the release before it.
 
     ``from_owners``: blocks that another node owns come from its memory; otherwise every node has
     all weights.
@@ -54,7 +54,7 @@ def add_weights(context: Context, *, from_owners: bool = False) -> None:
 
 
 def _read_from_owners(context: Context, fetches: Ints, rows: Ints, blocks: list[range]) -> None:
-    """A fetch waits for what comes from other nodes."""
+    """Lets fetches wait for what comes from other nodes."""
     node_of, costs = context.cluster.node_of, context.costs.blocks
     owners = [node_of(context.reduction.owner_device(b)) for b in range(len(costs))]
     devices = context.columns.devices[rows].tolist()
@@ -78,7 +78,7 @@ def _read_from_owners(context: Context, fetches: Ints, rows: Ints, blocks: list[
 
 
 def _gather(context: Context, fetches: Ints, rows: Ints, blocks: list[range]) -> Ints:
-    """For each fetch the task with whose end all shares are there."""
+    """Returns for each fetch the task with whose end all shares are there."""
     members: dict[tuple[range, int], list[int]] = defaultdict(list)
     fetched: dict[tuple[int, range], int] = defaultdict(int)
     devices = context.columns.devices[rows].tolist()
@@ -99,7 +99,7 @@ def _gather(context: Context, fetches: Ints, rows: Ints, blocks: list[range]) ->
 
 
 def _add_users(context: Context, fetches: Ints, rows: Ints, forward: np.ndarray) -> None:
-    """The first instruction that computes with a buffer waits for its fetch.
+    """Lets the first instruction that computes with a buffer wait for its fetch.
 
     RECOMPUTE and BACKWARD use the stage's backward buffer if there is one, else its forward buffer.
     """
@@ -116,7 +116,7 @@ def _add_users(context: Context, fetches: Ints, rows: Ints, forward: np.ndarray)
     computes = columns.computes
 
     def filled(in_forward: np.ndarray) -> Ints:
-        """The fetch that filled a buffer when each compute instruction is reached; -1: none."""
+        """Returns the fetch that filled a buffer when a compute instruction is reached, or -1."""
         wanted = _buffers(context, computes, in_forward)
         place = np.searchsorted(changes, wanted * num_rows + computes) - 1
         same = (place >= 0) & (changes[place] // num_rows == wanted)
@@ -132,7 +132,7 @@ def _add_users(context: Context, fetches: Ints, rows: Ints, forward: np.ndarray)
 
 
 def _buffers(context: Context, rows: Ints, forward: np.ndarray) -> Ints:
-    """A number for (device, phase, stage)."""
+    """Returns a number for (device, phase, stage) of each row."""
     columns, layout = context.columns, context.layout
     num_stages = max(len(layout.forward), len(layout.backward))
     buffers: Ints = (columns.devices[rows] * 2 + forward) * num_stages + columns.stages[rows]

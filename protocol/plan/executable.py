@@ -17,7 +17,7 @@ from penstock.shm.table import BlockTable
 
 
 def check_executable(plan: Plan, *, devices_per_node: int) -> None:
-    """Refuse a plan with swaps to devices of other nodes, or with gradients that workers cannot
+    """Refuses a plan with swaps to devices of other nodes, or with gradients that workers cannot
     sum.
 
     Raises:
@@ -36,7 +36,7 @@ def check_executable(plan: Plan, *, devices_per_node: int) -> None:
 
 
 def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
-    """Refuse UPDATE of blocks whose worker cannot see all that the update needs.
+    """Refuses UPDATE of blocks whose worker cannot see all that the update needs.
 
     Raises:
         ConfigError: naming the block.

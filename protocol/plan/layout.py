@@ -29,7 +29,7 @@ class StageLayout:
 
     @classmethod
     def of(cls, plan: Plan) -> StageLayout:
-        """The stages of a plan, without its programs."""
+        """Returns the stages of a plan, without its programs."""
         return cls(
             num_devices=plan.num_devices,
             num_microbatches=plan.num_microbatches,
@@ -40,25 +40,25 @@ class StageLayout:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks of the model."""
+        """How many blocks the model has."""
         return self.forward[-1].stop
 
     @cached_property
     def num_routes(self) -> int:
-        """Routes that micro-batches can take."""
+        """How many routes micro-batches can take."""
         return sum(stage.start == 0 for stage in self.forward)
 
     def stages(self, side: Phase) -> tuple[StageRange, ...]:
-        """One of the two lists."""
+        """Returns one of the two lists of stages."""
         return self.forward if side is Phase.FORWARD else self.backward
 
     def route_of(self, micro_batch: int) -> int:
-        """The route of a micro-batch."""
+        """Returns the route of a micro-batch."""
         return self.routes[micro_batch] if self.routes else 0
 
     @cached_property
     def microbatches_of_route(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batches of every route, ascending."""
+        """The micro-batches of every route, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_routes)]
         for micro_batch in range(self.num_microbatches):
             found[self.route_of(micro_batch)].append(micro_batch)
@@ -66,32 +66,32 @@ class StageLayout:
 
     @cached_property
     def forward_routes(self) -> tuple[int, ...]:
-        """Route of every forward stage."""
+        """The route of every forward stage."""
         return _routes(self.forward)
 
     @cached_property
     def backward_routes(self) -> tuple[int, ...]:
-        """Route of every backward stage."""
+        """The route of every backward stage."""
         return _routes(self.backward)
 
     def is_first_forward(self, stage: int) -> bool:
-        """Takes the batch."""
+        """Returns whether a forward stage takes the batch."""
         return self.forward[stage].start == 0
 
     def is_last_forward(self, stage: int) -> bool:
-        """Computes the loss."""
+        """Returns whether a forward stage computes the loss."""
         return self.forward[stage].stop == self.num_blocks
 
     def is_first_backward(self, stage: int) -> bool:
-        """Produces no input gradient; its checkpoint is the batch."""
+        """Returns whether a backward stage makes no input gradient; its checkpoint is the batch."""
         return self.backward[stage].start == 0
 
     def is_last_backward(self, stage: int) -> bool:
-        """Starts from the loss."""
+        """Returns whether a backward stage starts from the loss."""
         return self.backward[stage].stop == self.num_blocks
 
     def is_coupled(self, stage: int) -> bool:
-        """Forward and backward stage ``stage`` are the same blocks on the same device."""
+        """Returns whether both stages of a number are the same blocks on the same device."""
         return (
             stage < len(self.forward)
             and stage < len(self.backward)
@@ -99,7 +99,7 @@ class StageLayout:
         )
 
     def checkpoint_source(self, backward_stage: int, *, skipped: bool = False) -> int:
-        """Forward stage whose forwards leave the input checkpoint of a backward stage.
+        """Returns the forward stage whose forwards leave the input checkpoint of a backward stage.
 
         That is the stage that contains the backward stage's first block. ``skipped``: its FORWARD
         is left out (as :class:`penstock.protocol.plan.semantics.PlanFacts` says); then it is the
@@ -111,11 +111,15 @@ class StageLayout:
         return source - 1 if skipped and begins and not self.is_first_forward(source) else source
 
     def checkpoint_after(self, forward_stage: int) -> int | None:
-        """Backward stage (of the same route) whose input is a forward stage's output, if any."""
+        """Returns the backward stage (of the same route) whose input is a forward stage's output,
+        if there is one.
+        """
         return self._checkpoints_after[forward_stage]
 
     def checkpoints_of(self, forward_stage: int) -> tuple[int, ...]:
-        """Backward stages whose input a forward stage passes through (its route's first, too)."""
+        """Returns the backward stages whose input a forward stage passes through, the first of its
+        route among them.
+        """
         return self._checkpoints[forward_stage]
 
     def blocks_for_checkpoints(self, forward_stage: int) -> range:
@@ -159,11 +163,11 @@ class StageLayout:
         )
 
     def forward_stages_on(self, device: int) -> tuple[int, ...]:
-        """Forward stages of a device, in the order of the model."""
+        """Returns the forward stages of a device, in the order of the model."""
         return tuple(i for i, stage in enumerate(self.forward) if stage.device == device)
 
     def backward_stages_on(self, device: int) -> tuple[int, ...]:
-        """Backward stages of a device, last first: the order in which backward passes can run."""
+        """Returns the backward stages of a device, last first: as backward passes can run."""
         found = (i for i, stage in enumerate(self.backward) if stage.device == device)
         return tuple(sorted(found, reverse=True))
 

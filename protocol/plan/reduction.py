@@ -38,7 +38,7 @@ class Reduction:
 
     @classmethod
     def of(cls, plan: Plan) -> Reduction:
-        """That of a plan.
+        """Returns the reduction of a plan.
 
         Raises:
             ConfigError: it reduces, and routes are cut differently or meet on a device.
@@ -51,7 +51,7 @@ class Reduction:
     def in_programs(
         cls, layout: StageLayout, programs: Iterable[Program], *, shards_weights: bool
     ) -> Reduction:
-        """The same from parts of a plan; errors as in :meth:`of`."""
+        """Returns the same from parts of a plan; errors are as in :meth:`of`."""
         reduces = any(type(i) is ReduceGradients for program in programs for i in program)
         if not reduces or layout.num_routes == 1:
             return cls(layout=layout, reduces=False, roots=tuple(range(len(layout.backward))))
@@ -64,28 +64,28 @@ class Reduction:
         return cls(layout=layout, reduces=True, roots=tuple(roots))
 
     def publishes(self, stage: int) -> bool:
-        """Whether a backward stage's OFFLOAD_GRADIENTS brings gradients to the host."""
+        """Returns whether a backward stage's OFFLOAD_GRADIENTS brings gradients to the host."""
         return self.roots[stage] == stage
 
     def root_device(self, stage: int) -> int:
-        """The device that publishes the gradients of a backward stage."""
+        """Returns the device that publishes the gradients of a backward stage."""
         return self.layout.backward[self.roots[stage]].device
 
     def senders(self, stage: int) -> tuple[int, ...]:
-        """Backward stages that send their sums to this one, in the order of routes."""
+        """Returns the backward stages that send their sums to this one, in the order of routes."""
         return self._senders[stage]
 
     def published_route(self, stage: int) -> int:
-        """The route under which contributions of a backward stage count; one for all if summed."""
+        """Returns the route under which contributions of a backward stage count; 0 if summed."""
         return 0 if self.reduces else self.layout.backward_routes[stage]
 
     def owner_device(self, block: int) -> int:
-        """The device whose node owns a block."""
+        """Returns the device whose node owns a block."""
         return self._owners[block]
 
     @cached_property
     def published_devices(self) -> tuple[tuple[int, ...], ...]:
-        """By route that contributions count under, the device that publishes each block."""
+        """The device that publishes each block, by the route that contributions count under."""
         routes: list[list[int]] = [[] for _ in range(self.layout.num_routes)]
         for stage, blocks in enumerate(self.layout.backward):
             route = self.layout.backward_routes[stage]
@@ -106,7 +106,7 @@ class Reduction:
 
 
 def spans_nodes(layout: StageLayout, devices_per_node: int) -> bool:
-    """Whether some blocks have their backwards on several nodes, all routes cut alike."""
+    """Returns whether some blocks have backwards on several nodes, all routes cut alike."""
     try:
         groups = _groups(layout)
     except ConfigError:
@@ -118,7 +118,11 @@ def spans_nodes(layout: StageLayout, devices_per_node: int) -> bool:
 
 
 def _groups(layout: StageLayout) -> list[tuple[int, ...]]:
-    """Backward stages of the same blocks, in the order of routes; groups in the order of blocks."""
+    """Returns backward stages of the same blocks, in the order of routes, by block.
+
+    Raises:
+        ConfigError: routes are cut differently, or meet on a device.
+    """
     found: dict[range, list[int]] = defaultdict(list)
     for index, stage in enumerate(layout.backward):
         found[stage.blocks].append(index)

@@ -124,7 +124,7 @@ class PlanFacts:
 
     @classmethod
     def of(cls, layout: StageLayout, programs: Iterable[Iterable[Instruction]]) -> PlanFacts:
-        """The facts of a plan's programs, or of orders."""
+        """Returns the facts of a plan's programs, or of orders."""
         present: set[Place] = set()
         drops: dict[Place, tuple[str, ...]] = {}
         for program in programs:
@@ -141,9 +141,9 @@ class PlanFacts:
         return cls(layout=layout, skipped=frozenset(places - present), drops=drops)
 
     def exists(self, kind: Kind, stage: int, micro_batch: int) -> bool:
-        """Whether a plan has a resource: the ends of a route have no neighbours, the output of a
-        stage is no activation where the next FORWARD is left out, and where a FORWARD kept a part
-        of its graph no checkpoint is needed.
+        """Returns whether a plan has a resource: the ends of a route have no neighbours, the output
+        of a stage is no activation where the next FORWARD is left out, and where a FORWARD kept a
+        part of its graph no checkpoint is needed.
         """
         if isinstance(kind, StateKind):
             partial = kind is StateKind.PARTIAL_GRAPH
@@ -158,7 +158,7 @@ class PlanFacts:
         return inside and (stage, micro_batch) not in self.drops
 
     def maker(self, resource: Resource) -> tuple[Phase, int]:
-        """Side and stage of the instruction that makes a tensor, or what is deferred."""
+        """Returns side and stage of the instruction that makes a tensor, or what is deferred."""
         kind, stage, micro_batch = resource
         if kind is TensorKind.ACTIVATION:
             return Phase.FORWARD, stage
@@ -228,7 +228,7 @@ def _kept_whole(swap: Any, facts: PlanFacts) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionRow:
-    """The meaning of an opcode.
+    """Says what an opcode means.
 
     ``lane``: ``None`` where nothing is occupied. ``side``: which list its stage, if it has one, is
     numbered in; ``None`` where the instruction says so itself. ``makes``: in the order in which
@@ -332,17 +332,17 @@ SEMANTICS: Mapping[Opcode, InstructionRow] = by_opcode(
 
 
 def row_of(instruction: Instruction) -> InstructionRow:
-    """The meaning of an instruction."""
+    """Returns the row of an instruction."""
     return SEMANTICS[instruction.opcode]
 
 
 def reads(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
-    """What an instruction cannot start without, in the order of its row."""
+    """Yields what an instruction cannot start without, in the order of its row."""
     return _read(instruction, facts, SEMANTICS[instruction.opcode].reads)
 
 
 def takes(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
-    """What it reads and nobody has afterwards."""
+    """Yields what an instruction reads and nobody has afterwards."""
     rules = SEMANTICS[instruction.opcode].reads
     return _read(instruction, facts, [read for read in rules if not read.stays])
 
@@ -358,7 +358,7 @@ def _read(instruction: Any, facts: PlanFacts, rules: Iterable[Read]) -> Iterator
 
 
 def makes(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
-    """What is on the device when an instruction has run (of a RECV: when its tensor has come)."""
+    """Yields what is there when an instruction has run (of a RECV: when its tensor has come)."""
     exists, batches = facts.exists, _micro_batches(instruction)
     for kind, stages in SEMANTICS[instruction.opcode].makes:
         for stage in stages(instruction, facts):
@@ -379,7 +379,7 @@ def _micro_batches(instruction: Any) -> tuple[int, ...]:
 
 
 def side_of(instruction: Any) -> Phase:
-    """Which list numbers an instruction's stage; an UPDATE has none."""
+    """Returns the list that numbers an instruction's stage; an UPDATE has none."""
     side: Phase = SEMANTICS[instruction.opcode].side or instruction.phase
     return side
 
@@ -393,29 +393,29 @@ def _is_receive(row: InstructionRow) -> bool:
 
 
 def boundary(layout: StageLayout, kind: TensorKind, stage: int) -> int:
-    """The block whose input a tensor is, or whose input it is the gradient of."""
+    """Returns the block whose input a tensor is, or whose input it is the gradient of."""
     if kind is TensorKind.ACTIVATION:
         return layout.forward[stage].stop
     return layout.backward[stage].start
 
 
 def classes(condition: Callable[[InstructionRow], bool]) -> tuple[type[Any], ...]:
-    """Instructions whose rows meet a condition, in the order of opcodes."""
+    """Returns the classes whose rows meet a condition, in the order of opcodes."""
     return tuple(cls for cls in INSTRUCTIONS if condition(SEMANTICS[cls.opcode]))
 
 
 def readers(kind: Kind) -> tuple[type[Any], ...]:
-    """Instructions that read a kind of resource."""
+    """Returns the classes that read a kind of resource."""
     return classes(lambda row: any(read.kind is kind for read in row.reads))
 
 
 def takers(kind: Kind) -> tuple[type[Any], ...]:
-    """Instructions that read a kind of resource and leave it to nobody."""
+    """Returns the classes that read a kind of resource and leave it to nobody."""
     return classes(lambda row: any(read.kind is kind and not read.stays for read in row.reads))
 
 
 def makers(kind: Kind) -> tuple[type[Any], ...]:
-    """Instructions that make a kind of resource."""
+    """Returns the classes that make a kind of resource."""
     return classes(lambda row: any(made.kind is kind for made in row.makes))
 
 

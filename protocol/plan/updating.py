@@ -17,7 +17,9 @@ _BYTES_SHARED = 12.0
 
 
 def staging_bytes(parameters: float) -> float:
-    """Device memory that UPDATE of blocks with at most so many ``parameters`` takes at most."""
+    """Returns the bytes of device memory that UPDATE takes at most: of blocks with at most so many
+    ``parameters``.
+    """
     return min(parameters, PIECE_ELEMENTS) * (PIECES * _BYTES_IN_PIECE + _BYTES_SHARED)
 
 
@@ -28,5 +30,5 @@ gradients that are not committed yet.
 
 
 def residents_of(program: Program) -> frozenset[int]:
-    """Blocks whose state stays on the device that runs the program."""
+    """Returns the blocks whose state stays on the device that runs the program."""
     return frozenset(i.block for i in program if isinstance(i, Update) and i.resident)
