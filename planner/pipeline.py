@@ -35,7 +35,7 @@ from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
 
-OPTIMIZERS: Mapping[str, OptimizerModel] = MappingProxyType(
+OPTIMIZER_WAYS: Mapping[str, OptimizerModel] = MappingProxyType(
     {
         "advance": ADVANCE,
         "preview-settle": PREVIEW_SETTLE,

@@ -20,7 +20,7 @@ from penstock.planner.cost.sources import CostSource, Prices, UnitCosts, parse_c
 from penstock.planner.orders.search import Effort, Gap, gap
 from penstock.planner.passes import PASSES
 from penstock.planner.pipeline import (
-    OPTIMIZERS,
+    OPTIMIZER_WAYS,
     PlanContext,
     operators_named,
     price,
@@ -54,8 +54,8 @@ class Conditions:
     """What a schedule is tried with, as the options of ``plan`` and ``simulate`` have it.
 
     ``costs``: text of ``--costs``; ``optimizer``: a name of
-    :data:`~penstock.planner.pipeline.OPTIMIZERS`; ``search_s``: how long the best order is searched
-    for, ``None``: not at all.
+    :data:`~penstock.planner.pipeline.OPTIMIZER_WAYS`; ``search_s``: how long the best order is
+    searched for, ``None``: not at all.
     """
 
     costs: str = "unit"
@@ -67,7 +67,7 @@ class Conditions:
         """Returns what plans with these prices are made and judged with."""
         return PlanContext(
             prices=prices,
-            optimizer=OPTIMIZERS[self.optimizer],
+            optimizer=OPTIMIZER_WAYS[self.optimizer],
             memory_limit_bytes=self.memory_limit_bytes,
         )
 

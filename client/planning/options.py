@@ -294,10 +294,10 @@ def optimizer_name(text: str) -> str:
     Raises:
         ConfigError: no such optimizer.
     """
-    from penstock.planner.pipeline import OPTIMIZERS
+    from penstock.planner.pipeline import OPTIMIZER_WAYS
 
-    if text not in OPTIMIZERS:
-        raise ConfigError(f"--optimizer {text!r}: accepted: {', '.join(OPTIMIZERS)}")
+    if text not in OPTIMIZER_WAYS:
+        raise ConfigError(f"--optimizer {text!r}: accepted: {', '.join(OPTIMIZER_WAYS)}")
     return text
 
 

@@ -21,7 +21,7 @@ from penstock.client.planning.outputs import write_file
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.sources import AnalyticSource
-from penstock.planner.pipeline import OPTIMIZERS, PlanContext, make_plan, operators_named
+from penstock.planner.pipeline import OPTIMIZER_WAYS, PlanContext, make_plan, operators_named
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
 from penstock.planner.tuning.auto import TunedConfig, trainable_schemes
@@ -133,7 +133,7 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         config=config,
         table=table,
         profile=settings.profile,
-        optimizer=None if own else OPTIMIZERS[settings.optimizer],
+        optimizer=None if own else OPTIMIZER_WAYS[settings.optimizer],
         any_plan=settings.everything,
     )
     tried = Search(
@@ -186,7 +186,7 @@ def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
         tuned=_Named(
             source=source,
             num_devices=num_devices,
-            optimizer=OPTIMIZERS[settings.optimizer],
+            optimizer=OPTIMIZER_WAYS[settings.optimizer],
             device_bytes=None if device_bytes == inf else device_bytes,
         ),
         device_bytes=device_bytes,

@@ -231,8 +231,8 @@ class TunedConfig:
     def host_bytes(self, plan: Plan, context: PlanContext) -> float:
         """Returns the bytes of the fullest host, as the configured optimizer stores its state."""
         stored = storage(self.config, settle_as_configured(self.config, self.table, plan))
-        arrays = len(self.table.state_arrays)
-        return host_bytes(plan, context.prices, storage=stored, state_arrays=arrays)
+        moments_bytes = self.config.optimizer.name.traits.state_bytes
+        return host_bytes(plan, context.prices, storage=stored, moments_bytes=moments_bytes)
 
     def config_of(self, candidate: Candidate) -> Config:
         """Returns the configuration with a candidate in the place of its own schedule."""

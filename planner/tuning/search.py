@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
+from penstock.planner.cost.cluster import MOMENTS_BYTES
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.sources import Prices
 from penstock.planner.layout import Residency
@@ -273,26 +274,22 @@ def _work_s(candidate: Candidate, costs: Costs) -> float:
     return once * candidate.request.num_microbatches / candidate.request.num_devices
 
 
-ADAM_ARRAYS = 2
-"""Arrays of float32 that Adam keeps beside the master weight."""
-
-
 def host_bytes(
     plan: Plan,
     prices: Prices,
     *,
     storage: Storage = TWO_COPIES,
-    state_arrays: int = ADAM_ARRAYS,
+    moments_bytes: float = MOMENTS_BYTES,
 ) -> float:
     """Returns the bytes of model state, gradients and swapped activations of the node that needs
     most.
 
     Counted are per parameter two copies of weights, and two or one of gradients, as they travel;
-    the float32 master weight (of a split one its lower half) and the optimizer's ``state_arrays``
-    of float32; nothing where the optimizer's state stays on the devices. A node owns the blocks
+    the float32 master weight (of a split one its lower half) and ``moments_bytes`` of what else the
+    optimizer keeps; nothing where its state stays on the devices. A node owns the blocks
     whose backward it runs (for the first route), and holds the gradients that its devices make.
     """
-    state_bytes = 4.0 * state_arrays + (2.0 if storage.split_master else 4.0)
+    state_bytes = moments_bytes + (2.0 if storage.split_master else 4.0)
     costs, cluster = prices.costs, prices.cluster
     nodes = [0.0] * (cluster.node_of(plan.num_devices - 1) + 1)
     for device, swapped in enumerate(swapped_peaks(plan, costs)):

@@ -35,7 +35,7 @@ from penstock.planner.memory.footprint import Footprint, footprints
 from penstock.planner.memory.table import memory_table
 from penstock.planner.passes import PASSES
 from penstock.planner.pipeline import (
-    OPTIMIZERS,
+    OPTIMIZER_WAYS,
     PlanContext,
     apply_passes,
     make_schedule,
@@ -193,7 +193,7 @@ def _of_plain(
         request = with_stages(ScheduleRequest(scheme=scheme, **size))
         context = PlanContext(
             prices=price(source, request),
-            optimizer=OPTIMIZERS[optimizer],
+            optimizer=OPTIMIZER_WAYS[optimizer],
             stops_early=stops_early,
         )
         return make_schedule(request, context), context
