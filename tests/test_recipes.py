@@ -41,6 +41,24 @@ USES = {
         waits = {i.after for program in plan.programs for i in program if isinstance(i, Recompute)}
         assert {wait.name for wait in waits} == {"GRADIENT"}, waits
     """,
+    "Platform": """
+        from pathlib import Path
+        from types import SimpleNamespace
+        from penstock.protocol.config.schema import parse_config
+        from penstock.shm.table import DType
+        from penstock.workers.platforms.base import WorkerSite
+        from penstock.workers.platforms.cpu.device import CpuDevice
+        from penstock.workers.platforms.meters import StorageMeter
+        from penstock.workers.platforms.registry import open_platform
+        config = parse_config({"model": {"hf": {"model_type": "llama"}}, "data": {"path": "x"},
+                               "cluster": {"device": "counted"}})
+        table = SimpleNamespace(weight_dtype=DType.FP32, grad_dtype=DType.FP32)
+        site = WorkerSite(config=config, table=table, run_dir=Path(), device_index=0)
+        opened = open_platform(site)
+        assert type(opened).__name__ == "CountedPlatform"
+        assert isinstance(opened.device, CpuDevice) and isinstance(opened.meter, StorageMeter)
+        penstock("config cluster.device", "cpu, counted, cuda")
+    """,
     "Transport": """
         from penstock.protocol.config.schema import parse_config
         from penstock.workers.channels.opening import group_module, transport_here
