@@ -86,8 +86,6 @@ another floor is named by itself.
 
 MAX_LOOSE_FILES = 14
 CROWDED_ROOMS = {"planner/schemes": "one file for each scheme: they are the examples"}
-MENDING_NAMES: dict[str, str] = {}
-"""Names of classes in more than two modules, and why they still are."""
 
 LIGHT_MODULES = (
     "penstock",
@@ -231,8 +229,7 @@ def test_no_class_name_stands_in_more_than_two_modules() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module_of(path))
     shared = {name: modules for name, modules in homes.items() if len(modules) > 2}
-    assert shared.keys() <= MENDING_NAMES.keys(), shared
-    assert MENDING_NAMES.keys() <= shared.keys(), "mended: take them from MENDING_NAMES"
+    assert not shared, shared
 
 
 def test_rooms_say_what_they_hold() -> None:
