@@ -34,6 +34,9 @@ A state version may be committed + 1 where blocks step in place; the record of t
 what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.machine.arithmetic`). memoryd
 writes versions and records only during a restore, when optimizerd is drained. A record is eight
 payload words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
+
+Words are stored with release and loaded with acquire order: whoever reads a version, a ready word or
+the incarnation also sees the bytes that were written before it.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ class CommitRecord:
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> CommitRecord:
-        """The record with these values, in the order of :data:`RECORD_FIELDS`.
+        """Returns the record with these values, in the order of :data:`RECORD_FIELDS`.
 
         Raises:
             ValueError: there are not as many, or one is no decision.
@@ -102,7 +105,7 @@ class CommitRecord:
 
     @classmethod
     def of_restore(cls, version: int, incarnation: int, attempt: int = 0) -> CommitRecord:
-        """The record of memory that was filled with ``version``: no update is to be repeated."""
+        """Returns the record of memory that was filled with ``version``, not updated to it."""
         return cls(
             version=version,
             attempt=attempt,
@@ -126,7 +129,7 @@ class CommitRecord:
 
     @classmethod
     def unpack(cls, data: bytes) -> CommitRecord | None:
-        """The record, or None when the bytes hold none (never written, or cut short)."""
+        """Returns the record, or None when the bytes hold none (never written, or cut short)."""
         payload, (checksum,) = data[: _RECORD.size], struct.unpack_from("<Q", data, _RECORD.size)
         if checksum != zlib.crc32(payload):
             return None
@@ -156,7 +159,7 @@ class SweepIntent:
 
 
 def control_bytes(num_blocks: int, undo_bytes: int) -> int:
-    """Size of the control segment."""
+    """Returns the size of the control segment."""
     return PAGE_BYTES + _round_up(undo_bytes) + _round_up(num_blocks * _BLOCK_BYTES)
 
 
@@ -274,17 +277,20 @@ class ControlView:
         return self._load(_COMMITTED)
 
     def set_committed(self, version: int) -> None:
-        """Flip. The record of ``version`` must have been written before."""
+        """Flip: one word decides which slot is read. The record of ``version`` must be written
+        before, so that whoever finds the version finds what it was made with.
+        """
         self._store(_COMMITTED, version)
 
     def write_record(self, record: CommitRecord) -> None:
         """Keep the record of ``record.version``, replacing that of two versions before."""
         start = _RECORDS + (record.version % 2) * _RECORD_BYTES
+        # Not one store: a kill in between leaves a wrong checksum, and such a record counts as absent.
         data = record.pack()
         self._buffer[start : start + len(data)] = data
 
     def record(self, version: int) -> CommitRecord | None:
-        """The record of ``version`` if it is among the two kept."""
+        """Returns the record of ``version`` if it is among the two kept."""
         start = _RECORDS + (version % 2) * _RECORD_BYTES
         found = CommitRecord.unpack(bytes(self._buffer[start : start + _RECORD_BYTES]))
         return found if found is not None and found.version == version else None
@@ -325,7 +331,7 @@ class ControlView:
         return self._buffer[PAGE_BYTES : PAGE_BYTES + self.undo_bytes]
 
     def state_version(self, block: int) -> int:
-        """How many steps master and state of the block contain: commits, or one more."""
+        """Returns how many steps master and state of the block contain: commits, or one more."""
         return self._load(self._block(block))
 
     def set_state_version(self, block: int, version: int) -> None:
@@ -333,7 +339,7 @@ class ControlView:
         self._store(self._block(block), version)
 
     def slot_version(self, block: int, slot: int) -> int:
-        """The version whose weights the slot holds, or :data:`INVALID_VERSION`."""
+        """Returns the version whose weights the slot holds, or :data:`INVALID_VERSION`."""
         return self._load(self._block(block) + 8 + 8 * slot)
 
     def set_slot_version(self, block: int, slot: int, version: int) -> None:
@@ -341,7 +347,7 @@ class ControlView:
         self._store(self._block(block) + 8 + 8 * slot, version)
 
     def readable(self, block: int, version: int) -> bool:
-        """Whether the block's weights of ``version`` are complete and committed."""
+        """Returns whether the block's weights of ``version`` are complete and committed."""
         return self.committed >= version and self.slot_version(block, version % 2) == version
 
     def ready(self, block: int, contribution: int) -> tuple[int, int]:

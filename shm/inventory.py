@@ -38,7 +38,7 @@ class NodeSegments:
 
 
 def inventory() -> tuple[NodeSegments, ...]:
-    """All segments with names like ours, grouped, in order of their names."""
+    """Returns all segments with names like ours, grouped, in order of their names."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in list_segments():
         match = _NAME.fullmatch(name)
@@ -51,7 +51,7 @@ def inventory() -> tuple[NodeSegments, ...]:
 
 
 def held_bytes(run_id: str) -> int:
-    """Size of all segments of a run on this machine."""
+    """Returns the size of all segments of a run on this machine."""
     return sum(_size(name) for name in list_segments(f"/penstock-{run_id}-"))
 
 
@@ -88,7 +88,9 @@ def _size(name: str) -> int:
 
 
 def _mapped_names() -> frozenset[str]:
-    """Names of our segments that other processes, as far as this user may look, have mapped."""
+    """Returns the names of our segments that other processes have mapped, as far as this user may
+    look.
+    """
     found: set[str] = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

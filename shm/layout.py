@@ -104,7 +104,7 @@ class Ownership:
 
 
 def _nodes_of_uses(table: BlockTable, node_of_block: Sequence[int]) -> list[list[int]]:
-    """The node that computes the gradient of each use of each block, in one route."""
+    """Returns the node that computes the gradient of each use of each block, in one route."""
     found = [[node_of_block[b.index]] * b.contributions for b in table.blocks]
     for block in table.blocks:
         for borrowed in block.borrows:
@@ -191,7 +191,7 @@ class NodeLayout:
 
 
 def _state(table: BlockTable, storage: Storage) -> list[tuple[str, int]]:
-    """Names and bytes an element of a block's state arrays."""
+    """Returns the names and bytes an element of a block's state arrays."""
     master = ("low", 2) if storage.split_master else ("master", 4)
     return [master, *((name, 4) for name in table.state_arrays)]
 
@@ -202,7 +202,7 @@ def _copies(ownership: Ownership, block: int, storage: Storage) -> int:
 
 
 def _storage(table: BlockTable) -> list[object]:
-    """What decides where bytes lie and what they mean; estimates such as FLOPs do not."""
+    """Returns what decides where bytes lie and what they mean; estimates such as FLOPs do not."""
     blocks = [
         [[t.name, t.shape, t.trainable, t.offset] for t in block.tensors] for block in table.blocks
     ]
@@ -225,7 +225,7 @@ class _Builder:
         self.sizes[kind] = -(-(offset + num_bytes) // PAGE_BYTES) * PAGE_BYTES
 
     def finish(self) -> dict[SegmentKind, int]:
-        """The sizes of the segments."""
+        """Returns the sizes of the segments."""
         if self._before[SegmentKind.GRADS]:
             self.sizes[SegmentKind.GRADS] += GRADS_MARGIN
         return self.sizes
@@ -242,13 +242,13 @@ class _Builder:
 
 @lru_cache(maxsize=4096)
 def collide(distance: int) -> bool:
-    """Whether some addresses this many bytes apart have equal tags, sums carrying as they may."""
+    """Returns whether some addresses this many bytes apart have equal tags, whatever carries."""
     return any(tag(a) == tag(a + distance) for a in range(0, 1 << 20, PAGE_BYTES))
 
 
 def tag(address: int) -> int:
-    """The 8 bits of an address that AMD's first-level caches know a line by, beside its set: bits
-    12 to 19, each with one of bits 20 to 27 (Lipp et al., "Take A Way", 2020).
+    """Returns the 8 bits of an address that AMD's first-level caches know a line by, beside its
+    set: bits 12 to 19, each with one of bits 20 to 27 (Lipp et al., "Take A Way", 2020).
 
     Of addresses with equal tags and sets a cache holds one at a time. A sweep reads master, moments
     and gradients at equal distances from their starts: if these were powers of two apart, each load

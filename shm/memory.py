@@ -1,9 +1,9 @@
 """A node's memory: its segments and NumPy views of every array in them.
 
-A float32 master in two halves: upper ones, which are bf16 weights, and lower ones.
-
-The upper half is the float32, rounded half up in the bits; the lower half its low 16 bits. Together
-they are the very float32, for all bit patterns (``native/storage.h`` has the sweeps' way)::
+A float32 master may be split in two halves (:class:`Halves`). The upper half is the float32,
+rounded half up in the bits, and at the same time the bf16 weight; the lower half is its low 16
+bits. Together they are the very float32, for all bit patterns (``native/storage.h`` has the sweeps'
+way)::
 
     split   high = (bits + 0x8000) >> 16           low = bits & 0xFFFF
     join    bits = (high << 16) + low - ((low >> 15) << 16)
@@ -197,7 +197,7 @@ class NodeMemory:
         return self.spec.layout.storage.split_master
 
     def halves(self, block: int, version: int) -> Halves:
-        """The split master of a block whose state is at ``version``."""
+        """Returns the split master of a block whose state is at ``version``."""
         return Halves(
             high=self.weights(block, version % WEIGHT_SLOTS),
             low=np.frombuffer(self.raw((block, "low", 0, 0)), dtype=np.uint16),
@@ -221,7 +221,7 @@ class NodeMemory:
         return self._view((block, "grads", copy, contribution), self.spec.table.grad_dtype)
 
     def raw(self, key: ArrayKey) -> memoryview:
-        """The bytes of an array."""
+        """Returns the bytes of an array."""
         place = self.spec.layout.arrays[key]
         if not place.num_bytes:
             return memoryview(bytearray())  # as writable as the others
@@ -229,12 +229,12 @@ class NodeMemory:
         return buffer[place.offset : place.offset + place.num_bytes]
 
     def segment_buffer(self, kind: SegmentKind) -> memoryview | None:
-        """A whole mapped segment (a GPU worker registers it), None if it is empty or not mapped."""
+        """Returns a whole segment, which a GPU worker registers; None if empty or not mapped."""
         segment = self._segments.get(self.spec.name(kind))
         return None if segment is None else segment.buffer
 
     def huge_bytes(self) -> dict[SegmentKind, int]:
-        """Of each mapped segment, what lies in huge pages for this process."""
+        """Returns how many bytes of each mapped segment lie in huge pages for this process."""
         found = huge_bytes()
         return {
             kind: found[str(SHM_ROOT / self.spec.name(kind).lstrip("/"))]
@@ -243,7 +243,7 @@ class NodeMemory:
         }
 
     def has(self, key: ArrayKey) -> bool:
-        """Whether this node holds the array."""
+        """Returns whether this node holds the array."""
         return key in self.spec.layout.arrays
 
     def owned_blocks(self) -> tuple[int, ...]:

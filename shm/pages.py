@@ -1,13 +1,12 @@
-"""On which NUMA node the pages of a mapping shall lie, and do.
+"""The pages behind shared memory: on which NUMA node they lie, and which of them are huge.
 
-Both are Linux system calls that the C library does not wrap. The policy of a shared mapping belongs
-to the memory, not to the process: set before the pages exist, it holds for whoever makes them.
-Nodes are preferred, never enforced: a full node makes pages go elsewhere, and training slower.
+Setting and asking for the NUMA node are Linux system calls that the C library does not wrap. The
+policy of a shared mapping belongs to the memory, not to the process: set before the pages exist, it
+holds for whoever makes them. Nodes are preferred, never enforced: a full node makes pages go
+elsewhere, and training slower.
 
-Huge pages behind shared memory: what /dev/shm allows, and how much of a mapping has them.
-
-A tmpfs decides by its mount option ``huge=`` (never, when it has none); ``deny`` and ``force`` in
-``shmem_enabled`` overrule all mounts.
+Whether pages are huge a tmpfs decides by its mount option ``huge=`` (never, when it has none);
+``deny`` and ``force`` in ``shmem_enabled`` overrule all mounts.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def prefer_nodes_if_granted(buffer: memoryview | mmap.mmap, ranges: Sequence[Nod
 
 
 def nodes_of_pages(buffer: memoryview | mmap.mmap, offsets: Sequence[int]) -> list[int | None]:
-    """The NUMA nodes of the pages at byte ``offsets``; None for a page that is not mapped.
+    """Returns the NUMA nodes of the pages at byte ``offsets``; None for a page that is not mapped.
 
     Raises:
         OSError: the kernel does not say (a container that forbids it).
@@ -96,8 +95,8 @@ def nodes_of_pages(buffer: memoryview | mmap.mmap, offsets: Sequence[int]) -> li
 
 @contextmanager
 def _address(buffer: memoryview | mmap.mmap) -> Iterator[int]:
-    """Where the buffer is. What keeps it from being closed goes at the end, even if an exception,
-    whose traceback keeps frames alive, lives on.
+    """Yields the address of the buffer. What keeps it from being closed goes at the end, even if an
+    exception, whose traceback keeps frames alive, lives on.
     """
     anchor = ctypes.c_char.from_buffer(buffer)
     try:
@@ -134,7 +133,7 @@ class HugePages(StrEnum):
 def allowed_huge_pages(
     mount: Path, *, mounts: Path = MOUNTS, shmem_enabled: Path = SHMEM_ENABLED
 ) -> HugePages:
-    """What holds for files of the tmpfs ``mount``."""
+    """Returns what holds for files of the tmpfs ``mount``."""
     try:
         overruling = shmem_enabled.read_text(encoding="ascii")
     except FileNotFoundError:
@@ -147,7 +146,7 @@ def allowed_huge_pages(
 
 
 def huge_bytes(smaps: Path = Path("/proc/self/smaps")) -> Counter[str]:
-    """Path of a mapped file -> bytes of it that are huge pages in this process's page tables."""
+    """Returns, by the path of each mapped file, its bytes in huge pages of this process."""
     found: Counter[str] = Counter()
     path = ""
     for line in smaps.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -160,7 +159,7 @@ def huge_bytes(smaps: Path = Path("/proc/self/smaps")) -> Counter[str]:
 
 
 def _mount_options(mount: Path, mounts: Path) -> dict[str, str]:
-    """Of the mount on top, which is listed last."""
+    """Returns the options of the mount on top, which is listed last."""
     found: dict[str, str] = {}
     for line in mounts.read_text(encoding="utf-8").splitlines():
         _, where, _, options, *_ = line.split()

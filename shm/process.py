@@ -21,19 +21,19 @@ class ProcessIdentity:
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        """The calling process."""
+        """Returns the calling process."""
         identity = cls.of(os.getpid())
         assert identity is not None, "the calling process must be listed in /proc"
         return identity
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """The living process with this id, None if there is none (zombies count as dead)."""
+        """Returns the living process with this id, or None (zombies count as dead)."""
         ticks = start_ticks(pid)
         return None if ticks is None else cls(pid=pid, start_ticks=ticks, boot=boot_id())
 
     def alive(self) -> bool:
-        """Whether exactly this process still runs (zombies count as dead)."""
+        """Returns whether exactly this process still runs (zombies count as dead)."""
         return self.boot == boot_id() and start_ticks(self.pid) == self.start_ticks
 
 
@@ -49,7 +49,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process was stopped by a signal (SIGSTOP), and not continued.
+    """Returns whether the process was stopped by a signal (SIGSTOP), and not continued.
 
     A process that a debugger holds is not meant: somebody looks at it.
     """

@@ -7,7 +7,7 @@ its own to fill (10-40 GB/s): both happen while a segment is created or attached
 ever waits for them. Huge pages are always advised; where /dev/shm gives them, pages are touched
 first and the reservation finds them there, because reserving alone makes small ones.
 
-Errors of shared-memory segments. Nothing is touched when one of them is raised.
+When a :class:`SegmentError` is raised nothing was touched.
 """
 
 from __future__ import annotations
@@ -162,23 +162,23 @@ def unlink(name: str) -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether a segment of this name exists."""
+    """Returns whether a segment of this name exists."""
     return (SHM_ROOT / name.lstrip("/")).exists()
 
 
 def list_segments(prefix: str = "/penstock-") -> list[str]:
-    """Names of the segments on this machine that start with ``prefix``, sorted."""
+    """Returns the names of the segments on this machine that start with ``prefix``, sorted."""
     return sorted("/" + path.name for path in SHM_ROOT.glob(prefix.lstrip("/") + "*"))
 
 
 def free_bytes() -> int:
-    """Bytes that /dev/shm can still hold by its own limit."""
+    """Returns the bytes that /dev/shm can still hold by its own limit."""
     status = os.statvfs(SHM_ROOT)
     return status.f_bavail * status.f_frsize
 
 
 def available_bytes() -> int:
-    """Bytes that a new segment can have: what /dev/shm allows and the machine's memory holds."""
+    """Returns the bytes that a new segment can have, by /dev/shm's limit and the free memory."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return min(free_bytes(), int(line.split()[1]) * 1024)

@@ -37,7 +37,9 @@ class Topology:
 
     @classmethod
     def read(cls, root: Path = SYSTEM_ROOT) -> Topology:
-        """Of this machine. What /sys does not say is taken as: one node, one CPU a core."""
+        """Read the topology of this machine; without a word of /sys it has one node, one CPU a
+        core.
+        """
         online = _cpu_list(root / "cpu" / "online") or tuple(sorted(os.sched_getaffinity(0)))
         node_of, nodes = dict.fromkeys(online, 0), set[int]()
         for path in (root / "node").glob("node[0-9]*"):
@@ -51,7 +53,7 @@ class Topology:
         return cls(node_of=node_of, siblings=siblings, nodes=tuple(sorted(nodes)) or (0,))
 
     def cores(self, allowed: Iterable[int]) -> tuple[Core, ...]:
-        """The physical cores of the CPUs in ``allowed``, NUMA node by NUMA node."""
+        """Returns the physical cores of the CPUs in ``allowed``, NUMA node by NUMA node."""
         usable = set(allowed) & set(self.node_of)
         found = {
             tuple(sorted(set(self.siblings[cpu]) & usable)): self.node_of[cpu] for cpu in usable

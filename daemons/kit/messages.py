@@ -35,7 +35,7 @@ COMMON_EVENTS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 
 
 def event_of(message: pb.SchedulerMessage, events: Mapping[str, Callable[[Any], E]]) -> E | None:
-    """The event that a message is, by the table of the member; None if it concerns others only."""
+    """Returns the event that a message is by the table of the member, None if it is for others."""
     kind = message.WhichOneof("body") or ""
     build = events.get(kind)
     return None if build is None else build(getattr(message, kind))
@@ -44,7 +44,7 @@ def event_of(message: pb.SchedulerMessage, events: Mapping[str, Callable[[Any], 
 def answer(
     effect: SendDrained | SendReady | SendFailed, memory: pb.MemoryState | None = None
 ) -> pb.MemberMessage:
-    """The message that an effect sends. ``memory``: what a Drained says of the node's memory."""
+    """Returns the message that an effect sends; a Drained says what is in the node's ``memory``."""
     if isinstance(effect, SendDrained):
         return pb.MemberMessage(drained=pb.Drained(epoch=effect.epoch, memory=memory))
     if isinstance(effect, SendReady):
@@ -54,13 +54,13 @@ def answer(
 
 
 def record_message(record: CommitRecord) -> pb.Record:
-    """A commit record as it travels."""
+    """Returns a commit record as it travels."""
     fields: dict[str, Any] = dict(zip(RECORD_FIELDS, record.values, strict=True))
     return pb.Record(**fields)
 
 
 def record_of(message: pb.Record) -> CommitRecord:
-    """The commit record that a message carries.
+    """Returns the commit record that a message carries.
 
     Raises:
         ValueError: its decision is none.

@@ -70,7 +70,7 @@ class Story:
         return tuple(self._stimuli)
 
     def tell(self) -> Iterator[str]:
-        """The story in words, a line a stimulus::
+        """Yields the story in words, a line a stimulus::
 
         #812 <- #811 at 95.310 s: Started(name='memoryd.a', pid=7) => Kill(name='memoryd.a')
         """

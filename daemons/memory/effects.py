@@ -73,7 +73,7 @@ class JobThread:
         self._cancel.set()
 
     def answer(self) -> Event | None:
-        """How the job ended, once."""
+        """Returns how the job ended, once."""
         try:
             return self._answers.get_nowait()
         except queue.Empty:
@@ -98,7 +98,7 @@ class JobThread:
             self._thread = None
 
     def _run(self, job: Job) -> None:
-        self._answers.put(_outcome(job, self._cancelled))
+        self._answers.put(_outcome(job, self._cancelled))  # the loop takes it on its own thread
 
     def _cancelled(self) -> bool:
         self._progress += 1  # of several threads at a time: what counts is that it changes
@@ -205,7 +205,7 @@ class MemoryEffects:
 
 
 def _outcome(job: Job, cancelled: Callable[[], bool]) -> Event:
-    """The job's own answer, or its exception as one."""
+    """Returns the job's own answer, or its exception as one."""
     try:
         return job(cancelled)
     except CancelledError:

@@ -133,7 +133,7 @@ def _link(
 
 
 def _acquire(directory: RunDirectory, node: int) -> NodeMemory:
-    """The node's memory; new pages come to lie near the optimizer's threads."""
+    """Returns the node's memory; new pages come to lie near the optimizer's threads."""
     placement = place(directory.config, node)
     spec = directory.memory_spec(node)
     several = placement.several

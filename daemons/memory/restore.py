@@ -112,7 +112,7 @@ def run_loader(
 
 
 def _wait(process: subprocess.Popen[bytes], cancelled: Callable[[], bool]) -> str:
-    """Its last words on stderr, once it has ended."""
+    """Wait for the end of the process; returns its last words on stderr."""
     while True:
         try:
             _, said = process.communicate(timeout=_POLL_S)
@@ -124,6 +124,7 @@ def _wait(process: subprocess.Popen[bytes], cancelled: Callable[[], bool]) -> st
 
 def _invalidate(memory: NodeMemory) -> None:
     control = memory.control
+    # First of all: whoever looks from now on, after a kill too, finds no model.
     control.set_incarnation(0)
     for block in memory.owned_blocks():
         control.set_slot_version(block, 0, INVALID_VERSION)
@@ -149,6 +150,7 @@ def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
         control.set_state_version(block, version)
         control.set_slot_version(block, version % 2, version)
     control.write_record(CommitRecord.of_restore(version, filling.incarnation))
+    # The record before the version it belongs to, the incarnation last: it says that all is there.
     control.set_committed(version)
     control.set_incarnation(filling.incarnation)
 

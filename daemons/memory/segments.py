@@ -30,8 +30,8 @@ from penstock.shm.segment import (
 def acquire(
     spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]] = ANYWHERE
 ) -> NodeMemory:
-    """The node's memory, owned by the calling process. Fresh memory has incarnation 0, and lies on
-    the NUMA nodes that ``places`` says, as far as the kernel grants them.
+    """Returns the node's memory, owned by the calling process. Fresh memory has incarnation 0, and
+    lies on the NUMA nodes that ``places`` says, as far as the kernel grants them.
 
     The caller holds the run's local socket, so no second memoryd does the same at once.
 
@@ -73,7 +73,7 @@ def reclaim(spec: MemorySpec) -> None:
 
 
 def _cut_short(spec: MemorySpec) -> bool:
-    """Whether there are segments whose creation was never finished."""
+    """Returns whether there are segments whose creation was never finished."""
     name = spec.name(SegmentKind.CONTROL)
     if not exists(name):
         return any(exists(spec.name(kind)) for kind in SegmentKind)

@@ -187,7 +187,7 @@ class BlockServer:
             _HANDLERS[type(request)](self, socket, client, request)
 
     def _taken(self, socket: zmq.Socket[bytes]) -> list[bytes]:
-        """The frames of the next message.
+        """Returns the frames of the next message.
 
         Raises:
             zmq.Again: there is none.
@@ -259,7 +259,7 @@ class BlockServer:
         self._metrics.waiting.set(len(still))
 
     def _block_error(self, request: BlockRequest) -> str:
-        """Why the request can never be answered, or an empty text."""
+        """Returns why the request can never be answered, or an empty text."""
         if request.run_id != self._run_id:
             return self._foreign(request.run_id)
         key = _key(request)

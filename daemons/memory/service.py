@@ -36,7 +36,7 @@ class Receiver(Protocol):
     """The receiving half of :class:`penstock.protocol.wire.member.MemberLink`."""
 
     def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
-        """The next message, or None after ``timeout_s`` seconds."""
+        """Returns the next message, or None after ``timeout_s`` seconds."""
 
 
 class MemoryService:

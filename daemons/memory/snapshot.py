@@ -74,8 +74,8 @@ def block_file(block: int) -> str:
 
 
 def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[TensorBytes, ...]:
-    """What the file of an owned block whose state is at ``version`` holds, as views of the node's
-    memory.
+    """Returns what the file of an owned block whose state is at ``version`` holds, as views of the
+    node's memory.
     """
     table = memory.spec.table
     found: list[TensorBytes] = []
@@ -229,7 +229,7 @@ def load_block(
 
 
 def read_block(directory: Path, block: BlockSpec) -> dict[str, npt.NDArray[Any]]:
-    """All tensors of a block's file by key; bf16 as uint16 bits.
+    """Returns all tensors of a block's file by key; bf16 as uint16 bits.
 
     Raises:
         StateError: missing, cut short, or without a tensor that the block has.
@@ -254,7 +254,9 @@ def read_block(directory: Path, block: BlockSpec) -> dict[str, npt.NDArray[Any]]
 
 
 def compare(left: Path, right: Path, blocks: Iterable[BlockSpec]) -> tuple[str, ...]:
-    """Names (``block/key``) whose bytes differ between two saved states, and keys only one has."""
+    """Returns the names (``block/key``) of tensors that two saved states have in different bytes,
+    or that only one of them has.
+    """
     differing: list[str] = []
     for block in blocks:
         one, other = read_block(left, block), read_block(right, block)

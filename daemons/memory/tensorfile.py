@@ -85,7 +85,7 @@ def write_tensors(
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """The tensors of a file, with every byte range checked against the file's size.
+    """Returns the tensors of a file, with every byte range checked against the file's size.
 
     Raises:
         StateError: missing, cut short, or no safetensors file.

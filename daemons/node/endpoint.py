@@ -43,8 +43,8 @@ class NodeSettings:
 def locate_scheduler(
     config: Config, run_dir: Path, node: str, scheduler: str | None, ending: EndWatch
 ) -> NodeSettings | None:
-    """Where the scheduler is or will be, and whether this node is to host it; None: the run has
-    ended.
+    """Returns where the scheduler is or will be, and whether this node is to host it; None: the run
+    has ended.
     """
     if ending.look() is not None:
         return None
@@ -66,8 +66,8 @@ def locate_scheduler(
 
 
 def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> str | None:
-    """The scheduler's address, as soon as the (living) first node on this machine announces it;
-    None: the run has ended.
+    """Returns the scheduler's address, as soon as the (living) first node on this machine announces
+    it; None: the run has ended.
 
     Raises:
         LostMemberError: it did not in time.
@@ -90,7 +90,7 @@ def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> s
 
 
 def choose_port(host: str, configured: int, preferred: int | None = None) -> int:
-    """A free port to listen on: ``configured``, or when that is 0 ``preferred`` or one of
+    """Returns a free port to listen on: ``configured``, or when that is 0 ``preferred`` or one of
     :data:`CHOSEN_PORTS`.
 
     Raises:
@@ -126,7 +126,7 @@ class Endpoint:
 
 
 def read_endpoint(run_dir: Path) -> Endpoint | None:
-    """The endpoint file, if there is one of our making: any other is about to be replaced."""
+    """Returns what the endpoint file says; None if it is not of our making: it will be replaced."""
     try:
         fields = parse_json((run_dir / "endpoint.json").read_bytes())
         return Endpoint(scheduler=str(fields["scheduler"]), pid=int(fields["pid"]))

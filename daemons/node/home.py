@@ -115,17 +115,17 @@ class RunLock:
 
 
 def train_lock_path(run_dir: Path) -> Path:
-    """The lock that ``penstock train`` holds."""
+    """Returns the lock that ``penstock train`` holds."""
     return run_dir / ".lock"
 
 
 def node_lock_path(run_dir: Path, node: str) -> Path:
-    """The lock that the supervisor of a node and its children hold."""
+    """Returns the lock that the supervisor of a node and its children hold."""
     return run_dir / f".lock-{node}"
 
 
 def prepare_lock_path(run_dir: Path) -> Path:
-    """The lock of whoever prepares the run directory, and of the process that makes its inputs."""
+    """Returns the lock of who prepares the run directory, and of the process that makes inputs."""
     return run_dir / ".lock-prepare"
 
 
@@ -143,7 +143,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> int | None:
-    """Pid of the living process that the file names, if any."""
+    """Returns the pid of the living process that the file names, if any."""
     words = os.pread(descriptor, 64, 0).split()
     if len(words) != 2 or not all(word.isdigit() for word in words):
         return (
@@ -238,7 +238,7 @@ def settle_home(directory: RunDirectory) -> None:
 
 
 def original_of(path: Path) -> Path | None:
-    """The directory that this one is a copy of, if that is still there."""
+    """Returns the directory that this one is a copy of, if that is still there."""
     try:
         fields = parse_json((path / HOME).read_bytes())
         home, identity = Path(fields["path"]), {k: fields[k] for k in ("device", "inode")}

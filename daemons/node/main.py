@@ -49,7 +49,7 @@ SpecFactory = Callable[[Config, NodeSettings], tuple[ProcessSpec, ...]]
 
 
 def child_specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ...]:
-    """The processes of a node, the scheduler first where the node hosts it."""
+    """Returns the processes of a node, the scheduler first where the node hosts it."""
     common = ("--config", str(settings.run_dir / "resolved.yaml"), "--parent-pid", str(os.getpid()))
     joined = (*common, "--scheduler", settings.scheduler)
     named = (*joined, "--node", settings.node)
@@ -170,7 +170,7 @@ def _watch_for_end(run_dir: Path, *, starts_run: bool, alone: bool) -> EndWatch:
 
 
 def _clean_up(directory: RunDirectory, node: str, ending: EndWatch) -> int:
-    """When all children are dead: remove memory that nobody needs; the code of an ended run."""
+    """Remove memory that nobody needs, when all children are dead; returns the exit code."""
     end = ending.look()
     if end is not None and not end.keep_memory:
         if remove_memory(directory.run_id, node):

@@ -41,7 +41,7 @@ class Strangers:
     def __init__(self, limit: int) -> None:
         """At most ``limit`` are borne at a time."""
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # decides who goes; they are cut after it is released
         self._next = 1
         self._present: dict[int, _Stranger] = {}  # in the order in which they came
         self._complaints = Complaints(_log)
@@ -88,7 +88,7 @@ class Doorkeeper(_Interceptor):
         self._own = own
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """The handler of a method, with the wait for the message in ours."""
+        """Returns the handler of a method, with the wait for the message in ours."""
         handler = continuation(details)
         if handler is None or details.method in self._own:
             return handler
@@ -124,7 +124,7 @@ class Doorkeeper(_Interceptor):
         return handle
 
     def _bounded(self, call: Callable[[Any, Any], Any]) -> Callable[[Iterator[Any], Any], Any]:
-        """A conversation that has to be over in the time of a stranger."""
+        """Returns a handler of a conversation that has to be over in the time of a stranger."""
 
         def handle(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             number = self._strangers.enter(context.cancel)

@@ -52,7 +52,7 @@ class EventQueue:
         self._queue.put((event, room))
 
     def get(self, timeout: float) -> Event:
-        """The next event.
+        """Returns the next event.
 
         Raises:
             queue.Empty: none came within ``timeout`` seconds.
@@ -64,7 +64,7 @@ class EventQueue:
 
 
 def malformed(hello: pb.Hello) -> str:
-    """Why a Hello cannot be one of a member, before anything of it is used; or an empty text."""
+    """Returns why a Hello cannot be one of a member, or an empty text; called before it is used."""
     texts = {
         "run_id": hello.run_id,
         "member": hello.member,
@@ -77,7 +77,7 @@ def malformed(hello: pb.Hello) -> str:
 
 
 def cut_short(message: pb.MemberMessage) -> pb.MemberMessage:
-    """A message whose free texts have a length that can be logged and shown."""
+    """Returns a message whose free texts have a length that can be logged and shown."""
     kind = message.WhichOneof("body")
     name, limit = _TEXTS.get(kind or "", ("", 0))
     if name:

@@ -85,6 +85,8 @@ class Journal:
         except sqlite3.Error as error:
             raise self._explained("cannot be opened as a journal", error) from error
         try:
+            # FULL: COMMIT returns when the log is on disk. With NORMAL, the default of many, a
+            # power cut could undo a decision that was announced.
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.executescript(_schema())
@@ -101,7 +103,7 @@ class Journal:
         self._connection.close()
 
     def load(self) -> JournalFacts:
-        """Everything a starting scheduler needs.
+        """Returns everything a starting scheduler needs.
 
         Raises:
             StateError: a row makes no sense.
@@ -114,7 +116,7 @@ class Journal:
             raise StateError(f"{self.path}: damaged: {error!r}; {_ADVICE}") from error
 
     def begin_epoch(self, effect: JournalEpoch) -> None:
-        """Durable when it returns.
+        """Write an epoch's number; it is durable when this returns.
 
         Raises:
             CapacityError, StateError: it cannot be written; nothing of it was. So for all rows.
@@ -126,7 +128,7 @@ class Journal:
             )
 
     def decide(self, effect: JournalDecision) -> None:
-        """Durable when it returns; only then may anyone hear of the decision."""
+        """Write a decision; it is durable when this returns, and only then may anyone hear of it."""
         record = effect.record
         with self._transaction():
             self._connection.execute(
@@ -141,7 +143,7 @@ class Journal:
             self._append_line(effect.metrics_json)
 
     def evaluate(self, effect: JournalEvaluation) -> None:
-        """Durable when it returns."""
+        """Write that an evaluation is done; it is durable when this returns."""
         with self._transaction():
             self._connection.execute(
                 "INSERT INTO evaluations VALUES (?, ?)", (effect.evaluation, effect.version)
@@ -149,7 +151,7 @@ class Journal:
             self._append_line(effect.metrics_json)
 
     def lines_after(self, line: str) -> list[str] | None:
-        """Metrics lines newer than ``line`` (all of them if it is empty); None: it is unknown.
+        """Returns the metrics lines newer than ``line`` (all if it is empty); None: it is unknown.
 
         Raises:
             StateError: the journal cannot be read.
@@ -233,6 +235,7 @@ class Journal:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         try:
+            # IMMEDIATE takes the write lock now: a second scheduler fails here, not at its COMMIT.
             self._connection.execute("BEGIN IMMEDIATE")
             yield
             self._connection.execute("COMMIT")
@@ -244,7 +247,7 @@ class Journal:
             raise
 
     def _explained(self, what: str, error: sqlite3.Error) -> PenstockError:
-        """The error to raise: SQLite has many codes for what a full disk does to it."""
+        """Returns the error to raise: SQLite has many codes for what a full disk does to it."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         if code == sqlite3.SQLITE_FULL or code in _FAILED_WRITES:
             return no_room(self.path, ROOM_BYTES)
@@ -266,15 +269,15 @@ def _check_counts(epoch: Any, next_attempt: Any, evaluation: Any) -> None:
 
 
 def _sealed(epoch: int, position: Position, record: CommitRecord) -> dict[str, Any]:
-    """The position as it is stored: with a checksum over the whole row."""
+    """Returns the position as it is stored: with a checksum over the whole row."""
     fields = position.to_fields()
     whole = with_checksum({**fields, **_beside(epoch, record)})
     return {**fields, CHECKSUM: whole[CHECKSUM]}
 
 
 def _beside(epoch: int, record: CommitRecord) -> dict[str, Any]:
-    """What a row holds beside the position, as its checksum counts it: whole numbers first, then
-    fractions, bit for bit.
+    """Returns what a row holds beside the position, as its checksum counts it: whole numbers first,
+    then fractions, bit for bit.
     """
     kinds = RECORD_FIELDS.values()
     whole = [value for value, kind in zip(record.values, kinds, strict=True) if kind is int]

@@ -173,7 +173,7 @@ def _open(
 
 
 def _status_of_scheduler(metrics_port: int) -> pb.MemberStatus:
-    """The line of ``penstock status`` for the process that answers it."""
+    """Returns the line of ``penstock status`` for the process that answers it."""
     return pb.MemberStatus(
         member=SCHEDULERD, state="ready", pid=os.getpid(), metrics_port=metrics_port
     )

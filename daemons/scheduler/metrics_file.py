@@ -95,7 +95,7 @@ class MetricsFile:
         return self._descriptor
 
     def _repair_tail(self) -> str:
-        """The last complete line; what follows it is cut off."""
+        """Returns the last complete line; what follows it is cut off."""
         with self._path.open("r+b") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)

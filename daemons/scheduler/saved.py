@@ -45,7 +45,7 @@ class SavedStates:
         self._keep = keep
 
     def newest(self) -> SavedState | None:
-        """The newest saved state, checked: manifest, list of files, their sizes.
+        """Returns the newest saved state, checked: manifest, list of files, their sizes.
 
         Checksums are memoryd's to check, when it reads the files.
 
@@ -102,6 +102,8 @@ class SavedStates:
             CapacityError, ConfigError: the disk does not take it.
         """
         directory = Path(save.directory)
+        # memoryds have synced the files. The manifest follows, synced too; then the names in the
+        # directory; then the rename, which makes all of it a saved state at once; then the name.
         manifest = {
             "format": MANIFEST_FORMAT,
             "run_id": self._run_id,

@@ -122,6 +122,8 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         self._strangers = strangers
         self._complaints = Complaints(_log)
         self._num_snapshots = 0
+        # Of streams, calls, readers and their numbers. Nothing waits, and nothing of gRPC is called,
+        # while it is held: the machine's thread takes it, too.
         self._lock = threading.Lock()
         self._next_stream = self._next_ticket = 1
         self._readers: set[threading.Thread] = set()
@@ -280,7 +282,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
 
 
 def _within(request: pb.StopRequest) -> float | None:
-    """Seconds that a stop may take, if the client says so."""
+    """Returns the seconds that a stop may take, if the client says so."""
     given = request.within_seconds
     return given if 0.0 < given < math.inf else None
 

@@ -37,7 +37,7 @@ class RunEnd:
 
     @classmethod
     def read(cls, run_dir: Path) -> RunEnd | None:
-        """How the run in ``run_dir`` ended; None if it has not, or if the note is not readable."""
+        """Returns how the run in ``run_dir`` ended; None without a note that can be read."""
         try:
             fields = json.loads(end_path(run_dir).read_text(encoding="utf-8"))
             return cls(
@@ -52,7 +52,7 @@ class RunEnd:
 
 
 def end_path(run_dir: Path) -> Path:
-    """Where the note is."""
+    """Returns where the note is."""
     return run_dir / "ended.json"
 
 
@@ -79,6 +79,6 @@ class EndWatch:
         self._old = old
 
     def look(self) -> RunEnd | None:
-        """How the run has ended, if it has."""
+        """Returns how the run has ended, if it has."""
         found = RunEnd.read(self._run_dir)
         return None if found == self._old else found

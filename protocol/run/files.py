@@ -27,12 +27,12 @@ _BLOCK_BYTES = 4096
 
 
 def is_no_room(error: OSError) -> bool:
-    """Whether room is what is missing."""
+    """Returns whether room is what is missing."""
     return error.errno in _NO_ROOM
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free on the disk of ``path``, or where it would be made."""
+    """Returns the bytes free on the disk of ``path``, or where it would be made."""
     for place in (path, *path.absolute().parents):
         try:
             status = os.statvfs(place)
@@ -52,14 +52,14 @@ def no_room(path: Path, needed: int) -> CapacityError:
 
 
 def cannot_write(path: Path, error: OSError, needed: int) -> PenstockError:
-    """What to raise from an error that writing ``needed`` bytes to ``path`` met."""
+    """Returns what to raise from an error that writing ``needed`` bytes to ``path`` met."""
     if is_no_room(error):
         return no_room(path, needed)
     return ConfigError(f"{path}: cannot write it: {error.strerror or error}")
 
 
 def unforeseen(error: OSError, place: Path) -> PenstockError:
-    """What to tell of an error of the operating system that nobody expected, somewhere in
+    """Returns what to tell of an error of the operating system that nobody expected, somewhere in
     ``place`` unless it says itself where.
     """
     path = Path(error.filename) if isinstance(error.filename, str) else place
@@ -140,6 +140,7 @@ def write_atomically(path: Path, text: str) -> None:
             with temporary.open("wb") as file:
                 file.write(content)
                 file.flush()
+                # Before the rename: a crash could otherwise leave the name with an empty file.
                 os.fsync(file.fileno())
             temporary.rename(path)
         except BaseException:
@@ -150,7 +151,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def holds_text(path: Path, text: str) -> bool:
-    """Whether a file says exactly this, so that it need not be written again."""
+    """Returns whether a file says exactly this, so that it need not be written again."""
     try:
         return path.read_bytes() == text.encode()
     except (FileNotFoundError, IsADirectoryError):

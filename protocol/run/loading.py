@@ -57,7 +57,7 @@ def run_loader(
     description: str | None,
     arguments: Sequence[str] | None,
 ) -> int:
-    """The command line of a loader: ``load_node(run_dir, node_name)``; returns the exit code."""
+    """Run a loader, ``load_node(run_dir, node_name)``, as a command; returns the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", type=Path, required=True, help="RUN_DIR/resolved.yaml")
     parser.add_argument("--node", required=True, help="name of the node in cluster.nodes")

@@ -88,7 +88,7 @@ class LogFile(logging.Handler):
 
 
 def open_log(path: Path) -> LogFile:
-    """The log file at ``path``; its folder is made. A full disk is no error.
+    """Returns the log file at ``path``; its folder is made. A full disk is no error.
 
     Raises:
         StateError: a file is where the folder is due, or a directory where the log is.
@@ -118,7 +118,7 @@ class _Forgiving(io.FileIO):
     """A descriptor to which every write succeeds; what the system does not take is dropped."""
 
     def write(self, content: Any) -> int:
-        """The number of bytes that the caller need not care for any more: all, after an error."""
+        """Returns how many bytes the caller need not care for any more: all, after an error."""
         try:
             written = super().write(content)
         except OSError:

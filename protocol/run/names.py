@@ -58,7 +58,7 @@ def node_index(config: Config, node_name: str) -> int:
 
 
 def expected_members(config: Config) -> tuple[str, ...]:
-    """All members an epoch needs."""
+    """Returns all members an epoch needs."""
     members = []
     for index, node in enumerate(config.cluster.nodes):
         members += [
@@ -71,7 +71,7 @@ def expected_members(config: Config) -> tuple[str, ...]:
 
 
 def place_of_member(config: Config, member: str) -> tuple[str, int | None]:
-    """The node that a process runs on, and the device of a worker."""
+    """Returns the node that a process runs on, and the device of a worker."""
     nodes = config.cluster.nodes
     kind, _, where = member.partition(".")
     if member == SCHEDULERD:
@@ -82,7 +82,7 @@ def place_of_member(config: Config, member: str) -> tuple[str, int | None]:
 
 
 def metrics_port(config: Config, member: str) -> int:
-    """Where a process serves its metrics; 0: the system chooses.
+    """Returns where a process serves its metrics; 0: the system chooses.
 
     When ``observability.metrics_port`` is set, it is the scheduler's, and members follow in the
     order of :func:`expected_members`, so that processes of one machine do not collide.
@@ -98,7 +98,7 @@ def ipc_address(run_id: str, node: str, name: str) -> str:
 
 
 def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
-    """Who owns each block, and who publishes its gradients: the nodes of the devices that
+    """Returns who owns each block, and who publishes its gradients: the nodes of the devices that
     :class:`~penstock.protocol.plan.reduction.Reduction` names.
 
     Raises:
@@ -112,7 +112,7 @@ def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
 
 
 def storage(config: Config, plan: Plan) -> Storage:
-    """How the optimizer's options, and what the plan settles early, store model state."""
+    """Returns how the optimizer's options, and what the plan settles early, store model state."""
     optimizer = config.optimizer
     split = optimizer.master == "split"
     single: Iterable[int] = ()

@@ -120,5 +120,5 @@ def tool_main(work: Callable[[], None], place: Path, parent_pid: int | None) -> 
 
 
 def monotonic_s() -> float:
-    """The clock that deadlines use."""
+    """Returns the time in seconds, by the clock that deadlines use."""
     return time.monotonic()

@@ -38,8 +38,8 @@ _DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated")
 
 
 def run_of(config: Path) -> Path | None:
-    """The run directory that a configuration file is the ``resolved.yaml`` of, wherever it was
-    moved to since; ``run.dir`` in the file says where it was, or what the user wrote.
+    """Returns the run directory that a configuration file is the ``resolved.yaml`` of, wherever it
+    was moved to since; ``run.dir`` in the file says where it was, or what the user wrote.
     """
     folder = config.absolute().parent
     return folder if config.name == "resolved.yaml" and (folder / "run.json").exists() else None
@@ -143,7 +143,7 @@ class RunDirectory:
         return self.path / "state"
 
     def memory_spec(self, node: int) -> MemorySpec:
-        """Names and layout of a node's shared memory.
+        """Returns the names and layout of a node's shared memory.
 
         Raises:
             StateError: plan, table and configuration do not belong together.

@@ -30,12 +30,12 @@ SEALED = (*MADE, "resolved.yaml", "plan.json")
 
 
 def with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The object with its checksum as last field."""
+    """Returns the object with its checksum as last field."""
     return {**fields, CHECKSUM: _checksum(fields)}
 
 
 def check_object(fields: Mapping[str, Any], source: str) -> bool:
-    """Whether the object has a checksum; older Penstocks wrote none.
+    """Returns whether the object has a checksum; older Penstocks wrote none.
 
     Raises:
         StateError: it has one that is not its own; names ``source``.
@@ -51,8 +51,8 @@ def check_object(fields: Mapping[str, Any], source: str) -> bool:
 
 
 def seal_text(run_dir: Path, fixed: Mapping[str, Any]) -> str:
-    """What ``inputs.json`` is to hold: the checksums of the files of :data:`SEALED` that are there,
-    and the values of the configuration's keys that a resume must not change.
+    """Returns what ``inputs.json`` is to hold: the checksums of the files of :data:`SEALED` that
+    are there, and the values of the configuration's keys that a resume must not change.
     """
     files = {
         name: hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
@@ -64,7 +64,7 @@ def seal_text(run_dir: Path, fixed: Mapping[str, Any]) -> str:
 
 
 def sealed_values(run_dir: Path) -> Mapping[str, Any] | None:
-    """The ``fixed`` values of ``inputs.json``; None where there is no such file.
+    """Returns the ``fixed`` values of ``inputs.json``; None where there is no such file.
 
     Raises:
         StateError: ``inputs.json`` is damaged.
@@ -92,7 +92,7 @@ def check_sealed(run_dir: Path, name: str, content: bytes) -> None:
 
 
 def read_sealed(run_dir: Path, name: str) -> bytes:
-    """The content of ``RUN_DIR/name``, checked.
+    """Returns the content of ``RUN_DIR/name``, checked.
 
     Raises:
         StateError: as :func:`check_sealed`.

@@ -54,7 +54,7 @@ class Insistence:
         self._typed_s: float | None = None
 
     def heard(self, number: int, now_s: float) -> Demand | None:
-        """What a signal at ``now_s`` (any monotonic clock) asks for; None: nothing new."""
+        """Returns what a signal at ``now_s`` (any monotonic clock) asks for; None: nothing new."""
         typed_s = self._typed_s
         if number == signal.SIGINT and typed_s is None:
             self._typed_s = now_s
@@ -193,7 +193,8 @@ class Grace:
         return cls(seconds=seconds, job_end_s=float(text) if text.isdecimal() else None)
 
     def left_s(self, wall_s: float) -> float | None:
-        """Seconds that a stop asked for at ``wall_s`` (since the epoch) may take; None: any.
+        """Returns how many seconds a stop asked for at ``wall_s`` (since the epoch) may take; None:
+        as many as it needs.
 
         After the end of a job's time ``KillWait`` runs.
         """
@@ -206,8 +207,8 @@ class Grace:
 
 
 def reserve_s(within_s: float) -> float:
-    """The part of a stop's time that is kept for what follows the save: telling everyone, and
-    ending. Who is nearer to the outside waits a little longer (:class:`Patience`).
+    """Returns the part of a stop's time that is kept for what follows the save: telling everyone,
+    and ending. Who is nearer to the outside waits a little longer (:class:`Patience`).
     """
     return min(5.0, within_s / 4)
 
@@ -220,7 +221,7 @@ class Patience(Enum):
     TRAIN = 0.25
 
     def give_up_s(self, asked_s: float, within_s: float) -> float:
-        """When to stop waiting for a stop asked for at ``asked_s``, on that clock."""
+        """Returns when to stop waiting for a stop asked for at ``asked_s``, on that clock."""
         return asked_s + within_s - self.value * reserve_s(within_s)
 
 
@@ -245,8 +246,8 @@ class Stillness:
         self._since_s: dict[str, float] = {}
 
     def look(self, stopped: frozenset[str], now_s: float) -> dict[str, float]:
-        """Who of those that are stopped now has been for too long, and for how long (seconds); told
-        once, then time starts anew, as it does for all after a jump.
+        """Returns who of those that are stopped now has been for too long, and for how long
+        (seconds); told once, then time starts anew, as it does for all after a jump.
         """
         gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s

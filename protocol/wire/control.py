@@ -42,7 +42,7 @@ class ControlClient:
 
     @classmethod
     def for_run(cls, run_dir: Path, timeout_s: float = 5.0) -> ControlClient:
-        """A client for the run in ``run_dir``, by its ``endpoint.json``.
+        """Returns a client for the run in ``run_dir``, by its ``endpoint.json``.
 
         Raises:
             ConfigError: no endpoint file: the run was not started here, or has ended.
@@ -64,7 +64,7 @@ class ControlClient:
         return cls(address, timeout_s)
 
     def status(self) -> pb.StatusReply:
-        """What the run is doing."""
+        """Returns what the run is doing."""
         reply: pb.StatusReply = self._invoke("status", self._stub.Status, pb.StatusRequest())
         return reply
 

@@ -194,7 +194,7 @@ _INVALID = object()
 
 
 def encode(header: Header) -> bytes:
-    """The header frame.
+    """Returns the header frame.
 
     Raises:
         ProtocolError: it would be larger than :data:`MAX_HEADER_BYTES`.
@@ -268,7 +268,7 @@ def _coerce_tuple(hints: tuple[Any, ...], value: Any) -> Any:
 
 
 def _clip(value: Any) -> str:
-    """A short text of a value of unknown type; containers may be nested too deeply for repr."""
+    """Returns a short text of a value of unknown type, which may be nested too deeply for repr."""
     if isinstance(value, (str, bytes, int, float, bool)):
         return repr(value[:60] if isinstance(value, (str, bytes)) else value)
     return f"a {type(value).__name__}"

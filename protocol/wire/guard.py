@@ -191,7 +191,7 @@ def own_user_only(socket: zmq.Socket[Any]) -> None:
 
 
 def _unread_bytes(connection: sockets.socket) -> int:
-    """What the kernel has and libzmq has not read yet."""
+    """Returns what the kernel has and libzmq has not read yet."""
     unread = fcntl.ioctl(connection, termios.FIONREAD, bytes(4))
     return int.from_bytes(unread, sys.byteorder)
 

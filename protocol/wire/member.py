@@ -91,8 +91,8 @@ class MemberLink:
         self._listener = listener
         self._doing = doing
         self._inbox: queue.SimpleQueue[pb.SchedulerMessage | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._stream: _Stream | None = None
+        self._lock = threading.Lock()  # of _stream and _heard_s; nothing waits while it is held
+        self._stream: _SchedulerStream | None = None
         self._failure: Exception | None = None
         self._heard_s = time.monotonic()
         self._closing = threading.Event()
@@ -132,7 +132,7 @@ class MemberLink:
             stream.put(message)
 
     def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
-        """The next message other than a heartbeat; None after ``timeout_s`` seconds or on close.
+        """Returns the next message but heartbeats; None after ``timeout_s`` seconds or on close.
 
         Raises:
             ProtocolError: the link has ended because ``hello`` or ``listener`` raised.
@@ -184,7 +184,7 @@ class MemberLink:
         """Open one stream and read it to its end; whether the scheduler answered on it."""
         hello = self._hello()
         hello.nonce = self._nonce
-        stream = _Stream(self.address, hello)
+        stream = _SchedulerStream(self.address, hello)
         with self._lock:
             self._stream = stream
         if self._closing.is_set():  # close() may have looked for a stream before this one was there
@@ -231,7 +231,7 @@ def _heartbeat(sequence: int, doing: Doing) -> pb.Heartbeat:
     )
 
 
-class _Stream:
+class _SchedulerStream:
     """One connection and its call, from Hello to the end."""
 
     def __init__(self, address: str, hello: pb.Hello) -> None:
@@ -256,7 +256,7 @@ class _Stream:
         self.last_heard = time.monotonic()
 
     def messages(self) -> Iterator[pb.SchedulerMessage]:
-        """Everything but heartbeats, until the stream ends for whatever reason."""
+        """Yields everything but heartbeats, until the stream ends for whatever reason."""
         try:
             for message in self._call:
                 self.heard()

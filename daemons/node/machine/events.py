@@ -154,5 +154,5 @@ Effect = (
 
 
 def is_routine(event: Event) -> bool:
-    """Whether an event that leads to nothing says nothing: time passes, the node looks around."""
+    """Returns whether an event that leads to nothing says nothing: it only tells the time."""
     return isinstance(event, (Tick, Watched))

@@ -149,7 +149,7 @@ class NodeMachine:
         )
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """What to do about ``event`` at ``now_s`` (any monotonic clock)."""
+        """Returns what to do about ``event`` at ``now_s`` (any monotonic clock)."""
         effects = _HANDLERS[type(event)](self, event, now_s)
         if (
             self.phase is not NodePhase.RUNNING
@@ -161,7 +161,7 @@ class NodeMachine:
         return effects
 
     def next_deadline_s(self) -> float | None:
-        """When :class:`Tick` is due at the latest; None: only when something happens."""
+        """Returns when :class:`Tick` is due at the latest; None: only when something happens."""
         times = [self.deadline_s, self.ask_again_at_s, self.give_up_s]
         times += [child.start_at_s for child in self.children.values()]
         return min((t for t in times if t is not None), default=None)

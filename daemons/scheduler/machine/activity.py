@@ -44,11 +44,11 @@ class Activity:
         return ()
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects."""
+        """Returns the first effects."""
         raise NotImplementedError
 
     def receive(self, member: str, kind: str, body: Any, now_s: float) -> list[Effect]:
-        """A message of the present epoch; kinds that mean nothing here are ignored."""
+        """Hear a message of the present epoch; kinds that mean nothing here are ignored."""
         handler = self.answers.get(kind)
         return [] if handler is None else handler(self, member, body, now_s)
 
@@ -61,5 +61,5 @@ class Activity:
 
 
 def send_all(members: Iterable[str], message: pb.SchedulerMessage) -> list[Effect]:
-    """The same message to several members."""
+    """Returns the effects that send one message to several members."""
     return [Send(member=member, message=message) for member in members]

@@ -60,7 +60,7 @@ class Barrier(Activity):
         return self._restore(reason) if reason else self._begin(now_s)
 
     def _why_restore(self) -> str:
-        """Why memory is not what the journal says; empty if it is.
+        """Returns why memory is not what the journal says; empty if it is.
 
         A memoryd may be one version behind: the commit was journaled and not announced to its node.
         No more, because the attempt after it starts only with everyone's Ready or on streams that

@@ -243,15 +243,15 @@ LONG_MESSAGE_BYTES = 512
 
 
 def is_routine(event: Event) -> bool:
-    """Whether an event that leads to nothing says nothing: time passes, members are alive."""
+    """Returns whether an event that leads to nothing says nothing: time passes, a member lives."""
     if isinstance(event, Received):
         return bool(event.message.HasField("heartbeat"))
     return isinstance(event, Tick)
 
 
 def abridged(value: Event | Effect) -> object:
-    """What stands for an event or effect in the story: of long messages (a plan, a status) their
-    size, so that thousands of them take little memory.
+    """Returns what stands for an event or effect in the story: of long messages (a plan, a status)
+    their size, so that thousands of them take little memory.
     """
     match value:
         case Send(member=member, message=message) if message.ByteSize() > LONG_MESSAGE_BYTES:

@@ -43,7 +43,7 @@ class HoldLimits:
     leave: int = HOLD_WINDOW // 2 - HYSTERESIS
 
     def hold(self, holding: bool, recent: str) -> bool:
-        """Whether to hold in the next attempt. ``recent``: the last decisions, a letter each."""
+        """Returns whether to hold next, after the decisions ``recent`` (a letter each)."""
         amended = recent.count(AMENDED)
         return amended >= self.leave if holding else amended > self.enter
 

@@ -245,7 +245,7 @@ class SchedulerMachine:
             effects += self._FINISH[type(finished)](self, finished)
 
     def _choose(self) -> Activity | None:
-        """What to do when nothing is going on; None: wait for events."""
+        """Returns what to do when nothing is going on; None: wait for events."""
         if self._requests.stop_reason and not self.mirror.unsaved:
             return self._over(self._requests.stop_reason)
         if not self.live:

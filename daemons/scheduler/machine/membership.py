@@ -90,23 +90,23 @@ class Membership:
         )
 
     def name_of(self, stream: int) -> str | None:
-        """The member at the other end of a stream; None when the stream is not believed."""
+        """Returns the member at the other end of a stream; None when the stream is not believed."""
         return self._names.get(stream)
 
     def role_of(self, name: str) -> Role:
-        """What a member does."""
+        """Returns what a member does."""
         return self.members[name].spec.role
 
     def epochs_seen(self) -> tuple[int, ...]:
-        """The epochs members said they took part in."""
+        """Returns the epochs members said they took part in."""
         return tuple(m.hello.epoch for m in self.members.values() if m.hello is not None)
 
     def pids(self) -> tuple[tuple[str, int], ...]:
-        """The process of every member."""
+        """Returns the process of every member."""
         return tuple((name, m.pid) for name, m in self.members.items())
 
     def endpoints(self) -> list[pb.Endpoint]:
-        """Where members' data sockets are."""
+        """Returns where members' data sockets are."""
         return [
             pb.Endpoint(member=name, address=m.hello.data_endpoint)
             for name, m in self.members.items()
@@ -131,7 +131,7 @@ class Membership:
     # ---- changes ----
 
     def join(self, stream: int, hello: pb.Hello, now_s: float) -> tuple[str | None, list[Effect]]:
-        """A stream said Hello; the member's name if it was accepted.
+        """Hear the Hello of a stream; returns the member's name if it was accepted.
 
         While a member's process is believed to live, nobody else is the member: who says so is sent
         away, to come again. A process that was replaced comes when the stream of the one before has
@@ -165,7 +165,7 @@ class Membership:
         self.members[name].heard_s = now_s
 
     def closed(self, stream: int, now_s: float) -> tuple[str | None, list[Effect]]:
-        """A stream ended; the member that is lost by it, if any."""
+        """Forget a stream that ended; returns the member that is lost by it, if any."""
         name = self._names.pop(stream, None)
         if name is None:
             return None, []
@@ -193,7 +193,7 @@ class Membership:
         return effects if member.spec.role is Role.NODE else effects + self._fence(member)
 
     def overdue(self, now_s: float) -> dict[str, str]:
-        """Members to :meth:`lose` now, and why."""
+        """Returns the members to :meth:`lose` now, and why."""
         found = {}
         for name, m in self.members.items():
             if m.stream is not None and now_s - m.heard_s > self._timeout_s:
@@ -309,7 +309,7 @@ class Membership:
 
 
 def _same_process(member: Member, hello: pb.Hello) -> bool:
-    """Whether a Hello is of the process that is the member already."""
+    """Returns whether a Hello is of the process that is the member already."""
     known = member.hello
     return known is not None and (known.pid, known.nonce) == (hello.pid, hello.nonce)
 
@@ -379,7 +379,7 @@ class Hangs:
         self._longest_s = max(self._longest_s, seconds)
 
     def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
-        """Of the members that owe an answer, those to give up now, and why.
+        """Returns which of the members that owe an answer to give up now, and why.
 
         Members that wait for others are not to blame, unless all do: then nobody knows.
         """

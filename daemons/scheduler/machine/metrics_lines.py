@@ -36,7 +36,8 @@ def attempt_line(
     times: AttemptTimes,
     emulated: bool = False,
 ) -> str:
-    """The line of a decided attempt. ``grad_norm`` is the unclipped norm of unscaled gradients.
+    """Returns the line of a decided attempt. ``grad_norm`` is the unclipped norm of unscaled
+    gradients.
 
     ``emulated``: devices were; the line says so, because loss and norm are made up.
 
@@ -81,7 +82,7 @@ def evaluation_line(
     seconds: float,
     emulated: bool = False,
 ) -> str:
-    """The line of an evaluation: loss and perplexity on held-out data at ``version``."""
+    """Returns the line of an evaluation: loss and perplexity on held-out data at ``version``."""
     done = list(reports)
     tokens = sum(report.loss_tokens for report in done)
     loss = _mean_loss(done, tokens)

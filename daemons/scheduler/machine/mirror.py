@@ -92,7 +92,7 @@ class JournalMirror:
         return JournalEpoch(epoch=self.epoch, next_attempt=self.next_attempt, pids=pids)
 
     def take_attempt(self) -> int:
-        """The number of the next attempt.
+        """Returns the number of the next attempt.
 
         Not journaled one by one: a scheduler that starts counts on from the last decided attempt,
         plus one for the attempt that may have been under way, and from its epoch's first.
@@ -118,7 +118,7 @@ class JournalMirror:
         )
 
     def restoration(self) -> CommitRecord:
-        """The record of a restore from the newest saved state, or from the initial weights.
+        """Returns the record of a restore from the newest saved state, or from the initial weights.
 
         Its incarnation is new: memory of an older one is never believed again.
         """
@@ -141,7 +141,7 @@ class JournalMirror:
         )
 
     def take_evaluation(self) -> int:
-        """The number of the next evaluation."""
+        """Returns the number of the next evaluation."""
         self.evaluation += 1
         return self.evaluation
 

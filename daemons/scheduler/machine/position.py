@@ -44,11 +44,11 @@ class LossScaling:
         return self.initial if self.dynamic else 1.0
 
     def lowest(self, scale: float) -> bool:
-        """Whether no skip lowers ``scale`` any more."""
+        """Returns whether no skip lowers ``scale`` any more."""
         return not self.dynamic or scale <= self.minimum
 
     def lowered(self, scale: float) -> float:
-        """The scale after a skip."""
+        """Returns the scale after a skip."""
         return scale if self.lowest(scale) else max(self.minimum, scale * BACKOFF_FACTOR)
 
 
@@ -76,7 +76,7 @@ class Position:
         scaling: LossScaling,
         limits: HoldLimits = HoldLimits(),  # noqa: B008  # frozen
     ) -> Position:
-        """The position after an attempt that consumed ``samples`` and ended with ``decision``."""
+        """Returns the position after an attempt on ``samples`` that ended with ``decision``."""
         recent = (self.recent + _LETTERS[decision])[-HOLD_WINDOW:]
         data_position = self.data_position + samples
         if decision is Decision.SKIP:
@@ -101,7 +101,7 @@ class Position:
         )
 
     def to_fields(self) -> dict[str, Any]:
-        """A JSON object; :meth:`from_fields` reads it back."""
+        """Returns a JSON object; :meth:`from_fields` reads it back."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -142,7 +142,7 @@ class Position:
 
 
 def learning_rate(optimizer: OptimizerConfig, steps: int, version: int) -> float:
-    """The learning rate of the update that leads to ``version`` (the first update leads to 1).
+    """Returns the learning rate of the update to ``version`` (the first update leads to 1).
 
     Linear warmup to ``lr`` at version ``warmup_steps``, then constant, or a cosine or straight line
     down to ``min_lr`` at version ``steps``; later versions stay there.

@@ -41,7 +41,7 @@ class Deadline:
 
     @classmethod
     def of(cls, asked_s: float, within_s: float) -> Deadline:
-        """Of a stop asked for at ``asked_s`` that may take ``within_s``."""
+        """Returns the deadline of a stop asked for at ``asked_s`` that may take ``within_s``."""
         give_up_s = Patience.SCHEDULER.give_up_s(asked_s, within_s)
         return cls(give_up_s=give_up_s, leave_by_s=give_up_s + reserve_s(within_s) / 4)
 
@@ -74,11 +74,11 @@ class SavePace:
         return self._share_bytes / USUAL_BYTES_PER_S
 
     def hopeless(self, now_s: float, deadline: Deadline) -> bool:
-        """Whether no save that begins now can end in time."""
+        """Returns whether no save that begins now can end in time."""
         return now_s + self.least_s > deadline.give_up_s
 
     def forgoes(self, end_s: float, deadline: Deadline) -> bool:
-        """Whether work that ends at ``end_s`` leaves no time to save after it."""
+        """Returns whether work that ends at ``end_s`` leaves no time to save after it."""
         return end_s + self.expected_s + BARRIER_S > deadline.give_up_s
 
 
@@ -161,12 +161,12 @@ class Next(Enum):
 
 
 def is_last(rules: Rules, mirror: JournalMirror) -> bool:
-    """Whether the committed version is the last one."""
+    """Returns whether the committed version is the last one."""
     return mirror.version >= rules.config.train.steps
 
 
 def choose(rules: Rules, mirror: JournalMirror, requests: Requests) -> Next:
-    """What to do in a live epoch when nothing is going on."""
+    """Returns what to do in a live epoch when nothing is going on."""
     if requests.stop_reason:
         return Next.SAVE if mirror.unsaved else Next.END
     if requests.tickets or _save_is_due(rules, mirror, requests):

@@ -99,7 +99,7 @@ class Rules:
         )
 
     def holds(self, position: Position) -> bool:
-        """Whether the attempt that starts at ``position`` waits for the norm."""
+        """Returns whether the attempt that starts at ``position`` waits for the norm."""
         speculate = self.config.optimizer.speculate
         return position.hold if speculate == "auto" else speculate == "never"
 
@@ -128,7 +128,7 @@ class Rules:
 
 
 def saved_bytes(table: BlockTable) -> int:
-    """Bytes of a saved state: fp32 masters, the optimizer's arrays, frozen weights."""
+    """Returns the bytes of a saved state: fp32 masters, the optimizer's arrays, frozen weights."""
     arrays = 1 + len(table.state_arrays)
     trainable = sum(block.trainable_elements for block in table.blocks)
     frozen = sum(block.frozen_elements for block in table.blocks)
@@ -136,7 +136,7 @@ def saved_bytes(table: BlockTable) -> int:
 
 
 def member_specs(config: Config) -> tuple[MemberSpec, ...]:
-    """All members that an epoch needs, in the order of :func:`protocol.names.expected_members`."""
+    """Returns all members that an epoch needs, in the order of ``expected_members``."""
     specs: list[MemberSpec] = []
     for index, node in enumerate(config.cluster.nodes):
         names = [

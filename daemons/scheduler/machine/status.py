@@ -32,7 +32,7 @@ class Observable(Protocol):
 
 
 def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
-    """The answer to a Status call."""
+    """Returns the answer to a Status call."""
     rules, mirror = machine.rules, machine.mirror
     return pb.StatusReply(
         run_id=rules.run_id,
@@ -53,7 +53,7 @@ def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
 
 
 def _explanation(machine: Observable) -> str:
-    """Why it waits, or how the last epoch or the run ended."""
+    """Returns why it waits, or how the last epoch or the run ended."""
     if machine.live or machine.activity is not None:
         return machine.message
     waits = [f"waiting until {name} is dead" for name in machine.members.fencing]
@@ -62,7 +62,7 @@ def _explanation(machine: Observable) -> str:
 
 
 def _eta_s(machine: Observable) -> float:
-    """Seconds to the last step at the pace of the last attempts; negative: unknown."""
+    """Returns the seconds to the last step at the pace of the last attempts; negative: unknown."""
     if not machine.attempt_seconds:
         return -1.0
     left = max(0, machine.rules.config.train.steps - machine.mirror.version)
