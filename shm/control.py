@@ -35,8 +35,8 @@ what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.machine.a
 writes versions and records only during a restore, when optimizerd is drained. A record is eight
 payload words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
 
-Words are stored with release and loaded with acquire order: whoever reads a version, a ready word or
-the incarnation also sees the bytes that were written before it.
+Words are stored with release and loaded with acquire order: whoever reads a version, a ready word
+or the incarnation also sees the bytes that were written before it.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class ControlView:
     def write_record(self, record: CommitRecord) -> None:
         """Keep the record of ``record.version``, replacing that of two versions before."""
         start = _RECORDS + (record.version % 2) * _RECORD_BYTES
-        # Not one store: a kill in between leaves a wrong checksum, and such a record counts as absent.
+        # Not one store: a kill in between leaves a wrong checksum, and the record is absent.
         data = record.pack()
         self._buffer[start : start + len(data)] = data
 

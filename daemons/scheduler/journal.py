@@ -128,7 +128,7 @@ class Journal:
             )
 
     def decide(self, effect: JournalDecision) -> None:
-        """Write a decision; it is durable when this returns, and only then may anyone hear of it."""
+        """Write a decision; only when this returns it is durable, and anyone may hear of it."""
         record = effect.record
         with self._transaction():
             self._connection.execute(

@@ -122,8 +122,8 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         self._strangers = strangers
         self._complaints = Complaints(_log)
         self._num_snapshots = 0
-        # Of streams, calls, readers and their numbers. Nothing waits, and nothing of gRPC is called,
-        # while it is held: the machine's thread takes it, too.
+        # Of streams, calls, readers and their numbers. Nothing waits while it is held, and
+        # nothing of gRPC is called: the machine's thread takes it, too.
         self._lock = threading.Lock()
         self._next_stream = self._next_ticket = 1
         self._readers: set[threading.Thread] = set()
