@@ -16,7 +16,8 @@ from penstock.protocol.plan.instructions import (
     SendCheckpoint,
     SendGradient,
 )
-from penstock.protocol.plan.semantics import TensorKind, row_of
+from penstock.protocol.plan.resources import TensorKind
+from penstock.protocol.plan.semantics import row_of
 
 __all__ = ["Receive", "Send", "Tensor", "TensorKind", "endpoints", "taken_by", "transferred"]
 
@@ -73,7 +74,7 @@ def endpoints(
     """Returns the devices that make and use a tensor; ``None`` if a stage has no such tensor.
 
     ``skipped``: of a checkpoint, that the FORWARD of the stage that contains its block is left out
-    for its micro-batch (``skipped`` of :class:`~penstock.protocol.plan.semantics.PlanFacts`).
+    for its micro-batch (``skipped`` of :class:`~penstock.protocol.plan.resources.PlanFacts`).
     """
     forward, backward = layout.forward, layout.backward
     if kind is TensorKind.ACTIVATION and 0 <= stage < len(forward):

@@ -23,7 +23,7 @@ from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import RecomputeMode
 from penstock.planner.simulate import simulate
-from penstock.protocol.plan.semantics import PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
 
 _PLAIN_2BP = ("split-backward", "fill-bubbles", "concatenate")
 

@@ -15,7 +15,8 @@ from penstock.protocol.plan.instructions import (
     Program,
     ReduceGradients,
 )
-from penstock.protocol.plan.semantics import Lane, StateKind, classes, makers
+from penstock.protocol.plan.resources import StateKind
+from penstock.protocol.plan.semantics import Lane, classes, makers
 
 _SUMMING = makers(StateKind.SUMS)
 _FOLLOWERS = classes(lambda row: row.lane in (Lane.LINK, Lane.REDUCE, Lane.OFFLOAD))

@@ -25,15 +25,8 @@ from dataclasses import dataclass
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.orders.timing import OrderTimes, order_times, unit_costs
 from penstock.protocol.plan.instructions import Instruction, Program, SendCheckpoint
-from penstock.protocol.plan.semantics import (
-    RECEIVES,
-    SENDS,
-    PlanFacts,
-    Resource,
-    TensorKind,
-    makes,
-    reads,
-)
+from penstock.protocol.plan.resources import PlanFacts, Resource, TensorKind
+from penstock.protocol.plan.semantics import RECEIVES, SENDS, makes, reads
 
 
 @dataclass(slots=True, kw_only=True)

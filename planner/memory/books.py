@@ -24,15 +24,11 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.plan.resources import PlanFacts, Resource, StateKind, TensorKind, boundary
 from penstock.protocol.plan.semantics import (
     GRAPHS,
     Lane,
-    PlanFacts,
-    Resource,
-    StateKind,
-    TensorKind,
     WeightUse,
-    boundary,
     makes,
     reads,
     row_of,

@@ -17,19 +17,8 @@ from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Order, OrderedInstruction, Residency, StageLayout
 from penstock.planner.lowering.weights import NUM_WEIGHT_BUFFERS
 from penstock.protocol.plan.instructions import Forward, Keep, SwapIn, SwapOut
-from penstock.protocol.plan.semantics import (
-    COMPUTES,
-    GRAPHS,
-    Kind,
-    Place,
-    PlanFacts,
-    StateKind,
-    TensorKind,
-    boundary,
-    makes,
-    side_of,
-    takes,
-)
+from penstock.protocol.plan.resources import Kind, Place, PlanFacts, StateKind, TensorKind, boundary
+from penstock.protocol.plan.semantics import COMPUTES, GRAPHS, makes, side_of, takes
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,7 +28,8 @@ from heapq import heappop, heappush
 from penstock.planner.cost.costs import Costs
 from penstock.planner.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.orders.timing import seconds_of
-from penstock.protocol.plan.semantics import PlanFacts, makes, reads
+from penstock.protocol.plan.resources import PlanFacts
+from penstock.protocol.plan.semantics import makes, reads
 
 OneMachineJob = tuple[float, float, float]
 """Head, body and tail of an instruction, in seconds."""

@@ -33,7 +33,7 @@ from penstock.planner.memory.orders import OrderMemory
 from penstock.planner.orders.bounds import dependencies, needs_first, one_machine_s
 from penstock.planner.orders.timing import seconds_of
 from penstock.protocol.plan.instructions import BackwardWeight
-from penstock.protocol.plan.semantics import PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
 
 _T = TypeVar("_T")
 

@@ -24,14 +24,11 @@ from penstock.protocol.plan.instructions import (
     Phase,
     Recompute,
 )
+from penstock.protocol.plan.resources import PlanFacts, Resource, StateKind, TensorKind
 from penstock.protocol.plan.semantics import (
     COMPUTES,
     SEMANTICS,
     Lane,
-    PlanFacts,
-    Resource,
-    StateKind,
-    TensorKind,
     classes,
     reads,
     row_of,

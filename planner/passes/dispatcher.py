@@ -27,7 +27,7 @@ from penstock.protocol.plan.instructions import (
     Recompute,
     SwapIn,
 )
-from penstock.protocol.plan.semantics import PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
 
 _ROUNDING = 1e-9
 """Times whose relative difference is smaller count as the same."""

@@ -19,7 +19,8 @@ from penstock.protocol.plan.instructions import (
     SwapIn,
     SwapOut,
 )
-from penstock.protocol.plan.semantics import Lane, StateKind, takers
+from penstock.protocol.plan.resources import StateKind
+from penstock.protocol.plan.semantics import Lane, takers
 
 _USERS = {*takers(StateKind.GRAPH), *takers(StateKind.PARTIAL_GRAPH)}
 """Instructions that need back what was swapped out."""

@@ -15,7 +15,7 @@ from penstock.planner.simulate.network import Network
 from penstock.protocol.plan.instructions import Forward, Keep
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
-from penstock.protocol.plan.semantics import PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

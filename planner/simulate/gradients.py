@@ -15,7 +15,8 @@ from penstock.protocol.plan.instructions import (
     OffloadGradients,
     ReduceGradients,
 )
-from penstock.protocol.plan.semantics import Lane, StateKind, takers
+from penstock.protocol.plan.resources import StateKind
+from penstock.protocol.plan.semantics import Lane, takers
 
 Reduced = Mapping[int, Ints]
 """By backward stage that publishes, the tasks after which its gradients are summed."""

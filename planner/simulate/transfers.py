@@ -16,15 +16,8 @@ from penstock.planner.simulate.context import Context, lookup
 from penstock.planner.simulate.graph import Floats, Label
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Instruction
-from penstock.protocol.plan.semantics import (
-    COMPUTES,
-    RECEIVES,
-    SEMANTICS,
-    SENDS,
-    Condition,
-    Lane,
-    TensorKind,
-)
+from penstock.protocol.plan.resources import TensorKind
+from penstock.protocol.plan.semantics import COMPUTES, RECEIVES, SEMANTICS, SENDS, Condition, Lane
 
 _NUMBERS = {kind: number for number, kind in enumerate(TensorKind)}
 _KINDS = np.zeros(len(CODES), dtype=np.int64)

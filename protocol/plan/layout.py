@@ -102,7 +102,7 @@ class StageLayout:
         """Returns the forward stage whose forwards leave the input checkpoint of a backward stage.
 
         That is the stage that contains the backward stage's first block. ``skipped``: its FORWARD
-        is left out (as :class:`penstock.protocol.plan.semantics.PlanFacts` says); then it is the
+        is left out (as :class:`penstock.protocol.plan.resources.PlanFacts` says); then it is the
         stage before, if the two boundaries coincide (otherwise that FORWARD is missed, and the
         answer stays the same).
         """

@@ -12,8 +12,8 @@ end; none of that is a resource.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ from penstock.protocol.plan.instructions import (
     RecomputeAfter,
     by_opcode,
 )
-from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.plan.resources import ALL, Kind, PlanFacts, Resource, StateKind, TensorKind
 
 
 class Lane(StrEnum):
-    """A kind of resource of a device, or of a node, that serves one piece of work at a time."""
+    """A part of a device, or of a node, that serves one piece of work at a time."""
 
     COMPUTE = "compute"
     """The compute stream of a device."""
@@ -53,32 +53,6 @@ class Lane(StrEnum):
     """The optimizer cores of a node."""
 
 
-class TensorKind(StrEnum):
-    """What travels between stages."""
-
-    ACTIVATION = "activation"
-    """The output of a forward stage."""
-    GRADIENT = "gradient"
-    """The gradient of a backward stage's input."""
-    CHECKPOINT = "checkpoint"
-    """The input of a backward stage, for its recomputation."""
-
-
-class StateKind(StrEnum):
-    """What stays on the device that made it."""
-
-    GRAPH = "graph"
-    """All that the backward of a stage needs."""
-    PARTIAL_GRAPH = "partial graph"
-    """The same without the outputs of dropped operators, which a RECOMPUTE makes again."""
-    DEFERRED = "deferred"
-    """What a BACKWARD_INPUT leaves of a graph for the BACKWARD_WEIGHT."""
-    SWAPPED = "swapped"
-    """The share of a graph that is elsewhere until the SWAP_IN."""
-    SUMS = "sums"
-    """Weight gradients of a backward stage, summed over micro-batches."""
-
-
 class WeightUse(StrEnum):
     """What an instruction does with a weight buffer."""
 
@@ -86,86 +60,6 @@ class WeightUse(StrEnum):
     READS = "reads"
     """Of its stage; a backward can use those of the forward stage with the same blocks as well."""
     RELEASES = "releases"
-
-
-Kind = TensorKind | StateKind
-Place = tuple[int, int]
-"""A stage and a micro-batch."""
-
-ALL = -1
-"""In the place of a micro-batch: the resource is one for all of them."""
-
-
-class Resource(NamedTuple):
-    """Something in the memory of a device; ``micro_batch`` is :data:`ALL` of sums.
-
-    ``stage`` is a forward stage of activations, and of what a FORWARD keeps; otherwise it is a
-    backward stage (where a FORWARD keeps a graph, the two have the same number).
-    """
-
-    kind: Kind
-    stage: int
-    micro_batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFacts:
-    """What rows know of a plan beside an instruction: its stages, which FORWARDs are left out
-    (``skipped``), and which operators the others drop (``drops``), where they do.
-
-    Only what somebody needs has to run. A FORWARD whose output is needed as nothing but the
-    checkpoint of the backward stage that recomputes it need not: such a backward stage starts at
-    the same block and takes the output of the forward stage *before* as its checkpoint.
-    """
-
-    layout: StageLayout
-    skipped: Set[Place] = frozenset()
-    drops: Mapping[Place, tuple[str, ...]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, layout: StageLayout, programs: Iterable[Iterable[Instruction]]) -> PlanFacts:
-        """Returns the facts of a plan's programs, or of orders."""
-        present: set[Place] = set()
-        drops: dict[Place, tuple[str, ...]] = {}
-        for program in programs:
-            for instruction in program:
-                if type(instruction) is Forward:
-                    place = instruction.stage, instruction.micro_batch
-                    present.add(place)
-                    if instruction.keep is Keep.SELECTIVE:
-                        drops[place] = instruction.drop
-        batches = [layout.microbatches_of_route[route] for route in layout.forward_routes]
-        if len(present) == sum(map(len, batches)):
-            return cls(layout=layout, drops=drops)
-        places = {(stage, m) for stage, several in enumerate(batches) for m in several}
-        return cls(layout=layout, skipped=frozenset(places - present), drops=drops)
-
-    def exists(self, kind: Kind, stage: int, micro_batch: int) -> bool:
-        """Returns whether a plan has a resource: the ends of a route have no neighbours, the output
-        of a stage is no activation where the next FORWARD is left out, and where a FORWARD kept a
-        part of its graph no checkpoint is needed.
-        """
-        if isinstance(kind, StateKind):
-            partial = kind is StateKind.PARTIAL_GRAPH
-            return not partial or (stage, micro_batch) in self.drops
-        layout = self.layout
-        if kind is TensorKind.ACTIVATION:
-            inside = 0 <= stage < len(layout.forward) and not layout.is_last_forward(stage)
-            return inside and (stage + 1, micro_batch) not in self.skipped
-        inside = 0 <= stage < len(layout.backward) and not layout.is_first_backward(stage)
-        if kind is TensorKind.GRADIENT:
-            return inside
-        return inside and (stage, micro_batch) not in self.drops
-
-    def maker(self, resource: Resource) -> tuple[Phase, int]:
-        """Returns side and stage of the instruction that makes a tensor, or what is deferred."""
-        kind, stage, micro_batch = resource
-        if kind is TensorKind.ACTIVATION:
-            return Phase.FORWARD, stage
-        if kind is not TensorKind.CHECKPOINT:
-            return Phase.BACKWARD, stage
-        skipped = (self.layout.checkpoint_source(stage), micro_batch) in self.skipped
-        return Phase.FORWARD, self.layout.checkpoint_source(stage, skipped=skipped)
 
 
 Condition = Callable[[Any, PlanFacts], bool]
@@ -390,13 +284,6 @@ def _is_send(row: InstructionRow) -> bool:
 
 def _is_receive(row: InstructionRow) -> bool:
     return row.lane is None and bool(row.makes)
-
-
-def boundary(layout: StageLayout, kind: TensorKind, stage: int) -> int:
-    """Returns the block whose input a tensor is, or whose input it is the gradient of."""
-    if kind is TensorKind.ACTIVATION:
-        return layout.forward[stage].stop
-    return layout.backward[stage].start
 
 
 def classes(condition: Callable[[InstructionRow], bool]) -> tuple[type[Any], ...]:

@@ -23,7 +23,7 @@ from penstock.protocol.plan.instructions import (
     parse_program,
 )
 from penstock.protocol.plan.plan import Plan, StageRange
-from penstock.protocol.plan.semantics import PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
 
 Execute = Callable[[Plan], None]
 Stages = tuple[tuple[int, int, int], ...]

@@ -32,16 +32,13 @@ from penstock.protocol.plan.instructions import (
     Phase,
 )
 from penstock.protocol.plan.layout import StageLayout
+from penstock.protocol.plan.resources import Kind, PlanFacts, StateKind, TensorKind
 from penstock.protocol.plan.semantics import (
     SEMANTICS,
     InstructionRow,
-    Kind,
     Lane,
     Made,
-    PlanFacts,
     Read,
-    StateKind,
-    TensorKind,
     WeightUse,
     makes,
     reads,

@@ -22,7 +22,7 @@ from penstock.planner.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.semantics import PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
 from tests.planner.passing import schedule_for, seconds_after_each, text
 
 

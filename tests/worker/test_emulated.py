@@ -18,7 +18,8 @@ from penstock.planner.simulate import simulate
 from penstock.protocol.config.schema import parse_config
 from penstock.protocol.plan.instructions import Backward, Forward, Recompute, parse_instruction
 from penstock.protocol.plan.layout import StageLayout
-from penstock.protocol.plan.semantics import Lane, PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
+from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.platforms.bandwidth_log import NicReservations
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until

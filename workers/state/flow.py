@@ -24,15 +24,8 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
-from penstock.protocol.plan.semantics import (
-    Place,
-    PlanFacts,
-    TensorKind,
-    boundary,
-    makes,
-    reads,
-    takes,
-)
+from penstock.protocol.plan.resources import Place, PlanFacts, TensorKind, boundary
+from penstock.protocol.plan.semantics import makes, reads, takes
 from penstock.protocol.wire.frames import TransferKind
 
 TensorKey = tuple[TransferKind, int, int]

@@ -19,7 +19,7 @@ from penstock.planner.cost.costs import Costs
 from penstock.planner.orders.timing import seconds_of
 from penstock.planner.tensors import transferred
 from penstock.protocol.plan.instructions import Forward, Keep
-from penstock.protocol.plan.semantics import PlanFacts, boundary
+from penstock.protocol.plan.resources import PlanFacts, boundary
 from penstock.workers.waiting import POLL_S, Abort
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol.plan.semantics import PlanFacts
+from penstock.protocol.plan.resources import PlanFacts
 from penstock.protocol.platforms.bandwidth_log import Copy
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.shm.memory import NodeMemory

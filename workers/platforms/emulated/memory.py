@@ -18,17 +18,8 @@ from typing import Any, NamedTuple
 
 from penstock.planner.cost.costs import BlockCost
 from penstock.protocol.plan.instructions import Instruction
-from penstock.protocol.plan.semantics import (
-    COMPUTES,
-    GRAPHS,
-    PlanFacts,
-    StateKind,
-    TensorKind,
-    boundary,
-    makes,
-    side_of,
-    takes,
-)
+from penstock.protocol.plan.resources import PlanFacts, StateKind, TensorKind, boundary
+from penstock.protocol.plan.semantics import COMPUTES, GRAPHS, makes, side_of, takes
 from penstock.workers.attempt import Attempt
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.platforms.emulated.runtime import EmulatedOutput
