@@ -15,9 +15,9 @@ Attempts that hold are those of the exact way: they step after the commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from penstock.daemons.optimizer.machine.epoch import Epoch, LiveEvent
 from penstock.daemons.optimizer.machine.events import (
@@ -31,20 +31,27 @@ from penstock.daemons.optimizer.machine.events import (
     SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError
+from penstock.daemons.optimizer.machine.steps import (
+    Choosers,
+    Finishers,
+    Handlers,
+    complete,
+    recovery_done,
+    settle,
+    settle_done,
+)
 from penstock.daemons.optimizer.machine.sweeps import (
     FinishHold,
     FinishInvert,
     GradientStatus,
     Hold,
     Invert,
-    Settle,
     Sweep,
 )
 from penstock.daemons.optimizer.machine.work import (
     AttemptProgress,
     QueuedWork,
     WorkKind,
-    complete,
 )
 from penstock.protocol.plan.step import OptimizerStep, SweepStatus
 from penstock.shm.control import CommitRecord, Decision
@@ -65,19 +72,19 @@ class ArithmeticSteps:
         self._HANDLERS[type(event)](self, event)
 
     def start(self, blocks: Iterable[int]) -> None:
-        """All gradients of these blocks are there."""
+        """Plan the update of blocks whose gradients are all there."""
         self.epoch.plan(WorkKind.UPDATE, blocks)
 
     def choose(self, work: QueuedWork) -> Sweep | None:
-        """The sweep that brings work forward; None if nothing is left to do."""
+        """Returns the sweep that brings work forward; None if nothing is left to do."""
         return self._CHOOSERS[work.kind](self, work.block)
 
     def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        """A sweep has ended; ``sweep`` and ``done`` are None if nothing was left to do."""
+        """Draw the consequences of a sweep's end; both are None if nothing was left to do."""
         self._FINISHERS[work.kind](self, work, sweep, done)
 
     def abandon(self) -> None:
-        """The epoch is over; the next one's recovery takes back what is ahead."""
+        """Forget what is planned; the next epoch's recovery takes back what is ahead."""
         self.epoch.abandon()
         self._amendment = None
         self._looked_at.clear()
@@ -188,7 +195,7 @@ class ArithmeticSteps:
         return self.epoch.attempt
 
     def _update(self, block: int) -> Sweep:
-        """The look at the gradients, then the step."""
+        """Returns one of two: the look at the gradients, then the step."""
         attempt = self._attempt()
         if attempt.hold or block not in self._looked_at:
             return GradientStatus(block=block, version=attempt.update.version)
@@ -198,13 +205,6 @@ class ArithmeticSteps:
         amended = self._attempt().amended
         assert amended is not None, "an amend is planned with its step"
         return Hold(block=block, update=amended)
-
-    def _complete(self, block: int) -> Sweep | None:
-        return complete(block, self.epoch.words)
-
-    def _settle(self, block: int) -> Sweep | None:
-        pending = self.epoch.words.pending(block)
-        return None if pending is None else Settle(block=block, update=pending)
 
     def _revert(self, block: int) -> Sweep | None:
         ahead = self.epoch.words.ahead(block)
@@ -238,12 +238,6 @@ class ArithmeticSteps:
         assert isinstance(sweep, Hold)
         self.epoch.amended(work.block, sweep.update)
 
-    def _settle_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        self.epoch.settled(work.block)
-
-    def _recovery_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        self.epoch.recovered_from(work)
-
     def _revert_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
         self.epoch.recovered_from(work)
         self.epoch.settled(work.block)
@@ -252,7 +246,7 @@ class ArithmeticSteps:
             self._amendment = None
             self.epoch.plan(WorkKind.AMEND, self.epoch.blocks.active)
 
-    _HANDLERS: ClassVar[Mapping[type[Any], Callable[[ArithmeticSteps, Any], None]]] = {
+    _HANDLERS: ClassVar[Handlers] = {
         AttemptAsked: _on_attempt,
         GradientsReady: _on_gradients,
         DeviceUpdated: _on_device_updated,
@@ -261,25 +255,21 @@ class ArithmeticSteps:
         SkipAsked: _on_skip,
         SettleAsked: _on_settle,
     }
-    _CHOOSERS: ClassVar[Mapping[WorkKind, Callable[[ArithmeticSteps, int], Sweep | None]]] = {
+    _CHOOSERS: ClassVar[Choosers] = {
         WorkKind.UPDATE: _update,
         WorkKind.AMEND: _amend,
-        WorkKind.COMPLETE: _complete,
-        WorkKind.SETTLE: _settle,
+        WorkKind.COMPLETE: complete,
+        WorkKind.SETTLE: settle,
         WorkKind.FINISH: _finish,
         WorkKind.REVERT: _revert,
         WorkKind.FINISH_REVERT: _finish_revert,
     }
-    _FINISHERS: ClassVar[
-        Mapping[
-            WorkKind, Callable[[ArithmeticSteps, QueuedWork, Sweep | None, SweepDone | None], None]
-        ]
-    ] = {
+    _FINISHERS: ClassVar[Finishers] = {
         WorkKind.UPDATE: _update_done,
         WorkKind.AMEND: _amend_done,
-        WorkKind.SETTLE: _settle_done,
-        WorkKind.COMPLETE: _recovery_done,
-        WorkKind.FINISH: _recovery_done,
+        WorkKind.SETTLE: settle_done,
+        WorkKind.COMPLETE: recovery_done,
+        WorkKind.FINISH: recovery_done,
         WorkKind.REVERT: _revert_done,
-        WorkKind.FINISH_REVERT: _recovery_done,
+        WorkKind.FINISH_REVERT: recovery_done,
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
 from penstock.daemons.optimizer.machine.events import (
@@ -32,7 +32,6 @@ from penstock.daemons.optimizer.machine.events import (
     SendSettled,
     SettleAsked,
     SkipAsked,
-    SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, begin_recovery
 from penstock.daemons.optimizer.machine.sweeps import Sweep
@@ -105,7 +104,7 @@ class Epoch:
         return len(self._queue)
 
     def awaited(self) -> tuple[GradientsReady, ...]:
-        """The contributions of this node that the attempt under way still waits for."""
+        """Returns the contributions of this node that the attempt under way still waits for."""
         attempt = self.attempt
         if attempt is None:
             return ()
@@ -118,7 +117,7 @@ class Epoch:
         )
 
     def due(self, *kinds: WorkKind) -> set[int]:
-        """The blocks for which work of these kinds waits or runs."""
+        """Returns the blocks for which work of these kinds waits or runs."""
         running = () if self._running is None else (self._running.work,)
         return {work.block for work in (*self._queue, *running) if work.kind in kinds}
 
@@ -152,7 +151,7 @@ class Epoch:
     # ---- attempts ----
 
     def begin_attempt(self, event: AttemptAsked) -> AttemptProgress | None:
-        """The attempt that begins now, or None if it is an old one; its pulls are ordered."""
+        """Begins an attempt and orders its pulls; returns it, or None if it is an old one."""
         if self.attempt is not None:
             if event.attempt <= self.attempt.number:
                 return None
@@ -180,14 +179,14 @@ class Epoch:
         return self.attempt
 
     def came_early(self) -> list[GradientsReady | DeviceUpdated]:
-        """What workers said of the attempt under way before it began; what is older is dropped."""
+        """Returns what workers said of the attempt before it began; drops what is older."""
         number = self.attempt_number
         found = self._early.pop(number, [])
         self._early = {n: events for n, events in self._early.items() if n > number}
         return found
 
     def of_attempt(self, event: GradientsReady | DeviceUpdated) -> AttemptProgress | None:
-        """The attempt under way if a worker speaks of it; what is early is kept."""
+        """Returns the attempt under way if a worker speaks of it; keeps what is early."""
         if self.attempt is not None and event.attempt == self.attempt.number:
             return self.attempt
         if event.attempt > self.attempt_number:
@@ -241,7 +240,7 @@ class Epoch:
     # ---- decisions ----
 
     def decided(self, attempt: int, record_version: int) -> AttemptProgress:
-        """The attempt under way, when a decision about it is possible."""
+        """Returns the attempt under way, when a decision about it is possible."""
         current = self.attempt
         if current is None or current.number != attempt:
             raise ImpossibleError(
@@ -260,14 +259,14 @@ class Epoch:
         return current
 
     def begin_amend(self, event: AmendAsked) -> AttemptProgress:
-        """All blocks are to take the step of ``event``'s record; Amended follows when they have."""
+        """Asks all blocks for the step of the event's record; Amended follows when they have it."""
         attempt = self.decided(event.attempt, event.record.version)
         attempt.amended = OptimizerStep.of(event.record)
         attempt.amending = set(self.blocks.active)
         return attempt
 
     def amended(self, block: int, update: OptimizerStep) -> None:
-        """The block's slot holds the weights of the clipped step."""
+        """Notes that the block's slot holds the weights of the clipped step."""
         assert self.attempt is not None, "amends go with their attempt"
         self.attempt.previewed[block] = update
         self.attempt.amending.discard(block)
@@ -279,7 +278,7 @@ class Epoch:
             self._out.append(SendAmended(epoch=self.number, attempt=attempt.number))
 
     def commit(self, event: CommitAsked) -> None:
-        """Flip; blocks whose slot does not hold the committed step are to be completed."""
+        """Flip, and plan what blocks need whose slot does not hold the committed step."""
         record, words = event.record, self.words
         if record.version == words.committed:
             return
@@ -296,7 +295,7 @@ class Epoch:
         self.plan(WorkKind.COMPLETE, unlike)
 
     def skip(self, event: SkipAsked) -> bool:
-        """Drop the attempt under way; False if the event is about another one."""
+        """Drop the attempt under way; returns False if the event is about another one."""
         attempt = self.attempt
         if attempt is None or attempt.number != event.attempt:
             return False
@@ -318,8 +317,8 @@ class Epoch:
     # ---- settling ----
 
     def settle(self, event: SettleAsked, taking_back: Iterable[int] = ()) -> None:
-        """Settled follows when the state of all blocks is at the committed version: of those that
-        lag, and of those that are being taken back to it.
+        """Bring the state of all blocks to the committed version: of those that lag, and of those
+        that are being taken back to it. Settled follows.
         """
         if event.version != self.words.committed:
             raise ImpossibleError(
@@ -337,7 +336,7 @@ class Epoch:
         return set(lagging)
 
     def settled(self, block: int) -> None:
-        """The block's state is at the committed version."""
+        """Notes that the block's state is at the committed version."""
         if block in self._settling:
             self._settling.discard(block)
             self._report_settled()
@@ -353,7 +352,7 @@ class Epoch:
         self._queue.extend(QueuedWork(kind=kind, block=block) for block in blocks)
 
     def again(self, work: QueuedWork) -> None:
-        """The work needs another sweep, before all other work."""
+        """Put work back, before all other work: it needs another sweep."""
         self._queue.appendleft(work)
 
     def next_work(self) -> QueuedWork | None:
@@ -371,10 +370,10 @@ class Epoch:
         self._out.append(RunSweep(work=sweep))
 
     def ended(self) -> RunningSweep | None:
-        """The running sweep has ended, and its words are written even if the epoch is abandoned.
+        """Writes the words of the sweep that has ended, even if the epoch is abandoned.
 
-        Returns it, or None if it was of an attempt that was skipped or abandoned meanwhile, whose
-        weights stay invalid.
+        Returns the sweep, or None if it was of an attempt that was skipped or abandoned meanwhile,
+        whose weights stay invalid.
         """
         running, self._running = self._running, None
         assert running is not None, "no sweep was running"
@@ -383,52 +382,7 @@ class Epoch:
         return running if current else None
 
     def recovered_from(self, work: QueuedWork) -> None:
-        """Work is done that Ready waits for, if this epoch began with it. Nobody waits for the end
-        of what a commit during the epoch left to complete.
+        """Notes that work is done. Ready waits for what this epoch began with; nobody waits for
+        what a commit during the epoch left to complete.
         """
         self._recovery.left.pop(work, None)
-
-
-class Steps(Protocol):
-    """The rules by which blocks get from one version to the next."""
-
-    epoch: Epoch
-
-    def handle(self, event: LiveEvent) -> None:
-        """React to the scheduler or a worker; only after recovery."""
-
-    def start(self, blocks: Iterable[int]) -> None:
-        """All gradients of these blocks are there."""
-
-    def choose(self, work: QueuedWork) -> Sweep | None:
-        """The sweep that brings work forward; None if nothing is left to do."""
-
-    def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        """A sweep has ended; ``sweep`` and ``done`` are None if nothing was left to do."""
-
-    def abandon(self) -> None:
-        """The epoch is over."""
-
-    def validate(self) -> None:
-        """Check the invariants.
-
-        Raises:
-            ValueError: naming what contradicts what.
-        """
-
-
-def start_next(steps: Steps) -> None:
-    """Start the sweep whose turn it is, unless one is running."""
-    while (work := steps.epoch.next_work()) is not None:
-        sweep = steps.choose(work)
-        if sweep is None:
-            steps.finish(work, None, None)
-        else:
-            steps.epoch.run(work, sweep)
-
-
-def sweep_done(steps: Steps, event: SweepDone) -> None:
-    """The running sweep has ended."""
-    running = steps.epoch.ended()
-    if running is not None:
-        steps.finish(running.work, running.sweep, event)

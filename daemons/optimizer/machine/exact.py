@@ -7,8 +7,8 @@ sweep of an attempt, unless it holds: what the worker reports stands for their p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import ClassVar
 
 from penstock.daemons.optimizer.machine.epoch import Epoch, LiveEvent
 from penstock.daemons.optimizer.machine.events import (
@@ -22,6 +22,15 @@ from penstock.daemons.optimizer.machine.events import (
     SweepDone,
 )
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError
+from penstock.daemons.optimizer.machine.steps import (
+    Choosers,
+    Finishers,
+    Handlers,
+    complete,
+    recovery_done,
+    settle,
+    settle_done,
+)
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
     FinishHold,
@@ -35,7 +44,6 @@ from penstock.daemons.optimizer.machine.work import (
     AttemptProgress,
     QueuedWork,
     WorkKind,
-    complete,
 )
 
 
@@ -50,20 +58,20 @@ class ExactSteps:
         self._HANDLERS[type(event)](self, event)
 
     def start(self, blocks: Iterable[int]) -> None:
-        """All gradients of these blocks are there."""
+        """Plan the update of blocks whose gradients are all there."""
         elsewhere = self._on_devices()
         self.epoch.plan(WorkKind.UPDATE, [b for b in blocks if b not in elsewhere])
 
     def choose(self, work: QueuedWork) -> Sweep | None:
-        """The sweep that brings work forward; None if nothing is left to do."""
+        """Returns the sweep that brings work forward; None if nothing is left to do."""
         return self._CHOOSERS[work.kind](self, work.block)
 
     def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        """A sweep has ended; ``sweep`` and ``done`` are None if nothing was left to do."""
+        """Draw the consequences of a sweep's end; both are None if nothing was left to do."""
         self._FINISHERS[work.kind](self, work, sweep, done)
 
     def abandon(self) -> None:
-        """The epoch is over."""
+        """Forget what is planned: the epoch is over."""
         self.epoch.abandon()
 
     def validate(self) -> None:
@@ -110,7 +118,7 @@ class ExactSteps:
         self.epoch.report(attempt, block, event.status, event.seconds)
 
     def _on_devices(self) -> tuple[int, ...]:
-        """The blocks whose preview is a worker's."""
+        """Returns the blocks whose preview is a worker's."""
         attempt = self.epoch.attempt
         return () if attempt is None or attempt.hold else self.epoch.blocks.on_devices
 
@@ -135,7 +143,9 @@ class ExactSteps:
         return self.epoch.attempt
 
     def _update(self, block: int) -> Sweep:
-        """One that holds may need two: a settle first, then the look at the new gradients."""
+        """Returns one of two where the attempt holds: a settle first, then the look at the
+        gradients.
+        """
         attempt, pending = self._attempt(), self.epoch.words.pending(block)
         if attempt.hold:
             if pending is not None:
@@ -149,13 +159,6 @@ class ExactSteps:
         amended = self._attempt().amended
         assert amended is not None, "an amend is planned with its step"
         return Preview(block=block, update=amended)
-
-    def _complete(self, block: int) -> Sweep | None:
-        return complete(block, self.epoch.words)
-
-    def _settle(self, block: int) -> Sweep | None:
-        pending = self.epoch.words.pending(block)
-        return None if pending is None else Settle(block=block, update=pending)
 
     def _finish(self, block: int) -> Sweep:
         words = self.epoch.words
@@ -182,13 +185,7 @@ class ExactSteps:
         assert isinstance(sweep, Preview)
         self.epoch.amended(work.block, sweep.update)
 
-    def _settle_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        self.epoch.settled(work.block)
-
-    def _recovery_done(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        self.epoch.recovered_from(work)
-
-    _HANDLERS: ClassVar[Mapping[type[Any], Callable[[ExactSteps, Any], None]]] = {
+    _HANDLERS: ClassVar[Handlers] = {
         AttemptAsked: _on_attempt,
         GradientsReady: _on_gradients,
         DeviceUpdated: _on_device_updated,
@@ -197,19 +194,17 @@ class ExactSteps:
         SkipAsked: _on_skip,
         SettleAsked: _on_settle,
     }
-    _CHOOSERS: ClassVar[Mapping[WorkKind, Callable[[ExactSteps, int], Sweep | None]]] = {
+    _CHOOSERS: ClassVar[Choosers] = {
         WorkKind.UPDATE: _update,
         WorkKind.AMEND: _amend,
-        WorkKind.COMPLETE: _complete,
-        WorkKind.SETTLE: _settle,
+        WorkKind.COMPLETE: complete,
+        WorkKind.SETTLE: settle,
         WorkKind.FINISH: _finish,
     }
-    _FINISHERS: ClassVar[
-        Mapping[WorkKind, Callable[[ExactSteps, QueuedWork, Sweep | None, SweepDone | None], None]]
-    ] = {
+    _FINISHERS: ClassVar[Finishers] = {
         WorkKind.UPDATE: _update_done,
         WorkKind.AMEND: _amend_done,
-        WorkKind.SETTLE: _settle_done,
-        WorkKind.COMPLETE: _recovery_done,
-        WorkKind.FINISH: _recovery_done,
+        WorkKind.SETTLE: settle_done,
+        WorkKind.COMPLETE: recovery_done,
+        WorkKind.FINISH: recovery_done,
     }

@@ -35,13 +35,7 @@ from penstock.daemons.kit.events import (
 )
 from penstock.daemons.optimizer.machine.arithmetic import ArithmeticSteps
 from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
-from penstock.daemons.optimizer.machine.epoch import (
-    Epoch,
-    LiveEvent,
-    Steps,
-    start_next,
-    sweep_done,
-)
+from penstock.daemons.optimizer.machine.epoch import Epoch, LiveEvent
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
@@ -60,11 +54,12 @@ from penstock.daemons.optimizer.machine.events import (
 )
 from penstock.daemons.optimizer.machine.exact import ExactSteps
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, check_begin
+from penstock.daemons.optimizer.machine.steps import Steps, start_next, sweep_done
 from penstock.protocol.errors import ExitCode
 
 
 class OptimizerPhase(Enum):
-    """See the module."""
+    """Where an optimizerd is in its life, see the module."""
 
     IDLE = auto()
     RECOVERING = auto()
@@ -110,7 +105,7 @@ class OptimizerMachine:
         return 0 if self._joined is None else self._joined.epoch.queue_length
 
     def awaited(self) -> tuple[GradientsReady, ...]:
-        """The contributions of this node that the attempt under way still waits for."""
+        """Returns the contributions of this node that the attempt under way still waits for."""
         live = self._live()
         return () if live is None else live.epoch.awaited()
 
@@ -157,7 +152,7 @@ class OptimizerMachine:
     # ---- from epoch to epoch ----
 
     def _too_old(self, epoch: int) -> bool:
-        """Whether a new epoch is none; a stopping process enters none at all."""
+        """Returns whether an epoch is not new; a stopping process enters none at all."""
         stopping = self.phase is OptimizerPhase.STOPPING
         return stopping or epoch < self._newest or epoch <= self.joined_epoch
 
@@ -203,7 +198,7 @@ class OptimizerMachine:
     # ---- within an epoch ----
 
     def _on_live(self, event: LiveEvent) -> None:
-        """What only a live epoch may hear of, and only of itself."""
+        """Passes on what only a live epoch may hear of, and only of itself."""
         live = self._live()
         if live is not None and event.epoch == live.epoch.number:
             live.handle(event)

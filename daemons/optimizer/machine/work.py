@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.daemons.optimizer.machine.sweeps import CastWeights, Hold, Sweep
-from penstock.daemons.optimizer.machine.words import WordsMirror
+from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.protocol.plan.step import OptimizerStep
 
 
@@ -63,13 +62,3 @@ class AttemptProgress:
     previewed: dict[int, OptimizerStep] = field(default_factory=dict)
     amended: OptimizerStep | None = None
     amending: set[int] = field(default_factory=set)
-
-
-def complete(block: int, words: WordsMirror) -> Sweep | None:
-    """The sweep that a block needs whose committed weights are not there; None if they are."""
-    if words.holds(block, words.committed):
-        return None
-    pending = words.pending(block)
-    if pending is not None:
-        return Hold(block=block, update=pending)
-    return CastWeights(block=block, version=words.committed)
