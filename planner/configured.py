@@ -9,6 +9,7 @@ that a configuration could meet.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -61,7 +62,11 @@ def config_prices(
             tokens=micro_batch * config.data.sequence_length,
             own_memory=platform.own_memory,
         ),
-        cluster=cluster_of(source, devices_per_node=config.cluster.workers),
+        cluster=replace(
+            cluster_of(source, devices_per_node=config.cluster.workers),
+            # An UPDATE fetches the fp32 master and the optimizer's arrays.
+            update_fetch_bytes=4.0 + config.optimizer.name.traits.state_bytes,
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from penstock.planner.pipeline import try_plan
 from penstock.planner.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation, simulate
+from penstock.protocol.config.optimizers import OptimizerName
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program
@@ -274,6 +275,19 @@ def test_a_fetch_waits_for_the_buffer_that_a_release_frees() -> None:
         ("FW 2 forward", 0, 4.0, 6.0),
         ("F 2 0", 0, 6.0, 7.0),
     ]
+
+
+def test_an_update_fetches_the_arrays_of_the_configured_optimizer(
+    make_table: Callable[..., BlockTable], make_config: Callable[..., Config]
+) -> None:
+    """The fp32 master, and two numbers a parameter of AdamW or one of Lion."""
+    config, table = make_config("spipe"), make_table(4)
+    lion = config.optimizer.model_copy(update={"name": OptimizerName.LION})
+    fetched = [
+        config_context(one, table).prices.cluster.update_fetch_bytes
+        for one in (config, config.model_copy(update={"optimizer": lion}))
+    ]
+    assert fetched == [12.0, 8.0]
 
 
 def test_simulation_of_a_configuration(
