@@ -198,7 +198,9 @@ def _kept(device: DeviceState, swap: SwapOut | SwapIn) -> Graph:
 
 
 def reduce(world: World, device: DeviceState, reducing: ReduceGradients) -> None:
-    """Takes the final gradients of a stage and sends them to the stage that sums them."""
+    """Takes the final gradients of a stage: it sends them to their root, or enters a reduce-scatter
+    where weights are sharded.
+    """
     stage = _final_stage(world, device, reducing)
     if stage in world.offloaded:
         raise RuleBroken("these gradients were offloaded before")
@@ -214,8 +216,8 @@ def reduce(world: World, device: DeviceState, reducing: ReduceGradients) -> None
 def offload(world: World, device: DeviceState, offloading: OffloadGradients) -> Event | None:
     """Takes the final gradients of a stage.
 
-    Where routes are summed, only the root offloads: it waits for the sum of all routes, and
-    elsewhere nothing is left to offload.
+    Where the plan reduces gradients, REDUCE_GRADIENTS ran before. The root of a reduction waits for
+    the sum of all routes and offloads it; elsewhere nothing is left to offload.
     """
     stage = _final_stage(world, device, offloading)
     if stage in world.offloaded:

@@ -259,8 +259,8 @@ class World:
         return bool(self.runs[stage * len(self.route_of) + micro_batch])
 
     def checkpoint_source(self, stage: int, micro_batch: int) -> int:
-        """Returns the forward stage that leaves the checkpoint of a backward stage, past those that
-        do not run.
+        """Returns the forward stage that leaves the checkpoint of a backward stage. Where its usual
+        source does not run, it is the one that the layout names instead.
         """
         source = self.layout.checkpoint_source(stage)
         skipped = not self.is_run(source, micro_batch)
