@@ -18,7 +18,7 @@ _EVENTS_IN_ERRORS = 5
 
 
 class InstructionError(PenstockError):
-    """An instruction failed; says where in the run, and what ran before it."""
+    """Says which instruction failed, where in the run, and what ran before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class JobResult:
 def run_job(
     context: EpochContext, job: Job, program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS
 ) -> JobResult:
-    """Execute a program on one global batch. Nothing of it stays on the device, however it ends.
+    """Executes a program on one global batch. Nothing of it stays on the device, however it ends.
 
     Raises:
         Interrupted: the abort flag was set.
@@ -107,7 +107,7 @@ def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> In
 
 
 def _shortage(attempt: Attempt, error: Exception) -> DeviceMemoryError | None:
-    """The error of an allocator that had no more, in words that help."""
+    """Returns the error of an allocator that had no more, in words that help; else ``None``."""
     context = attempt.context
     wanted = refused_bytes(error)
     if wanted is None:

@@ -80,7 +80,7 @@ class RecomputeAfter(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which list of stages a weight buffer belongs to; both lists number their stages from 0."""
+    """One of the two lists of stages; both number their stages from 0."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

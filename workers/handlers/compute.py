@@ -25,13 +25,13 @@ from penstock.workers.state.weights import StageKey
 
 
 def forward(instruction: Forward, attempt: Attempt) -> None:
-    """Run a forward stage; what stays is said by ``instruction.keep``."""
+    """Runs a forward stage; ``instruction.keep`` says what stays."""
     _FORWARDS[instruction.keep](instruction, attempt)
 
 
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
-    """Run a backward stage forward, with autograd, from its checkpoint; or only what its forward
-    dropped.
+    """Runs a backward stage forward, with autograd, from its checkpoint; or makes again only what
+    its forward dropped.
     """
     stage, m = instruction.stage, instruction.micro_batch
     if attempt.has_graph(stage, m):
@@ -46,12 +46,14 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
 
 
 def backward(instruction: Backward, attempt: Attempt) -> None:
-    """Gradients of a stage's weights, added up, and of its inputs, kept for the stage before."""
+    """Computes the gradients of a stage's weights, and adds them up, and of its inputs, which it
+    leaves to the stage before.
+    """
     _backward(instruction, attempt)
 
 
 def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
-    """Gradients of a stage's inputs only; those of its weights wait."""
+    """Computes the gradients of a stage's inputs only; those of its weights wait."""
     stage, m = instruction.stage, instruction.micro_batch
     output = _backward(instruction, attempt)
     assert output.stored is not None and output.stored.deferred is not None
@@ -59,8 +61,8 @@ def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
 
 
 def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
-    """The gradients of a stage's weights that wait, added up micro-batch by micro-batch unless the
-    plan concatenates them.
+    """Computes the weight gradients that wait, and adds them up micro-batch by micro-batch unless
+    the plan concatenates them.
     """
     stage = instruction.stage
     run_together(
@@ -82,7 +84,7 @@ def _backward(instruction: Backward | BackwardInput, attempt: Attempt) -> StageO
 
 
 def _make_again(instruction: Recompute, attempt: Attempt) -> None:
-    """What the forward dropped, from what it kept."""
+    """Makes what the forward dropped from what it kept."""
     stage, m = instruction.stage, instruction.micro_batch
     attempt.await_others(instruction)
     _bind_anew(attempt, stage)
@@ -90,20 +92,22 @@ def _make_again(instruction: Recompute, attempt: Attempt) -> None:
 
 
 def _keep_graph(attempt: Attempt, stage: int, micro_batch: int, output: StageOutput) -> None:
-    """The graph starts at its output but does not need the values, which may be sent by now."""
+    """Keeps a graph. It starts at its output but does not need the values, which may be sent by
+    now: their storage is let go of.
+    """
     for tensor in output.tensors.values():
         let_go(tensor)
     attempt.keep_graph(stage, micro_batch, output)
 
 
 def _bind_anew(attempt: Attempt, stage: int) -> None:
-    """Wait for the weights if they may have been released since the forward."""
+    """Waits for the weights if they may have been released since the forward."""
     if attempt.context.plan.rebinds_weights:
         attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
 
 
 def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
-    """``keep=all`` or ``selective``: forward and backward stages are the same list."""
+    """Runs a FORWARD with ``keep=all`` or ``selective``: both lists have the same stages then."""
     stage, m = instruction.stage, instruction.micro_batch
     inputs = attempt.inputs(instruction)
     bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=True)
@@ -115,7 +119,8 @@ def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
 
 
 def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
-    """``keep=input``: leave the inputs of the backward stages that start inside this stage.
+    """Runs a FORWARD with ``keep=input``, which leaves the inputs of the backward stages that start
+    inside this stage.
 
     Where nobody needs the output (that of the last forward stage, whose loss RECOMPUTE counts), it
     stops where the last checkpoint is.
@@ -136,7 +141,7 @@ def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
 
 
 def _forward_only(instruction: Forward, attempt: Attempt) -> None:
-    """``keep=none``: evaluation."""
+    """Runs a FORWARD with ``keep=none``: evaluation."""
     stage, m = instruction.stage, instruction.micro_batch
     inputs = attempt.inputs(instruction)
     bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=False)

@@ -1,8 +1,7 @@
-"""FETCH_WEIGHTS, RELEASE_WEIGHTS, SWAP_OUT and SWAP_IN.
-
-REDUCE_GRADIENTS and OFFLOAD_GRADIENTS; :mod:`penstock.protocol.plan.reduction` says who sums.
-
-UPDATE: a block's next weights on this device, instead of on its node's CPU cores.
+"""Handlers of what comes to a device, leaves it, or changes model state: FETCH_WEIGHTS and
+RELEASE_WEIGHTS; SWAP_OUT and SWAP_IN; REDUCE_GRADIENTS and OFFLOAD_GRADIENTS, of which
+:mod:`penstock.protocol.plan.reduction` says who sums; and UPDATE, which makes a block's next
+weights on this device instead of on its node's CPU cores.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from penstock.workers.state.weights import StageKey
 
 
 def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
-    """Start; the first use waits.
+    """Starts to fetch a stage's weights; their first use waits.
 
     With ``shards_weights`` this is a model of devices that each fetch a share and gather the rest
     from each other. Here nothing is gathered: CPUs read weights where they lie in shared memory
@@ -31,25 +30,25 @@ def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
 
 
 def release_weights(instruction: ReleaseWeights, attempt: Attempt) -> None:
-    """The buffer is free."""
+    """Gives the buffer of a stage's weights back."""
     attempt.stages.release(StageKey(instruction.stage, instruction.phase))
 
 
 def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
-    """Start copying a share of what a forward kept to host memory, or to a peer's."""
+    """Starts to copy a share of what a forward kept to host memory, or to a peer's."""
     swaps = attempt.swaps(instruction.peer)
     saved = attempt.saved_activations(instruction.stage, instruction.micro_batch)
     saved.swap_out(instruction.fraction, allocate=swaps.allocate, copies=swaps.out)
 
 
 def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
-    """Start copying it back; the first use waits."""
+    """Starts to copy it back; its first use waits."""
     saved = attempt.saved_activations(instruction.stage, instruction.micro_batch)
     saved.swap_in(copies=attempt.swaps(instruction.peer).back)
 
 
 def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
-    """Send the sums of a backward stage to its root, which only notes here what will come."""
+    """Sends the sums of a backward stage to its root, which only notes here what will come."""
     reduction, stage = attempt.context.flow.reduction, instruction.stage
     if reduction.publishes(stage):
         for sender in reduction.senders(stage):
@@ -62,8 +61,8 @@ def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
 
 
 def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
-    """Publish the sums of a backward stage: its own, plus in the order of routes what others send,
-    so that they have the same bits each time. Nothing where the sums were sent.
+    """Publishes the sums of a backward stage: its own, plus in the order of routes what others
+    send, so that they have the same bits each time. Nothing where the sums were sent.
     """
     reduction, stage = attempt.context.flow.reduction, instruction.stage
     if reduction.publishes(stage):
@@ -73,5 +72,7 @@ def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
 
 
 def update(instruction: Update, attempt: Attempt) -> None:
-    """Start; the attempt ends when it is done. In an attempt that holds, the CPU updates all."""
+    """Starts the update of a block, and the attempt ends when it is done. In an attempt that holds,
+    the CPU updates all blocks.
+    """
     attempt.update(instruction)
