@@ -32,6 +32,7 @@ from penstock.models.saved_activations import (
     SavePolicy,
     saving_activations,
 )
+from penstock.models.torch_device import torch_device
 from penstock.planner.cost.catalogue import LanguageModel
 from penstock.planner.cost.operators import OPERATOR_SETS, Shape, attention_kernels, mlp_kernels
 
@@ -147,8 +148,7 @@ def measure(
 
 
 def _now(options: argparse.Namespace) -> float:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
+    torch_device(torch.device(options.device)).synchronize()
     return time.perf_counter()
 
 

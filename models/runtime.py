@@ -31,6 +31,7 @@ from penstock.models.saved_activations.tape import tensors_in
 from penstock.models.storing import Stored, Storing
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall, LayerCalls
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
+from penstock.models.torch_device import torch_device
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
 
@@ -387,12 +388,7 @@ class ModelRuntime:
     def _reseed(self, *position: int) -> None:
         digest = hashlib.blake2b(repr((self._seed, *position)).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1  # 63 bits: a seed for any torch generator
-        if self._device.type == "cuda":
-            index = self._device.index
-            index = torch.cuda.current_device() if index is None else index
-            torch.cuda.default_generators[index].manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
+        torch_device(self._device).generator().manual_seed(seed)
 
 
 def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:

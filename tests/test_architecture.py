@@ -50,7 +50,7 @@ FLOORS = {
         settling
         configured
         tuning""",
-    "models": """data step
+    "models": """data step torch_device
         loss
         surgery
         binding

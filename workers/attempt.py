@@ -20,6 +20,7 @@ from penstock.models.runtime import StageOutput
 from penstock.models.saved_activations import SavedActivations, SavePolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
+from penstock.models.torch_device import SwapStreams, torch_device
 from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
 from penstock.protocol.plan.plan import Plan
@@ -36,7 +37,6 @@ from penstock.workers.platforms.base import Device, Runtime, Stamp
 from penstock.workers.state.flow import Flow, tensor_taken, tensors_awaited, tensors_left
 from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.stages import Stages
-from penstock.workers.state.swaps import SwapStreams
 from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
 from penstock.workers.state.weights import FetchScope, StageKey, WeightLoader
 from penstock.workers.telemetry.progress import Progress
@@ -292,7 +292,7 @@ class Attempt:
         if peer not in self._swaps:
             device, here = self.context.device.torch_device, self.context.device_index
             distance = None if peer is None else peer - here
-            self._swaps[peer] = SwapStreams.of(device, distance)
+            self._swaps[peer] = torch_device(device).swap_streams(distance)
         return self._swaps[peer]
 
     def update(self, instruction: Update) -> None:

@@ -31,6 +31,7 @@ from penstock.models.profiling.operators import OperatorProbe
 from penstock.models.runtime import HIDDEN, Borrowed, BoundBlock, ModelRuntime, StageOutput
 from penstock.models.saved_activations import BoundWeights, SavePolicy
 from penstock.models.storing import Storing
+from penstock.models.torch_device import torch_device
 from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile
 from penstock.shm.table import BlockTable
 
@@ -73,8 +74,7 @@ class Stopwatch:
         return statistics.median(seconds)
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        torch_device(self.device).synchronize()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

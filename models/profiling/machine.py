@@ -23,6 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from penstock import _native
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.models.torch_device import TorchDevice, torch_device
 from penstock.protocol.config.optimizers import OptimizerName
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.placement import place
@@ -60,11 +61,13 @@ def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _CO
     rounded; fp32 stays where it is.
     """
     weights, grads = config.model.dtype, config.optimizer.grad_dtype
-    if device.type == "cuda":
+    found = torch_device(device)
+    if found.own_memory:
         # Pinned, as workers' arrays are: copies of other memory go through the driver's buffer.
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        host = found.host_memory(num_bytes)
         there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return Copies(fetch=_copy_rate(there, host), offload=_copy_rate(host, there))
+        fetch, offload = _copy_rate(found, there, host), _copy_rate(found, host, there)
+        return Copies(fetch=fetch, offload=offload)
     wide = torch.zeros(num_bytes // 2, dtype=torch.float32)
     stored = wide.to(_TORCH_OF[weights])
     rounded = wide.to(_TORCH_OF[grads])
@@ -139,7 +142,8 @@ def measure_update(config: Config, device: torch.device, host: OptimizerRates) -
     On a GPU the arithmetic of a piece, of AdamW, which Adam's differs little from (others are not
     executed there). On a CPU an UPDATE is a preview, on a worker's share of the cores.
     """
-    if device.type == "cpu":
+    found = torch_device(device)
+    if not found.own_memory:
         return host.preview / config.cluster.workers
     step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
     adamw = config.optimizer.model_copy(update={"name": OptimizerName.ADAMW})
@@ -153,7 +157,7 @@ def measure_update(config: Config, device: torch.device, host: OptimizerRates) -
         sum_squares(piece.gradients, squares)
         apply(piece, scalars)
         # The calls above only queue kernels.
-        torch.cuda.synchronize(device)
+        found.synchronize()
 
     return PIECE_ELEMENTS / _median(update)
 
@@ -203,10 +207,10 @@ def _shared(num_elements: int, dtype: DTypeLike) -> NDArray[Any]:
     return array
 
 
-def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+def _copy_rate(device: TorchDevice, target: torch.Tensor, source: torch.Tensor) -> float:
     def copy() -> None:
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        device.synchronize()
 
     return source.nbytes / _median(copy)
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from penstock.models.saved_activations.operators import plain_name
+from penstock.models.torch_device import torch_device
 
 _NAMES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"), "qkv"),
@@ -114,8 +115,7 @@ class OperatorProbe:
 
     def _now(self) -> float:
         # So that the seconds of a module's kernels are its own; the sum is longer than a forward's.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        torch_device(self._device).synchronize()
         return time.perf_counter()
 
 

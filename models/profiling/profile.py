@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 
 import torch
@@ -32,6 +30,7 @@ from penstock.models.profiling.machine import (
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
+from penstock.models.torch_device import first_device, torch_device
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
@@ -64,7 +63,8 @@ def measure(
         eos=None if tokenizer is None else tokenizer.eos,
     )
     table = build_table(config, hf_config)
-    compute_dtype = torch.float32 if device.type == "cpu" else _COMPUTE_OF[table.weight_dtype]
+    own_memory = torch_device(device).own_memory
+    compute_dtype = _COMPUTE_OF[table.weight_dtype] if own_memory else torch.float32
     micro_batches = sorted({1, 2, config.train.micro_batch})
     with _threads(config) as num_threads:
         bench = BlockBench(
@@ -95,7 +95,6 @@ def _machine(
     messages = measure_messages()
     progress("optimizer passes")
     optimizer = measure_optimizer(config)
-    memory = inf if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
     return MachineProfile(
         instruction_s=instruction_s,
         fetch_bandwidth=copies.fetch,
@@ -107,7 +106,7 @@ def _machine(
         settle_rate=optimizer.settle,
         in_place_rate=optimizer.in_place,
         device_update_rate=measure_update(config, device, optimizer),
-        device_memory_bytes=memory,
+        device_memory_bytes=torch_device(device).memory_bytes,
         host_memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
     )
 
@@ -118,14 +117,13 @@ def _device(config: Config) -> torch.device:
             f"cluster.device = {config.cluster.device!r}: there is nothing to measure on an"
             " emulated device; use --set cluster.device=cpu or cuda"
         )
-    if config.cluster.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    found = first_device(config.cluster.device)
+    if found is None:
         raise ConfigError(
-            "cluster.device = 'cuda': there is no GPU here to measure; run this on a machine of the"
-            " cluster, or use --costs analytic:GPU:MODEL"
+            f"cluster.device = {config.cluster.device!r}: there is no GPU here to measure; run this"
+            " on a machine of the cluster, or use --costs analytic:GPU:MODEL"
         )
-    return torch.device("cuda", 0)
+    return found.device
 
 
 @contextmanager
@@ -142,9 +140,9 @@ def _threads(config: Config) -> Iterator[int]:
 
 
 def _description(device: torch.device, num_threads: int) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"CPU ({platform.machine()}), compute threads of a worker: {num_threads}"
+    found = torch_device(device)
+    threads = "" if found.own_memory else f", compute threads of a worker: {num_threads}"
+    return f"{found.name}{threads}"
 
 
 def _say(message: str) -> None:

@@ -7,22 +7,17 @@ backward proceeds, as without a store.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from penstock.models.torch_device import Arrival
+
 
 class SavedActivationError(RuntimeError):
     """A saved activation or a weight is needed while it is not there; no valid plan does that."""
-
-
-class Arrival(Protocol):
-    """A point in a copy stream, behind all copies that were asked for before it."""
-
-    def wait(self) -> None:
-        """Order whatever the compute stream is given from now on after the copies."""
 
 
 class Maker(Protocol):
@@ -233,3 +228,21 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.untyped_storage()
+
+
+def chosen(slots: Sequence[StorageSlot], fraction: float) -> list[StorageSlot]:
+    """Whole slots of together at least ``fraction`` of the bytes of ``slots``.
+
+    The largest first, the older first among equals; the last one is the smallest that is enough.
+    The same slots for the same forward.
+    """
+    wanted = fraction * sum(slot.num_bytes for slot in slots)
+    left = sorted(slots, key=lambda slot: (-slot.num_bytes, slot.order))
+    taken: list[StorageSlot] = []
+    while wanted > 0 and left:
+        enough = [slot for slot in left if slot.num_bytes >= wanted]
+        slot = enough[-1] if enough else left[0]
+        left.remove(slot)
+        taken.append(slot)
+        wanted -= slot.num_bytes
+    return taken

@@ -29,16 +29,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.models.saved_activations.collection import SavedTensor, SavedTensors
 from penstock.models.saved_activations.operators import OperatorTracker
 from penstock.models.saved_activations.recorder import Recorder
-from penstock.models.saved_activations.slots import StorageSlot
-from penstock.models.saved_activations.swap import (
-    Allocate,
-    CopyStream,
-    PlainCopies,
-    chosen,
-    host_memory,
-)
+from penstock.models.saved_activations.slots import StorageSlot, chosen
 from penstock.models.saved_activations.tape import Tape
 from penstock.models.saved_activations.weights import BoundWeights
+from penstock.models.torch_device import Allocate, CopyStream, PlainCopies, host_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +101,7 @@ class SavedActivations:
     ) -> int:
         """Start moving ``fraction`` (0 to 1) of :attr:`bytes` elsewhere; returns bytes moved.
 
-        Whole storages, the largest first (:func:`~penstock.models.saved_activations.swap.chosen`).
+        Whole storages, the largest first (:func:`~penstock.models.saved_activations.slots.chosen`).
         ``allocate`` gives flat uint8 memory elsewhere. The device's memory is let go of at once;
         ``copies`` sees to it that it is not used again too early.
 

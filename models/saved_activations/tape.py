@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.models.saved_activations.collection import SavedTensor
 from penstock.models.saved_activations.slots import StorageSlot
+from penstock.models.torch_device import torch_device
 
 _PRUNE_EVERY = 64
 
@@ -62,7 +63,7 @@ class RecordedCall:
         not held. ``random``: the kernel draws numbers from the generator of ``device``.
         """
         # Before the kernel runs: it moves the generator on.
-        state = _generator(device).get_state() if random else None
+        state = torch_device(device).generator().get_state() if random else None
         return cls(
             kernel=kernel,
             args=_mapped(args, _without_tensor),
@@ -85,7 +86,7 @@ class RecordedCall:
         args, kwargs = _mapped(self.args, with_tensor), _mapped(self.kwargs, with_tensor)
         if self.random_state is None:
             return self.kernel(*args, **kwargs)
-        with _state(_generator(self.random_device), self.random_state):
+        with _state(torch_device(self.random_device).generator(), self.random_state):
             return self.kernel(*args, **kwargs)
 
 
@@ -217,14 +218,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _without_tensor(item: Any) -> Any:
     return _HOLE if isinstance(item, torch.Tensor) else item
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """Returns the generator that kernels on this device draw from unless told otherwise."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
 
 
 @contextmanager

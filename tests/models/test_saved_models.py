@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 from penstock.models.binding import BoundBlock
 from penstock.models.saved_activations import (
     BoundWeights,
-    CudaCopies,
     SavePolicy,
     saving_activations,
 )
 from penstock.models.split_backward.split import DeferredWeights, backward_input, split_backward
+from penstock.models.torch_device import torch_device
 from tests.models.saved_runs import SETS, TINY_GPT2, assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -192,20 +192,15 @@ def test_on_a_gpu(drop) -> None:
 
     parameters = list(model.parameters())
     wanted = torch.autograd.grad(loss(), parameters)
-    stream = torch.cuda.Stream()
+    streams = torch_device(torch.device("cuda")).swap_streams()
     policy = SavePolicy(drop=SETS[drop] if drop else frozenset())
     for fraction in (0.0, 0.3, 1.0):
         with saving_activations(policy, BoundWeights()) as kept:
             value = loss()
         torch.rand(9, device="cuda")
-        copies = CudaCopies(stream)
-        moved = kept.swap_out(
-            fraction,
-            allocate=lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
-            copies=copies,
-        )
+        moved = kept.swap_out(fraction, allocate=streams.allocate, copies=streams.out)
         torch.full((moved // 4 + 1,), float("nan"), device="cuda")  # takes the freed memory
-        kept.swap_in(copies=copies)
+        kept.swap_in(copies=streams.back)
         kept.recompute()
         assert_same(list(torch.autograd.grad(value, parameters)), list(wanted))
     gc.collect()

@@ -1,0 +1,266 @@
+"""Streams, copies, allocation, pinning and random numbers of the devices that torch computes on.
+
+Swaps, tapes, runtimes and profiles ask a :class:`TorchDevice` for these and never torch itself, so
+that what they do to streams and memory can be carried out, or checked, by another implementation.
+What only one platform does, such as streaming weights, is in :mod:`penstock.workers.platforms`.
+
+Memory elsewhere comes from an :data:`Allocate`. It is in use for as long as the tensor object
+exists; a pool may hand out views and take them back with ``weakref.finalize``.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from math import inf
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+Allocate = Callable[[int], torch.Tensor]
+"""Bytes wanted -> a flat uint8 tensor of at least that size."""
+
+
+class Arrival(Protocol):
+    """A point in a copy stream, behind all copies that were asked for before it."""
+
+    def wait(self) -> None:
+        """Order whatever the compute stream is given from now on after the copies."""
+
+
+class CopyStream(Protocol):
+    """Copies beside the computation, in the order in which they are asked for."""
+
+    def follow(self, arrival: Arrival) -> None:
+        """Copies asked for from now on come after that point, on whatever stream it is."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start a copy between flat tensors of equal size.
+
+        It comes after everything that the compute stream was given so far. The caller may drop both
+        tensors at once: memory of the device must stay untouched till the copy is over.
+        """
+
+    def record(self) -> Arrival:
+        """The point behind all copies so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapStreams:
+    """A stream for each direction, and where memory elsewhere comes from."""
+
+    out: CopyStream
+    back: CopyStream
+    allocate: Allocate
+
+
+class TorchDevice(Protocol):
+    """One device of torch. ``own_memory``: it has memory, and streams, apart from the host's."""
+
+    device: torch.device
+    own_memory: bool
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """How much memory it has; infinite where that is the host's."""
+
+    def synchronize(self) -> None:
+        """Wait until all work that was issued so far is done."""
+
+    def generator(self) -> torch.Generator:
+        """Returns the generator that kernels draw from unless they are told otherwise."""
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Returns fresh host memory, a flat uint8 tensor, for copies beside the computation."""
+
+    def swap_streams(self, distance: int | None = None) -> SwapStreams:
+        """Returns the streams that swap to the host, or to a peer: another device of the node,
+        whose number there is this one's plus ``distance``. The same ones each time.
+        """
+
+
+class Done:
+    """Copies that were over when they were asked for."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class PlainCopies:
+    """Copies on the calling thread: for a CPU, whose memory is host memory."""
+
+    def follow(self, arrival: Arrival) -> None:
+        """Waits."""
+        arrival.wait()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies."""
+        target.copy_(source)
+
+    def record(self) -> Done:
+        """At once."""
+        return Done()
+
+
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """Returns fresh pageable host memory, a flat uint8 tensor."""
+    # Modes that count a device's memory must not see it.
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+class HostDevice:
+    """A CPU as a :class:`TorchDevice`: what is asked for is done when the call returns."""
+
+    own_memory = False
+    memory_bytes = inf
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @staticmethod
+    def first() -> torch.device | None:
+        """Returns the one that there is."""
+        return torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        """The architecture."""
+        return f"CPU ({platform.machine()})"
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def generator(self) -> torch.Generator:
+        """Returns torch's default generator."""
+        return torch.default_generator
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Returns pageable memory."""
+        return host_memory(num_bytes)
+
+    def swap_streams(self, distance: int | None = None) -> SwapStreams:
+        """Returns copies within host memory; that of peers is the host's, too."""
+        return SwapStreams(out=PlainCopies(), back=PlainCopies(), allocate=host_memory)
+
+
+class CudaArrival:
+    """An event on a CUDA stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        """The current stream waits; the host does not."""
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class CudaCopies:
+    """Copies on a stream of its own; asynchronous if the host memory is pinned."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def follow(self, arrival: Arrival) -> None:
+        """Ordered on the device."""
+        assert isinstance(arrival, CudaArrival)
+        self._stream.wait_event(arrival.event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The allocator is told that device memory is in use on this stream, too."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+
+    def record(self) -> CudaArrival:
+        """An event behind the copies so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return CudaArrival(event)
+
+
+class GpuDevice:
+    """A GPU as a :class:`TorchDevice`."""
+
+    own_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @staticmethod
+    def first() -> torch.device | None:
+        """Returns GPU 0, if there is any."""
+        return torch.device("cuda", 0) if torch.cuda.is_available() else None
+
+    @property
+    def name(self) -> str:
+        """What the driver says."""
+        return str(torch.cuda.get_device_name(self.device))
+
+    @property
+    def memory_bytes(self) -> float:
+        """All of it, whoever uses it."""
+        return float(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the device."""
+        torch.cuda.synchronize(self.device)
+
+    def generator(self) -> torch.Generator:
+        """Returns the device's own; of the current device, if this one has no number."""
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return torch.cuda.default_generators[index]
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Returns pinned memory, which torch keeps for reuse."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def swap_streams(self, distance: int | None = None) -> SwapStreams:
+        """Returns streams to pinned memory, or to the peer's GPU: over NVLink or PCIe where the
+        driver allows that. The first swap makes a CUDA context there, which takes a few hundred MB.
+        """
+        return _gpu_swaps(self, distance)
+
+
+@cache  # attempt after attempt would take others of torch's 32 streams, those of weights too
+def _gpu_swaps(device: GpuDevice, distance: int | None) -> SwapStreams:
+    own = device.device
+    streams = [torch.cuda.Stream(own) for _ in range(2)]  # type: ignore[no-untyped-call]
+    allocate: Allocate = device.host_memory
+    if distance is not None:
+        assert own.index is not None, "a worker's GPU has a number"
+        peer = (own.index + distance) % torch.cuda.device_count()  # workers may share GPUs
+        allocate = partial(_on_peer, torch.device("cuda", peer))
+    return SwapStreams(out=CudaCopies(streams[0]), back=CudaCopies(streams[1]), allocate=allocate)
+
+
+def _on_peer(peer: torch.device, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=peer)
+
+
+IMPLEMENTATIONS: Mapping[str, type[HostDevice] | type[GpuDevice]] = MappingProxyType(
+    {"cpu": HostDevice, "cuda": GpuDevice}
+)
+"""By torch's type of device."""
+
+
+@cache  # one object per device, whose streams are made once
+def torch_device(device: torch.device) -> TorchDevice:
+    """Returns what stands for a device of torch in this process."""
+    return IMPLEMENTATIONS[device.type](device)
+
+
+def first_device(kind: str) -> TorchDevice | None:
+    """Returns the first device of one of torch's types, ``None`` if there is none."""
+    found = IMPLEMENTATIONS[kind].first()
+    return None if found is None else torch_device(found)
