@@ -66,7 +66,7 @@ class LayerAnnouncer:
 
 
 def make_model(options: argparse.Namespace) -> Any:
-    """The model on its device, with flash attention where there is one."""
+    """Returns the model on its device, with flash attention where there is one."""
     heads = options.hidden // HEAD_SIZE
     common = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
     config: GPT2Config | LlamaConfig

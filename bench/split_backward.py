@@ -53,14 +53,14 @@ class Stage:
     shape: tuple[int, ...]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Hidden states, or features of pictures."""
+        """Returns hidden states, (batch, sequence, hidden), or features of pictures."""
         name = "pixel_values" if len(self.shape) == 4 else "inputs_embeds"
         output: torch.Tensor = self.model(**{name: inputs}).last_hidden_state
         return output * 1.0  # torch's split refuses an output that is a view
 
 
 def make_stage(kind: str, *, full_resnet: bool) -> Stage:
-    """A stage of moderate size: products outweigh what a call costs."""
+    """Returns a stage of moderate size: products outweigh what a call costs."""
     attention = {"num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 1408}
     config: Any
     shape: tuple[int, ...] = (2, 128, 512)
@@ -96,13 +96,13 @@ class StageRun:
         return result
 
     def unsplit(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         output = self._timed(lambda: self._stage.forward(self.inputs))
         gradient = torch.ones_like(output)
         self._timed(lambda: output.backward(gradient))
 
     def split(self, at_half: Callable[[], None], *, reductions: bool) -> None:
-        """Ours; ``at_half`` is called between the halves."""
+        """Run the split backward; ``at_half`` is called between the halves."""
         store = self._timed(lambda: self.first_half(reductions=reductions))
         at_half()
         self._timed(store.run)
@@ -160,7 +160,7 @@ class Alive(TorchDispatchMode):
 
 
 def kept_mib(stage: Stage, way: Callable[[StageRun, Callable[[], None]], None]) -> float:
-    """What is alive between the halves."""
+    """Returns the MiB that are alive between the halves."""
     run = StageRun(stage, time.perf_counter)
     run.inputs.grad = torch.zeros_like(run.inputs)
     sums = [p.grad for p in stage.model.parameters() if p.grad is not None]
@@ -172,7 +172,7 @@ def kept_mib(stage: Stage, way: Callable[[StageRun, Callable[[], None]], None]) 
 
 
 def forward_mib(stage: Stage) -> float:
-    """What is alive after an unsplit forward."""
+    """Returns the MiB that an unsplit forward leaves alive beside its output."""
     run = StageRun(stage, time.perf_counter)
     apart = (run.inputs, *stage.model.parameters(), *stage.model.buffers())
     with Alive(apart) as alive:

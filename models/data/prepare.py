@@ -169,8 +169,8 @@ class _Sources:
         return {**self._entry(path.name, num_tokens, dtype, tokenizer.eos), "sums": sums}
 
     def _given_tokens(self, sums: Path) -> dict[str, Any]:
-        """A token file stays where it is; every id is checked once against the vocabulary, and
-        checksums are made of it.
+        """Returns the entry of a token file, which stays where it is; checks every id once against
+        the vocabulary, and makes checksums.
         """
         path, dtype = self._files[0].absolute(), np.dtype(self._config.data.token_dtype)
         size = path.stat().st_size

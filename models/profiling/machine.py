@@ -130,7 +130,9 @@ class OptimizerRates:
 
 
 def measure_optimizer(config: Config, *, num_elements: int = _OPTIMIZER_ELEMENTS) -> OptimizerRates:
-    """All four sweeps over one block, with the configured types, on the configured cores."""
+    """Measure all four sweeps over one block, with the configured types, on the configured
+    cores.
+    """
     with _native.Pool(place(config, 0).optimizer) as pool:
         seconds = {name: _median(run) for name, run in _sweeps(pool, config, num_elements).items()}
     return OptimizerRates(**{name: num_elements / took_s for name, took_s in seconds.items()})

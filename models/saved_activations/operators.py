@@ -86,13 +86,13 @@ class OperatorTracker:
         self._projection: str | None = None
 
     def restart(self) -> None:
-        """A new block begins: no projection has run in it."""
+        """Begin a new block, in which no projection has run."""
         self._names.clear()
         self._projection = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Modules that this thread calls inside are followed, whatever model they belong to."""
+        """Follow the modules that this thread calls inside, whatever model they belong to."""
         thread = threading.get_ident()  # the hooks see all threads
 
         def before(module: nn.Module, _: tuple[Any, ...]) -> None:
@@ -112,9 +112,10 @@ class OperatorTracker:
             left.remove()
 
     def operator_of(self, kernel: str) -> str | None:
-        """The operator that a kernel (``mm``, ``native_layer_norm`` …) starting now belongs to.
+        """Returns the operator that a kernel (``mm``, ``native_layer_norm`` …) starting now belongs
+        to; None if it is nobody's, and never dropped.
 
-        To be asked for every kernel, in order. None: nobody's, it is never dropped.
+        To be asked for every kernel, in order.
         """
         if not self._stack:
             return "loss"
@@ -194,7 +195,9 @@ class OperatorTracker:
 
 
 def plain_name(name: str) -> str:
-    """The name as instructions can carry it: ASCII letters, digits and ``_``, at most 32."""
+    """Returns the name as instructions can carry it: ASCII letters, digits and ``_``, at most
+    32.
+    """
     kept = "".join(c if c.isalnum() and c.isascii() else "_" for c in name.lower())
     return kept[:32]
 

@@ -184,7 +184,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.tape.enter(storage, after)
 
     def _note_outputs(self, seen: _Seen) -> None:
-        """What depends on shapes alone is made by a node of its own, which reads nothing."""
+        """Note outputs; what depends on shapes alone gets a kernel of its own, which reads
+        nothing.
+        """
         by_shape = _BY_SHAPE.get(seen.name, ())
         apart = [is_new and i in by_shape for i, is_new in enumerate(seen.new)]
         others = [is_new and not apart[i] for i, is_new in enumerate(seen.new)]

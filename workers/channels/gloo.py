@@ -56,7 +56,12 @@ def is_built() -> bool:
 def join(
     meeting: Meeting, order: TransferOrder, device: Device, abort: Abort, timeout_s: float
 ) -> GlooWire:
-    """See :class:`penstock.workers.channels.opening.GroupModule`."""
+    """Meet the other members and connect to them by Gloo.
+
+    Raises:
+        Interrupted, LostMemberError: as :class:`penstock.workers.channels.opening.GroupModule`
+        says.
+    """
     del order  # Gloo matches by tag: no connection is particular to a direction
     assembly = Assembly(meeting)
     group = patiently(

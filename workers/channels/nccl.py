@@ -31,7 +31,7 @@ _NO_DEADLINE = timedelta(days=30)
 _JOIN_S = 5.0
 
 Groups = tuple[PointToPoint, PointToPoint]
-"""For transfers to higher ranks, and to lower ones."""
+"""The group for transfers to higher ranks, and that for transfers to lower ones."""
 
 
 def make_groups(
@@ -66,14 +66,19 @@ def _group(store: Store, direction: str, rank: int, size: int) -> PointToPoint:
 
 
 def is_built() -> bool:
-    """Whether this torch has NCCL."""
+    """Returns whether this torch has NCCL."""
     return distributed.is_nccl_available()
 
 
 def join(
     meeting: Meeting, order: TransferOrder, device: Device, abort: Abort, timeout_s: float
 ) -> NcclWire:
-    """See :class:`penstock.workers.channels.opening.GroupModule`."""
+    """Meet the other members and connect to them by NCCL.
+
+    Raises:
+        Interrupted, LostMemberError: as :class:`penstock.workers.channels.opening.GroupModule`
+        says.
+    """
     assembly, members = Assembly(meeting), meeting.members
     ways = {(members.index(at.sender), members.index(at.receiver)) for at in order.transfers}
     groups = patiently(
@@ -92,7 +97,11 @@ def join(
 
 
 class NcclWire:
-    """See :class:`penstock.workers.channels.group.Wire`. Made and used with the device current."""
+    """The :class:`penstock.workers.channels.group.Wire` over NCCL; made and used with the device
+    current.
+
+    The lock guards what the interpreter's thread waits for and the watching thread looks at.
+    """
 
     def __init__(
         self,
@@ -119,34 +128,45 @@ class NcclWire:
         self._watch.start()
 
     def outgoing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Where they are."""
+        """Returns the tensors, of any shape, where they are: on the GPU."""
         return dict(tensors)
 
     def incoming(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Where they are."""
+        """Returns the tensors, of any shape, where they are: on the GPU."""
         return dict(tensors)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """On the GPU, from the compute stream's memory."""
+        """Returns GPU memory of (num_bytes,) uint8, from the compute stream's share of the
+        allocator.
+        """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
-        """Behind the work issued so far; earlier buffers that were sent are let go of."""
+        """Send flat uint8 bytes of the GPU behind the work issued so far.
+
+        Buffers of earlier sends that are over are let go of.
+        """
         self._reap()
         rank = self._ranks[peer]
         if self._groups is not None:
             group = self._groups[0 if rank > self._rank else 1]
+            # The buffer stays until the transfer is over: NCCL reads it on a stream of its own.
             self._sends.append((group.send([buffer], rank, 0), buffer))
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
-        """On a stream of its own; tags mean nothing to NCCL."""
+        """Receive into a flat uint8 buffer, on a stream of its own; tags mean nothing to NCCL."""
         rank = self._ranks[peer]
         if self._groups is not None:
             group = self._groups[0 if rank < self._rank else 1]
             self._posted[key] = group.recv([buffer], rank, 0)
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
-        """The compute stream waits."""
+        """Make the compute stream wait; the host goes on, and the watching thread has the deadline.
+
+        Raises:
+            Interrupted: the epoch was aborted.
+            LostMemberError: a wait before this one did not end in time.
+        """
         self._reap()
         abort.check()
         self.check()
@@ -156,16 +176,21 @@ class NcclWire:
             self._awaited.append((key, work))
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """Only the GPU knows."""
+        """Returns None: only the GPU knows."""
         return None
 
     def check(self) -> None:
-        """Whether the deadline of a wait passed; what ran since then is worthless."""
+        """Raise if the deadline of a wait passed; what ran since then is worthless.
+
+        Raises:
+            LostMemberError: it did.
+        """
         if self._overdue:
             raise LostMemberError(self._overdue)
 
     def close(self) -> None:
         """End the kernels of what is under way."""
+        # The watching thread ends first: it breaks the same groups.
         self._closed.set()
         self._watch.join(_JOIN_S)
         self._break()
