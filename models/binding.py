@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from penstock.models.surgery.skeleton import EMBEDDING_KIND, LAYER_NUMBERS, Part, Skeleton
-from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec
+from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec
+
+TORCH_DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
+    {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
+)
+"""What torch calls the types of stored weights and gradients."""
 
 Borrowed = tuple[torch.Tensor, torch.Tensor | None]
 """The owner's flat array that holds the tied tensor, and the flat gradients of this use, both 1-D

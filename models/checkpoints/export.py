@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.carried import read_carried, write_files
 from penstock.models.checkpoints.conversion import as_published
 from penstock.models.surgery.hf import load_run_config
@@ -39,12 +40,6 @@ SHARD_BYTES = 2 * 2**30
 
 ReadBlock = Callable[[int], Mapping[str, NDArray[Any]]]
 """Block -> its own tensors by name: fp32, fp16, or bf16 as uint16 bits."""
-
-_TORCH_TYPES = {
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-}
 
 
 def export_hf(
@@ -109,14 +104,14 @@ class _ExportedTensors:
             # NumPy has no bf16: such arrays are their bits.
             value = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
             # Rounds to nearest even where the type is narrower than the master weights' fp32.
-            tensors[spec.name] = value.to(_TORCH_TYPES[self.dtype])
+            tensors[spec.name] = value.to(TORCH_DTYPES[self.dtype])
         return as_published(self.model, tensors)
 
 
 def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directory: Path) -> None:
     config = copy.deepcopy(hf_config)
     config.architectures = [type(model).__name__]
-    config.dtype = _TORCH_TYPES[dtype]
+    config.dtype = TORCH_DTYPES[dtype]
     config.save_pretrained(directory)
 
 

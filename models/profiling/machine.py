@@ -22,6 +22,7 @@ import zmq
 from numpy.typing import DTypeLike, NDArray
 
 from penstock import _native
+from penstock.models.binding import TORCH_DTYPES
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.models.torch_device import TorchDevice, torch_device
 from penstock.protocol.config.optimizers import OptimizerName
@@ -43,7 +44,6 @@ _NUMPY_OF: dict[DType, type[np.generic]] = {
     DType.BF16: np.uint16,
     DType.FP16: np.uint16,
 }
-_TORCH_OF = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _CO
         fetch, offload = _copy_rate(found, there, host), _copy_rate(found, host, there)
         return Copies(fetch=fetch, offload=offload)
     wide = torch.zeros(num_bytes // 2, dtype=torch.float32)
-    stored = wide.to(_TORCH_OF[weights])
-    rounded = wide.to(_TORCH_OF[grads])
+    stored = wide.to(TORCH_DTYPES[weights])
+    rounded = wide.to(TORCH_DTYPES[grads])
     return Copies(
         fetch=inf if weights is DType.FP32 else num_bytes / _median(lambda: wide.copy_(stored)),
         offload=inf if grads is DType.FP32 else num_bytes / _median(lambda: rounded.copy_(wide)),

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.models.binding import TORCH_DTYPES
 from penstock.models.data.tokenizer import open_tokenizer
 from penstock.models.profiling.blocks import BlockBench, Progress, measure_kinds
 from penstock.models.profiling.machine import (
@@ -36,12 +37,9 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.process import tool_main
-from penstock.shm.table import DType
 
 BUDGET_S = 0.25
 """Seconds that each median may take, beyond its least number of runs."""
-
-_COMPUTE_OF = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 
 
 def measure(
@@ -64,7 +62,7 @@ def measure(
     )
     table = build_table(config, hf_config)
     own_memory = torch_device(device).own_memory
-    compute_dtype = _COMPUTE_OF[table.weight_dtype] if own_memory else torch.float32
+    compute_dtype = TORCH_DTYPES[table.weight_dtype] if own_memory else torch.float32
     micro_batches = sorted({1, 2, config.train.micro_batch})
     with _threads(config) as num_threads:
         bench = BlockBench(

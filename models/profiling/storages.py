@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.models.saved_activations.tape import tensors_in
 
 
 class StorageLedger:
@@ -120,7 +122,7 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if not self._ledger.knows(storage) and not _among(storage, args, kwargs):
                 self._ledger.made(storage, self._use)
@@ -131,13 +133,5 @@ def _among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
     """Whether the result of an operator is a view of one of its arguments, or the argument
     itself.
     """
-    given = (*_tensors(args), *_tensors(tuple(kwargs.values())))
+    given = tensors_in((args, kwargs))
     return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

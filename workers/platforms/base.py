@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.models.binding import Borrowed
+from penstock.models.binding import TORCH_DTYPES, Borrowed
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime, StageOutput
 from penstock.models.storing import Storing
@@ -35,17 +35,15 @@ Stamp = Any
 can turn into one (:meth:`Device.seconds`).
 """
 
-_STORAGE = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
-
 
 def as_tensor(array: HostArray, dtype: DType) -> torch.Tensor:
     """The array as a flat tensor of its storage type, over the same memory."""
-    return torch.from_numpy(array.view(np.uint8)).view(_STORAGE[dtype])
+    return torch.from_numpy(array.view(np.uint8)).view(TORCH_DTYPES[dtype])
 
 
 def storage_dtype(dtype: DType) -> torch.dtype:
     """The torch type of a storage type."""
-    return _STORAGE[dtype]
+    return TORCH_DTYPES[dtype]
 
 
 class StageBuffer(Protocol):
