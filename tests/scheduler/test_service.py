@@ -33,25 +33,25 @@ from tests.scheduler.fakes import (
 )
 
 
-class EpochContext:
+class FakeRun:
     """A run, its fake members, and as many schedulers in a row as a test wants."""
 
     def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
-        self.run: RunDirectory = make_run(path, **sections)
+        self.directory: RunDirectory = make_run(path, **sections)
         self.port = free_port()
-        self.cluster = FakeCluster(self.run, self.port)
+        self.cluster = FakeCluster(self.directory, self.port)
         self.schedulers: list[SchedulerProcess] = []
 
     def schedule(self) -> SchedulerProcess:
-        self.schedulers.append(SchedulerProcess(self.run, self.port))
+        self.schedulers.append(SchedulerProcess(self.directory, self.port))
         return self.schedulers[-1]
 
     def lines(self) -> list[dict[str, Any]]:
-        text = (self.run.path / "metrics.jsonl").read_text()
+        text = (self.directory.path / "metrics.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
 
     def steps(self) -> list[str]:
-        return sorted(path.name for path in (self.run.path / "state").iterdir())
+        return sorted(path.name for path in (self.directory.path / "state").iterdir())
 
     def check_history(self, batch: int = 8) -> int:
         """Each version once, in order; data positions of committed attempts without a gap.
@@ -78,148 +78,148 @@ class EpochContext:
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path) -> Iterator[Callable[..., EpochContext]]:
-    benches = []
+def make_fake_run(tmp_path: Path) -> Iterator[Callable[..., FakeRun]]:
+    runs = []
 
-    def make(**sections: dict[str, Any]) -> EpochContext:
-        benches.append(EpochContext(tmp_path / "run", **sections))
-        return benches[-1]
+    def make(**sections: dict[str, Any]) -> FakeRun:
+        runs.append(FakeRun(tmp_path / "run", **sections))
+        return runs[-1]
 
     yield make
-    for bench in benches:
-        bench.close()
+    for run in runs:
+        run.close()
 
 
-def test_a_whole_run(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 5, "save_every": 2, "eval_every": 5, "keep_snapshots": 1})
-    bench.cluster.start()
-    assert bench.schedule().wait() == (0, "")
-    assert bench.check_history() == 5
-    assert bench.steps() == ["step-00000005"]
-    manifest = json.loads((bench.run.path / "state/step-00000005/manifest.json").read_text())
-    assert manifest["version"] == 5 and manifest["table_digest"] == bench.run.table.digest
+def test_a_whole_run(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 5, "save_every": 2, "eval_every": 5, "keep_snapshots": 1})
+    run.cluster.start()
+    assert run.schedule().wait() == (0, "")
+    assert run.check_history() == 5
+    assert run.steps() == ["step-00000005"]
+    manifest = json.loads((run.directory.path / "state/step-00000005/manifest.json").read_text())
+    assert manifest["version"] == 5 and manifest["table_digest"] == run.directory.table.digest
     assert manifest["scheduler"]["data_position"] == 40
     assert sorted(manifest["files"]) == [f"block-{b:04d}.safetensors" for b in range(3)]
-    evaluation = bench.lines()[-1]
+    evaluation = run.lines()[-1]
     assert (evaluation["phase"], evaluation["loss"], evaluation["step"]) == ("eval", 2.0, 5)
-    shutdowns = bench.cluster.shutdowns
-    assert set(shutdowns) == set(expected_members(bench.run.config))
+    shutdowns = run.cluster.shutdowns
+    assert set(shutdowns) == set(expected_members(run.directory.config))
     assert not any(shutdown.keep_memory for shutdown in shutdowns.values())
-    assert [attempt.base_version for attempt in bench.cluster.attempts] == [0, 1, 2, 3, 4]
+    assert [attempt.base_version for attempt in run.cluster.attempts] == [0, 1, 2, 3, 4]
 
 
-def test_a_killed_scheduler_comes_back_and_goes_on(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 200})
-    scheduler = bench.schedule()
-    bench.cluster.start()
+def test_a_killed_scheduler_comes_back_and_goes_on(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 200})
+    scheduler = run.schedule()
+    run.cluster.start()
     for version in (20, 70):
-        bench.cluster.wait_for_version(version)
+        run.cluster.wait_for_version(version)
         scheduler.kill()
-        scheduler = bench.schedule()
+        scheduler = run.schedule()
     assert scheduler.wait() == (0, "")
-    assert bench.check_history() == 200
-    assert len(bench.cluster.memory.restores) == 1, "the memory lived on"
-    assert bench.cluster.fences == [] and bench.cluster.refused == []
+    assert run.check_history() == 200
+    assert len(run.cluster.memory.restores) == 1, "the memory lived on"
+    assert run.cluster.fences == [] and run.cluster.refused == []
 
 
-def test_a_run_is_resumed_from_its_saved_state(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 100000})
-    scheduler = bench.schedule()
-    bench.cluster.start()
-    bench.cluster.wait_for_version(3)
+def test_a_run_is_resumed_from_its_saved_state(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 100000})
+    scheduler = run.schedule()
+    run.cluster.start()
+    run.cluster.wait_for_version(3)
     scheduler.process.send_signal(signal.SIGTERM)
     assert scheduler.wait() == (5, ""), "not finished"
-    version = bench.cluster.memory.committed
-    assert bench.steps() == [f"step-{version:08d}"]
-    bench.cluster.close()
-    attempts = bench.cluster.attempts
-    bench.cluster = FakeCluster(bench.run, bench.port)
-    scheduler = bench.schedule()
-    bench.cluster.start()
-    bench.cluster.wait_for_version(version + 2)
-    [restore] = bench.cluster.memory.restores
-    assert (restore.version, Path(restore.source).name) == (version, bench.steps()[0])
-    resumed = bench.cluster.attempts[0]
+    version = run.cluster.memory.committed
+    assert run.steps() == [f"step-{version:08d}"]
+    run.cluster.close()
+    attempts = run.cluster.attempts
+    run.cluster = FakeCluster(run.directory, run.port)
+    scheduler = run.schedule()
+    run.cluster.start()
+    run.cluster.wait_for_version(version + 2)
+    [restore] = run.cluster.memory.restores
+    assert (restore.version, Path(restore.source).name) == (version, run.steps()[0])
+    resumed = run.cluster.attempts[0]
     assert resumed.base_version == version and resumed.data_position == 8 * version
     assert resumed.attempt > attempts[-1].attempt
     assert resumed.epoch > attempts[-1].epoch
 
 
-def test_dead_and_silent_members_are_replaced(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 100000})
-    scheduler = bench.schedule()
-    bench.cluster.start()
+def test_dead_and_silent_members_are_replaced(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 100000})
+    scheduler = run.schedule()
+    run.cluster.start()
     for name in ("worker.1", "optimizerd.a", "memoryd.a"):
-        bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
-        bench.cluster.die(name)
-        wait_for(lambda n=name: n in bench.cluster.fences, "fence")  # type: ignore[misc]
-    bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
-    status = bench.cluster.status()
+        run.cluster.wait_for_version(run.cluster.memory.committed + 5)
+        run.cluster.die(name)
+        wait_for(lambda n=name: n in run.cluster.fences, "fence")  # type: ignore[misc]
+    run.cluster.wait_for_version(run.cluster.memory.committed + 5)
+    status = run.cluster.status()
     assert status is not None and status.phase in {"running", "deciding"}
     assert {m.member: m.restarts for m in status.members if m.restarts} == dict.fromkeys(
         ("worker.1", "optimizerd.a", "memoryd.a"), 1
     )
     scheduler.process.send_signal(signal.SIGTERM)
     assert scheduler.wait() == (5, "")
-    bench.check_history()
+    run.check_history()
 
 
 def test_members_that_beat_and_do_nothing_are_replaced(
-    make_bench: Callable[..., EpochContext],
+    make_fake_run: Callable[..., FakeRun],
 ) -> None:
-    bench = make_bench(train={"steps": 100000}, cluster={"attempt_timeout_s": 0.5})
-    scheduler = bench.schedule()
-    bench.cluster.start()
+    run = make_fake_run(train={"steps": 100000}, cluster={"attempt_timeout_s": 0.5})
+    scheduler = run.schedule()
+    run.cluster.start()
     for name in ("worker.1", "optimizerd.a"):
-        bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
-        bench.cluster.silent.add(name)
-        wait_for(lambda n=name: n in bench.cluster.fences, "fence")  # type: ignore[misc]
-    bench.cluster.wait_for_version(bench.cluster.memory.committed + 5)
-    assert bench.cluster.fences == ["worker.1", "optimizerd.a"]
+        run.cluster.wait_for_version(run.cluster.memory.committed + 5)
+        run.cluster.silent.add(name)
+        wait_for(lambda n=name: n in run.cluster.fences, "fence")  # type: ignore[misc]
+    run.cluster.wait_for_version(run.cluster.memory.committed + 5)
+    assert run.cluster.fences == ["worker.1", "optimizerd.a"]
     scheduler.process.send_signal(signal.SIGTERM)
     assert scheduler.wait() == (5, "")
-    bench.check_history()
+    run.check_history()
 
 
 def test_a_member_that_hangs_in_every_life_ends_the_run(
-    make_bench: Callable[..., EpochContext],
+    make_fake_run: Callable[..., FakeRun],
 ) -> None:
-    bench = make_bench(cluster={"attempt_timeout_s": 0.3})
-    scheduler = bench.schedule()
-    bench.cluster.stuck.add("worker.0")
-    bench.cluster.start()
+    run = make_fake_run(cluster={"attempt_timeout_s": 0.3})
+    scheduler = run.schedule()
+    run.cluster.stuck.add("worker.0")
+    run.cluster.start()
     code, errors = scheduler.wait()
-    assert code == 4 and bench.cluster.fences == ["worker.0"] * 3
+    assert code == 4 and run.cluster.fences == ["worker.0"] * 3
     assert "the attempt after step 0 hung 3 times in a row, the last time worker.0: no" in errors
-    assert all(shutdown.keep_memory for shutdown in bench.cluster.shutdowns.values())
+    assert all(shutdown.keep_memory for shutdown in run.cluster.shutdowns.values())
 
 
-def test_a_stopped_scheduler_kills_nobody(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 100000})
-    scheduler = bench.schedule()
-    bench.cluster.start()
-    bench.cluster.wait_for_version(5)
+def test_a_stopped_scheduler_kills_nobody(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 100000})
+    scheduler = run.schedule()
+    run.cluster.start()
+    run.cluster.wait_for_version(5)
     os.kill(scheduler.process.pid, signal.SIGSTOP)
     time.sleep(1.5)  # past the members' patience: their streams are cut
     os.kill(scheduler.process.pid, signal.SIGCONT)
-    before = bench.cluster.memory.committed
-    bench.cluster.wait_for_version(before + 20)
-    assert bench.cluster.fences == [] and bench.cluster.refused == []
+    before = run.cluster.memory.committed
+    run.cluster.wait_for_version(before + 20)
+    assert run.cluster.fences == [] and run.cluster.refused == []
 
 
-def test_control_calls(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 100000})
-    scheduler = bench.schedule()
-    bench.cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
-    wait_for(bench.cluster.status, "status")
-    with bench.cluster.control() as client:
+def test_control_calls(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 100000})
+    scheduler = run.schedule()
+    run.cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
+    wait_for(run.cluster.status, "status")
+    with run.cluster.control() as client:
         assert client.status().message.endswith("waiting for worker.1")
         client.pause()
-        bench.cluster.start("worker.1")
+        run.cluster.start("worker.1")
         wait_for(lambda: client.status().phase == "paused", "pause")
         assert client.status().version == 0
         client.resume()
-        bench.cluster.wait_for_version(3)
+        run.cluster.wait_for_version(3)
         snapshot = client.snapshot()
         assert Path(snapshot.directory).name == f"step-{snapshot.version:08d}"
         client.pause()
@@ -227,17 +227,17 @@ def test_control_calls(make_bench: Callable[..., EpochContext]) -> None:
         status = client.status()
         assert status.has_saved and status.saved_version == snapshot.version
         assert json.loads(status.last_metrics_json)["step"] == status.version
-        bench.cluster.save_error = "no space left on device"
+        run.cluster.save_error = "no space left on device"
         with pytest.raises(CapacityError, match="no space left on device"):
             client.snapshot()
-        bench.cluster.save_error = ""
-        with grpc.insecure_channel(bench.cluster.address) as channel:
+        run.cluster.save_error = ""
+        with grpc.insecure_channel(run.cluster.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="penstock.v1.Control")
             assert stub.Check(request, timeout=DEADLINE_S).status == 1
         assert "stopping" in client.stop()
     assert scheduler.wait() == (5, "")
-    assert bench.steps()[-1] == f"step-{bench.cluster.memory.committed:08d}"
+    assert run.steps()[-1] == f"step-{run.cluster.memory.committed:08d}"
 
 
 STOPPABLE = """
@@ -272,13 +272,13 @@ while True:
 
 
 def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
-    make_bench: Callable[..., EpochContext],
+    make_fake_run: Callable[..., FakeRun],
 ) -> None:
-    bench = make_bench(train={"steps": 100000})
-    cluster = bench.cluster
-    bench.schedule()
+    run = make_fake_run(train={"steps": 100000})
+    cluster = run.cluster
+    run.schedule()
     cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
-    command = [sys.executable, "-c", STOPPABLE, cluster.address, bench.run.run_id, "worker.1"]
+    command = [sys.executable, "-c", STOPPABLE, cluster.address, run.directory.run_id, "worker.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         cluster.pids["worker.1"] = process.pid
         cluster.wait_for_version(10)
@@ -293,20 +293,20 @@ def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
 
 
 def test_a_damaged_manifest_is_refused_and_members_are_told(
-    make_bench: Callable[..., EpochContext],
+    make_fake_run: Callable[..., FakeRun],
 ) -> None:
-    bench = make_bench(train={"steps": 3})
-    bench.cluster.start()
-    assert bench.schedule().wait() == (0, "")
-    manifest = bench.run.path / "state/step-00000003/manifest.json"
+    run = make_fake_run(train={"steps": 3})
+    run.cluster.start()
+    assert run.schedule().wait() == (0, "")
+    manifest = run.directory.path / "state/step-00000003/manifest.json"
     manifest.write_text(manifest.read_text()[:50])
-    bench.cluster.close()
-    bench.cluster = FakeCluster(bench.run, bench.port)
-    bench.cluster.start()
-    code, errors = bench.schedule().wait()
+    run.cluster.close()
+    run.cluster = FakeCluster(run.directory, run.port)
+    run.cluster.start()
+    code, errors = run.schedule().wait()
     assert code == 2 and str(manifest) in errors
-    assert bench.cluster.memory.restores == []
-    told = bench.cluster.shutdowns
+    assert run.cluster.memory.restores == []
+    told = run.cluster.shutdowns
     wait_for(lambda: len(told) == 5, "shutdown of all members")
     assert all(shutdown.keep_memory for shutdown in told.values())
 
@@ -349,61 +349,59 @@ class Silent:
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     ],
 )
-def test_silent_callers_hold_nobody_up(
-    make_bench: Callable[..., EpochContext], method: str
-) -> None:
+def test_silent_callers_hold_nobody_up(make_fake_run: Callable[..., FakeRun], method: str) -> None:
     """Status answers at once and a dead member is replaced, while 160 calls say nothing, and more
     come all the time.
     """
-    bench = make_bench(train={"steps": 100000})
-    bench.schedule()
-    bench.cluster.start()
-    bench.cluster.wait_for_version(3)
-    crowds = [Silent(bench.cluster.address, method, connections=10, calls=16)]
+    run = make_fake_run(train={"steps": 100000})
+    run.schedule()
+    run.cluster.start()
+    run.cluster.wait_for_version(3)
+    crowds = [Silent(run.cluster.address, method, connections=10, calls=16)]
     try:
-        with bench.cluster.control() as client:
+        with run.cluster.control() as client:
             for _ in range(5):
-                assert client.status().run_id == bench.run.run_id
-                crowds.append(Silent(bench.cluster.address, method, connections=1, calls=30))
-            bench.cluster.die("worker.1")
-            wait_for(lambda: "worker.1" in bench.cluster.fences, "fence")
-            before = bench.cluster.memory.committed
-            bench.cluster.wait_for_version(before + 3)
+                assert client.status().run_id == run.directory.run_id
+                crowds.append(Silent(run.cluster.address, method, connections=1, calls=30))
+            run.cluster.die("worker.1")
+            wait_for(lambda: "worker.1" in run.cluster.fences, "fence")
+            before = run.cluster.memory.committed
+            run.cluster.wait_for_version(before + 3)
             assert client.status().phase in ("running", "deciding")
     finally:
         for crowd in crowds:
             crowd.close()
-    bench.check_history()
+    run.check_history()
 
 
-def test_a_huge_hello_is_neither_kept_nor_logged(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 100000})
-    scheduler = bench.schedule()
-    bench.cluster.start()
-    bench.cluster.wait_for_version(3)
+def test_a_huge_hello_is_neither_kept_nor_logged(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 100000})
+    scheduler = run.schedule()
+    run.cluster.start()
+    run.cluster.wait_for_version(3)
     names = {"too long for gRPC": "x" * 15 * 2**20, "too long": "y" * 2**19, "unprintable": "a\nb"}
-    with grpc.insecure_channel(bench.cluster.address) as channel:
+    with grpc.insecure_channel(run.cluster.address) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]  # generated
         for name in names.values():
-            hello = pb.Hello(run_id=bench.run.run_id, member=name, pid=1)
+            hello = pb.Hello(run_id=run.directory.run_id, member=name, pid=1)
             with pytest.raises(grpc.RpcError):
                 list(stub.Join(iter([pb.MemberMessage(hello=hello)]), timeout=DEADLINE_S))
-    assert sum(path.stat().st_size for path in (bench.run.path / "logs").iterdir()) < 200_000
-    version = bench.cluster.memory.committed
-    bench.cluster.wait_for_version(version + 3)
+    assert sum(path.stat().st_size for path in (run.directory.path / "logs").iterdir()) < 200_000
+    version = run.cluster.memory.committed
+    run.cluster.wait_for_version(version + 3)
     scheduler.process.send_signal(signal.SIGTERM)
     assert scheduler.wait() == (5, "")
-    bench.check_history()
+    run.check_history()
 
 
-def test_a_flood_of_messages_waits_outside(make_bench: Callable[..., EpochContext]) -> None:
+def test_a_flood_of_messages_waits_outside(make_fake_run: Callable[..., FakeRun]) -> None:
     """A member that sends more than the machine takes is slowed down, and memory does not grow."""
-    bench = make_bench(train={"steps": 100000})
-    scheduler = bench.schedule()
-    bench.cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
-    wait_for(lambda: bench.cluster.status() is not None, "scheduler that answers")
+    run = make_fake_run(train={"steps": 100000})
+    scheduler = run.schedule()
+    run.cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
+    wait_for(lambda: run.cluster.status() is not None, "scheduler that answers")
     status = Path(f"/proc/{scheduler.process.pid}/status")
-    hello = pb.Hello(run_id=bench.run.run_id, member="worker.1", pid=os.getpid(), nonce=3)
+    hello = pb.Hello(run_id=run.directory.run_id, member="worker.1", pid=os.getpid(), nonce=3)
     text = "z" * (2**20 - 100)
     sent = []
 
@@ -413,7 +411,7 @@ def test_a_flood_of_messages_waits_outside(make_bench: Callable[..., EpochContex
             sent.append(number)
             yield pb.MemberMessage(heartbeat=pb.Heartbeat(activity=text))
 
-    with grpc.insecure_channel(bench.cluster.address) as channel:
+    with grpc.insecure_channel(run.cluster.address) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]  # generated
         call = stub.Join(flood())
         peak = 0
@@ -427,22 +425,22 @@ def test_a_flood_of_messages_waits_outside(make_bench: Callable[..., EpochContex
     assert len(sent) == 400 and 0 < peak < 300 * 1024, f"{peak} KiB resident"
 
 
-def test_a_port_in_use_is_named(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench()
+def test_a_port_in_use_is_named(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", bench.port))
+        taken.bind(("127.0.0.1", run.port))
         taken.listen()
-        code, errors = bench.schedule().wait()
+        code, errors = run.schedule().wait()
     assert code == 2
-    assert f"cluster.scheduler_port = {bench.port}" in errors
+    assert f"cluster.scheduler_port = {run.port}" in errors
 
 
-def test_a_second_signal_ends_at_once(make_bench: Callable[..., EpochContext]) -> None:
-    bench = make_bench(train={"steps": 100000})
-    scheduler = bench.schedule()
-    bench.cluster.start()
-    bench.cluster.wait_for_version(3)
-    bench.cluster.silent.update(("worker.0", "worker.1"))
+def test_a_second_signal_ends_at_once(make_fake_run: Callable[..., FakeRun]) -> None:
+    run = make_fake_run(train={"steps": 100000})
+    scheduler = run.schedule()
+    run.cluster.start()
+    run.cluster.wait_for_version(3)
+    run.cluster.silent.update(("worker.0", "worker.1"))
     time.sleep(0.3)  # an attempt starts that nobody works on
     for _ in range(3):  # of one round
         scheduler.process.send_signal(signal.SIGTERM)
@@ -452,4 +450,4 @@ def test_a_second_signal_ends_at_once(make_bench: Callable[..., EpochContext]) -
     assert scheduler.process.poll() is None, "it waits for the attempt"
     scheduler.process.send_signal(signal.SIGINT)
     assert scheduler.wait()[0] == 130
-    assert bench.cluster.shutdowns["memoryd.a"].keep_memory
+    assert run.cluster.shutdowns["memoryd.a"].keep_memory
