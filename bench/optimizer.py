@@ -22,7 +22,9 @@ round after round, so that what else the machine does hits all alike; a speed is
 rounds, a share of the ceiling the median of the rounds' ratios.
 
 The ceiling of a sweep is the same sweep without arithmetic and without undo area: it loads, stores,
-streams and prefetches the same arrays in the same order on the same threads. Everything of ours is
+streams and prefetches the same arrays in the same order on threads of the same cores
+(``native/ceiling.cpp``: the module ``penstock._ceiling``, which has the functions of
+``penstock._native``). Everything of ours is
 in /dev/shm, laid out as training lays it out (:mod:`penstock.shm.layout`).
 """
 
@@ -44,7 +46,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock import _native
+from penstock import _ceiling, _native
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 
@@ -143,41 +145,38 @@ class OurState:
             "arrays": [array(name, 0, np.float32) for name in ("exp_avg", "exp_avg_sq")],
             "ranges": [(0, half, WEIGHT_DECAY), (half, num_params, 0.0)],
         }
-        self.out: dict[str, Any] = {
-            "weights": array("weights", 0, np.uint16),
-            "weights_dtype": _native.WeightsDtype.BFLOAT16,
-        }
+        self.weights = array("weights", 0, np.uint16)
         grad_dtype = np.float32 if kind == "fp32" else np.uint16
         self.pending, self.grads = ([array("grads", copy, grad_dtype)] for copy in range(2))
         for seed, grads in enumerate(self.pending + self.grads):
             fill_with_noise(grads, seed)
 
-    def cases(self, pool: _native.Pool, optimizer: _native.Optimizer) -> dict[str, Case]:
-        """The sweeps by name."""
-        hyper = _native.Hyper(
+    def cases(self, native: Any, pool: Any) -> dict[str, Case]:
+        """The sweeps by name, of ``native`` (or of what has its functions) on its ``pool``."""
+        hyper = native.Hyper(
             lr=LR,
             beta1=BETA1,
             beta2=BETA2,
             eps=EPS,
             step=1000,
             coefficient=INVERSE_LOSS_SCALE,
-            optimizer=optimizer,
         )
-        undo = shared_array(_native.undo_bytes(pool.num_threads), np.uint8)
+        undo = shared_array(native.undo_bytes(pool.num_threads), np.uint8)
         new = {"grads": self.grads, "hyper": hyper, **self.arrays}
+        out = {"weights": self.weights, "weights_dtype": native.WeightsDtype.BFLOAT16}
         return {
-            "preview": lambda: _native.preview(pool, **new, **self.out),
-            "settle": lambda: _native.settle(pool, **new, undo=undo),
-            "advance": lambda: _native.advance(
+            "preview": lambda: native.preview(pool, **new, **out),
+            "settle": lambda: native.settle(pool, **new, undo=undo),
+            "advance": lambda: native.advance(
                 pool,
                 pending_grads=self.pending,
                 pending_hyper=hyper,
                 undo=undo,
                 **new,
-                **self.out,
+                **out,
             ),
-            "in-place": lambda: _native.step_in_place(pool, **new, **self.out),
-            "hold": lambda: _native.hold(pool, **new, **self.out, undo=undo),
+            "in-place": lambda: native.step_in_place(pool, **new, **out),
+            "hold": lambda: native.hold(pool, **new, **out, undo=undo),
         }
 
 
@@ -272,12 +271,11 @@ def run(num_params: int, cores: list[int], kind: str, rounds: int) -> list[dict[
     torch.set_num_threads(len(cores))
     what = {"params": num_params, "threads": len(cores), "grads": kind}
     ours, theirs = OurState(num_params, kind), Theirs(num_params)
-    with _native.Pool(cores) as pool:
-        real = ours.cases(pool, _native.Optimizer.ADAMW)
-        touch = ours.cases(pool, _native.Optimizer.TOUCH)
+    with _native.Pool(cores) as pool, _ceiling.Pool(cores) as ceiling_pool:
+        real, ceiling = ours.cases(_native, pool), ours.cases(_ceiling, ceiling_pool)
         cases: dict[str, Case] = {}
         for name in SWEEPS:
-            cases |= {name: real[name], f"ceiling {name}": touch[name]}
+            cases |= {name: real[name], f"ceiling {name}": ceiling[name]}
         return rows_of(measure(cases | dict(theirs.cases()), rounds), what)
 
 

@@ -47,7 +47,7 @@ def timed_sweeps(num_params: int, num_blocks: int, rounds: int, cores: list[int]
     with _native.Pool(cores) as pool:
         cases = {}
         for block, state in enumerate(states):
-            of_block: dict[str, Any] = state.cases(pool, _native.Optimizer.ADAMW)
+            of_block: dict[str, Any] = state.cases(_native, pool)
             of_block["status"] = lambda s=state: _native.gradient_status(pool, grads=s.grads)
             cases |= {f"{name} {block}": of_block[name] for name in SWEEPS}
         seconds = measure(cases, rounds)

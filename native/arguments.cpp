@@ -3,6 +3,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "steps.h"
+
 namespace penstock {
 namespace nb = nanobind;
 namespace {
@@ -206,6 +208,17 @@ Undo check_undo(const BufferView& buffer) {
   return Undo(buffer.data(), buffer.num_bytes());
 }
 
+std::size_t find_optimizer(const std::string& name) {
+  std::string names;
+  std::size_t index = 0;
+  for (const OptimizerTraits& traits : Optimizers::kTraits) {
+    if (name == traits.name) return index;
+    names += (names.empty() ? "" : ", ") + std::string(traits.name);
+    ++index;
+  }
+  reject("optimizer is '" + name + "': expected one of " + names);
+}
+
 void check_hyper(const Hyper& hyper) {
   const auto check = [](bool valid, const char* name, double value, const char* expected) {
     if (!valid)
@@ -221,9 +234,10 @@ void check_hyper(const Hyper& hyper) {
 
 void check_state(const StateArrays& state, const Hyper& hyper) {
   const std::size_t found = state.arrays[1] == nullptr ? 1 : 2;
-  if (found != num_arrays(hyper.optimizer)) {
+  const std::size_t wanted = Optimizers::kTraits[hyper.optimizer].num_arrays;
+  if (found != wanted) {
     reject("arrays lists " + std::to_string(found) + ": this optimizer has " +
-           std::to_string(num_arrays(hyper.optimizer)));
+           std::to_string(wanted));
   }
 }
 

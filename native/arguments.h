@@ -64,6 +64,8 @@ std::vector<WeightDecayRange> check_ranges(const std::vector<RangeTuple>& ranges
 std::vector<Span> check_spans(const std::optional<std::vector<SpanTuple>>& spans,
                               std::uint64_t num_elements);
 Undo check_undo(const BufferView& buffer);
+// The index of an optimizer in Optimizers; throws std::invalid_argument with the names there are.
+std::size_t find_optimizer(const std::string& name);
 void check_hyper(const Hyper& hyper);
 // Throws unless the state has the arrays of the optimizer.
 void check_state(const StateArrays& state, const Hyper& hyper);

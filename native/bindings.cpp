@@ -17,6 +17,7 @@
 #include "arguments.h"
 #include "atomics.h"
 #include "simulate.h"
+#include "steps.h"
 #include "sweeps.h"
 
 namespace penstock {
@@ -150,8 +151,7 @@ std::string hyper_repr(nb::handle self) {
                 "lr=%.17g, beta1=%.17g, beta2=%.17g, eps=%.17g, step=%llu, coefficient=%.17g)",
                 h.lr, h.beta1, h.beta2, h.eps, static_cast<unsigned long long>(h.step),
                 h.coefficient);
-  const nb::object name = nb::cast(h.optimizer).attr("name");
-  return std::string("Hyper(optimizer=") + nb::cast<std::string>(name) + ", " + text;
+  return std::string("Hyper(optimizer='") + Optimizers::kTraits[h.optimizer].name + "', " + text;
 }
 
 std::string status_repr(const Status& status) {
@@ -241,31 +241,25 @@ void bind_types(nb::module_& module) {
       .value("FLOAT32", WeightsType::kFloat32)
       .value("BFLOAT16", WeightsType::kBfloat16)
       .value("FLOAT16", WeightsType::kFloat16);
-  nb::enum_<Optimizer>(module, "Optimizer")
-      .value("ADAMW", Optimizer::kAdamW)
-      .value("ADAM", Optimizer::kAdam)
-      .value("SGD", Optimizer::kSgd)
-      .value("LION", Optimizer::kLion)
-      .value("ADAGRAD", Optimizer::kAdagrad)
-      .value("TOUCH", Optimizer::kTouch);
   nb::class_<Hyper>(module, "Hyper")
       .def(
           "__init__",
           [](Hyper* self, double lr, double beta1, double beta2, double eps, std::uint64_t step,
-             double coefficient, Optimizer optimizer) {
-            const Hyper hyper{optimizer, lr, beta1, beta2, eps, step, coefficient};
+             double coefficient, const std::string& optimizer) {
+            const Hyper hyper{find_optimizer(optimizer), lr, beta1, beta2, eps, step, coefficient};
             check_hyper(hyper);
             new (self) Hyper(hyper);
           },
           nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "step"_a, "coefficient"_a = 1.0,
-          "optimizer"_a = Optimizer::kAdamW)
+          "optimizer"_a = "adamw")
       .def_ro("lr", &Hyper::lr)
       .def_ro("beta1", &Hyper::beta1)
       .def_ro("beta2", &Hyper::beta2)
       .def_ro("eps", &Hyper::eps)
       .def_ro("step", &Hyper::step)
       .def_ro("coefficient", &Hyper::coefficient)
-      .def_ro("optimizer", &Hyper::optimizer)
+      .def_prop_ro("optimizer",
+                   [](const Hyper& hyper) { return Optimizers::kTraits[hyper.optimizer].name; })
       .def("__repr__", &hyper_repr);
   nb::class_<Status>(module, "Status")
       .def_ro("finite", &Status::finite)
@@ -356,7 +350,8 @@ void bind_simulate(nb::module_& module) {
 }  // namespace
 }  // namespace penstock
 
-NB_MODULE(_native, module) {
+// _native, or _ceiling: the same functions with the kernels of a benchmark (ceiling.cpp).
+NB_MODULE(PENSTOCK_MODULE, module) {
   penstock::bind_atomics(module);
   penstock::bind_types(module);
   penstock::bind_pool(module);

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels.h"
 #include "steps.h"
@@ -35,11 +36,20 @@ constexpr bool writes_state(Mode mode) {
   return settles(mode) || in_place(mode) || mode == Mode::kInvert;
 }
 constexpr bool writes_weights(Mode mode) { return steps_on_new_grads(mode) || mode == Mode::kCast; }
+// Whether sweeps that have an undo area save old values there; a benchmark's step need not.
+template <class Step>
+constexpr bool kSavesUndo = true;
+
 // The classic step in place has no undo area: a kill leaves it torn.
 template <class Step>
 constexpr bool saves_undo(Mode mode) {
-  return writes_state(mode) && mode != Mode::kInPlace && Step::kSavesUndo;
+  return writes_state(mode) && mode != Mode::kInPlace && kSavesUndo<Step>;
 }
+
+// Of modes without a step, which look at gradients or master only.
+struct NoStep {
+  static constexpr std::size_t kNumArrays = 0;
+};
 
 // Step: sum of the contributions, in list order. One contribution is the usual case: the loop over
 // the others stays rolled up, out of its way.
@@ -58,7 +68,9 @@ PENSTOCK_STEP typename V::Floats sum_contributions(const Grads& type, const Cont
 // the compiler.
 inline void keep_store_order() { __atomic_thread_fence(__ATOMIC_RELEASE); }
 
-// Step: save the old values of the vector that is about to be written.
+// Step: save the old values of the vector that is about to be written. The values go before their
+// position, so that a slot with a position is whole; the position goes before the first store to the
+// arrays, so that a vector that was touched has one.
 template <class V, class Step>
 PENSTOCK_STEP void save_undo(UndoPiece& piece, std::size_t element, const State<V>& old) {
   UndoSlot& slot = piece.slots[(element / kVector) & 1];
@@ -96,6 +108,8 @@ class PieceLoop {
       }
       if constexpr (reads_new_grads(kMode)) *partial++ = sum_lanes(squares);
     }
+    // Streaming stores pass by the caches and are ordered by nothing else: they must be in memory
+    // before the caller writes the slot's word.
     if constexpr (writes_weights(kMode)) V::finish_streams();
   }
 
@@ -223,9 +237,9 @@ PieceFunction find_step(Mode mode) {
   }
 }
 
-// Adam and what it is measured against have kernels for the usual types.
+// With kernels of their own for the types that training uses most.
 template <class V, class Step>
-PieceFunction find_fast(const Choice& choice) {
+PieceFunction find_usual(const Choice& choice) {
   const bool fp32 = choice.grads == GradType::kFloat32;
   const bool bf16 = choice.grads == GradType::kBfloat16;
   if (choice.split) {
@@ -249,40 +263,34 @@ PieceFunction find_any(const Choice& choice) {
   return find_step<V, Step, AnyGrads, WideStore<AnyWeights>>(choice.mode);
 }
 
-// Neither takes a step: any will do, and only master or the gradients are looked at.
 template <class V>
 PieceFunction find_status(GradType type) {
   using Store = WideStore<AnyWeights>;
   if (type == GradType::kFloat32) {
-    return run_piece<V, Mode::kStatus, TouchStep, Float32Grads, Store>;
+    return run_piece<V, Mode::kStatus, NoStep, Float32Grads, Store>;
   }
   if (type == GradType::kBfloat16) {
-    return run_piece<V, Mode::kStatus, TouchStep, Bfloat16Grads, Store>;
+    return run_piece<V, Mode::kStatus, NoStep, Bfloat16Grads, Store>;
   }
-  return run_piece<V, Mode::kStatus, TouchStep, AnyGrads, Store>;
+  return run_piece<V, Mode::kStatus, NoStep, AnyGrads, Store>;
 }
 
 template <class V>
 PieceFunction find_kernel(const Choice& choice) {
   if (choice.mode == Mode::kStatus) return find_status<V>(choice.grads);
   if (choice.mode == Mode::kCast) {
-    return run_piece<V, Mode::kCast, TouchStep, AnyGrads, WideStore<AnyWeights>>;
+    return run_piece<V, Mode::kCast, NoStep, AnyGrads, WideStore<AnyWeights>>;
   }
-  switch (choice.optimizer) {
-    case Optimizer::kAdamW:
-      return find_fast<V, AdamStep<true>>(choice);
-    case Optimizer::kAdam:
-      return find_fast<V, AdamStep<false>>(choice);
-    case Optimizer::kSgd:
-      return find_any<V, MomentumStep>(choice);
-    case Optimizer::kLion:
-      return find_any<V, LionStep>(choice);
-    case Optimizer::kAdagrad:
-      return find_any<V, AdagradStep>(choice);
-    case Optimizer::kTouch:
-      return find_fast<V, TouchStep>(choice);
-  }
-  return nullptr;
+  PieceFunction found = nullptr;
+  Optimizers::visit(choice.optimizer, [&](auto* step) {
+    using Step = std::remove_pointer_t<decltype(step)>;
+    if constexpr (Step::kUsualTypes) {
+      found = find_usual<V, Step>(choice);
+    } else {
+      found = find_any<V, Step>(choice);
+    }
+  });
+  return found;
 }
 
 }  // namespace

@@ -15,7 +15,6 @@ constexpr std::size_t kMaxContributions = 12;  // as many as the control segment
 
 enum class GradType { kFloat32, kBfloat16, kFloat16 };
 enum class WeightsType { kFloat32, kBfloat16, kFloat16 };
-enum class Optimizer { kAdamW, kAdam, kSgd, kLion, kAdagrad, kTouch };
 enum class Mode { kPreview, kSettle, kAdvance, kInPlace, kHold, kInvert, kStatus, kCast };
 
 // Gradients of one attempt; their sum in this order, in float32, is the gradient.
@@ -33,12 +32,12 @@ struct StepScalars {
   float beta2 = 0;
   float one_minus_beta2 = 0;
   float inverse_beta2 = 0;
-  float inverse_sqrt_correction = 0;  // Adam: 1 / sqrt(1 - beta2^t)
+  float inverse_sqrt_correction = 0;  // 1 / sqrt(1 - beta2^t)
   float eps = 0;
-  float step_size = 0;  // lr; Adam: lr / (1 - beta1^t)
+  float step_size = 0;  // lr; with bias correction lr / (1 - beta1^t)
 };
 
-// Weight decay of a range of parameters: decoupled (AdamW, Lion), it multiplies master by
+// Weight decay of a range of parameters: where it is decoupled it multiplies master by
 // keep = 1 - lr * decay and l2 is 0; otherwise l2 = decay times master joins the gradient and keep
 // is 1.
 struct Decay {
@@ -82,7 +81,7 @@ using PieceFunction = void (*)(const SweepArguments&, const Piece&);
 
 struct Choice {
   Mode mode;
-  Optimizer optimizer = Optimizer::kTouch;  // of a step; the others do without
+  std::size_t optimizer = 0;  // index in Optimizers (steps.h); modes without a step ignore it
   GradType grads = GradType::kFloat32;
   WeightsType weights = WeightsType::kFloat32;
   bool split = false;

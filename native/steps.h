@@ -1,12 +1,19 @@
-// The arithmetic of the optimizers, one vector of 16 parameters at a time.
+// The arithmetic of the optimizers, one vector of 16 parameters at a time. What else there is to
+// know about an optimizer (hyper-parameters, names of its arrays) is in protocol/config/optimizers.py.
 //
-// Each operation rounds once, on every vector path. A step is a class with
+// Every operation rounds once, to float32, on every vector path, so all paths give the same bits. A
+// step is a class, listed in Optimizers at the end of this file, with
 //
-//     kNumArrays                 arrays of state beside master
-//     kSavesUndo                 whether sweeps with an undo area use it
-//     step(old, grad_sum, c)     the state after the step
-//     inverse(next, grad_sum, c) the state before it, as far as arithmetic can tell: what rounding
-//                                lost stays lost (the papers' rollback)
+//     kName                      the optimizer's name in configurations
+//     kNumArrays                 how many arrays of state it has beside master, 1 or 2
+//     kDecoupledDecay            whether weight decay multiplies master; else it joins the gradient
+//     kBiasCorrected             whether step_size and inverse_sqrt_correction correct for zeros in
+//                                the first moments (Kingma & Ba, section 3)
+//     kUsualTypes                whether it has kernels of its own for the usual storage types:
+//                                faster, at some 200 kB of code
+//     step(old, grad_sum, c)     returns the state after the step
+//     inverse(next, grad_sum, c) returns the state before it, as far as arithmetic can tell: what
+//                                the step's rounding lost stays lost (the papers' rollback)
 #pragma once
 
 #include <cstddef>
@@ -18,6 +25,14 @@ namespace {
 
 // The steps of the loop: a call would send their vectors through memory.
 #define PENSTOCK_STEP __attribute__((always_inline)) inline
+
+// What the code around the kernels needs to know about an optimizer.
+struct OptimizerTraits {
+  const char* name;
+  std::size_t num_arrays;
+  bool decoupled_decay;
+  bool bias_corrected;
+};
 
 // Master and the arrays of state, in the order of Block::arrays; unused ones stay unread.
 template <class V>
@@ -53,11 +68,15 @@ struct Constants {
       inverse_sqrt_correction, eps, step_size, keep, l2;
 };
 
-// Kingma & Ba, Algorithm 1, or, with decoupled decay, Loshchilov & Hutter, Algorithm 2.
+// Kingma & Ba, "Adam", 2015, Algorithm 1; with decoupled decay Loshchilov & Hutter, "Decoupled
+// Weight Decay Regularization", 2019, Algorithm 2. The arrays are the moments m and v.
 template <bool kDecoupled>
 struct AdamStep {
+  static constexpr const char* kName = kDecoupled ? "adamw" : "adam";
   static constexpr std::size_t kNumArrays = 2;
-  static constexpr bool kSavesUndo = true;
+  static constexpr bool kDecoupledDecay = kDecoupled;
+  static constexpr bool kBiasCorrected = true;
+  static constexpr bool kUsualTypes = true;
 
   template <class V>
   PENSTOCK_STEP static typename V::Floats gradient(const typename V::Floats& grad_sum,
@@ -100,8 +119,11 @@ struct AdamStep {
 
 // torch.optim.SGD with momentum (beta1), without dampening or Nesterov's look ahead.
 struct MomentumStep {
+  static constexpr const char* kName = "sgd";
   static constexpr std::size_t kNumArrays = 1;
-  static constexpr bool kSavesUndo = true;
+  static constexpr bool kDecoupledDecay = false;
+  static constexpr bool kBiasCorrected = false;
+  static constexpr bool kUsualTypes = false;
 
   template <class V>
   PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
@@ -124,8 +146,11 @@ struct MomentumStep {
 
 // Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, Algorithm 2.
 struct LionStep {
+  static constexpr const char* kName = "lion";
   static constexpr std::size_t kNumArrays = 1;
-  static constexpr bool kSavesUndo = true;
+  static constexpr bool kDecoupledDecay = true;
+  static constexpr bool kBiasCorrected = false;
+  static constexpr bool kUsualTypes = false;
 
   template <class V>
   PENSTOCK_STEP static typename V::Floats change(const typename V::Floats& first,
@@ -156,12 +181,15 @@ struct LionStep {
   }
 };
 
-// torch.optim.Adagrad without decay of the learning rate.
+// torch.optim.Adagrad without decay of the learning rate. The array is the sum of squares.
 struct AdagradStep {
+  static constexpr const char* kName = "adagrad";
   static constexpr std::size_t kNumArrays = 1;
-  static constexpr bool kSavesUndo = true;
+  static constexpr bool kDecoupledDecay = false;
+  static constexpr bool kBiasCorrected = false;
+  static constexpr bool kUsualTypes = false;
 
-  // Of a gradient of 1.
+  // How far a gradient of 1 moves a parameter.
   template <class V>
   PENSTOCK_STEP static typename V::Floats rate(const State<V>& next, const Constants<V>& c) {
     return V::div(c.step_size, V::add(V::sqrt(next.first), c.eps));
@@ -192,26 +220,21 @@ struct AdagradStep {
   }
 };
 
-// No optimizer: reads and writes what Adam does and computes next to nothing, to measure what
-// memory allows.
-struct TouchStep {
-  static constexpr std::size_t kNumArrays = 2;
-  static constexpr bool kSavesUndo = false;
+template <class... Steps>
+struct StepList {
+  static constexpr OptimizerTraits kTraits[] = {
+      {Steps::kName, Steps::kNumArrays, Steps::kDecoupledDecay, Steps::kBiasCorrected}...};
 
-  template <class V>
-  PENSTOCK_STEP static State<V> step(const State<V>& old, const typename V::Floats& grad_sum,
-                                     const Constants<V>&) {
-    return {V::add(old.master, grad_sum), V::add(old.first, grad_sum),
-            V::add(old.second, grad_sum)};
-  }
-
-  template <class V>
-  PENSTOCK_STEP static State<V> inverse(const State<V>& next, const typename V::Floats& grad_sum,
-                                        const Constants<V>&) {
-    return {V::sub(next.master, grad_sum), V::sub(next.first, grad_sum),
-            V::sub(next.second, grad_sum)};
+  // Calls f with a null pointer to the step of the optimizer with this index, for its type.
+  template <class F>
+  static void visit(std::size_t index, F&& f) {
+    std::size_t at = 0;
+    ((at++ == index ? f(static_cast<Steps*>(nullptr)) : void()), ...);
   }
 };
+
+// All optimizers. The C++ code knows them by their index here, Python by their names.
+using Optimizers = StepList<AdamStep<true>, AdamStep<false>, MomentumStep, LionStep, AdagradStep>;
 
 }  // namespace
 }  // namespace penstock

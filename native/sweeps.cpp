@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "steps.h"
+
 namespace penstock {
 namespace {
 
@@ -18,8 +20,8 @@ double power(double base, std::uint64_t exponent) {
 
 float inverse_of(double beta) { return static_cast<float>(beta == 0 ? 0.0 : 1.0 / beta); }
 
-bool is_adam(Optimizer optimizer) {
-  return optimizer == Optimizer::kAdamW || optimizer == Optimizer::kAdam;
+const OptimizerTraits& traits_of(const Hyper& hyper) {
+  return Optimizers::kTraits[hyper.optimizer];
 }
 
 // The one place where hyper-parameters become float32: everything is derived in double and rounded
@@ -37,14 +39,14 @@ StepScalars derive_scalars(const Hyper& hyper) {
   scalars.inverse_beta2 = inverse_of(hyper.beta2);
   scalars.inverse_sqrt_correction = static_cast<float>(1.0 / std::sqrt(correction2));
   scalars.eps = static_cast<float>(hyper.eps);
-  const bool corrected = is_adam(hyper.optimizer);
+  const bool corrected = traits_of(hyper).bias_corrected;
   scalars.step_size = static_cast<float>(corrected ? hyper.lr / correction1 : hyper.lr);
   return scalars;
 }
 
 Decay derive_decay(const Hyper& hyper, double weight_decay) {
   Decay decay;
-  if (hyper.optimizer == Optimizer::kAdamW || hyper.optimizer == Optimizer::kLion) {
+  if (traits_of(hyper).decoupled_decay) {
     decay.keep = static_cast<float>(1.0 - hyper.lr * weight_decay);
   } else {
     decay.l2 = static_cast<float>(weight_decay);
@@ -189,10 +191,6 @@ PieceFunction find(const Pool& pool, Mode mode, const Block& block, const Hyper&
 }
 
 }  // namespace
-
-std::size_t num_arrays(Optimizer optimizer) {
-  return is_adam(optimizer) || optimizer == Optimizer::kTouch ? 2 : 1;
-}
 
 Status preview(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                const Weights& weights) {

@@ -14,10 +14,10 @@
 
 namespace penstock {
 
-// Hyper-parameters of one step. They are those of torch.optim.AdamW, Adam (without amsgrad) and
-// Adagrad, of SGD with momentum beta1, and of Lion; an optimizer ignores those it does not have.
+// Hyper-parameters of one step, with the names they have in the papers; protocol/config/optimizers.py
+// says which keys of a configuration they come from. An optimizer ignores those it does not have.
 struct Hyper {
-  Optimizer optimizer;
+  std::size_t optimizer;  // index in Optimizers (steps.h)
   double lr;
   double beta1;
   double beta2;
@@ -25,9 +25,6 @@ struct Hyper {
   std::uint64_t step;  // t >= 1, for the bias corrections
   double coefficient;  // multiplies the summed gradients: clip coefficient / loss scale
 };
-
-// Arrays of state beside master.
-std::size_t num_arrays(Optimizer optimizer);
 
 // Elements [start, end) with one weight decay.
 struct WeightDecayRange {

@@ -99,7 +99,7 @@ void ThreadPool::start(Worker& worker, int core) {
                              allowed_cores());
   }
   char name[16];
-  std::snprintf(name, sizeof(name), "passes-core%d", core);
+  std::snprintf(name, sizeof(name), "sweeps-core%d", core);
   pthread_setname_np(worker.thread, name);
 }
 

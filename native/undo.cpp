@@ -89,10 +89,10 @@ void Undo::check_ready(const std::vector<Span>& spans, std::uint64_t num_element
   if (state == kIdle) return;
   if (!is_repaired(state)) {
     throw std::runtime_error("undo is armed (tag " + std::to_string(header_->tag) +
-                             "): a pass was cut short; call repair() first");
+                             "): a sweep was cut short; call repair() first");
   }
   if (tag != header_->tag || num_elements != header_->num_elements || !(spans == remaining())) {
-    throw std::runtime_error("undo holds a repaired pass (tag " + std::to_string(header_->tag) +
+    throw std::runtime_error("undo holds a repaired sweep (tag " + std::to_string(header_->tag) +
                              "): finish it with that tag and spans=repair(...) first");
   }
 }

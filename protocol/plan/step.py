@@ -84,7 +84,7 @@ class OptimizerStep:
             eps=config.eps,
             step=self.bias_step,
             coefficient=self.coefficient,
-            optimizer=_native.Optimizer[config.name.name],
+            optimizer=config.name.value,
         )
 
 

@@ -54,24 +54,15 @@ class WeightsDtype(Enum):
     BFLOAT16 = ...
     FLOAT16 = ...
 
-class Optimizer(Enum):
-    """Which step is taken. TOUCH reads and writes what Adam does, computes next to nothing and
-    saves no undo values: what memory allows.
-    """
-
-    ADAMW = ...
-    ADAM = ...
-    SGD = ...
-    LION = ...
-    ADAGRAD = ...
-    TOUCH = ...
-
 class Hyper:
-    """Hyper-parameters of one optimizer step, those of torch.optim.AdamW, Adam and Adagrad, of SGD
-    with ``beta1`` as momentum, and of Lion; an optimizer ignores what it does not have.
+    """Hyper-parameters of one optimizer step. ``optimizer`` is the name of a step in
+    ``native/steps.h``; it ignores those that it does not have. SGD's momentum is ``beta1``.
 
     ``step`` is t >= 1 of the bias corrections; ``coefficient`` multiplies the summed gradients
     (clip coefficient times inverse loss scale). Immutable.
+
+    Raises:
+        ValueError: naming the argument, its value and what would do.
     """
 
     def __init__(
@@ -83,7 +74,7 @@ class Hyper:
         eps: float,
         step: int,
         coefficient: float = 1.0,
-        optimizer: Optimizer = Optimizer.ADAMW,
+        optimizer: str = "adamw",
     ) -> None: ...
     @property
     def lr(self) -> float: ...
@@ -98,7 +89,7 @@ class Hyper:
     @property
     def coefficient(self) -> float: ...
     @property
-    def optimizer(self) -> Optimizer: ...
+    def optimizer(self) -> str: ...
 
 class Status:
     """What a sweep learned about the summed gradients (before the coefficient)."""

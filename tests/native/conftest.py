@@ -140,7 +140,7 @@ class Kit:
         found = 0
         for task in Path("/proc/self/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-                found += (task / "comm").read_text().startswith("passes-core")
+                found += (task / "comm").read_text().startswith("sweeps-core")
         return found
 
 

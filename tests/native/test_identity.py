@@ -21,7 +21,7 @@ case = st.fixed_dictionaries(
         "bf16": st.booleans(),
         "count": st.integers(1, 3),
         "dtype": st.sampled_from(list(WeightsDtype)),
-        "optimizer": st.sampled_from([_native.Optimizer.ADAMW, _native.Optimizer.ADAM]),
+        "optimizer": st.sampled_from(["adamw", "adam"]),
         "coefficient": st.sampled_from([1.0, 0.37, 2.0**-16]),
     }
 )

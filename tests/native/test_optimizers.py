@@ -10,24 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import _native
-from penstock._native import Optimizer, WeightsDtype
+from penstock import _ceiling, _native
+from penstock._native import WeightsDtype
+from penstock.protocol.config.optimizers import OPTIMIZERS, OptimizerName
 
 NUM_ELEMENTS = 4096 + 48
 NUM_STEPS = 5
 LR, BETA1, BETA2, EPS, DECAY = 3e-3, 0.9, 0.95, 1e-10, 0.1
-ONE_ARRAY = [Optimizer.SGD, Optimizer.LION, Optimizer.ADAGRAD]
-OPTIMIZERS = [Optimizer.ADAMW, Optimizer.ADAM, *ONE_ARRAY]
 PATHS = _native.available_vector_paths()
 
 
-def hyper(optimizer: Optimizer, step: int, **changes: Any) -> _native.Hyper:
+def hyper(optimizer: OptimizerName, step: int, **changes: Any) -> _native.Hyper:
     """The constants above."""
     usual = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "coefficient": 0.25}
     return _native.Hyper(**(usual | changes), step=step, optimizer=optimizer)
 
 
-def block_of(kit: Any, optimizer: Optimizer, seed: int) -> Any:
+def block_of(kit: Any, optimizer: OptimizerName, seed: int) -> Any:
     """A block at the start of training, one decay for all."""
     block = kit.block(NUM_ELEMENTS, seed)
     block.ranges[:] = [(0, NUM_ELEMENTS, DECAY)]
@@ -36,17 +35,16 @@ def block_of(kit: Any, optimizer: Optimizer, seed: int) -> Any:
     return block
 
 
-def state(block: Any, optimizer: Optimizer) -> dict[str, Any]:
+def state(block: Any, optimizer: OptimizerName) -> dict[str, Any]:
     """The block's arguments, with as many arrays as the optimizer has."""
-    if optimizer in ONE_ARRAY:
-        return {**block.state, "arrays": [block.exp_avg]}
-    return dict(block.state)
+    count = len(OPTIMIZERS[optimizer].state_arrays)
+    return {**block.state, "arrays": [block.exp_avg, block.exp_avg_sq][:count]}
 
 
-def torch_optimizer(optimizer: Optimizer, parameter: torch.Tensor) -> torch.optim.Optimizer:
+def torch_optimizer(optimizer: OptimizerName, parameter: torch.Tensor) -> torch.optim.Optimizer:
     """torch's, where it has one."""
     options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY}
-    if optimizer is Optimizer.SGD:
+    if optimizer is OptimizerName.SGD:
         return torch.optim.SGD([parameter], momentum=BETA1, **options)
     return torch.optim.Adagrad([parameter], eps=EPS, **options)
 
@@ -61,8 +59,8 @@ def lion(master: Any, momentum: Any, grad: Any) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.ADAGRAD])
-def test_steps_match_torch(path: str, optimizer: Optimizer, kit: Any, cores: list[int]) -> None:
+@pytest.mark.parametrize("optimizer", [OptimizerName.SGD, OptimizerName.ADAGRAD])
+def test_steps_match_torch(path: str, optimizer: OptimizerName, kit: Any, cores: list[int]) -> None:
     block = block_of(kit, optimizer, 1)
     parameter = torch.nn.Parameter(torch.from_numpy(block.master.copy()))
     theirs = torch_optimizer(optimizer, parameter)
@@ -83,7 +81,7 @@ def test_steps_match_torch(path: str, optimizer: Optimizer, kit: Any, cores: lis
 
 @pytest.mark.parametrize("path", PATHS)
 def test_lion_matches_float64(path: str, kit: Any, cores: list[int]) -> None:
-    block = block_of(kit, Optimizer.LION, 2)
+    block = block_of(kit, OptimizerName.LION, 2)
     master, momentum = block.master.astype(np.float64), np.zeros(NUM_ELEMENTS)
     with _native.Pool([cores[0]], vector_path=path) as pool:
         for step in range(1, NUM_STEPS + 1):
@@ -93,16 +91,16 @@ def test_lion_matches_float64(path: str, kit: Any, cores: list[int]) -> None:
             _native.settle(
                 pool,
                 grads=grads,
-                hyper=hyper(Optimizer.LION, step),
+                hyper=hyper(OptimizerName.LION, step),
                 undo=block.undo,
-                **state(block, Optimizer.LION),
+                **state(block, OptimizerName.LION),
             )
     np.testing.assert_allclose(block.master, master, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(block.exp_avg, momentum, rtol=1e-5, atol=1e-7)
 
 
 def sweeps(
-    kit: Any, pool: _native.Pool, optimizer: Optimizer, way: str
+    kit: Any, pool: _native.Pool, optimizer: OptimizerName, way: str
 ) -> tuple[tuple[bytes, ...], bytes]:
     """State after one step and weights after another, in one of the ways there."""
     block = kit.block(NUM_ELEMENTS, 3)
@@ -139,7 +137,7 @@ def sweeps(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_all_ways_and_paths_give_the_same_bits(
-    optimizer: Optimizer, kit: Any, cores: list[int]
+    optimizer: OptimizerName, kit: Any, cores: list[int]
 ) -> None:
     found = set()
     for path in PATHS:
@@ -167,11 +165,11 @@ def test_gradients_in_fp16(path: str, kit: Any, cores: list[int]) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("path", PATHS)
 def test_the_inverse_comes_close_and_no_closer(
-    optimizer: Optimizer, path: str, kit: Any, cores: list[int]
+    optimizer: OptimizerName, path: str, kit: Any, cores: list[int]
 ) -> None:
     """Not exact: this is why a preview leaves the state alone."""
     block = kit.block(NUM_ELEMENTS, 7)
-    if optimizer is Optimizer.ADAGRAD:
+    if optimizer is OptimizerName.ADAGRAD:
         block.exp_avg[:] = np.abs(block.exp_avg)  # a sum of squares
     before = block.copy()
     grads = kit.gradients(NUM_ELEMENTS, 8, bf16=True)
@@ -195,7 +193,7 @@ def test_an_infinite_gradient_destroys_what_the_inverse_should_bring_back(
     before = block.copy()
     (grad,) = kit.gradients(64, 10, bf16=False)
     grad[17] = np.inf
-    arguments = {"grads": [grad], "hyper": hyper(Optimizer.ADAMW, 3), **block.state}
+    arguments = {"grads": [grad], "hyper": hyper(OptimizerName.ADAMW, 3), **block.state}
     weights = kit.weights(64, WeightsDtype.FLOAT32)
     _native.step_in_place(pool, weights=weights, weights_dtype=WeightsDtype.FLOAT32, **arguments)
     _native.invert(pool, undo=block.undo, **arguments)
@@ -204,13 +202,33 @@ def test_an_infinite_gradient_destroys_what_the_inverse_should_bring_back(
     assert np.isfinite(before.exp_avg).all()
 
 
-def test_what_memory_allows_moves_the_same_arrays(kit: Any, pool: _native.Pool) -> None:
-    """TOUCH reads and writes every array of every sweep, and leaves the undo area alone."""
+def test_the_ceiling_of_a_benchmark_moves_the_same_arrays(kit: Any, cores: list[int]) -> None:
+    """Its kernels read and write every array of every sweep, and leave the undo area alone."""
     block = kit.block(64, 11)
     before = block.copy()
     (grad,) = kit.gradients(64, 12, bf16=False)
-    touch = hyper(Optimizer.TOUCH, 1)
-    _native.settle(pool, grads=[grad], hyper=touch, undo=block.undo, **block.state)
+    scalars = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "step": 1}
+    with _ceiling.Pool([cores[0]]) as pool:
+        hyper = _ceiling.Hyper(**scalars)
+        _ceiling.settle(pool, grads=[grad], hyper=hyper, undo=block.undo, **block.state)
     for found, old in zip(block.each, before.each, strict=True):
         np.testing.assert_array_equal(found, old + grad)
     assert block.undo[64 + 64 :].tobytes() == before.undo[64 + 64 :].tobytes()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_kernels_know_the_optimizers_of_the_table(optimizer: OptimizerName, kit: Any) -> None:
+    """By name; what the table says of decay and bias correction shows in one step from zero."""
+    assert hyper(optimizer, 1).optimizer == optimizer.value
+    with pytest.raises(ValueError, match="expected one of .*" + optimizer.value):
+        _native.Hyper(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, step=1, optimizer="rmsprop")
+    traits, block = OPTIMIZERS[optimizer], block_of(kit, optimizer, 13)
+    decayed, first = block.master * np.float32(1 - LR * DECAY), block.master.copy()
+    zeros = [kit.aligned(NUM_ELEMENTS, np.float32)]
+    with _native.Pool([0]) as pool:
+        arguments = {"undo": block.undo, **state(block, optimizer)}
+        _native.settle(pool, grads=zeros, hyper=hyper(optimizer, 1), **arguments)
+        untouched = bool((block.exp_avg == 0).all())
+    assert untouched is traits.decouples_decay, "coupled decay is a gradient"
+    assert (block.master.tobytes() == decayed.tobytes()) is traits.decouples_decay
+    assert block.master.tobytes() != first.tobytes()

@@ -22,7 +22,7 @@ def pool_tasks() -> dict[str, Path]:
     """Status files of the pool threads, by thread name."""
     tasks = Path("/proc/self/task").iterdir()
     named = {(task / "comm").read_text().strip(): task / "status" for task in tasks}
-    return {name: status for name, status in named.items() if name.startswith("passes-core")}
+    return {name: status for name, status in named.items() if name.startswith("sweeps-core")}
 
 
 def field(status: Path, name: str) -> str:
@@ -36,9 +36,9 @@ def test_each_thread_is_pinned_to_its_core_and_blocks_signals(cores: list[int]) 
     with _native.Pool(cores[:2]) as pool:
         tasks = pool_tasks()
         assert pool.num_threads == len(cores[:2])
-        assert set(tasks) == {f"passes-core{core}" for core in cores[:2]}
+        assert set(tasks) == {f"sweeps-core{core}" for core in cores[:2]}
         for core in cores[:2]:
-            status = tasks[f"passes-core{core}"]
+            status = tasks[f"sweeps-core{core}"]
             assert field(status, "Cpus_allowed_list") == str(core)
             assert int(field(status, "SigBlk"), 16) & (1 << 14)  # SIGTERM
 

@@ -112,7 +112,7 @@ def test_an_armed_area_must_be_repaired_first(pool: _native.Pool, kit: Any) -> N
     assert _native.repair(block.undo, **block.arrays) == [(0, 32), (32, 64)]
     assert _native.undo_state(block.undo).armed  # until the sweep is complete
     for options in ({}, {"tag": 5}, {"spans": [(0, 32), (32, 64)]}, {"spans": [(0, 32)], "tag": 5}):
-        with pytest.raises(RuntimeError, match=r"repaired pass \(tag 5\)"):
+        with pytest.raises(RuntimeError, match=r"repaired sweep \(tag 5\)"):
             settle(pool, block, grads, kit, **options)
     assert block.bits() == before
     assert _native.repair(block.undo, **block.arrays) == [(0, 32), (32, 64)]

@@ -1,8 +1,0 @@
-#include "kernel.h"
-#include "vector_portable.h"
-
-namespace penstock {
-
-const Kernels kPortableKernels = {"portable", find_kernel<Portable>};
-
-}  // namespace penstock
