@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.protocol.platforms.registry import PLATFORMS
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("shm", "protocol", "planner", "daemons", "workers", "models", "client")
 
@@ -220,6 +222,45 @@ def floor(module: str) -> tuple[int, str]:
         name = name.rpartition(".")[0]
     assert name or module in FOLDERS, f"{module} is in no room of FLOORS"
     return rooms.get(name, -1), name
+
+
+MAY_KNOW_PLATFORMS = (
+    "protocol/platforms/registry.py",
+    "protocol/config/",
+    "workers/platforms/",
+    "models/torch_device.py",
+)
+"""Who may tell platforms apart: what describes them, the configuration, and what they are."""
+
+
+def test_nobody_else_asks_which_platform_it_is() -> None:
+    """Others ask for a capability (:mod:`penstock.protocol.platforms.registry`)."""
+    platforms = re.compile(r"^(Cpu|Cuda|Gpu|Host|Emulated)[A-Z]")
+    wrong = []
+    for path, tree in sources().items():
+        if str(path).startswith(MAY_KNOW_PLATFORMS):
+            continue
+        folders = tuple(f"penstock.workers.platforms.{name}" for name in PLATFORMS)
+        wrong += [f"{path} imports {n}" for n in imported(tree) if n.startswith(folders)]
+        for node in ast.walk(tree):
+            kinds: set[object] = set()
+            if isinstance(node, (ast.Compare, ast.MatchValue)) or is_call(node, "startswith"):
+                kinds = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+                kinds = {k for k in kinds if isinstance(k, str) and k.strip(":") in PLATFORMS}
+            if is_call(node, "isinstance"):
+                names = (n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+                kinds = {name for name in names if platforms.match(name)}
+            if isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_cpu"):
+                kinds = {node.attr}
+            if kinds:
+                wrong.append(f"{path}:{getattr(node, 'lineno', 0)} {kinds}")
+    assert not wrong, wrong
+
+
+def is_call(node: ast.AST, name: str) -> bool:
+    """Whether a node calls a function or method of that name."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return name in (getattr(function, "id", None), getattr(function, "attr", None))
 
 
 def test_no_class_name_stands_in_more_than_two_modules() -> None:
