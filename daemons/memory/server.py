@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import zmq
 
-from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,

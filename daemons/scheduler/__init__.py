@@ -1,5 +1,5 @@
 """schedulerd: one per job; owns the journal and decides, attempt by attempt, what counts.
 
-The folder ``machine`` decides, ``service`` listens (with ``doorkeeper`` and ``intake``),
+The folder ``machine`` decides, ``service`` listens (with ``intake``),
 ``effects`` acts (with ``journal``, ``saved``, ``metrics_file`` and ``trace``), ``main`` wires.
 """

@@ -21,8 +21,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock.daemons.scheduler.doorkeeper import Doorkeeper, Strangers
-from penstock.daemons.scheduler.intake import EventQueue, StreamCredit, cut_short, malformed
+from penstock.daemons.scheduler.intake import (
+    Doorkeeper,
+    EventQueue,
+    Strangers,
+    StreamCredit,
+    cut_short,
+    malformed,
+)
 from penstock.daemons.scheduler.machine.events import (
     ControlAsked,
     ControlCall,

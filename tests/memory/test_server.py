@@ -18,7 +18,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
