@@ -1,16 +1,14 @@
 """Emulated devices: real processes, messages and transactions; made-up numbers and modelled time.
 
 - :mod:`.clock`: when a device's compute stream, copy streams and links are busy, on a clock that
-  all processes of the machine share.
+  all processes of the machine share, and how long instructions take.
 - :mod:`.device`: weights, gradients and transfers at the stored size, each taking its modelled
-  time.
-- :mod:`.handlers`: the workers' handlers, each with the time of its instruction; :mod:`.durations`
-  says how much that is.
-- :mod:`.channel`: messages that say when they arrive.
-- :mod:`.compute`: split backwards, dropped operators and swaps, which are simpler here.
-- :mod:`.gradients`: fetches, reductions and offloads; :mod:`.collectives`: how long those take that
-  all devices take part in.
+  time; messages say when they arrive.
+- :mod:`.handlers`: the workers' handlers, each with the time of its instruction;
+  :mod:`.collectives`: how long those take that all devices take part in.
+- :mod:`.memory`: what a device holds, at full size.
 - :mod:`.runtime`: instead of a model, numbers that follow from everything the model would use.
+- :mod:`.platform`: all of these as a worker's platform, and UPDATE.
 - :mod:`.loader`: initial weights.
 
 Modelled: the compute stream, both copy streams and every link of a device, each serving one thing
