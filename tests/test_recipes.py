@@ -41,6 +41,15 @@ USES = {
         waits = {i.after for program in plan.programs for i in program if isinstance(i, Recompute)}
         assert {wait.name for wait in waits} == {"GRADIENT"}, waits
     """,
+    "Optimizer": """
+        from penstock.protocol.config.schema import parse_config
+        config = parse_config({"model": {"hf": {"model_type": "llama"}}, "data": {"path": "x"},
+                               "optimizer": {"name": "signum"}})
+        traits = config.optimizer.name.traits
+        assert (traits.state_arrays, traits.state_bytes) == (("exp_avg",), 4.0)
+        penstock("config optimizer.name", "adagrad or signum")
+        penstock("config optimizer.momentum", "SGD and Signum")
+    """,
     "Platform": """
         from pathlib import Path
         from types import SimpleNamespace
@@ -146,22 +155,28 @@ RECIPES = {recipe.name: recipe for recipe in recipes()}
 
 
 def linked_copy(to: Path) -> None:
-    """The package in a folder of its own; files are links until they are edited."""
+    """The package, kernels and tests in a folder of their own; files are links until edited."""
     package = to / "penstock"
     package.mkdir()
     for path in (ROOT / "src" / "penstock").iterdir():
         if path.name not in FOLDERS:
             (package / path.name).symlink_to(path.resolve())
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            target = package / path.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(path)
+    for folder in (*FOLDERS, "native", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.*")):
+            if path.suffix in (".py", ".cpp", ".h"):
+                target = place(to, str(path.relative_to(ROOT)))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(path)
 
 
-def apply(step: Step, package: Path) -> None:
+def place(copy: Path, path: str) -> Path:
+    """Where a file of the repository lies in a copy."""
+    return copy / "penstock" / path if path.split("/")[0] in FOLDERS else copy / path
+
+
+def apply(step: Step, copy: Path) -> None:
     """Write a step's file, or replace the lines that its edit shows."""
-    path = package / step.path
+    path = place(copy, step.path)
     if step.kind != "diff":
         assert not path.exists(), f"{step.path} exists"
         path.parent.mkdir(exist_ok=True)
@@ -182,16 +197,21 @@ def test_a_recipe_works_and_touches_no_more_files_than_it_says(name: str, tmp_pa
     assert len({step.path for step in recipe.steps}) == recipe.promised
     linked_copy(tmp_path)
     for step in recipe.steps:
-        apply(step, tmp_path / "penstock")
+        apply(step, tmp_path)
+    run_in(tmp_path, "-c", f"{PROLOGUE}exec(textwrap.dedent({USES[name]!r}))", timeout_s=100)
+
+
+def run_in(copy: Path, *words: str, timeout_s: float) -> None:
+    """Run Python on a copy; it must succeed."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{PROLOGUE}exec(textwrap.dedent({USES[name]!r}))"],
+        [sys.executable, *words],
         capture_output=True,
         text=True,
-        timeout=100,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=timeout_s,
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 def test_every_recipe_is_followed() -> None:
