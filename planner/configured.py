@@ -100,17 +100,28 @@ def config_context(config: Config, table: BlockTable, prices: Prices | None = No
     )
 
 
-def build_plan(config: Config, table: BlockTable, prices: Prices | None = None) -> Plan:
+def _in(context: PlanContext | None, config: Config, table: BlockTable) -> PlanContext:
+    """Returns a context with what a configuration like the one it was made of says differently."""
+    if context is None:
+        return config_context(config, table)
+    return replace(
+        context,
+        memory_limit_bytes=config.memory.device_limit,
+        update_stride=config.schedule.update_stride,
+        resident_share=config.schedule.resident_share,
+    )
+
+
+def build_plan(config: Config, table: BlockTable, context: PlanContext | None = None) -> Plan:
     """Returns the plan that a configuration asks for: its scheme, or what is in ``schedule.file``.
 
-    ``prices``: what passes decide by and memory is counted with; the configuration's own unless
-    given.
+    ``context``: of this configuration, or of one that differs in its schedule and limits only.
 
     Raises:
         ConfigError: impossible combination; names key, value, and what would be accepted. A
             :class:`~penstock.planner.validate.check.PlanError` for a plan file that makes no sense.
     """
-    file, context = config.schedule.file, config_context(config, table, prices)
+    file, context = config.schedule.file, _in(context, config, table)
     _check_used(config)
     if file is not None and file.suffix.lower() != ".csv":
         plan = _load(file, config)
@@ -135,20 +146,20 @@ def build_plan(config: Config, table: BlockTable, prices: Prices | None = None) 
     return plan
 
 
-def trainable_plan(config: Config, table: BlockTable, prices: Prices | None = None) -> Plan:
+def trainable_plan(config: Config, table: BlockTable, context: PlanContext | None = None) -> Plan:
     """Returns the plan of a configuration, refused as ``train`` refuses it; arguments as
     :func:`build_plan`.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
     """
-    plan = build_plan(config, table, prices)
+    plan = build_plan(config, table, context)
     check_executable(plan, devices_per_node=config.cluster.workers)
     check_updates(config, table, plan)
     return plan
 
 
-def plan_within_limit(config: Config, table: BlockTable, prices: Prices) -> Plan:
+def plan_within_limit(config: Config, table: BlockTable, context: PlanContext) -> Plan:
     """Returns :func:`trainable_plan`; where ``memory.device_limit`` is in its way, the error names
     the smallest limit that is not.
 
@@ -157,10 +168,10 @@ def plan_within_limit(config: Config, table: BlockTable, prices: Prices) -> Plan
         CapacityError: there is one, but not within ``memory.device_limit``; says what would do.
     """
     try:
-        return trainable_plan(config, table, prices)
+        return trainable_plan(config, table, context)
     except ConfigError as error:
         limited = config.memory.device_limit is not None
-        smallest = _smallest_limit(config, table, prices) if limited else None
+        smallest = _smallest_limit(config, table, context) if limited else None
         if smallest is None:
             raise
         raise CapacityError(
@@ -169,7 +180,7 @@ def plan_within_limit(config: Config, table: BlockTable, prices: Prices) -> Plan
         ) from error
 
 
-def _smallest_limit(config: Config, table: BlockTable, prices: Prices) -> int | None:
+def _smallest_limit(config: Config, table: BlockTable, context: PlanContext) -> int | None:
     """Returns bytes of a limit that can be met, at most half a percent above the smallest; ``None``
     if the configuration has no plan with any limit above its own.
 
@@ -180,14 +191,14 @@ def _smallest_limit(config: Config, table: BlockTable, prices: Prices) -> int | 
     def planned(limit: int | None) -> Plan | None:
         memory = config.memory.model_copy(update={"device_limit": limit})
         try:
-            return trainable_plan(config.model_copy(update={"memory": memory}), table, prices)
+            return trainable_plan(config.model_copy(update={"memory": memory}), table, context)
         except ConfigError:
             return None
 
     plan = planned(None)
     if plan is None:
         return None
-    peaks = device_peaks(plan, prices.costs)
+    peaks = device_peaks(plan, context.prices.costs)
     low, high = config.memory.device_limit or 0, ceil(max(peak.total_bytes for peak in peaks))
     if high <= low:
         return None

@@ -218,7 +218,7 @@ class TunedConfig:
         Raises:
             ConfigError: it cannot be trained. CapacityError: it does not fit.
         """
-        plan = trainable_plan(config, self.table, context.prices)
+        plan = trainable_plan(config, self.table, context)
         if self.capacity is not None:
             self.capacity.check(config, plan, context.prices.costs)
         return plan

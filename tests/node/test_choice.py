@@ -94,7 +94,7 @@ def test_a_run_directory_from_the_first_choice_to_another(tmp_path: Path) -> Non
     assert other.plan.num_devices == 1
     assert said[0].startswith("schedule: auto chooses anew, because of cluster.workers: 2 -> 1")
     assert said[1] == "changed: cluster.workers: 2 -> 1"
-    assert said[2].startswith("schedule: auto chose ")
+    assert said[-1].startswith("schedule: auto chose ")
 
     before = (run_dir / "resolved.yaml").read_bytes()
     with pytest.raises(CapacityError, match=r"none of \d+ candidates .* devices have 1.0 MiB"):

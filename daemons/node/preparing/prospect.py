@@ -74,7 +74,7 @@ def look_ahead(
         config, choice = winner.config, str(winner)
         progress(choice)
     context = config_context(config, table)
-    plan = plan_within_limit(config, table, context.prices)
+    plan = plan_within_limit(config, table, context)
     if is_to_choose(config):
         plan = choose_settled_early(plan, context)
     rows, found = surroundings.memory(config, plan, context.prices.costs)
