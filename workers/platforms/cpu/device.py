@@ -28,10 +28,10 @@ class CpuStageBuffer:
         self._pool = pool
 
     def acquire(self) -> None:
-        """Complete from the start."""
+        """Nothing to wait for: the weights are complete from the start."""
 
     def release(self) -> None:
-        """Work on a CPU is done when it returns."""
+        """Give copies back at once: no work that reads them is under way on a CPU."""
         if self._pool is not None:
             for tensor in self.tensors:
                 self._pool.give(tensor)
@@ -58,18 +58,20 @@ class CpuDevice:
         self._pool.clear()
 
     def start_clock(self) -> None:
-        """It runs."""
+        """Nothing to do: ``time.perf_counter`` runs."""
 
     def stamp(self) -> float:
-        """Now: what was computed is done."""
+        """Returns now: work on a CPU is done when it returns."""
         return time.perf_counter()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """They are seconds."""
+        """Returns the stamps, which are seconds."""
         return list(stamps)
 
     def load(self, arrays: Sequence[HostArray]) -> CpuStageBuffer:
-        """Views (fp32), or copies widened on the calling thread's compute threads."""
+        """Returns flat fp32 tensors: views of the arrays, or copies that the compute threads of the
+        calling thread widen.
+        """
         start_s = time.perf_counter()
         stored = [as_tensor(array, self._weight_dtype) for array in arrays]
         if self._weight_dtype is DType.FP32:
@@ -78,7 +80,9 @@ class CpuDevice:
         return CpuStageBuffer(widened, self._pool, start_s)
 
     def gradients(self, target: HostArray) -> torch.Tensor:
-        """``target`` itself (fp32), or a private sum."""
+        """Returns zeros, fp32, of the length of ``target``: ``target`` itself if it is fp32, or a
+        private sum, so that a 16-bit gradient is rounded once and not with every micro-batch.
+        """
         if self._grad_dtype is DType.FP32:
             return as_tensor(target, DType.FP32).zero_()
         return self._pool.take(target.size, torch.float32).zero_()
@@ -86,7 +90,7 @@ class CpuDevice:
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> None:
-        """Round to 16 bits if that is how they are stored."""
+        """Round to 16 bits if that is how gradients are stored; fp32 sums are in place already."""
         if self._grad_dtype is not DType.FP32:
             as_tensor(target, self._grad_dtype).copy_(gradients)
             self._pool.give(gradients)
@@ -102,11 +106,11 @@ class CpuDevice:
         """Nothing is under way."""
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """They are there."""
+        """Returns the tensors: they are in host memory."""
         return dict(tensors)
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """They are there."""
+        """Returns the tensors: the device computes in host memory."""
         return dict(tensors)
 
     def arrival_s(self, complete_s: float | None) -> float | None:
