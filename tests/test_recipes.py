@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -202,16 +203,42 @@ def test_a_recipe_works_and_touches_no_more_files_than_it_says(name: str, tmp_pa
 
 
 def run_in(copy: Path, *words: str, timeout_s: float) -> None:
-    """Run Python on a copy; it must succeed."""
+    """Run Python on a copy, with the build's tools beside it; it must succeed."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         [sys.executable, *words],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_optimizer_of_the_recipe_takes_textbook_steps(tmp_path: Path) -> None:
+    """Builds the kernels with the new step, and runs their tests for it."""
+    linked_copy(tmp_path)
+    for step in RECIPES["Optimizer"].steps:
+        apply(step, tmp_path)
+    for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "penstock").symlink_to(tmp_path / "penstock")
+    build = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", "built")
+    run_in(tmp_path, *build, ".", timeout_s=600)
+    for built in (tmp_path / "built" / "penstock").glob("*.so"):
+        (tmp_path / "penstock" / built.name).unlink(missing_ok=True)
+        shutil.copy(built, tmp_path / "penstock")
+    tests = "tests/optimizer/test_kernels.py"
+    run_in(tmp_path, "-m", "pytest", "-q", tests, "-k", "signum", timeout_s=300)
 
 
 def test_every_recipe_is_followed() -> None:
