@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock import _ceiling, _native
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("client", "daemons", "models", "planner", "protocol", "shm", "workers")
 
@@ -107,6 +109,12 @@ USES = {
 }
 """By recipe: a program that uses what was added."""
 
+NOT_THE_INSTALLED = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__name__.startswith("ScikitBuild")]
+"""
+"""An editable installation finds the package in its sources, wherever else it is looked for."""
+
 PROLOGUE = """
 import contextlib, sys, textwrap, warnings
 warnings.simplefilter("error")
@@ -159,8 +167,11 @@ def linked_copy(to: Path) -> None:
     """The package, kernels and tests in a folder of their own; files are links until edited."""
     package = to / "penstock"
     package.mkdir()
+    for module in (_ceiling, _native):
+        (package / Path(module.__file__).name).symlink_to(module.__file__)
+    (to / "sitecustomize.py").write_text(NOT_THE_INSTALLED, encoding="utf-8")
     for path in (ROOT / "src" / "penstock").iterdir():
-        if path.name not in FOLDERS:
+        if path.name not in FOLDERS and path.suffix != ".so":
             (package / path.name).symlink_to(path.resolve())
     for folder in (*FOLDERS, "native", "tests"):
         for path in sorted((ROOT / folder).rglob("*.*")):

@@ -68,7 +68,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
 
 def shown(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``penstock config``."""
-    done = CliRunner().invoke(app, ["config", *arguments])
+    done = CliRunner().invoke(app, ["config", *arguments], env={"COLUMNS": "100"})
     return done.exit_code, done.stdout, done.stderr
 
 
