@@ -9,7 +9,7 @@ matter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ from penstock.planner.lowering.weights import NUM_WEIGHT_BUFFERS
 from penstock.protocol.plan.instructions import Forward, Keep, SwapIn, SwapOut
 from penstock.protocol.plan.resources import Kind, Place, PlanFacts, StateKind, TensorKind, boundary
 from penstock.protocol.plan.semantics import COMPUTES, GRAPHS, makes, side_of, takes
+
+_Changes = Collection[tuple[Place, float]]
+"""Bytes by stage and micro-batch that an instruction brings or, negative, takes away."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,12 +68,27 @@ class OrderMemory:
         """Returns the bytes held while an instruction runs next: what was there, what it makes, and
         its workspace.
         """
-        more = sum(max(change, 0.0) for _, change in self._changes(instruction))
-        return self.total_bytes + more + self._cost(instruction).workspace_bytes
+        return self._needed_bytes(instruction, self._changes(instruction))
 
     def apply(self, instruction: OrderedInstruction) -> None:
         """Runs an instruction."""
-        for work, change in self._changes(instruction):
+        self._apply(instruction, self._changes(instruction))
+
+    def peak_of(self, order: Iterable[OrderedInstruction]) -> float:
+        """Runs an order; returns the most bytes that were held meanwhile."""
+        peak = self.total_bytes
+        for instruction in order:
+            changes = self._changes(instruction)  # once: searches spend much of their time here
+            peak = max(peak, self._needed_bytes(instruction, changes))
+            self._apply(instruction, changes)
+        return peak
+
+    def _needed_bytes(self, instruction: OrderedInstruction, changes: _Changes) -> float:
+        more = sum(max(change, 0.0) for _, change in changes)
+        return self.total_bytes + more + self._cost(instruction).workspace_bytes
+
+    def _apply(self, instruction: OrderedInstruction, changes: _Changes) -> None:
+        for work, change in changes:
             self.work_bytes[work] = self.work_bytes.get(work, 0.0) + change
             self.held_bytes += change
             if isinstance(instruction, SwapOut):
@@ -78,21 +96,13 @@ class OrderMemory:
         if isinstance(instruction, Forward) and instruction.keep is Keep.SELECTIVE:
             self.drops[instruction.stage, instruction.micro_batch] = instruction.drop
 
-    def peak_of(self, order: Iterable[OrderedInstruction]) -> float:
-        """Runs an order; returns the most bytes that were held meanwhile."""
-        peak = self.total_bytes
-        for instruction in order:
-            peak = max(peak, self.needed_bytes(instruction))
-            self.apply(instruction)
-        return peak
-
     def _cost(self, instruction: Any) -> BlockCost:
         if not isinstance(instruction, COMPUTES):
             return BlockCost()
         stages = self.facts.layout.stages(side_of(instruction))
         return self.costs.of(stages[instruction.stage].blocks)
 
-    def _changes(self, instruction: OrderedInstruction) -> Iterable[tuple[Place, float]]:
+    def _changes(self, instruction: OrderedInstruction) -> _Changes:
         """Returns by stage and micro-batch the bytes that come (or, negative, go)."""
         match instruction:
             case SwapOut(stage=s, micro_batch=m, fraction=fraction):
