@@ -64,8 +64,7 @@ def config_prices(
         ),
         cluster=replace(
             cluster_of(source, devices_per_node=config.cluster.workers),
-            # An UPDATE fetches the fp32 master and the optimizer's arrays.
-            update_fetch_bytes=4.0 + config.optimizer.name.traits.state_bytes,
+            update_fetch_bytes=config.optimizer.name.traits.stepped_bytes,
         ),
     )
 
@@ -80,8 +79,7 @@ def optimizer_of(config: Config) -> OptimizerModel:
 def config_context(config: Config, table: BlockTable, prices: Prices | None = None) -> PlanContext:
     """Returns what plans of a configuration are made and simulated with.
 
-    ``prices``: the configuration's own unless given
-    (:func:`config_prices`).
+    ``prices``: the configuration's own unless given (:func:`config_prices`).
 
     Raises:
         ConfigError: the profile cannot be read, or is of another model.

@@ -147,8 +147,7 @@ class Emulation:
         wanted = config.emulation
         made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
         _check_model(config, made.table)
-        # An UPDATE fetches the fp32 master and the optimizer's arrays.
-        fetched = 4.0 + config.optimizer.name.traits.state_bytes
+        fetched = config.optimizer.name.traits.stepped_bytes
         cluster = _changed(replace(made.cluster, update_fetch_bytes=fetched), config)
         moved, way = _sweep_bytes(config.optimizer), optimizer_way(config.optimizer)
         if wanted.optimizer_bytes is not None:

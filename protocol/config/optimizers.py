@@ -69,6 +69,11 @@ class OptimizerTraits:
         """Bytes of the state arrays, for each parameter."""
         return 4.0 * len(self.state_arrays)
 
+    @property
+    def stepped_bytes(self) -> float:
+        """Bytes that a step reads beside gradients, for each parameter: fp32 master and state."""
+        return 4.0 + self.state_bytes
+
 
 OPTIMIZERS: Mapping[OptimizerName, OptimizerTraits] = MappingProxyType(
     {
