@@ -10,9 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
-PYTHON_PATHS := client daemons models planner protocol shm workers src tests bench
+PYTHON_PATHS := client daemons deploy models planner protocol shm workers src tests bench
 
-.PHONY: train test check soak bench papers docs proto format clean
+.PHONY: train test check integration soak bench papers docs proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -30,6 +30,11 @@ check: $(STAMP)
 	$(BIN)/ruff check $(PYTHON_PATHS)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+## Real Slurm, systemd hosts and network namespaces, as root on Debian: installs what is missing.
+integration: $(STAMP)
+	tests/integration/packages
+	$(BIN)/python -m pytest -q -m integration -s --durations=0 $(ARGS)
 
 ## Long chaos runs with random seeds, which are printed; --soak-faults=12 for a taste of them.
 soak: $(STAMP)

@@ -18,7 +18,7 @@ import pytest
 from penstock.protocol.platforms.registry import PLATFORMS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("shm", "protocol", "planner", "daemons", "workers", "models", "client")
+FOLDERS = ("shm", "protocol", "planner", "daemons", "workers", "models", "deploy", "client")
 
 MAY_IMPORT = {
     "shm": set(),
@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "models": {"shm", "protocol"},
     "daemons": {"shm", "protocol", "planner"},
     "workers": {"shm", "protocol", "planner", "models"},
-    "client": {"shm", "protocol", "planner", "daemons"},
+    "deploy": {"shm", "protocol"},
+    "client": {"shm", "protocol", "planner", "daemons", "deploy"},
 }
 """Beside itself. The client starts what needs torch (workers, models) as processes."""
 
@@ -76,7 +77,7 @@ FLOORS = {
     "client": """cli launch
         planning
         watching placement
-        doctor export supervision
+        doctor export supervision deploying
         train
         api configuration
         main""",
