@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.client import keys as key_commands
 from penstock.client.cli import (
     Command,
     ConfigArgument,
@@ -184,6 +185,7 @@ def explain_keys(
 
 
 plan_commands.register(app)
+app.add_typer(key_commands.app)
 
 
 @app.command(

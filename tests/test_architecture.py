@@ -36,7 +36,7 @@ FLOORS = {
     "protocol": """errors
         platforms.registry
         config
-        plan
+        plan security
         run
         plan.executable plan.placement platforms wire""",
     "planner": """layout
@@ -77,7 +77,7 @@ FLOORS = {
     "client": """cli launch
         planning
         watching placement
-        doctor export supervision deploying
+        doctor export supervision deploying keys
         train
         api configuration
         main""",

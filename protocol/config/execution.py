@@ -192,6 +192,22 @@ class ClusterConfig(Section):
         le=65535,
         description="The scheduler listens on this port of the first node; 0: on one that is free.",
     )
+    security: Literal["none", "tls"] = Field(
+        default="none",
+        description="With tls, whatever goes over the network is encrypted, and who has no key of"
+        " the run is turned away (docs/SECURITY.md). With none, addresses other than loopback are"
+        " refused, and a token in the run directory keeps other users of the machine away.",
+    )
+    keys: Path | None = Field(
+        default=None,
+        description="With `security: tls`, the folder that `penstock keys make` made; a node needs"
+        " its own part of it only, at this path (`penstock keys pack`).",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Allows addresses other than loopback without `security: tls`. Whoever reaches"
+        " them may read and change the run.",
+    )
     threads_per_worker: Annotated[int, Unit("threads")] = Field(
         default=0,
         ge=0,
@@ -323,7 +339,7 @@ class ObservabilityConfig(Section):
     ] = Field(
         default="127.0.0.1",
         description="Where metrics are served, on every node; 0.0.0.0 for a Prometheus on another"
-        " machine. Who gets there may read them.",
+        " machine: with `cluster.security: tls` they are served with TLS and a password.",
     )
     trace: bool = Field(
         default=False, description="Records what every process does when, for `penstock trace`."

@@ -39,6 +39,7 @@ from penstock.protocol.plan.placement import check_cores
 from penstock.protocol.run.files import holds_text, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
+from penstock.protocol.security.addresses import check_addresses
 from penstock.shm.table import BlockTable
 
 PREVIOUS_PREPARATION_WAIT_S = 30.0
@@ -60,6 +61,7 @@ def prepare_run(
         CapacityError: something is short; carries the table.
         StateError: the directory's files are damaged.
     """
+    check_addresses(config)
     check_cores(config)
     run_dir = run_dir.absolute()
     RunDirectory(run_dir).check_shape()
@@ -248,6 +250,7 @@ def _absolute_paths(config: Config) -> Config:
         for name in ("file", "profile")
         if (path := getattr(config.schedule, name)) is not None
     }
+    keys = config.cluster.keys and config.cluster.keys.absolute()
     device, parameter = config.cluster.device, config.cluster.device_parameter
     if parameter is not None and parameter.endswith(".json"):
         device = f"{config.cluster.platform.name}:{Path(parameter).absolute()}"
@@ -256,6 +259,6 @@ def _absolute_paths(config: Config) -> Config:
             "model": model.model_copy(update={"path": model_path}),
             "data": data.model_copy(update={**changes, "tokens": tokens}),
             "schedule": config.schedule.model_copy(update=files),
-            "cluster": config.cluster.model_copy(update={"device": device}),
+            "cluster": config.cluster.model_copy(update={"device": device, "keys": keys}),
         }
     )

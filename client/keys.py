@@ -1,0 +1,122 @@
+"""``penstock keys``: makes, shows, renews and packs the keys of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.client.cli import errors_explained, load
+
+app = typer.Typer(
+    name="keys",
+    help="Make and renew the keys of a run (cluster.security: tls).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the keys.")]
+DaysOption = Annotated[
+    float, typer.Option("--days", metavar="N", min=0.0, help="Certificates are valid so long.")
+]
+
+
+@app.command(epilog="Example: penstock keys make keys --config run.yaml")
+def make(
+    folder: FolderArgument,
+    config: Annotated[
+        Path, typer.Option("--config", metavar="FILE", help="Run name and nodes are read from it.")
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
+    ] = None,
+    days: DaysOption = 90.0,
+) -> None:
+    """Make an authority for a run, and keys for its nodes, control clients and Prometheus."""
+    with errors_explained():
+        from penstock.protocol.security.authority import make as make_keys
+
+        loaded = load(config, settings)
+        nodes = [node.name for node in loaded.cluster.nodes]
+        make_keys(folder, loaded.run.name, nodes, days)
+        typer.echo(
+            f"{folder}: keys for run {loaded.run.name}: nodes {', '.join(nodes)}, roles control and"
+            f" look, and Prometheus, valid for {days:g} days\n"
+            f"{folder}/authority stays here and goes to no node; a node needs only its own folder:"
+            f" penstock keys pack {folder} {nodes[0]} --out {nodes[0]}.tar"
+        )
+
+
+@app.command()
+def show(folder: FolderArgument) -> None:
+    """Show whose keys there are, and when they expire."""
+    with errors_explained():
+        from penstock.protocol.security.authority import expiries
+        from penstock.protocol.security.folders import days_left, expiry_warning
+
+        found = expiries(folder)
+        width = max(len(expiry.what) for expiry in found)
+        for expiry in found:
+            typer.echo(
+                f"{expiry.what:<{width}}  {expiry.identity}, until"
+                f" {expiry.expires:%Y-%m-%d %H:%M} UTC ({days_left(expiry.expires):.1f} days)"
+            )
+        for expiry in found:
+            if warning := expiry_warning(expiry.what, expiry.expires):
+                sys.stderr.write(f"warning: {warning}\n")
+
+
+@app.command(
+    epilog="Running processes read the new files when they next connect, or somebody connects to"
+    " them. Copy the folders of nodes to where the nodes read them."
+)
+def renew(
+    folder: FolderArgument,
+    authority: Annotated[
+        Path | None,
+        typer.Option("--authority", metavar="DIR", help="Where ca.key is; default: DIR/authority."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Make keys for new nodes of it, too."),
+    ] = None,
+    days: DaysOption = 90.0,
+) -> None:
+    """Issue new certificates of the same authority for everybody who has some."""
+    with errors_explained():
+        from penstock.protocol.security.authority import renew as renew_keys
+
+        nodes = [] if config is None else [n.name for n in load(config, None).cluster.nodes]
+        renewed = renew_keys(folder, authority, days, nodes)
+        typer.echo(f"{folder}: renewed for {days:g} days: {', '.join(renewed)}")
+
+
+@app.command(epilog="Example: penstock keys pack keys b | ssh b 'mkdir -p keys && tar xC keys'")
+def pack(
+    folder: FolderArgument,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Name in cluster.nodes.")],
+    output: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write here, not to stdout.")
+    ] = None,
+) -> None:
+    """Write a tar archive of what one node needs: nobody else's keys, not the authority's."""
+    with errors_explained():
+        from penstock.protocol.errors import ConfigError, reason
+        from penstock.protocol.security.authority import pack as pack_keys
+        from penstock.protocol.security.folders import write_private
+
+        archive = pack_keys(folder, node)
+        if output is not None:
+            write_private(output, archive)
+        elif sys.stdout.isatty():
+            raise ConfigError("penstock keys pack: stdout is a terminal; give --out FILE")
+        else:
+            try:
+                sys.stdout.buffer.write(archive)
+                sys.stdout.buffer.flush()
+            except OSError as error:
+                raise ConfigError(f"stdout: cannot write: {reason(error)}") from error
