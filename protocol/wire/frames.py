@@ -21,8 +21,10 @@ from penstock.protocol.errors import ProtocolError
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
 """Raw buffers of block ranges travel in frames of this size: the fastest for ZeroMQ over TCP."""
-MAX_RANGE_BYTES = 8 * CHUNK_BYTES
-"""Largest range of one :class:`BlockRequest`."""
+MAX_RANGE_BYTES = 2 * CHUNK_BYTES
+"""Largest range of one :class:`BlockRequest`. A receiver gets nothing of a range before all of it
+is there, so small ones let receiving and copying overlap, in caches.
+"""
 
 TransferKind = Literal["activation", "gradient", "checkpoint", "reduction", "entry"]
 """What a transfer between workers is."""

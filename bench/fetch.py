@@ -1,0 +1,279 @@
+"""What a fetch of a block costs from another process, over loopback: raw TCP beside ours.
+
+    python -m bench.fetch [--rounds 15] [--ways raw,zmq,curve]
+
+The serving sides are processes of their own: memoryd's real block server for ZeroMQ, and for raw
+TCP a loop that sends the same shared memory with ``sendall``. In every round each way fetches the
+same bytes, one after the other, so that what else runs on the machine disturbs all alike. GB/s and
+latency are medians of the rounds, ``of raw`` is the median of each round's ratio to raw TCP, and
+CPU seconds are those of both processes together, all threads, system time included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import socket
+import statistics
+import struct
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+from prometheus_client import CollectorRegistry
+
+from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.server import BlockServer
+from penstock.protocol.run.names import ipc_address
+from penstock.protocol.wire.blocks import BlockClient
+from penstock.protocol.wire.frames import BlockRequest
+from penstock.shm.layout import NodeLayout, Ownership, Storage
+from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (4 * KIB, MIB, 8 * MIB, 64 * MIB)
+"""Of the arrays, in bytes; block ``i`` has one of ``SIZES[i]``."""
+ROUND_BYTES = 128 * MIB
+ROUND_FETCHES = 200
+"""A way fetches so many bytes in a round, and at most so many arrays."""
+TIMEOUT_S = 60.0
+HOST = "127.0.0.1"
+_REQUEST = struct.Struct("<I")
+
+
+def block_table() -> BlockTable:
+    """Blocks of frozen weights, one for each size."""
+    blocks = tuple(
+        BlockSpec(
+            index=index,
+            name=f"block{index}",
+            kind="layer",
+            layer_index=index,
+            tensors=(
+                TensorSpec(name="w", shape=(16,), trainable=True, decay=False, offset=0),
+                TensorSpec(name="f", shape=(size // 2,), trainable=False, decay=False, offset=0),
+            ),
+            borrows=(),
+            trainable_elements=16,
+            frozen_elements=size // 2,
+            contributions=1,
+            forward_flops=1.0,
+            activation_bytes=1.0,
+            output_bytes=1.0,
+        )
+        for index, size in enumerate(SIZES)
+    )
+    return BlockTable(
+        blocks=blocks,
+        weight_dtype=DType.BF16,
+        grad_dtype=DType.BF16,
+        state_arrays=("exp_avg", "exp_avg_sq"),
+        vocab_size=256,
+        num_parameters=sum(SIZES) // 2,
+    )
+
+
+def memory_spec(run_id: str) -> MemorySpec:
+    """The memory that both serving sides map."""
+    table = block_table()
+    owners = Ownership.from_backward_nodes(table, [0] * len(SIZES))
+    layout = NodeLayout.compute(table, owners, 0, Storage(split_master=False, single_gradients=()))
+    return MemorySpec(run_id=run_id, node_name="a", table=table, layout=layout, undo_bytes=4096)
+
+
+class Fetcher(Protocol):
+    """The fetching end of a way."""
+
+    def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
+        """Fill ``out`` with the frozen weights of a block."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """``serve(memory, pipe)`` runs in a process of its own: it sends an address, serves until it
+    hears something, and returns. ``connect(address, run_id)`` is the other end.
+    """
+
+    serve: Callable[[NodeMemory, Connection], None]
+    connect: Callable[[Any, str], Fetcher]
+
+
+def serve_raw(memory: NodeMemory, pipe: Connection) -> None:
+    """One connection; each request is a block's number, the answer its bytes."""
+    with socket.create_server((HOST, 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while request := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
+                connection.sendall(memory.raw((*_REQUEST.unpack(request), "frozen", 0, 0)))
+    pipe.recv()
+
+
+class RawFetcher:
+    """The other end of :func:`serve_raw`."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection((HOST, port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
+        """See :class:`Fetcher`."""
+        self._socket.sendall(_REQUEST.pack(block))
+        view, received = memoryview(out), 0
+        while received < len(view):
+            received += self._socket.recv_into(view[received:])
+
+    def close(self) -> None:
+        """See :class:`Fetcher`."""
+        self._socket.close()
+
+
+def serve_zmq(memory: NodeMemory, pipe: Connection) -> None:
+    """memoryd's block server."""
+    spec = memory.spec
+    server = BlockServer(
+        run_id=spec.run_id,
+        local_address=ipc_address(spec.run_id, "a", f"bench-{uuid.uuid4().hex}"),
+        host=HOST,
+    )
+    server.start(memory, MemoryMetrics(CollectorRegistry()))
+    pipe.send(server.endpoint)
+    pipe.recv()
+    server.close()
+
+
+class ZmqFetcher:
+    """The client that workers and optimizerds use."""
+
+    def __init__(self, address: str, run_id: str) -> None:
+        self._address, self._run_id = address, run_id
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._client = BlockClient(self._context)
+
+    def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
+        """See :class:`Fetcher`."""
+        request = BlockRequest(
+            run_id=self._run_id,
+            epoch=1,
+            attempt=1,
+            array="frozen",
+            block=block,
+            version=0,
+            contribution=0,
+        )
+        self._client.fetch(self._address, request, out, timeout_s=TIMEOUT_S)
+
+    def close(self) -> None:
+        """See :class:`Fetcher`."""
+        self._client.close()
+        self._context.term()
+
+
+WAYS: Mapping[str, Way] = {
+    "raw": Way(serve=serve_raw, connect=lambda address, _: RawFetcher(address)),
+    "zmq": Way(serve=serve_zmq, connect=ZmqFetcher),
+}
+
+
+def serving(name: str, run_id: str, pipe: Connection) -> None:
+    """The process of a way's serving side."""
+    memory = NodeMemory.attach(memory_spec(run_id))
+    WAYS[name].serve(memory, pipe)
+    memory.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, all threads: the clock of pthread_getcpuclockid(3)."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A way that is ready to fetch."""
+
+    fetcher: Fetcher
+    server_pid: int
+
+    def round(self, block: int, out: np.ndarray[Any, Any]) -> tuple[float, float]:
+        """Fetch a round's arrays; returns seconds and CPU seconds of one fetch."""
+        count = max(1, min(ROUND_FETCHES, ROUND_BYTES // SIZES[block]))
+        pids = (self.server_pid, multiprocessing.current_process().pid or 0)
+        cpu_s, start = -sum(map(cpu_seconds, pids)), time.perf_counter()
+        for _ in range(count):
+            self.fetcher.fetch(block, out)
+        seconds = time.perf_counter() - start
+        return seconds / count, (cpu_s + sum(map(cpu_seconds, pids))) / count
+
+
+@contextmanager
+def opened(names: tuple[str, ...]) -> Iterator[dict[str, Side]]:
+    """Memory, and both ends of each way."""
+    context, run_id = multiprocessing.get_context("spawn"), uuid.uuid4().hex[:12]
+    memory = NodeMemory.create(memory_spec(run_id))
+    with ExitStack() as stack:
+        stack.callback(memory.unlink)
+        for block in range(len(SIZES)):
+            memory.frozen(block)[:] = np.arange(SIZES[block] // 2)
+        memory.control.set_incarnation(1)
+        sides = {}
+        for name in names:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serving, args=(name, run_id, theirs))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(ours.send, "end")
+            fetcher = WAYS[name].connect(ours.recv(), run_id)
+            stack.callback(fetcher.close)
+            assert process.pid is not None
+            sides[name] = Side(fetcher=fetcher, server_pid=process.pid)
+        yield sides
+
+
+def measure(names: tuple[str, ...], rounds: int) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """Yields for each size the (seconds, CPU seconds) of each way's rounds."""
+    with opened(names) as sides:
+        for block, size in enumerate(SIZES):
+            out = np.zeros(size, np.uint8)
+            found: dict[str, list[Any]] = {name: [] for name in names}
+            for number in range(-1, rounds):
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    taken = sides[name].round(block, out)
+                    if number >= 0:  # the one before connects, and touches pages
+                        found[name].append(taken)
+            assert np.array_equal(out.view(np.uint16), np.arange(size // 2).astype(np.uint16))
+            yield size, found
+
+
+def main() -> None:
+    """Prints a line for each size and way."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    given = parser.parse_args()
+    names = tuple(given.ways.split(","))
+    print("| bytes | way | GB/s | of raw | latency us | CPU s/GB |\n" + "| --- " * 6 + "|")
+    for size, found in measure(names, given.rounds):
+        for name in names:
+            seconds = statistics.median(s for s, _ in found[name])
+            ratios = [a / b for (a, _), (b, _) in zip(found[names[0]], found[name], strict=True)]
+            cpu_s = statistics.median(c for _, c in found[name])
+            print(
+                f"| {size} | {name} | {size / seconds / 1e9:.2f} | {statistics.median(ratios):.2f}"
+                f" | {1e6 * seconds:.0f} | {1e9 * cpu_s / size:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
