@@ -22,13 +22,25 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
        520  sweep: block           optimizerd              optimizerd (recovery)
        528  sweep: state version it leads to, likewise
       4096  undo area of the native sweeps (see native/undo.h), page-aligned
-         …  block words, 128 bytes a block:
+         …  block words, 384 bytes a block:
             +0 state version       optimizerd, memoryd     optimizerd, memoryd, workers (UPDATE)
-            +8 version in slot 0   optimizerd, memoryd     workers, memoryd
-           +16 version in slot 1   optimizerd, memoryd     workers, memoryd
+            +8 version in slot 0   optimizerd, memoryd     workers, memoryd, fetchd
+           +16 version in slot 1   optimizerd, memoryd     workers, memoryd, fetchd
            +24 unused
            +32 ready words, one per contribution (at most 12): (epoch << 32) | attempt
-                                   the worker that computes it; optimizerd reads
+                                   the worker that computes it; optimizerd, fetchd read
+          +128 sequence of slot 0  as its version          fetchd
+          +136 sequence of slot 1  as its version          fetchd
+          +144 sequence of frozen  memoryd                 fetchd
+          +152 unused
+          +160 sequences of gradients, copy 0: one per contribution
+          +256 sequences of gradients, copy 1: the same
+                                   the worker that computes it; fetchd reads
+
+A sequence only ever grows, over skips and restores too: odd from before the first byte of an array
+is written until after the last. So whoever reads it even, then the array, then the same number has
+read what was there at one time (:mod:`penstock.protocol.wire.onesided`); a version or a ready word
+may say the same twice about other bytes.
 
 A state version may be committed + 1 where blocks step in place; the record of that version is then
 what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.machine.arithmetic`). memoryd
@@ -51,7 +63,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock._native import load_u64, store_u64
-from penstock.shm.layout import PAGE_BYTES
+from penstock.shm.layout import PAGE_BYTES, WEIGHT_SLOTS
 from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import (
     BadHeaderError,
@@ -62,13 +74,16 @@ from penstock.shm.segment import (
 from penstock.shm.table import MAX_CONTRIBUTIONS
 
 MAGIC = int.from_bytes(b"PNSTOCK1", "little")
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 INVALID_VERSION = 2**64 - 1
 
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
 _INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
 _EPOCH, _COMMITTED, _RECORDS, _SWEEP = 120, 128, 256, 512
-_RECORD_BYTES, _BLOCK_BYTES, _READY = 128, 128, 32
+_RECORD_BYTES, _READY = 128, 32
+BLOCK_BYTES = 384
+"""Of the words of one block."""
+_SLOT_SEQUENCES, _FROZEN_SEQUENCE, _GRADIENT_SEQUENCES = 128, 144, 160
 
 
 class Decision(IntEnum):
@@ -160,7 +175,7 @@ class SweepIntent:
 
 def control_bytes(num_blocks: int, undo_bytes: int) -> int:
     """Returns the size of the control segment."""
-    return PAGE_BYTES + _round_up(undo_bytes) + _round_up(num_blocks * _BLOCK_BYTES)
+    return PAGE_BYTES + _round_up(undo_bytes) + _round_up(num_blocks * BLOCK_BYTES)
 
 
 class ControlView:
@@ -214,7 +229,9 @@ class ControlView:
         version = load_u64(buffer, _FORMAT)
         if version != FORMAT_VERSION:
             raise VersionMismatchError(
-                f"control segment has format {version}, this Penstock reads {FORMAT_VERSION}"
+                f"control segment has format {version}, this Penstock reads {FORMAT_VERSION}: end"
+                " the run with the Penstock that made it, which saves its state, or drop the memory"
+                " (penstock doctor --clean --force)"
             )
         found = bytes(buffer[_RUN_ID : _RUN_ID + 16]).rstrip(b"\0").decode("ascii", "replace")
         if found != run_id:
@@ -344,7 +361,41 @@ class ControlView:
 
     def set_slot_version(self, block: int, slot: int, version: int) -> None:
         """INVALID before the first write into the slot, the version after the last."""
-        self._store(self._block(block) + 8 + 8 * slot, version)
+        word, sequence = self._block(block) + 8 + 8 * slot, self._slot_sequence(block, slot)
+        # The version changes while the sequence is odd: who sees one even number twice has seen
+        # the version of those bytes in between.
+        if version == INVALID_VERSION:
+            self._begin(sequence)
+            self._store(word, version)
+        else:
+            self._store(word, version)
+            self._end(sequence)
+
+    def slot_sequence(self, block: int, slot: int) -> int:
+        """Returns the sequence of a weight slot; odd while it may be written."""
+        return self._load(self._slot_sequence(block, slot))
+
+    def mend_sequences(self, blocks: Iterable[int]) -> None:
+        """Make even what a kill has left odd beside a valid version: either no byte of the slot was
+        touched yet, or the last one was. Nobody may write meanwhile.
+        """
+        for block in blocks:
+            for slot in range(WEIGHT_SLOTS):
+                valid = self.slot_version(block, slot) != INVALID_VERSION
+                if valid and self.slot_sequence(block, slot) % 2:
+                    self._end(self._slot_sequence(block, slot))
+
+    def frozen_sequence(self, block: int) -> int:
+        """Returns the sequence of the block's frozen weights; odd while they may be written."""
+        return self._load(self._block(block) + _FROZEN_SEQUENCE)
+
+    def begin_frozen(self, block: int) -> None:
+        """Before the first write into the frozen weights."""
+        self._begin(self._block(block) + _FROZEN_SEQUENCE)
+
+    def end_frozen(self, block: int) -> None:
+        """After the last write into the frozen weights."""
+        self._end(self._block(block) + _FROZEN_SEQUENCE)
 
     def readable(self, block: int, version: int) -> bool:
         """Returns whether the block's weights of ``version`` are complete and committed."""
@@ -354,6 +405,18 @@ class ControlView:
         """(epoch, attempt) of the complete gradients in the contribution's range."""
         word = self._load(self._block(block) + _READY + 8 * contribution)
         return word >> 32, word & 0xFFFF_FFFF
+
+    def gradient_sequence(self, block: int, copy: int, contribution: int) -> int:
+        """Returns the sequence of a contribution's range; odd while it may be written."""
+        return self._load(self._gradient_sequence(block, copy, contribution))
+
+    def begin_gradients(self, block: int, copy: int, contribution: int) -> None:
+        """Before the first write into a contribution's range."""
+        self._begin(self._gradient_sequence(block, copy, contribution))
+
+    def end_gradients(self, block: int, copy: int, contribution: int) -> None:
+        """After the last write, before the ready word."""
+        self._end(self._gradient_sequence(block, copy, contribution))
 
     def set_ready(self, block: int, contribution: int, *, epoch: int, attempt: int) -> None:
         """The writer of the contribution has written its last byte."""
@@ -378,7 +441,26 @@ class ControlView:
                 raise ValueError(f"block {block}: state version {version}, committed {committed}")
 
     def _block(self, block: int) -> int:
-        return self._blocks + block * _BLOCK_BYTES
+        return self._blocks + block * BLOCK_BYTES
+
+    def _slot_sequence(self, block: int, slot: int) -> int:
+        return self._block(block) + _SLOT_SEQUENCES + 8 * slot
+
+    def _gradient_sequence(self, block: int, copy: int, contribution: int) -> int:
+        place = copy * MAX_CONTRIBUTIONS + contribution
+        return self._block(block) + _GRADIENT_SEQUENCES + 8 * place
+
+    def _begin(self, sequence: int) -> None:
+        """To the next odd number. On x86-64 other processes see stores in their order, so nobody
+        sees a byte that is written from now on beside an older number.
+        """
+        number = self._load(sequence)
+        self._store(sequence, number + 1 + number % 2)
+
+    def _end(self, sequence: int) -> None:
+        """To the next even number."""
+        number = self._load(sequence)
+        self._store(sequence, number + 2 - number % 2)
 
     def _load(self, offset: int) -> int:
         return load_u64(self._buffer, offset)

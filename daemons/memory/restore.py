@@ -129,6 +129,7 @@ def _invalidate(memory: NodeMemory) -> None:
     for block in memory.owned_blocks():
         control.set_slot_version(block, 0, INVALID_VERSION)
         control.set_slot_version(block, 1, INVALID_VERSION)
+        control.begin_frozen(block)
     control.clear_history()
 
 
@@ -149,6 +150,7 @@ def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
     for block in blocks:
         control.set_state_version(block, version)
         control.set_slot_version(block, version % 2, version)
+        control.end_frozen(block)
     control.write_record(CommitRecord.of_restore(version, filling.incarnation))
     # The record before the version it belongs to, the incarnation last: it says that all is there.
     control.set_committed(version)

@@ -196,6 +196,7 @@ class OptimizerService:
     def _on_begin(self, begin: pb.Begin) -> None:
         if self._parts.puller is not None:
             self._parts.puller.set_addresses({e.member: e.address for e in begin.endpoints})
+        self._parts.control.mend_sequences(block.index for block in self._parts.blocks)
         facts = read_facts(self._parts.control, self._parts.blocks)
         record = record_of(begin.record)
         self._feed(RecoveryAsked(epoch=begin.epoch, record=record, facts=facts))

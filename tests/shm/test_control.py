@@ -65,7 +65,7 @@ def word(buffer: memoryview, offset: int) -> int:
 
 def test_header_words(buffer: memoryview, view: ControlView) -> None:
     assert bytes(buffer[:8]) == b"PNSTOCK1"
-    assert word(buffer, 8) == 2
+    assert word(buffer, 8) == 3
     assert bytes(buffer[16:32]) == b"0123456789ab\0\0\0\0"
     assert bytes(buffer[32:64]) == DIGEST
     assert word(buffer, 64) == NUM_BLOCKS
@@ -89,19 +89,9 @@ def test_owner_words(buffer: memoryview, view: ControlView) -> None:
         (120, lambda v, n: v.set_epoch(n), lambda v: v.epoch),
         (128, lambda v, n: v.set_committed(n), lambda v: v.committed),
         (
-            BLOCK_WORDS + 128,
+            BLOCK_WORDS + 384,
             lambda v, n: v.set_state_version(1, n),
             lambda v: v.state_version(1),
-        ),
-        (
-            BLOCK_WORDS + 256 + 8,
-            lambda v, n: v.set_slot_version(2, 0, n),
-            lambda v: v.slot_version(2, 0),
-        ),
-        (
-            BLOCK_WORDS + 256 + 16,
-            lambda v, n: v.set_slot_version(2, 1, n),
-            lambda v: v.slot_version(2, 1),
         ),
     ],
 )
@@ -119,9 +109,56 @@ def test_single_words(
     assert bytes(buffer[offset + 8 :]) == before[offset + 8 :]
 
 
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_slot_has_a_version_and_a_sequence(
+    buffer: memoryview, view: ControlView, slot: int
+) -> None:
+    version, sequence = BLOCK_WORDS + 768 + 8 + 8 * slot, BLOCK_WORDS + 768 + 128 + 8 * slot
+    before = bytes(buffer)
+    view.set_slot_version(2, slot, 12345)
+    assert word(buffer, version) == view.slot_version(2, slot) == 12345
+    assert word(buffer, sequence) == view.slot_sequence(2, slot) == 2
+    for place in (version, sequence):
+        buffer[place : place + 8] = before[place : place + 8]
+    assert bytes(buffer) == before
+
+
+def test_sequences_are_odd_while_somebody_may_write_and_never_repeat(view: ControlView) -> None:
+    seen = [view.slot_sequence(0, 0)]
+    for version in (INVALID_VERSION, INVALID_VERSION, 2, INVALID_VERSION, 2, 4):
+        view.set_slot_version(0, 0, version)
+        seen.append(view.slot_sequence(0, 0))
+    assert seen == [1, 3, 5, 6, 7, 8, 10]  # version 2 twice, as after a skip
+
+
+def test_sequences_of_gradients_and_frozen_weights(buffer: memoryview, view: ControlView) -> None:
+    for copy, contribution, offset in ((0, 0, 160), (0, 11, 248), (1, 0, 256), (1, 11, 344)):
+        view.begin_gradients(1, copy, contribution)
+        assert word(buffer, BLOCK_WORDS + 384 + offset) == 1
+        view.end_gradients(1, copy, contribution)
+        assert view.gradient_sequence(1, copy, contribution) == 2
+    view.begin_frozen(1)
+    assert word(buffer, BLOCK_WORDS + 384 + 144) == 1
+    view.end_frozen(1)
+    assert view.frozen_sequence(1) == 2
+    assert view.ready(1, 11) == (0, 0)
+    assert word(buffer, BLOCK_WORDS + 768 + 128) == 1  # the next block's first sequence
+
+
+def test_a_kill_between_sequence_and_version_is_mended(
+    buffer: memoryview, view: ControlView
+) -> None:
+    view.set_slot_version(0, 0, 2)
+    sequence = BLOCK_WORDS + 128
+    buffer[sequence : sequence + 8] = struct.pack("<Q", 3)  # killed before the version's store
+    view.mend_sequences(range(NUM_BLOCKS))
+    assert view.slot_sequence(0, 0) == 4
+    assert view.slot_sequence(0, 1) == 1  # it holds no version: it stays odd
+
+
 def test_ready_words(buffer: memoryview, view: ControlView) -> None:
     view.set_ready(1, 11, epoch=3, attempt=4)
-    assert word(buffer, BLOCK_WORDS + 128 + 32 + 8 * 11) == (3 << 32) | 4
+    assert word(buffer, BLOCK_WORDS + 384 + 32 + 8 * 11) == (3 << 32) | 4
     assert view.ready(1, 11) == (3, 4)
     assert view.ready(1, 10) == view.ready(2, 0) == (0, 0)
 
@@ -229,7 +266,7 @@ def put(offset: int, data: bytes) -> Callable[[memoryview], memoryview]:
     [
         (put(0, bytes(8)), BadHeaderError, "no Penstock header"),
         (put(0, b"PNSTOCK2"), BadHeaderError, "no Penstock header"),
-        (put(8, struct.pack("<Q", 1)), VersionMismatchError, "format 1, this Penstock reads 2"),
+        (put(8, struct.pack("<Q", 1)), VersionMismatchError, "format 1, this Penstock reads 3"),
         (put(16, b"ffff"), ForeignOwnerError, "belongs to run 'ffff456789ab'"),
         (put(16, b"\xff"), ForeignOwnerError, "belongs to run"),
         (put(32, b"\xff"), ForeignOwnerError, "made for another model"),

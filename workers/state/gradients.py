@@ -109,6 +109,7 @@ class GradientBook:
             assert wanted not in self._closed, f"{wanted} is published or sent already"
             if self._may_sum_in_place:
                 self._await_copy(wanted)
+                self._begin_writing(wanted)
             found = self._device.gradients(self._target(wanted))
             self._open[wanted] = found
         return found
@@ -133,6 +134,7 @@ class GradientBook:
         for found in leaving:
             contribution = self._contribution(found)
             self._await_copy(found)
+            self._begin_writing(found)
             self._device.offload(
                 self._close(found),
                 self._target(found),
@@ -174,20 +176,36 @@ class GradientBook:
         if copies == 1 and self._reduction.publishes(wanted.stage):
             self._await_settled(wanted.block)
 
+    def _begin_writing(self, wanted: Sum) -> None:
+        if self._reduction.publishes(wanted.stage):
+            contribution = self._contribution(wanted)
+            self._memory.control.begin_gradients(
+                contribution.block, self._copy(contribution), contribution.index
+            )
+
+    def _copy(self, contribution: Contribution) -> int:
+        copies = self._memory.spec.layout.gradient_copies[contribution.block]
+        return self._target_version % copies
+
     def _target(self, wanted: Sum) -> HostArray:
         """Where a sum is published; for one that is sent, memory of its own, which a device that
         sums elsewhere never touches.
         """
         if self._reduction.publishes(wanted.stage):
             contribution = self._contribution(wanted)
-            copy = self._target_version % self._memory.spec.layout.gradient_copies[wanted.block]
-            return self._memory.grads(contribution.block, copy, contribution.index)
+            return self._memory.grads(
+                contribution.block, self._copy(contribution), contribution.index
+            )
         elements = self._table.blocks[wanted.block].trainable_elements
         return np.empty(elements, dtype=np.float32)
 
     def _complete(self, contribution: Contribution) -> None:
+        control = self._memory.control
+        # Before the ready word: gradients that it names are committed, and a kill in between would
+        # leave their sequence odd for ever.
+        control.end_gradients(contribution.block, self._copy(contribution), contribution.index)
         # Only after the last byte: whoever reads the ready word reads the gradients next.
-        self._memory.control.set_ready(
+        control.set_ready(
             contribution.block, contribution.index, epoch=self._epoch, attempt=self._attempt
         )
         self._notify(contribution.block, contribution.index)
