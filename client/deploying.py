@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+
+from penstock.client.cli import errors_explained, load
+from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.protocol.config.schema import Config
 
 app = typer.Typer(
     name="deploy",
@@ -12,3 +22,66 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+ConfigOption = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="Configuration of the run.")
+]
+
+
+@app.command(
+    epilog="Installs penstock-node@RUN.NODE.service and penstock-run@RUN.target, and says how to"
+    " start them; run it on each machine, or with --root on its image. See docs/SYSTEMD.md."
+)
+def systemd(
+    config: ConfigOption,
+    node: Annotated[
+        str, typer.Option("--node", metavar="NAME", help="Which of cluster.nodes this machine is.")
+    ],
+    user: Annotated[
+        str,
+        typer.Option(
+            metavar="USER", help="Whom the node runs as; penstock is a system user made for it."
+        ),
+    ] = "penstock",
+    cores: Annotated[
+        str, typer.Option(metavar="LIST", help="CPUAffinity of the node: 0-7,16; default: all.")
+    ] = "",
+    root: Annotated[
+        Path, typer.Option(metavar="DIR", help="Write below this folder: an image, another system.")
+    ] = Path("/"),
+    remove: Annotated[bool, typer.Option("--remove", help="Take the node away again.")] = False,
+) -> None:
+    """Install units for one node of a run on this machine."""
+    with errors_explained():
+        from penstock.deploy.systemd import installing
+        from penstock.deploy.systemd.units import NodeUnit
+
+        loaded = load(config, None)
+        unit = NodeUnit(
+            run=loaded.run.name,
+            node=known_node(loaded, node),
+            user=user,
+            python=Path(sys.executable),
+            config=config.absolute(),
+            run_dir=loaded.run_dir.absolute(),
+            folder=Path.cwd(),
+            gpus=loaded.cluster.platform.pins_host_memory,
+            cores=cores,
+        )
+        act = installing.remove if remove else installing.install
+        for line in act(unit, root.absolute()):
+            typer.echo(line)
+        if not remove:
+            typer.echo(installing.next_commands(unit, root.absolute()))
+
+
+def known_node(config: Config, name: str) -> str:
+    """Returns the name of a node of the configuration.
+
+    Raises:
+        ConfigError: there is no such node; names those that are there.
+    """
+    names = [node.name for node in config.cluster.nodes]
+    if name not in names:
+        raise ConfigError(f"--node {name}: cluster.nodes has {', '.join(names)}")
+    return name

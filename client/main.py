@@ -24,6 +24,7 @@ from penstock.client.cli import (
     errors_explained,
     load,
 )
+from penstock.client.deploying import app as deploy_app
 from penstock.client.planning import commands as plan_commands
 from penstock.protocol.errors import ConfigError
 
@@ -186,6 +187,7 @@ def explain_keys(
 
 plan_commands.register(app)
 app.add_typer(key_commands.app)
+app.add_typer(deploy_app)
 
 
 @app.command(

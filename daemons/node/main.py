@@ -20,6 +20,7 @@ from penstock.daemons.node.endpoint import (
 from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
 from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
 from penstock.daemons.node.service import StopSettings, Supervisor
+from penstock.daemons.node.service_manager import NodeReports, ServiceManager
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.run.ended import EndWatch, RunEnd, forget_end
@@ -119,7 +120,9 @@ def _run(
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, starts_run=starts_run, alone=stops.parent_pid is None)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
+        manager = ServiceManager.of(os.environ, os.getpid())
         if found is None:
+            manager.tell(READY="1", STOPPING="1", STATUS="the run has ended")
             return _clean_up(directory, node, ending)
         settings = replace(found, grace_seconds=stops.grace.seconds)
         children = specs(config, settings)
@@ -139,6 +142,7 @@ def _run(
             metrics,
             stops,
             ending,
+            NodeReports(manager, run_dir, config.train.steps),
         )
         try:
             if settings.hosts:

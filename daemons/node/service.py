@@ -22,7 +22,8 @@ from penstock.daemons.kit.story import Story
 from penstock.daemons.node.children import Children
 from penstock.daemons.node.effects import LinkSettings, NodeEffects, NodeMetrics
 from penstock.daemons.node.machine.events import Event, Exited, FenceAsked, Watched, is_routine
-from penstock.daemons.node.machine.machine import NodeMachine
+from penstock.daemons.node.machine.machine import NodeMachine, NodePhase
+from penstock.daemons.node.service_manager import NodeReports, NodeView
 from penstock.protocol.run.ended import EndWatch
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.process import monotonic_s
@@ -60,12 +61,14 @@ class Supervisor:
         metrics: NodeMetrics,
         stops: StopSettings,
         ending: EndWatch,
+        reports: NodeReports,
     ) -> None:
         self._machine = machine
         self._children = children
         self._metrics = metrics
         self._grace = stops.grace
         self._ending = ending
+        self._reports = reports
         self._requests = StopRequests(self._on_demand, stops.parent_pid)
         # Each counts what waits: messages that are about to be in the link's queue, stop signals.
         self._announced = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -122,6 +125,17 @@ class Supervisor:
             for _ in range(os.eventfd_read(self._announced)):
                 self._receive()
         self._loop.feed(Tick())
+        # Last of all: a watchdog is told only when the whole turn came to its end.
+        self._reports.turned(self._view(), monotonic_s())
+
+    def _view(self) -> NodeView:
+        machine, link = self._machine, self._effects.link
+        running = all(child.pid is not None for child in machine.children.values())
+        return NodeView(
+            up=running and link is not None and link.connected,
+            ending=machine.stop_asked or machine.phase is not NodePhase.RUNNING,
+            well=machine.run_ended,
+        )
 
     def _watch(self) -> Watched:
         """The note about the run's end is for those who are not told: who is connected will be."""

@@ -1,0 +1,1 @@
+"""Units for systemd: one service a node, one target for the nodes of a run on a machine."""

@@ -1,0 +1,174 @@
+"""Puts a node's units into a system, or takes them away.
+
+Both can be repeated: what is there already is replaced, what is gone already is not missed. A
+``root`` other than ``/`` is an image or a mounted system: files are written below it, and nothing
+of the running system is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.deploy.systemd.units import OWN_USER, NodeUnit
+from penstock.protocol.errors import CapacityError, ConfigError, PenstockError, reason
+
+SYSTEM = Path("/")
+_RUNS_SYSTEMD = Path("/run/systemd/system")
+_COMMAND_TIMEOUT_S = 60.0
+
+
+def install(unit: NodeUnit, root: Path) -> list[str]:
+    """Writes the units and, in the running system, makes them known, with user and run directory.
+    Returns what was done, a line each.
+
+    Raises:
+        ConfigError: not root, no systemd here, no such user, or the user cannot get at a path.
+        PenstockError: a file cannot be written, or a command of systemd fails.
+    """
+    if root == SYSTEM:
+        _check_system()
+    done = [_write(root / path, text) for path, text in unit.files().items()]
+    done += [_link(root / path, target) for path, target in unit.links().items()]
+    if root != SYSTEM:
+        return done
+    if unit.user == OWN_USER:
+        _systemd("systemd-sysusers", "/etc/sysusers.d/penstock.conf")
+    done += _make_run_directory(unit)
+    check_access(unit)
+    _systemd("systemctl", "daemon-reload")
+    return [*done, "systemd has read the units"]
+
+
+def remove(unit: NodeUnit, root: Path) -> list[str]:
+    """Takes the node's own files away; stops it before, in the running system. Templates and user
+    stay for other nodes. Returns what was done, a line each.
+
+    Raises:
+        ConfigError: not root, or no systemd here.
+        PenstockError: a file cannot be removed, or a command of systemd fails.
+    """
+    done: list[str] = []
+    if root == SYSTEM:
+        _check_system()
+        if (root / unit.own_paths()[-1]).exists():
+            _systemd("systemctl", "stop", unit.service, timeout_s=None)
+    for path in unit.own_paths():
+        if not os.path.lexists(root / path):
+            continue
+        try:
+            (root / path).unlink()
+            if not any((root / path).parent.iterdir()):
+                (root / path).parent.rmdir()
+        except OSError as error:
+            raise ConfigError(f"{root / path}: cannot be removed: {reason(error)}") from error
+        done.append(f"removed {root / path}")
+    if root == SYSTEM and done:
+        if not (root / unit.own_paths()[0]).parent.exists():  # no node of the run is left here
+            _systemd("systemctl", "disable", unit.target)
+        _systemd("systemctl", "daemon-reload")
+    return done or [f"{unit.service} is not installed below {root}"]
+
+
+def next_commands(unit: NodeUnit, root: Path) -> str:
+    """Says how to go on after :func:`install`."""
+    if root != SYSTEM:
+        return (
+            f"In the system below {root}, as root: systemd-sysusers; install -d -o {unit.user}"
+            f" {unit.run_dir}; systemctl enable {unit.target}"
+        )
+    return (
+        f"Start now and at every boot:  systemctl enable --now {unit.target}\n"
+        f"How far it is:                systemctl status {unit.service}\n"
+        f"What it said:                 journalctl -u {unit.service}\n"
+        f"Stop the run, saved:          systemctl stop {unit.target}"
+    )
+
+
+def check_access(unit: NodeUnit) -> None:
+    """Refuses paths that the unit's user cannot get at: the service would end at once.
+
+    Raises:
+        ConfigError: names the path, and what would do.
+    """
+    try:
+        account = pwd.getpwnam(unit.user)
+    except KeyError as error:
+        raise ConfigError(
+            f"--user {unit.user}: there is no such user; make one (useradd --system {unit.user}),"
+            f" or leave --user out for {OWN_USER}, which is made for you"
+        ) from error
+    for flag, path in (("-x", unit.python), ("-r", unit.config), ("-w", unit.run_dir)):
+        result = subprocess.run(
+            ("test", flag, str(path)),
+            user=account.pw_uid,
+            group=account.pw_gid,
+            extra_groups=os.getgrouplist(unit.user, account.pw_gid),
+            timeout=_COMMAND_TIMEOUT_S,
+        )
+        if result.returncode:
+            verb = {"-x": "run", "-r": "read", "-w": "write to"}[flag]
+            raise ConfigError(
+                f"{path}: user {unit.user} cannot {verb} it; put it where that user gets to (a"
+                " folder in /root or with mode 0700 is closed), or name another user with --user"
+            )
+
+
+def _check_system() -> None:
+    if os.geteuid() != 0:
+        raise ConfigError("penstock deploy systemd: needs root; or write below --root DIR")
+    if not _RUNS_SYSTEMD.is_dir():
+        raise ConfigError(
+            f"{_RUNS_SYSTEMD}: is not there, so systemd does not run this machine; with --root DIR"
+            " the units are written for another one"
+        )
+
+
+def _write(path: Path, text: str) -> str:
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return f"{path} is as it should be"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o644)  # whatever the umask: others read units
+    except OSError as error:
+        raise CapacityError(f"{path}: cannot be written: {reason(error)}") from error
+    return f"wrote {path}"
+
+
+def _link(path: Path, target: str) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be linked: {reason(error)}") from error
+    return f"linked {path}"
+
+
+def _make_run_directory(unit: NodeUnit) -> Iterator[str]:
+    """A run directory that is there stays as it is: other nodes may use it already."""
+    if unit.run_dir.exists():
+        return
+    try:
+        unit.run_dir.mkdir(parents=True)
+        shutil.chown(unit.run_dir, unit.user)
+    except (OSError, LookupError) as error:
+        raise ConfigError(
+            f"run.dir = {unit.run_dir}: cannot be made for user {unit.user}: {reason(error)}"
+        ) from error
+    yield f"made {unit.run_dir} for {unit.user}"
+
+
+def _systemd(*command: str, timeout_s: float | None = _COMMAND_TIMEOUT_S) -> None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PenstockError(f"{' '.join(command)}: {reason(error)}") from error
+    if result.returncode:
+        said = result.stderr.strip() or f"exit code {result.returncode}"
+        raise PenstockError(f"{' '.join(command)}: {said}")
