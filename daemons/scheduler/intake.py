@@ -3,23 +3,25 @@
 Whatever members send is bounded: the size of texts, and the messages of a stream that the machine
 has not taken yet. A reader that is ahead waits, and gRPC's flow control then makes its peer wait.
 
-gRPC gives every call a thread as soon as its headers are there, and waits in it for the first
-message, for as long as the caller likes. So everybody who has not said yet what he wants is a
-stranger here: strangers are few at a time, for a short time, and beyond that the oldest goes.
+gRPC takes every call as soon as its headers are there, and waits for the first message for as long
+as the caller likes. So everybody who has not said yet what he wants is a stranger here: strangers
+are few at a time, for a short time, and beyond that the oldest goes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from penstock.daemons.scheduler.callers import Caller, SentAway
 from penstock.daemons.scheduler.machine.events import Event
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.logs import Complaints
@@ -30,25 +32,39 @@ MAX_NAME = 128
 """Characters of a name or address."""
 MAX_TEXT = 16384
 """Characters of an error that is shown to the user."""
-_LOOK_S = 0.5
 
 
 class StreamCredit:
-    """How many more messages of one stream may wait."""
+    """How many more messages of one stream may wait. Made and taken on the event loop."""
 
     def __init__(self) -> None:
-        self._free = threading.Semaphore(MAX_UNREAD)
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # of what follows; nothing waits while it is held
+        self._free = MAX_UNREAD
+        self._awaited: asyncio.Future[None] | None = None
 
-    def take(self, wanted: Callable[[], bool]) -> bool:
-        """Wait for room as long as ``wanted()``; whether there was some."""
-        while not self._free.acquire(timeout=_LOOK_S):
-            if not wanted():
-                return False
-        return True
+    async def take(self) -> None:
+        """Wait for room; for one reader at a time."""
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            awaited = self._awaited = self._loop.create_future()
+        await awaited
 
     def give_back(self) -> None:
-        """A message has been taken."""
-        self._free.release()
+        """A message has been taken; any thread may say so."""
+        with self._lock:
+            awaited, self._awaited = self._awaited, None
+            if awaited is None:
+                self._free += 1
+        if awaited is not None:
+            self._loop.call_soon_threadsafe(_grant, awaited)
+
+
+def _grant(awaited: asyncio.Future[None]) -> None:
+    if not awaited.done():  # its reader may have gone
+        awaited.set_result(None)
 
 
 class EventQueue:
@@ -108,9 +124,9 @@ _TEXTS = {
 
 
 if TYPE_CHECKING:
-    _Interceptor = grpc.ServerInterceptor[Any, Any]
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
-    _Interceptor = grpc.ServerInterceptor
+    _Interceptor = grpc.aio.ServerInterceptor
 
 PATIENCE_S = 3.0
 """How long anybody may be a stranger."""
@@ -125,12 +141,11 @@ class _Stranger:
 
 
 class Strangers:
-    """Who is there and has not said what he wants; any thread may call."""
+    """Who is there and has not said what he wants."""
 
     def __init__(self, limit: int) -> None:
         """At most ``limit`` are borne at a time."""
         self._limit = limit
-        self._lock = threading.Lock()  # decides who goes; they are cut after it is released
         self._next = 1
         self._present: dict[int, _Stranger] = {}  # in the order in which they came
         self._complaints = Complaints(_log)
@@ -138,24 +153,22 @@ class Strangers:
     def enter(self, cut: Callable[[], Any]) -> int:
         """Somebody came, whom ``cut`` sends away. A number for :meth:`leave`."""
         stranger = _Stranger(cut=cut, due_s=time.monotonic() + PATIENCE_S)
-        with self._lock:
-            number, self._next = self._next, self._next + 1
-            self._present[number] = stranger
-            oldest = list(self._present)[: -self._limit]
-            surplus = [self._present.pop(number) for number in oldest]
+        number, self._next = self._next, self._next + 1
+        self._present[number] = stranger
+        surplus = []
+        while len(self._present) > self._limit:
+            surplus.append(self._present.pop(next(iter(self._present))))
         self._send_away(surplus, f"over {self._limit} calls and streams of strangers")
         return number
 
     def leave(self, number: int) -> None:
         """He is none any more, or has gone."""
-        with self._lock:
-            self._present.pop(number, None)
+        self._present.pop(number, None)
 
     def expire(self, now_s: float) -> None:
         """Send away who has been here for too long."""
-        with self._lock:
-            late = [number for number, s in self._present.items() if s.due_s < now_s]
-            overdue = [self._present.pop(number) for number in late]
+        late = [number for number, s in self._present.items() if s.due_s < now_s]
+        overdue = [self._present.pop(number) for number in late]
         self._send_away(overdue, f"nothing said for {PATIENCE_S:g} s")
 
     def _send_away(self, strangers: list[_Stranger], reason: str) -> None:
@@ -176,9 +189,9 @@ class Doorkeeper(_Interceptor):
         self._strangers = strangers
         self._own = own
 
-    def intercept_service(self, continuation: Any, details: Any) -> Any:
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Returns the handler of a method, with the wait for the message in ours."""
-        handler = continuation(details)
+        handler = await continuation(details)
         if handler is None or details.method in self._own:
             return handler
         if handler.request_streaming and handler.response_streaming:
@@ -195,33 +208,41 @@ class Doorkeeper(_Interceptor):
             handler.response_serializer,
         )
 
-    def _awaited(self, call: Callable[[Any, Any], Any]) -> Callable[[Iterator[Any], Any], Any]:
-        def handle(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-            number = self._strangers.enter(context.cancel)
+    def _awaited(self, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        async def handle(requests: AsyncIterator[Any], context: Any) -> Any:
+            caller, request = Caller(context), None
+            number = self._strangers.enter(caller.send_away)
             try:
-                request = next(requests, None)
-            except Exception as error:
-                # gRPC raises a bare Exception when the call ends under a waiting iterator.
-                _log.debug("a call ended before its message: %r", error)
-                request = None
+                request = await caller.unless_sent_away(context.read())
+            except SentAway:
+                _log.debug("a call without its message was cut")
             finally:
                 self._strangers.leave(number)
-            if request is None:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
-            return call(request, context)
+            if caller.is_sent_away:
+                await caller.end()
+            if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+            return await call(request, context)
 
         return handle
 
-    def _bounded(self, call: Callable[[Any, Any], Any]) -> Callable[[Iterator[Any], Any], Any]:
+    def _bounded(self, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Returns a handler of a conversation that has to be over in the time of a stranger."""
 
-        def handle(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            number = self._strangers.enter(context.cancel)
+        async def handle(requests: AsyncIterator[Any], context: Any) -> None:
+            async def talk() -> None:
+                async for answer in call(requests, context):
+                    await context.write(answer)
+
+            caller = Caller(context)
+            number = self._strangers.enter(caller.send_away)
             try:
-                yield from call(requests, context)
-            except Exception as error:
-                _log.debug("a conversation was cut: %r", error)
+                await caller.unless_sent_away(talk())
+            except SentAway:
+                _log.debug("a conversation was cut")
             finally:
                 self._strangers.leave(number)
+            if caller.is_sent_away:
+                await caller.end()
 
         return handle
