@@ -8,6 +8,8 @@ run start fast; nothing here imports torch.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,7 @@ from penstock.client.planning import commands as plan_commands
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.daemons.node.joining.rendezvous import Meeting
     from penstock.protocol.config.schema import Config
 
 EXIT_CODES = (
@@ -136,10 +139,14 @@ def train(
     with errors_explained():
         from penstock.client.train import run_training
         from penstock.client.watching.display import choose_display
+        from penstock.daemons.node.joining.rendezvous import check_alone
         from penstock.protocol.run.logs import forgive_streams
         from penstock.protocol.run.rundir import run_of
 
         forgive_streams()
+        advice = check_alone(os.environ)
+        if advice is not None:
+            sys.stderr.write(f"penstock: {advice}\n")
         grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
         resolved = load(config, [*(settings or []), *grace])
         moved = any(setting.startswith("run.dir=") for setting in settings or ())
@@ -191,10 +198,16 @@ app.add_typer(deploy_app)
 
 
 @app.command(
-    epilog="All nodes of a run use one run directory, on a file system that they share. With"
-    " another FILE than a resolved.yaml the first node prepares it (run.dir) itself. SIGTERM stops"
-    " the run cleanly; a second Ctrl-C, or SIGTERM 5 s later,"
-    " kills this node's processes and keeps the memory."
+    epilog="The same command on every machine. Which node this is, where the others are and where"
+    " the scheduler listens, say --node and cluster.nodes; or else the engine that started the"
+    " command, once on each machine: Slurm (srun), a Kubernetes JobSet or Indexed Job"
+    " (JOB_COMPLETION_INDEX, JOBSET_NAME, REPLICATED_JOB_NAME, and NNODES), or torchrun"
+    " (--nproc-per-node=1; GROUP_RANK or NODE_RANK, NNODES, MASTER_ADDR, MASTER_PORT: the scheduler"
+    " takes the port after it). What contradicts each other is refused."
+    "\n\nAll nodes use one run directory, on a file system that they share. The first prepares it"
+    " (run.dir), the others wait for that. SIGTERM to any of them stops the run cleanly; a second"
+    " Ctrl-C, or SIGTERM 5 s later, kills this node's processes and keeps the memory."
+    "\n\nExample: srun --ntasks-per-node=1 penstock node --config tiny.yaml"
 )
 def node(
     config: Annotated[
@@ -205,8 +218,8 @@ def node(
         typer.Option(
             "--node",
             metavar="NAME",
-            help="Which of cluster.nodes this machine is; default: the first, which runs the"
-            " scheduler.",
+            help="Which of cluster.nodes this machine is; default: what the engine says, else the"
+            " first, which runs the scheduler.",
         ),
     ] = None,
     scheduler: Annotated[
@@ -221,14 +234,18 @@ def node(
     grace_seconds: GraceOption = None,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Supervise one node's processes (systemd, Slurm); the first node runs the scheduler."""
+    """Run one node of several (Slurm, systemd, Kubernetes): the same command on each machine."""
     with errors_explained():
         if config.name == "resolved.yaml":
             _require_run(config)
         loaded = load(config, None)
         chosen = name or loaded.cluster.nodes[0].name
-        if config.name != "resolved.yaml":
-            config = _prepare(loaded, chosen)
+        if parent_pid is None:
+            meeting = _meet(config, loaded, name, scheduler)
+            chosen, config = meeting.node, meeting.resolved
+            if meeting.ended is not None:
+                sys.stderr.write(f"penstock: the run has ended: {meeting.ended.reason}\n")
+                raise typer.Exit(int(meeting.ended.code))
     _launch(
         "node",
         config,
@@ -239,24 +256,27 @@ def node(
     )
 
 
-def _prepare(config: Config, node_name: str) -> Path:
-    """Prepares the run directory on the first node; returns the path of its ``resolved.yaml``."""
-    from penstock.daemons.node.preparing.prepare import prepare_run
+def _meet(config: Path, loaded: Config, name: str | None, scheduler: str | None) -> Meeting:
+    """Finds this node's place, and prepares the run or waits until the first node has."""
+    from penstock.daemons.node.joining.rendezvous import meet
 
-    first = config.cluster.nodes[0].name
-    if node_name == first:
-        prepare_run(config, config.run_dir, lambda message: typer.echo(message, err=True))
-    resolved = config.run_dir.absolute() / "resolved.yaml"
-    _require_run(resolved, f"node {first}, which starts first, prepares it; ")
-    return resolved
+    return meet(
+        config,
+        loaded,
+        name,
+        scheduler,
+        os.environ,
+        socket.getfqdn,
+        lambda message: typer.echo(message, err=True),
+    )
 
 
-def _require_run(resolved: Path, hint: str = "") -> None:
+def _require_run(resolved: Path) -> None:
     """Refuses to start on a machine that does not have the run's directory."""
     from penstock.protocol.run.rundir import SHARED
 
     if not resolved.exists():
-        raise ConfigError(f"--config {resolved}: does not exist here; {hint}{SHARED}")
+        raise ConfigError(f"--config {resolved}: does not exist here; {SHARED}")
 
 
 @app.command()

@@ -44,7 +44,8 @@ _log = logging.getLogger("penstock.scheduler")
 
 class SchedulerEffects:
     """Everything an effect can touch. ``exit`` is set when the machine has ended. ``myself``: the
-    scheduler's own line among the members of a status, which the machine does not know.
+    scheduler's own line among the members of a status, and ``inputs`` the checksum of what was
+    prepared, which the machine does not know.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class SchedulerEffects:
         metrics: SchedulerMetrics,
         trace: DecisionTrace,
         myself: pb.MemberStatus,
+        inputs: str,
     ) -> None:
         self._myself = myself
+        self._inputs = inputs
         self.exit: Exit | None = None
         self._run_dir = run_dir
         self._service = service
@@ -133,6 +136,7 @@ class SchedulerEffects:
     def _reply(self, effect: Reply | ReplyError) -> None:
         if isinstance(effect, Reply) and isinstance(effect.reply, pb.StatusReply):
             effect.reply.members.insert(0, self._myself)
+            effect.reply.inputs = self._inputs
         self._service.answer(effect)
 
     def _say(self, effect: Say) -> None:

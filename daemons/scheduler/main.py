@@ -35,6 +35,7 @@ from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import SCHEDULERD, optimizerd_name, ownership
 from penstock.protocol.run.process import configure_logging, die_with_parent, monotonic_s, run_main
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.seal import seal_digest
 from penstock.protocol.run.stopping import Demand, Grace, StopRequests
 from penstock.protocol.run.trace import TraceLog
 
@@ -163,6 +164,7 @@ def _open(
         metrics_file=metrics_file,
         metrics=metrics,
         myself=_status_of_scheduler(server.port),
+        inputs=seal_digest(run.path) or "",
         trace=DecisionTrace(TraceLog.of_run(run.path, SCHEDULERD, run.config.observability.trace)),
     )
     mirror = JournalMirror(rules, facts, newest, _draw_incarnation)

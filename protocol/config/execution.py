@@ -184,7 +184,8 @@ class ClusterConfig(Section):
         Accepts("a list of nodes such as [{name: a}, {name: b, host: 10.0.0.2}]"),
     ] = Field(
         default=(NodeConfig(name="a"),),
-        description="The machines; the first prepares the run and hosts the scheduler.",
+        description="The machines; the first prepares the run and hosts the scheduler. Unset, with"
+        " `penstock node`: those that Slurm, a JobSet or torchrun started, called node-0, node-1 …",
     )
     scheduler_port: int = Field(
         default=0,
@@ -227,6 +228,12 @@ class ClusterConfig(Section):
         gt=0.0,
         description="An attempt or evaluation in which nobody gets on for so long is broken off,"
         " and who holds it up is killed and replaced. Longer than any single instruction takes.",
+    )
+    start_timeout_s: Seconds = Field(
+        default=1800.0,
+        gt=0.0,
+        description="Other nodes than the first wait so long until it has prepared the run and"
+        " started the scheduler.",
     )
     max_restarts: int = Field(
         default=20,

@@ -73,6 +73,16 @@ def sealed_values(run_dir: Path) -> Mapping[str, Any] | None:
     return None if fields is None else fields["fixed"]
 
 
+def seal_digest(run_dir: Path) -> str | None:
+    """Returns a checksum (64 hexadecimal digits) of ``inputs.json``, and so of all that was
+    prepared for a start; None where there is no such file.
+    """
+    try:
+        return hashlib.sha256((run_dir / SEAL).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
 def check_sealed(run_dir: Path, name: str, content: bytes) -> None:
     """Hold what was read from ``RUN_DIR/name`` against its checksum, if there is one.
 

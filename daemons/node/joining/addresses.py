@@ -1,0 +1,114 @@
+"""Addresses of the hosts that an engine names, as the other nodes reach them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+
+from penstock.protocol.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+SCONTROL_TIMEOUT_S = 20.0
+_ANY_PORT = 9
+"""Connecting a datagram socket sends nothing: the port does not matter."""
+
+Lookup = Callable[[str], str | None]
+
+
+def find_address(host: str) -> str | None:
+    """Returns the numeric address of a host: as the system resolves its name, else as Slurm knows
+    it (``NodeAddr``); None where neither knows it.
+    """
+    return _resolved(host) or _known_to_slurm(host)
+
+
+def own_address_towards(address: str) -> str | None:
+    """Returns the address by which this machine reaches another one; None without a way there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _ANY_PORT))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def addresses_of(
+    hosts: Sequence[str],
+    engine: str,
+    find: Lookup = find_address,
+    own_towards: Lookup = own_address_towards,
+) -> tuple[str, ...]:
+    """Returns the addresses of all hosts, seen from the first of them, on which this runs.
+
+    Many systems give their own name a loopback address, which is of no use to the others: then the
+    first host has the address by which it reaches another one.
+
+    Raises:
+        ConfigError: a host has no address, or one that the others cannot reach.
+    """
+    found = []
+    for host in hosts:
+        address = find(host)
+        if address is None:
+            raise ConfigError(
+                f"{engine}: node {host} has no address here: neither the system's resolver nor"
+                " scontrol knows it; give the addresses of all nodes in cluster.nodes"
+            )
+        found.append(address)
+    if is_loopback(found[0]):
+        other = next((address for address in found if not is_loopback(address)), None)
+        found[0] = found[0] if other is None else own_towards(other) or found[0]
+    stuck = [host for host, address in zip(hosts, found, strict=True) if is_loopback(address)]
+    if 0 < len(stuck) < len(hosts):
+        raise ConfigError(
+            f"{engine}: {', '.join(stuck)} resolve to a loopback address on {hosts[0]}, which other"
+            " nodes cannot reach; mend /etc/hosts there, or give the addresses of all nodes in"
+            " cluster.nodes"
+        )
+    return tuple(found)
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether a numeric address stays on its machine; names never do."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def is_own(host: str) -> bool:
+    """Returns whether a process of this machine can listen on ``host``."""
+    try:
+        address = socket.gethostbyname(host)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _resolved(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def _known_to_slurm(host: str) -> str | None:
+    """Asks scontrol, where there is one. ``NodeAddr`` may be a name itself."""
+    try:
+        answer = subprocess.run(
+            ["scontrol", "show", "node", "--oneliner", host],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
+    return None if match is None else _resolved(match[1])
