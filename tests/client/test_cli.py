@@ -242,10 +242,10 @@ def test_nodes_without_the_run_directory_say_that_it_is_shared(
         assert (code, out) == (2, "")
         assert f"{run / 'resolved.yaml'}: does not exist here; {shared}" in err
     fields = yaml.safe_load(config.read_text())
-    fields["cluster"]["nodes"] = [{"name": "a"}, {"name": "b"}]
+    fields["cluster"] |= {"nodes": [{"name": "a"}, {"name": "b"}], "start_timeout_s": 0.3}
     config.write_text(yaml.safe_dump(fields))
     code, _, err = penstock("node", "--config", str(config), "--node", "b")
-    assert code == 2 and f"node a, which starts first, prepares it; {shared}" in err
+    assert code == 4 and "node a, which prepares the run and hosts the scheduler, was not" in err
     assert not run.exists()
     # A copy of resolved.yaml alone is not the run.
     run.mkdir()

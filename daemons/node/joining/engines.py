@@ -258,7 +258,7 @@ def expand_hosts(text: str, source: str) -> tuple[str, ...]:
             if i % 2 == 0 and not re.fullmatch(r"[A-Za-z0-9._-]*", part):
                 raise garbled
             choices.append(_numbers(part, garbled) if i % 2 else [part])
-        hosts += map("".join, itertools.islice(itertools.product(*choices), _LARGEST_LIST))
+        hosts += map("".join, itertools.islice(itertools.product(*choices), _LARGEST_LIST + 1))
     if not all(hosts) or len(hosts) != len(set(hosts)) or len(hosts) > _LARGEST_LIST:
         raise garbled
     return tuple(hosts)
@@ -268,7 +268,7 @@ def _numbers(text: str, garbled: ConfigError) -> list[str]:
     """Returns what ``1-2,07`` in brackets stands for."""
     found: list[str] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         if match is None:
             raise garbled
         first, last = match[1], match[2] or match[1]
