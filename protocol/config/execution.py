@@ -185,7 +185,8 @@ class ClusterConfig(Section):
     ] = Field(
         default=(NodeConfig(name="a"),),
         description="The machines; the first prepares the run and hosts the scheduler. Unset, with"
-        " `penstock node`: those that Slurm, a JobSet or torchrun started, as node-0, node-1 and so on.",
+        " `penstock node`: those that Slurm, a JobSet or torchrun started, as node-0, node-1 and so"
+        " on.",
     )
     scheduler_port: int = Field(
         default=0,
