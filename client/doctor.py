@@ -21,18 +21,22 @@ import signal
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.client.watching.snapshots import saved_states
 from penstock.daemons.node.home import committed_version, original_of
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.cgroup import cpu_limit, tightest_memory
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.process import start_ticks
 from penstock.shm.segment import SHM_ROOT, list_segments, unlink
+
+if TYPE_CHECKING:
+    from penstock.client.capacity import CapacityReport
 
 LAUNCH_MODULE = "penstock.client.launch"
 
@@ -57,6 +61,7 @@ class Report:
     machine: dict[str, str]
     placement: PlacementReport
     findings: tuple[Finding, ...]
+    capacity: CapacityReport | None = None
     removed: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
 
@@ -65,6 +70,7 @@ class Report:
         return {
             "machine": self.machine,
             "placement": self.placement.to_dict(),
+            "capacity": self.capacity and self.capacity.to_dict(),
             "findings": [asdict(finding) for finding in self.findings],
             "removed": list(self.removed),
             "kept": list(self.kept),
@@ -75,6 +81,8 @@ class Report:
         width = max(len(name) for name in self.machine)
         lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
         lines += ["", *self.placement.to_lines(), ""]
+        if self.capacity is not None:
+            lines += [*self.capacity.to_lines(), ""]
         for finding in self.findings:
             state = "may go" if finding.removable else "in use"
             lines.append(f"{finding.kind}: {finding.name} ({state}): {finding.detail}")
@@ -85,6 +93,12 @@ class Report:
         if any(f.removable for f in self.findings) and not self.removed and not self.kept:
             lines.append("penstock doctor --clean removes what may go")
         return "\n".join(lines)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Returns what the command ends with: that of the first refusal, if there is one."""
+        refusals = () if self.capacity is None else self.capacity.refusals
+        return next((refusal.exit_code for refusal in refusals), ExitCode.DONE)
 
 
 def examine(run_dir: Path | None, config: Config | None = None) -> Report:
@@ -132,7 +146,7 @@ def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Repor
 
 def machine_facts() -> dict[str, str]:
     """Returns Python, native module, torch, and limits; torch is found but not imported."""
-    total = os.statvfs(SHM_ROOT)
+    total, memory = os.statvfs(SHM_ROOT), tightest_memory()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = memlock == resource.RLIM_INFINITY
     return {
@@ -141,7 +155,9 @@ def machine_facts() -> dict[str, str]:
         "torch": _version("torch"),
         "transformers": _version("transformers"),
         "CUDA devices": str(len(list(Path("/dev").glob("nvidia[0-9]*")))),
-        "CPU cores": str(len(os.sched_getaffinity(0))),
+        "CPUs": str(cpu_limit()),
+        "memory": f"{human_bytes(memory.available)} free of {human_bytes(memory.limit)}"
+        f" ({memory.owner})",
         "/dev/shm": f"{human_bytes(total.f_bavail * total.f_frsize)} free of"
         f" {human_bytes(total.f_blocks * total.f_frsize)}",
         "memlock limit": "unlimited" if unlimited else human_bytes(memlock),

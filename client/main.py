@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.protocol.config.schema import Config
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 2 bad configuration or state, 3 not enough memory or space,"
+    "Exit codes: 0 done, 2 bad configuration or state, 3 not enough memory, space or CPUs,"
     " 4 lost members or internal error, 5 stopped by command before the last step (saved),"
     " 130 interrupted (state kept)."
 )
@@ -440,7 +441,9 @@ def trace(
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="Say which cores this configuration would get."),
+        typer.Argument(
+            metavar="CONFIG", help="Say what this configuration would get, and refuse too little."
+        ),
     ] = None,
     run_dir: RunDirOption = None,
     remove: Annotated[bool, typer.Option("--clean", help="Remove what nobody uses.")] = False,
@@ -449,16 +452,26 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List what Penstock left on this machine, and what the machine offers."""
+    """List what Penstock left on this machine, what the machine offers, and whether that will do.
+
+    With CONFIG it refuses (exit code 2 or 3) what would be starved of CPUs or memory here.
+    """
+    code = 0
     with errors_explained():
+        from penstock.client.capacity import CapacityReport
         from penstock.client.doctor import clean, examine
 
         if force and not remove:
             raise ConfigError("--force: goes with --clean")
-        report = examine(run_dir, None if config is None else load(config, None))
+        loaded = None if config is None else load(config, None)
+        report = examine(run_dir, loaded)
+        if config is not None and loaded is not None:
+            report = replace(report, capacity=CapacityReport.of(config, loaded))
         if remove:
             report = clean(report, run_dir, force=force)
         typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
+        code = report.exit_code
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ configuration gets of them, and what would make the machine faster.
 from __future__ import annotations
 
 import mmap
-import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.placement import place
+from penstock.shm.cgroup import cpu_limit
 from penstock.shm.layout import PAGE_BYTES
 from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes
 from penstock.shm.segment import SHM_ROOT
@@ -28,6 +28,7 @@ class PlacementFacts:
 
     ``memlock``: bytes that a process may lock, None for unlimited. ``huge_bytes``: shared memory of
     all programs that lies in huge pages. ``binds``: whether pages can be put on NUMA nodes.
+    ``quota``: how many threads a quota of CPU time lets run, None without one.
     """
 
     topology: Topology
@@ -38,15 +39,18 @@ class PlacementFacts:
     num_gpus: int
     numa_balancing: bool
     binds: bool
+    quota: int | None = None
 
     @classmethod
     def probe(cls) -> PlacementFacts:
         """Returns the facts of this machine, as this process may use it."""
         topology = Topology.read()
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        cpus = cpu_limit()
         return cls(
             topology=topology,
-            allowed=frozenset(os.sched_getaffinity(0)),
+            allowed=cpus.allowed,
+            quota=cpus.count if cpus.count < len(cpus.allowed) else None,
             huge_pages=allowed_huge_pages(SHM_ROOT),
             huge_bytes=_huge_shared_bytes(),
             memlock=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -86,6 +90,7 @@ class PlacementReport:
             "numa_nodes": {str(node): cpus for node, cpus in self._numa_nodes()},
             "physical_cores": len(machine.topology.cores(machine.allowed)),
             "allowed_cpus": format_cpus(machine.allowed),
+            "cpu_quota": machine.quota,
             "huge_pages": machine.huge_pages.value,
             "huge_bytes": machine.huge_bytes,
             "memlock_bytes": machine.memlock,
@@ -100,7 +105,8 @@ class PlacementReport:
         for node, cpus in self._numa_nodes():
             yield f"  NUMA node {node}: {f'CPUs {cpus}' if cpus else 'memory only'}"
         cores = len(machine.topology.cores(machine.allowed))
-        yield f"  usable: CPUs {format_cpus(machine.allowed)} on {cores} physical cores"
+        quota = "" if machine.quota is None else f"; by quota {machine.quota} threads at a time"
+        yield f"  usable: CPUs {format_cpus(machine.allowed)} on {cores} physical cores{quota}"
         yield (
             f"  huge pages behind /dev/shm: {machine.huge_pages.value}; shared memory in huge pages"
             f" now: {human_bytes(machine.huge_bytes)}"
@@ -144,7 +150,9 @@ class PlacementReport:
 
 def _placed(config: Config, node: int, machine: PlacementFacts) -> dict[str, str]:
     try:
-        found = place(config, node, topology=machine.topology, allowed=machine.allowed)
+        found = place(
+            config, node, topology=machine.topology, allowed=machine.allowed, quota=machine.quota
+        )
     except ConfigError as error:
         return {"refused": str(error)}
     return found.to_dict()

@@ -52,7 +52,7 @@ class ConfigError(PenstockError):
 
 
 class CapacityError(PenstockError):
-    """Not enough memory or space. Exit code 3."""
+    """Not enough memory, space or CPUs. Exit code 3."""
 
     exit_code = ExitCode.NO_MEMORY
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import posix_ipc
 
+from penstock.shm.cgroup import MemoryLimit, MemoryUnknownError, tightest_memory, usable_cpus
 from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes_if_granted
 
 
@@ -54,7 +55,7 @@ class ForeignOwnerError(SegmentError):
 
 
 class NoSpaceError(SegmentError):
-    """/dev/shm has no room for the segment."""
+    """/dev/shm, the machine or a control group has no room for the segment."""
 
 
 SHM_ROOT = Path("/dev/shm")
@@ -85,9 +86,9 @@ class Segment:
             SegmentExistsError: the name is taken.
             NoSpaceError: there is no room for it; nothing stays behind.
         """
-        free = available_bytes()
-        if size > free:  # reserving more than the machine has would wake the out-of-memory killer
-            raise _no_space(name, size, free)
+        there = room()
+        if size > there.available:  # reserving more would wake the out-of-memory killer
+            raise _no_space(name, size, there)
         try:
             shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
         except posix_ipc.ExistentialError as error:
@@ -97,7 +98,7 @@ class Segment:
         except BaseException as error:
             unlink(name)
             if isinstance(error, OSError) and error.errno in _OUT_OF_SPACE:
-                raise _no_space(name, size, available_bytes()) from error
+                raise _no_space(name, size, room()) from error
             raise
         finally:
             shared.close_fd()
@@ -177,18 +178,20 @@ def free_bytes() -> int:
     return status.f_bavail * status.f_frsize
 
 
-def available_bytes() -> int:
-    """Returns the bytes that a new segment can have, by /dev/shm's limit and the free memory."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(free_bytes(), int(line.split()[1]) * 1024)
-    return free_bytes()
+def room() -> MemoryLimit:
+    """Returns what limits a new segment most: /dev/shm, the machine, or a control group."""
+    free = free_bytes()
+    shm = MemoryLimit(owner=str(SHM_ROOT), limit=free, available=free)
+    try:
+        return min(shm, tightest_memory(), key=lambda limit: limit.available)
+    except MemoryUnknownError:
+        return shm
 
 
-def _no_space(name: str, size: int, free: int) -> NoSpaceError:
+def _no_space(name: str, size: int, there: MemoryLimit) -> NoSpaceError:
     return NoSpaceError(
-        f"segment {name} needs {size} bytes; /dev/shm has {free} free: enlarge /dev/shm, free it"
-        " (penstock doctor --clean), or train a smaller model"
+        f"segment {name} needs {size} bytes; {there.owner} has {there.available} free: enlarge"
+        " that, free it (penstock doctor --clean), or train a smaller model"
     )
 
 
@@ -218,7 +221,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 
 
 def _populate(mapping: mmap.mmap, size: int) -> None:
-    """Touch every page for writing, on all cores this process may use. Contents do not change."""
+    """Touch every page for writing, on all CPUs this process may use. Contents do not change."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     anchor = ctypes.c_char.from_buffer(mapping)  # keeps the mapping from being closed meanwhile
@@ -230,7 +233,7 @@ def _populate(mapping: mmap.mmap, size: int) -> None:
         failed = libc.madvise(base + start, length, _MADV_POPULATE_WRITE) != 0
         return ctypes.get_errno() if failed else 0
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(usable_cpus()) as pool:
         results = list(pool.map(populate_chunk, range(0, size, _POPULATE_CHUNK_BYTES)))
     del anchor
     for error in results:

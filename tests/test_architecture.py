@@ -38,7 +38,7 @@ FLOORS = {
         config
         plan security
         run
-        plan.executable plan.placement platforms wire""",
+        plan.cpus plan.executable plan.placement platforms wire""",
     "planner": """layout
         tensors cost schemes partition
         orders.timing
@@ -76,7 +76,7 @@ FLOORS = {
         main""",
     "client": """cli launch
         planning
-        watching placement
+        watching placement capacity
         doctor export supervision deploying keys
         train
         api configuration

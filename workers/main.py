@@ -17,11 +17,12 @@ from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.placement import place
 from penstock.protocol.run.metrics import serve_metrics
-from penstock.protocol.run.names import node_of_device, worker_name
+from penstock.protocol.run.names import node_of_device, nodes_beside, worker_name
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.wire.member import MemberLink
+from penstock.shm.cgroup import usable_cpus
 from penstock.workers.channels.inbox import Inbox
 from penstock.workers.epoch_builder import EpochBuilder, bind_transport
 from penstock.workers.platforms.base import WorkerSite
@@ -55,9 +56,8 @@ def threads_per_worker(config: Config, device: int, num_cores: int) -> int:
     """
     if config.cluster.threads_per_worker:
         return config.cluster.threads_per_worker
-    host = config.cluster.nodes[node_of_device(config, device)].host
-    nodes_here = sum(node.host == host for node in config.cluster.nodes)
-    return max(1, num_cores // (nodes_here * config.cluster.workers))
+    nodes_here = nodes_beside(config, node_of_device(config, device))
+    return max(1, num_cores // (len(nodes_here) * config.cluster.workers))
 
 
 def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) -> None:
@@ -66,7 +66,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
     # Before any thread starts: threads inherit it.
     os.sched_setaffinity(0, place(config, node_of_device(config, device)).workers)
     # Fixed: a repeated attempt gives the same bits only on as many threads.
-    torch.set_num_threads(threads_per_worker(config, device, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(threads_per_worker(config, device, usable_cpus()))
     torch.set_num_interop_threads(1)
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.errors import CapacityError, StateError
+from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import ANYWHERE, MemorySpec, NodeMemory
@@ -21,8 +22,8 @@ from penstock.shm.segment import (
     SegmentError,
     SegmentMissingError,
     ShortSegmentError,
-    available_bytes,
     exists,
+    room,
     unlink,
 )
 
@@ -89,25 +90,25 @@ def _cut_short(spec: MemorySpec) -> bool:
 
 def _create(spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]]) -> NodeMemory:
     needed = sum(spec.sizes().values())
-    free = available_bytes()
-    if needed > free:
-        raise _too_small(spec, needed, free)
+    there = room()
+    if needed > there.available:
+        raise _too_small(spec, needed, there)
     try:
         return NodeMemory.create(spec, places)
     except NoSpaceError as error:
-        raise _too_small(spec, needed, available_bytes()) from error
+        raise _too_small(spec, needed, room()) from error
     except SegmentError as error:
         raise StateError(f"memory of node {spec.node_name}: {error}") from error
 
 
-def _too_small(spec: MemorySpec, needed: int, free: int) -> CapacityError:
+def _too_small(spec: MemorySpec, needed: int, there: MemoryLimit) -> CapacityError:
     dead = [group for group in inventory() if not group.in_use and group.run_id != spec.run_id]
-    hint = "; enlarge /dev/shm or train a smaller model"
+    hint = f"; enlarge what {there.owner} gives, or train a smaller model"
     if dead:
         hint = "; penstock doctor --clean would remove " + ", ".join(map(_describe, dead)) + hint
     return CapacityError(
-        f"the segments of node {spec.node_name} need {_gib(needed)}, /dev/shm and the machine's"
-        f" memory have {_gib(free)} free{hint}"
+        f"the segments of node {spec.node_name} need {_gib(needed)}, {there.owner} has"
+        f" {_gib(there.available)} free{hint}"
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,7 @@ from penstock.daemons.memory.tensorfile import (
 from penstock.protocol.errors import StateError
 from penstock.protocol.run.files import make_directory, sync_directory, writing
 from penstock.protocol.run.seal import check_object
+from penstock.shm.cgroup import usable_cpus
 from penstock.shm.memory import Halves, NodeMemory
 from penstock.shm.table import BlockSpec, DType
 
@@ -290,7 +290,7 @@ def _in_parallel(
             failed.set()
             raise
 
-    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(MAX_THREADS, usable_cpus())) as pool:
         futures = [pool.submit(guarded, block) for block in blocks]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     # A thread that stopped because another failed says CancelledError: that is not the reason.

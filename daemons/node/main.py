@@ -117,6 +117,8 @@ def _run(
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ):
+        if stops.parent_pid is None:
+            _check_room(directory, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, starts_run=starts_run, alone=stops.parent_pid is None)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
@@ -153,6 +155,15 @@ def _run(
                 remove_endpoint(run_dir)
             server.close()
             _clean_up(directory, node, ending)
+
+
+def _check_room(directory: RunDirectory, node: str) -> None:
+    """Refuses to start where CPUs or memory would starve the node. Under ``penstock train``, which
+    has looked already, it is not asked: the planner takes a second to load.
+    """
+    from penstock.daemons.node.preparing.prospect import check_room
+
+    check_room(directory, node_index(directory.config, node))
 
 
 def _limits(config: Config) -> NodeLimits:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.errors import StateError
+from penstock.shm.cgroup import usable_cpus
 
 CHUNK_BYTES = 1 << 16
 """Bytes that share a checksum; the last chunk of a file may be shorter."""
@@ -84,7 +85,7 @@ def write_sums(tokens: Path, sums: Path, progress: Progress) -> dict[str, Any]:
     """
     content = _mapped(tokens)
     slab = _SLAB_CHUNKS * CHUNK_BYTES
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as pool:
         starts = range(0, len(content), slab)
         digests = []
         said_s = time.monotonic()

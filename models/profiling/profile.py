@@ -11,7 +11,6 @@ have. Makes no run directory and needs no data.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.process import tool_main
+from penstock.shm.cgroup import memory_limits, usable_cpus
 
 BUDGET_S = 0.25
 """Seconds that each median may take, beyond its least number of runs."""
@@ -105,7 +105,7 @@ def _machine(
         in_place_rate=optimizer.in_place,
         device_update_rate=measure_update(config, device, optimizer),
         device_memory_bytes=torch_device(device).memory_bytes,
-        host_memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        host_memory_bytes=float(min(limit.limit for limit in memory_limits())),
     )
 
 
@@ -128,7 +128,7 @@ def _device(config: Config) -> torch.device:
 def _threads(config: Config) -> Iterator[int]:
     """Compute inside with as many threads as a worker will have; yields how many."""
     before = torch.get_num_threads()
-    share = len(os.sched_getaffinity(0)) // (config.cluster.workers * len(config.cluster.nodes))
+    share = usable_cpus() // (config.cluster.workers * len(config.cluster.nodes))
     num_threads = config.cluster.threads_per_worker or max(1, share)
     torch.set_num_threads(num_threads)
     try:

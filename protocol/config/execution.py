@@ -215,6 +215,13 @@ class ClusterConfig(Section):
         ge=0,
         description="Each worker computes with so many threads; 0: with its share of the cores.",
     )
+    cpus_per_node: Annotated[int | None, Unit("CPUs")] = Field(
+        default=None,
+        ge=1,
+        description="A node refuses to start where affinity, cpuset or CPU quota leave it fewer"
+        " CPUs than this, though the machine has more; unset: one for each thread that is"
+        " configured, each worker, and the optimizer.",
+    )
     heartbeat_interval_s: Seconds = Field(
         default=0.5, gt=0.0, description="Each process gives a sign of life so often."
     )

@@ -10,14 +10,15 @@ contiguous part of every array, and that part is kept on the node.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.platforms.registry import CoreUse
+from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.rundir import MAX_OPTIMIZER_THREADS
+from penstock.shm.cgroup import cpu_limit
 from penstock.shm.layout import NodeLayout, SegmentKind
 from penstock.shm.pages import NodeRange
 from penstock.shm.table import BlockTable
@@ -56,6 +57,7 @@ def place(
     *,
     topology: Topology | None = None,
     allowed: Collection[int] | None = None,
+    quota: int | None = None,
 ) -> Placement:
     """Returns the cores of the ``node``-th node of the cluster, on this machine unless said
     otherwise.
@@ -65,16 +67,21 @@ def place(
     the workers; ``auto`` leaves a core to each worker, but at most half, where workers compute on
     GPUs, and none where they compute on the cores too: there the optimizer has most to do
     when workers wait for it. Workers on GPUs keep off the optimizer's cores if there are others.
+    Where a quota of CPU time (``quota``, in CPUs) is less than the cores, the optimizer is planned
+    as if there were only so many: more threads would be stopped in the middle of a sweep.
 
     Raises:
         ConfigError: ``optimizer.cores`` names a core that is not there or must not be used.
     """
     topology = Topology.read() if topology is None else topology
-    allowed = os.sched_getaffinity(0) if allowed is None else allowed
+    if allowed is None:
+        limit = cpu_limit()
+        allowed, quota = limit.allowed, limit.count
     cores = topology.cores(allowed)
+    granted = sorted(_evenly(cores)[:quota], key=cores.index)
     wanted = config.optimizer.cores
     if wanted == "auto":
-        chosen = {i: _choose(config, share) for i, share in _shares(config, node, cores).items()}
+        chosen = {i: _choose(config, share) for i, share in _shares(config, node, granted).items()}
         optimizer, taken = chosen[node], {cpu for cpus in chosen.values() for cpu in cpus}
     else:
         _check_there(wanted, topology, allowed)
@@ -154,8 +161,7 @@ def _shares(config: Config, node: int, cores: Sequence[Core]) -> dict[int, Seque
     """Returns the physical cores of each node of the cluster that has the host of ``node``: these
     are on one machine.
     """
-    hosts = [other.host for other in config.cluster.nodes]
-    here = [i for i, host in enumerate(hosts) if host == hosts[node]]
+    here = nodes_beside(config, node)
     if len(cores) < 2 * len(here):
         return dict.fromkeys(here, cores)
     bounds = [len(cores) * k // len(here) for k in range(len(here) + 1)]

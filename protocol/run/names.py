@@ -45,6 +45,12 @@ def devices_of_node(config: Config, node: int) -> range:
     return range(node * config.cluster.workers, (node + 1) * config.cluster.workers)
 
 
+def nodes_beside(config: Config, node: int) -> tuple[int, ...]:
+    """Indices of the nodes on one machine with ``node``, itself among them: those of its host."""
+    hosts = [other.host for other in config.cluster.nodes]
+    return tuple(i for i, host in enumerate(hosts) if host == hosts[node])
+
+
 def node_index(config: Config, node_name: str) -> int:
     """Index of a node by name.
 

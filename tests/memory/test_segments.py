@@ -12,6 +12,7 @@ import pytest
 from penstock.daemons.memory import segments
 from penstock.daemons.memory.segments import acquire
 from penstock.protocol.errors import CapacityError, StateError
+from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.control import ControlView
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
@@ -110,11 +111,12 @@ def test_too_little_space_names_dead_runs(
 ) -> None:
     dead = NodeMemory.create(make_run().memory_spec(0))
     dead.control.set_owner(dead_process())
-    monkeypatch.setattr(segments, "available_bytes", lambda: 4096)
+    job = MemoryLimit(owner="cgroup /job_5", limit=8192, available=4096)
+    monkeypatch.setattr(segments, "room", lambda: job)
     with pytest.raises(CapacityError) as error:
         acquire(spec)
     text = str(error.value)
-    assert "0.00 GiB, /dev/shm and the machine's memory have 0.00 GiB free" in text
+    assert "0.00 GiB, cgroup /job_5 has 0.00 GiB free" in text
     assert "penstock doctor --clean would remove" in text
     assert f"of dead run {dead.spec.run_id} (node a)" in text
     assert names(spec) == []

@@ -16,6 +16,7 @@ from penstock.daemons.node.home import RunLock, prepare_lock_path
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
     check_capacity,
+    heaviest_machine,
     human_bytes,
     needs,
 )
@@ -28,7 +29,9 @@ from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.errors import CapacityError, ConfigError, StateError
 from penstock.protocol.plan.step import STEP_TERMS, OptimizerStep, step_terms
+from penstock.protocol.run.engines import engine_of
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.process import start_ticks
 from tests.folders import save_model
 
@@ -201,6 +204,30 @@ def test_short_memory_is_refused_with_the_table(
     with pytest.raises(CapacityError, match="<-- short") as caught:
         check_capacity(table)
     assert caught.value.exit_code == 3
+
+
+def test_the_group_that_leaves_least_has_its_line_and_its_remedy() -> None:
+    groups = (
+        MemoryLimit(owner="cgroup /slurm/job_5/step_0", limit=8 * GIB, available=7 * GIB),
+        MemoryLimit(owner="cgroup /slurm/job_5", limit=5 * GIB, available=4 * GIB),
+    )
+    there = machine(groups=groups, engine=engine_of({"SLURM_JOB_ID": "5"}))
+    table = needs(config("cluster.workers=1"), ROWS, there, range(1))
+    assert [(n.what, n.there) for n in table if n.short] == [
+        ("cgroup /slurm/job_5: 5.0 GiB", 4 * GIB)
+    ]
+    with pytest.raises(CapacityError, match=r"<-- short(?s:.*)Ask Slurm .* --mem="):
+        check_capacity(table)
+
+
+def test_only_nodes_on_this_machine_count_here() -> None:
+    nodes = "cluster.nodes=[{name: a, host: x}, {name: b, host: y}, {name: c, host: y}]"
+    rows = (*ROWS, *(row(f"node {name}", MemoryKind.SHM, GIB) for name in "bc"))
+    several = config("cluster.workers=1", nodes, "memory.host_limit=3G")
+    assert heaviest_machine(several, rows) == (0,)
+    table = needs(several, rows, machine(), (1, 2))
+    assert [n.needed for n in table if n.what == "/dev/shm"] == [2 * GIB]
+    assert [n.place for n in table if n.short] == ["node a"]  # of memory.host_limit
 
 
 def test_what_the_run_holds_already_counts_as_there() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock import _native
 from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.plan.cpus import check_cpus, cpu_shortage, cpus_needed
 from penstock.protocol.plan.placement import Placement, page_places, pieces, place
+from penstock.shm.cgroup import CpuLimit
 from penstock.shm.layout import NodeLayout, Ownership, SegmentKind
 from penstock.shm.pages import NodeRange, nodes_of_pages, prefer_nodes
 from penstock.shm.table import BlockSpec, BlockTable, DType
@@ -67,6 +71,58 @@ def cpus(
 def test_workers_on_cores_share_them_all_with_one_thread_a_physical_core() -> None:
     assert cpus(config(), server(1, 2, 1)) == ("0,1", "00", "0-1")
     assert cpus(config(), server()) == ("0,1,2,3,4,5,6,7", "00001111", "0-15")
+
+
+def test_a_quota_leaves_the_optimizer_as_many_threads_and_workers_all_cores() -> None:
+    """Two CPUs' time on a machine of eight cores, as Kubernetes grants it."""
+    found = place(config(), 0, topology=server(), allowed=range(16), quota=2)
+    assert (found.optimizer, format_cpus(found.workers)) == ((0, 4), "0-15")
+    gpu = place(config(workers=1, device="cuda"), 0, topology=server(), allowed=range(16), quota=2)
+    assert (gpu.optimizer, format_cpus(gpu.workers)) == ((4,), "0-3,5-11,13-15")
+
+
+GIVEN = CpuLimit(
+    allowed=frozenset({0, 1}), online=64, quota=None, owner="cpuset of cgroup /slurm/job_5"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"workers": 8}, 8),
+        ({"workers": 8, "device": "cuda"}, 9),
+        ({"optimizer": {"threads": 12}, "device": "cuda"}, 14),
+        ({"optimizer": {"cores": "0-3"}}, 4),
+        ({"device": "emulated:analytic:V100-32:spipe-10b", "workers": 8}, 1),
+    ],
+)
+def test_what_a_node_needs_of_cpus(changes: dict[str, Any], needed: int) -> None:
+    assert cpus_needed(config(**changes)) == needed
+
+
+def test_two_cpus_of_sixty_four_are_refused_with_what_to_change() -> None:
+    wanted = config(workers=8, device="cuda")
+    with pytest.raises(CapacityError) as caught:
+        check_cpus(wanted, [0], GIVEN, {"SLURM_JOB_ID": "5"})
+    assert str(caught.value) == (
+        "CPUs: node n0 needs 9, there are 2 of the machine's 64 (CPUs 0-1: cpuset of cgroup"
+        " /slurm/job_5). Threads that wait for each other would make the optimizer many times"
+        " slower. Slurm gives a task one CPU unless asked: #SBATCH --cpus-per-task=9 and, since"
+        " srun does not take that over from the script, export SRUN_CPUS_PER_TASK=9 before srun; or"
+        " say cluster.cpus_per_node: 2, to train with these"
+    )
+    two_nodes = config(hosts=("here", "here"))
+    with pytest.raises(CapacityError, match=r"nodes n0, n1 need 2 each, in all 4.*limits.cpu"):
+        check_cpus(two_nodes, [0, 1], GIVEN, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    made_do = wanted.cluster.model_copy(update={"cpus_per_node": 2})
+    check_cpus(wanted.model_copy(update={"cluster": made_do}), [0], GIVEN, {})
+
+
+def test_a_machine_that_has_no_more_cpus_is_the_users_choice() -> None:
+    small = replace(GIVEN, online=2, owner="the machine")
+    wanted = config(workers=8)
+    check_cpus(wanted, [0], small, {})
+    assert cpu_shortage(wanted, [0], small).startswith("CPUs: node n0 needs 8, there are 2 (")
 
 
 def test_workers_on_gpus_get_a_core_each_with_its_hardware_threads() -> None:

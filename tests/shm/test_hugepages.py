@@ -50,6 +50,7 @@ def test_huge_bytes_are_added_up_by_file(tmp_path: Path) -> None:
 SEGMENT_ON_A_MOUNT_OF_ITS_OWN = """
 import os
 from penstock.shm import segment
+from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.segment import NoSpaceError
 from penstock.shm.pages import huge_bytes
 from penstock.shm.segment import SHM_ROOT, Segment
@@ -59,7 +60,7 @@ here = huge_bytes()
 attached = Segment.attach("/penstock-0-t-state", size)
 status = os.stat(SHM_ROOT / "penstock-0-t-state")
 # Space that was there when looked at is gone when pages are touched.
-segment.available_bytes = lambda: 2**62
+segment.room = lambda: MemoryLimit(owner="x", limit=2**62, available=2**62)
 try:
     Segment.create("/penstock-1-t-state", 64 << 20)
 except NoSpaceError:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.shm import segment as segments
+from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.inventory import inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
@@ -97,8 +98,8 @@ def test_pages_lie_on_the_wanted_node_and_a_refusal_is_only_logged(
 
 
 def test_larger_than_free_is_an_error_and_leaves_nothing(name: str) -> None:
-    size = segments.available_bytes() + (64 << 20)
-    with pytest.raises(NoSpaceError, match=rf"needs {size} bytes; /dev/shm has \d+ free"):
+    size = segments.room().available + (64 << 20)
+    with pytest.raises(NoSpaceError, match=rf"needs {size} bytes; \S.* has \d+ free"):
         Segment.create(name, size)
     assert not segments.exists(name)
 
@@ -107,7 +108,8 @@ def test_a_full_dev_shm_is_an_error_and_leaves_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Space that was there when looked at is gone when it is reserved: the kernel says ENOSPC.
-    monkeypatch.setattr(segments, "available_bytes", lambda: 2**62)
+    endless = MemoryLimit(owner="x", limit=2**62, available=2**62)
+    monkeypatch.setattr(segments, "room", lambda: endless)
     size = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize + 4096
     with pytest.raises(NoSpaceError, match=f"needs {size} bytes"):
         Segment.create(name, size)

@@ -32,6 +32,7 @@ from penstock.protocol.config.execution import NodeConfig
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.run.ended import EndWatch, RunEnd
+from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.rundir import SHARED
 from penstock.protocol.run.seal import seal_digest
 from penstock.protocol.wire.control import ControlClient
@@ -86,7 +87,7 @@ def meet(
         return Meeting(node=node, resolved=path)
     resolved = config.run_dir.absolute() / "resolved.yaml"
     if node == config.cluster.nodes[0].name:
-        prepare_run(config, config.run_dir, say)
+        prepare_run(config, config.run_dir, say, nodes_beside(config, 0))
         return Meeting(node=node, resolved=resolved)
     ended = wait_for_start(config, scheduler, say)
     return Meeting(node=node, resolved=resolved, ended=ended)

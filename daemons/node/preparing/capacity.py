@@ -1,20 +1,22 @@
-"""Needed memory against what the machine has, before anything is allocated.
+"""Needed memory against what the machine and its control groups give, before anything is allocated.
 
 The needs come from :func:`penstock.planner.memory.table.memory_table`; here they are summed by
-resource and held against /dev/shm, host RAM and the configured limits. One machine is assumed for
-the nodes asked about.
+resource and held against /dev/shm, host RAM, the limits of control groups, and those that are
+configured. One machine is assumed for the nodes asked about.
 """
 
 from __future__ import annotations
 
+import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError
+from penstock.protocol.run.engines import UNKNOWN, Engine, engine_of
+from penstock.shm.cgroup import MemoryLimit, MemoryUnknownError, memory_limits
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import free_bytes
 
@@ -27,34 +29,62 @@ DAEMON_BYTES = 60 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """What a machine has, in bytes; ``held``: what this run's segments occupy in /dev/shm now."""
+    """What a machine has, in bytes; ``held``: what this run's segments occupy in /dev/shm now.
+
+    ``memlock`` None: unlimited. ``groups``: the control groups that limit this process.
+    ``engine``: what started it, and so gives more.
+    """
 
     ram_available: int
     shm_free: int
     held: int
     memlock: int | None
+    groups: tuple[MemoryLimit, ...] = ()
+    engine: Engine = UNKNOWN
 
     @classmethod
-    def probe(cls, run_id: str | None) -> MachineMemory:
-        """This machine, now. ``memlock`` None: unlimited."""
-        held = sum(entry.num_bytes for entry in inventory() if entry.run_id == run_id)
+    def probe(cls, run_id: str | None, nodes: Collection[str] | None = None) -> MachineMemory:
+        """This machine, now. ``nodes``: those whose segments are ``held``; None: all.
+
+        Raises:
+            CapacityError: the kernel does not say what it has.
+        """
+        held = sum(
+            entry.num_bytes
+            for entry in inventory()
+            if entry.run_id == run_id and (nodes is None or entry.node_name in nodes)
+        )
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        try:
+            machine, *groups = memory_limits()
+        except MemoryUnknownError as error:
+            raise CapacityError(str(error)) from error
         return cls(
-            ram_available=_available_ram(),
+            ram_available=machine.available,
             shm_free=free_bytes(),
             held=held,
             memlock=None if limit == resource.RLIM_INFINITY else limit,
+            groups=tuple(groups),
+            engine=engine_of(os.environ),
         )
+
+    @property
+    def tightest(self) -> MemoryLimit | None:
+        """Returns the control group that leaves least to the run."""
+        return min(self.groups, key=lambda group: group.room(self.held), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """One line of the table: ``there`` None means that nothing limits it."""
+    """One line of the table: ``there`` None means that nothing limits it. ``remedy``: what gives
+    more of it, in whole sentences.
+    """
 
     place: str
     what: str
     needed: int
     there: int | None
+    remedy: str = ""
 
     @property
     def short(self) -> bool:
@@ -65,35 +95,73 @@ class Need:
 def needs(
     config: Config, rows: Sequence[MemoryRow], machine: MachineMemory, nodes: Sequence[int]
 ) -> tuple[Need, ...]:
-    """Returns the needs of ``nodes`` (indices), all on ``machine``, against what is there."""
-    shm = {node: _sum(rows, _node_place(config, node), MemoryKind.SHM) for node in nodes}
-    host = {node: _host_bytes(config, rows, node) for node in nodes}
-    table = [
-        Need(
-            place="machine",
-            what="/dev/shm",
-            needed=sum(shm.values()),
-            there=machine.shm_free + machine.held,
-        ),
-        Need(
-            place="machine",
-            what="host RAM (/dev/shm and processes)",
-            needed=sum(shm.values()) + sum(host.values()),
-            there=machine.ram_available + machine.held,
-        ),
-    ]
-    for node in nodes:
+    """Returns the needs of ``nodes`` (indices), all on ``machine``, against what is there, and of
+    all nodes and devices against the limits that are configured.
+    """
+    everyone = range(len(config.cluster.nodes))
+    shm = {node: _sum(rows, _node_place(config, node), MemoryKind.SHM) for node in everyone}
+    host = {node: _host_bytes(config, rows, node) for node in everyone}
+    table = list(
+        _machine_needs(machine, sum(shm[node] for node in nodes), sum(host[node] for node in nodes))
+    )
+    for node in everyone:
         needed = shm[node] + host[node]
         place = _node_place(config, node)
         limit = config.memory.host_limit
         table.append(Need(place=place, what="memory.host_limit", needed=needed, there=limit))
     table += _device_needs(config, rows)
     if config.cluster.platform.pins_host_memory:
-        needed = sum(shm.values())
+        needed = sum(shm[node] for node in nodes)
         table.append(
             Need(place="machine", what="memlock limit", needed=needed, there=machine.memlock)
         )
     return tuple(table)
+
+
+def heaviest_machine(config: Config, rows: Sequence[MemoryRow]) -> tuple[int, ...]:
+    """Returns the nodes (indices) of the machine that needs most. Nodes with one host are taken to
+    be on one machine.
+    """
+    machines: dict[str, list[int]] = {}
+    for node, entry in enumerate(config.cluster.nodes):
+        machines.setdefault(entry.host, []).append(node)
+
+    def needed(nodes: Iterable[int]) -> int:
+        return sum(
+            _sum(rows, _node_place(config, node), MemoryKind.SHM) + _host_bytes(config, rows, node)
+            for node in nodes
+        )
+
+    return tuple(max(machines.values(), key=needed))
+
+
+def _machine_needs(machine: MachineMemory, shm_bytes: int, host_bytes: int) -> Iterator[Need]:
+    """Yields what is needed of /dev/shm, of the machine, and of the control group that leaves
+    least.
+    """
+    needed = shm_bytes + host_bytes
+    yield Need(
+        place="machine",
+        what="/dev/shm",
+        needed=shm_bytes,
+        there=machine.shm_free + machine.held,
+        remedy=machine.engine.more_shm,
+    )
+    yield Need(
+        place="machine",
+        what="host RAM (/dev/shm and processes)",
+        needed=needed,
+        there=machine.ram_available + machine.held,
+    )
+    group = machine.tightest
+    if group is not None:
+        yield Need(
+            place="machine",
+            what=f"{group.owner}: {human_bytes(group.limit)}",
+            needed=needed,
+            there=group.room(machine.held),
+            remedy=machine.engine.more_memory,
+        )
 
 
 def _device_needs(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Need]:
@@ -117,21 +185,23 @@ def check_capacity(table: Sequence[Need]) -> None:
         CapacityError: with the whole table.
     """
     if any(need.short for need in table):
+        remedies = dict.fromkeys(need.remedy for need in table if need.short and need.remedy)
         raise CapacityError(
             "not enough memory:\n" + render_needs(table) + "\nUse a smaller model or batch, more"
             " stages, or fewer workers; raise the limit; or free /dev/shm (penstock doctor)"
+            + "".join(f". {remedy}" for remedy in remedies)
         )
 
 
 def render_needs(table: Sequence[Need]) -> str:
     """Returns the table as text, one line a need."""
-    lines = [f"{'where':<12} {'what':<34} {'needed':>10} {'there':>10}"]
+    width = max(34, *(len(need.what) for need in table))
+    lines = [f"{'where':<12} {'what':<{width}} {'needed':>10} {'there':>10}"]
     for need in table:
         there = "no limit" if need.there is None else human_bytes(need.there)
+        sizes = f"{human_bytes(need.needed):>10} {there:>10}"
         mark = "  <-- short" if need.short else ""
-        lines.append(
-            f"{need.place:<12} {need.what:<34} {human_bytes(need.needed):>10} {there:>10}{mark}"
-        )
+        lines.append(f"{need.place:<12} {need.what:<{width}} {sizes}{mark}")
     return "\n".join(lines)
 
 
@@ -158,11 +228,3 @@ def _node_place(config: Config, node: int) -> str:
 
 def _sum(rows: Sequence[MemoryRow], place: str, kind: MemoryKind) -> int:
     return sum(row.num_bytes for row in rows if row.place == place and row.resource is kind)
-
-
-def _available_ram() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    raise CapacityError("/proc/meminfo has no MemAvailable: this kernel is too old (needs 3.14)")

@@ -7,6 +7,7 @@ taken. torch is needed for the block table and the data only; that happens in a 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -35,11 +36,13 @@ from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.config.values import AUTO, BYTE
 from penstock.protocol.errors import StateError
+from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
 from penstock.protocol.run.files import holds_text, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
 from penstock.protocol.security.addresses import check_addresses
+from penstock.shm.cgroup import cpu_limit
 from penstock.shm.table import BlockTable
 
 PREVIOUS_PREPARATION_WAIT_S = 30.0
@@ -52,9 +55,13 @@ _NOT_EXACT = (
 
 
 def prepare_run(
-    config: Config, run_dir: Path, progress: Progress = lambda message: None
+    config: Config,
+    run_dir: Path,
+    progress: Progress = lambda message: None,
+    nodes: Sequence[int] | None = None,
 ) -> RunDirectory:
-    """Prepare ``run_dir`` for ``config``: a new run, or one to go on with.
+    """Prepare ``run_dir`` for ``config``: a new run, or one to go on with. ``nodes``: those
+    (indices) that will run on this machine; all, unless given.
 
     Raises:
         ConfigError: impossible configuration, or a resume with keys changed that must not.
@@ -62,15 +69,19 @@ def prepare_run(
         StateError: the directory's files are damaged.
     """
     check_addresses(config)
+    nodes = range(len(config.cluster.nodes)) if nodes is None else nodes
     check_cores(config)
+    check_cpus(config, nodes, cpu_limit(), os.environ)
     run_dir = run_dir.absolute()
     RunDirectory(run_dir).check_shape()
     lock = RunLock.acquire(prepare_lock_path(run_dir), wait_s=PREVIOUS_PREPARATION_WAIT_S)
     with lock:
-        return _prepare(config, run_dir, progress, lock)
+        return _prepare(config, run_dir, progress, nodes, lock)
 
 
-def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -> RunDirectory:
+def _prepare(
+    config: Config, run_dir: Path, progress: Progress, nodes: Sequence[int], lock: RunLock
+) -> RunDirectory:
     if (run_dir / "run.json").exists():
         check_home(RunDirectory(run_dir))
     previous = _previous(run_dir, progress)
@@ -92,7 +103,7 @@ def _prepare(config: Config, run_dir: Path, progress: Progress, lock: RunLock) -
         directory.seal(fixed_values(config))
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
-    prospect = look_ahead(config, directory.table, directory.run_id, progress)
+    prospect = look_ahead(config, directory.table, directory.run_id, progress, nodes)
     config = prospect.config
     check_capacity(prospect.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.

@@ -1,17 +1,25 @@
 """What a configuration leads to on this machine: its schedule, its plan, and its memory.
 
-Preparing a run and ``penstock plan`` look ahead by the same function. All nodes are taken to be on
-this machine. Emulated devices are held against the machines that they emulate; what is really
+Preparing a run and ``penstock plan`` look ahead by the same function. Who asks says which nodes are
+on this machine; otherwise the machine that needs most is held against this one. Emulated devices
+are held against the machines that they emulate; what is really
 stored, against this one.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.daemons.node.preparing.capacity import MachineMemory, Need, check_capacity, needs
+from penstock.daemons.node.preparing.capacity import (
+    MachineMemory,
+    Need,
+    check_capacity,
+    heaviest_machine,
+    needs,
+)
 from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
 from penstock.planner.configured import config_context, plan_within_limit
 from penstock.planner.cost.costs import Costs
@@ -23,7 +31,10 @@ from penstock.planner.tuning.auto import choose
 from penstock.planner.tuning.search import Outcome
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import AUTO
+from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.cgroup import cpu_limit
 from penstock.shm.table import BlockTable
 
 SAY_EVERY_S = 5.0
@@ -56,18 +67,20 @@ def look_ahead(
     table: BlockTable,
     run_id: str | None,
     progress: Progress = lambda message: None,
+    nodes: Sequence[int] | None = None,
 ) -> Prospect:
     """Returns schedule, plan and memory of a configuration on this machine.
 
     ``run_id``: whose memory may be used again. ``progress`` hears how far a search is, and what it
-    came to.
+    came to. ``nodes``: those (indices) that this machine has; None: those of the host that needs
+    most, which is taken to be like this machine.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
         CapacityError: devices have less than any plan of it needs, or ``schedule: auto`` found
             nothing that fits.
     """
-    surroundings, choice = _Surroundings.of(config, table, run_id), ""
+    surroundings, choice = _Surroundings.of(config, table, run_id, nodes), ""
     table = surroundings.table
     if config.schedule.scheme == AUTO:
         winner = choose(config, table, surroundings, _now_and_then(progress))
@@ -89,35 +102,72 @@ def look_ahead(
     )
 
 
+def needs_of_run(directory: RunDirectory, nodes: Sequence[int]) -> tuple[Need, ...]:
+    """Returns what ``nodes`` (indices) of a prepared run need of this machine, by its plan.
+
+    Raises:
+        ConfigError, StateError: the directory's files are damaged.
+    """
+    config, table = directory.config, directory.table
+    names = [config.cluster.nodes[node].name for node in nodes]
+    surroundings = _Surroundings.of(config, table, directory.run_id, nodes, names)
+    costs = config_context(config, surroundings.table).prices.costs
+    return surroundings.memory(config, directory.plan, costs)[1]
+
+
+def check_room(directory: RunDirectory, node: int) -> None:
+    """Refuse to start a node (by index) of a prepared run where CPUs or memory would starve it.
+
+    Raises:
+        CapacityError: says what is there, what is needed, and what to change.
+        ConfigError, StateError: the directory's files are damaged.
+    """
+    check_cpus(directory.config, [node], cpu_limit(), os.environ)
+    check_capacity(needs_of_run(directory, [node]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surroundings:
     """What plans of a configuration are held against; the limits of emulated devices are those of
-    the emulated machines. ``table``: at full size.
+    the emulated machines. ``table``: at full size. ``nodes``: those on this machine, None where
+    that is not known.
     """
 
     table: BlockTable
     emulation: Emulation | None
     machine: MachineMemory
+    nodes: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, config: Config, table: BlockTable, run_id: str | None) -> _Surroundings:
+    def of(
+        cls,
+        config: Config,
+        table: BlockTable,
+        run_id: str | None,
+        nodes: Sequence[int] | None,
+        holders: Sequence[str] | None = None,
+    ) -> _Surroundings:
         emulation = Emulation.of(config) if config.cluster.platform.models_time else None
         return cls(
             table=table if emulation is None else emulation.table,
             emulation=emulation,
-            machine=MachineMemory.probe(run_id),
+            machine=MachineMemory.probe(run_id, holders),
+            nodes=None if nodes is None else tuple(nodes),
         )
 
     def memory(
         self, config: Config, plan: Plan, costs: Costs
     ) -> tuple[tuple[MemoryRow, ...], tuple[Need, ...]]:
         """Returns what a plan needs, row by row, and its sums beside what is there."""
-        nodes = range(len(config.cluster.nodes))
-        if self.emulation is None:
+        emulation = self.emulation
+        if emulation is None:
             rows = memory_table(config, self.table, plan, costs)
+        else:
+            rows = emulated_rows(config, emulation, plan)
+        nodes = heaviest_machine(config, rows) if self.nodes is None else self.nodes
+        if emulation is None:
             return rows, needs(config, rows, self.machine, nodes)
-        rows = emulated_rows(config, self.emulation, plan)
-        return rows, emulated_needs(config, self.emulation, rows, self.machine, nodes)
+        return rows, emulated_needs(config, emulation, rows, self.machine, nodes)
 
     def check(self, config: Config, plan: Plan, costs: Costs) -> None:
         """Refuses what does not fit.

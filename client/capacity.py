@@ -1,0 +1,95 @@
+"""The capacity section of ``penstock doctor CONFIG``: what a configuration needs of this machine
+and of the control groups that Slurm, systemd or Kubernetes put it in, and what is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.daemons.node.preparing.capacity import Need, check_capacity, render_needs
+from penstock.daemons.node.preparing.prepare import table_of
+from penstock.daemons.node.preparing.prospect import look_ahead, needs_of_run
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.plan.cpus import check_cpus, cpu_shortage, cpus_needed
+from penstock.protocol.run.names import nodes_beside
+from penstock.protocol.run.rundir import RunDirectory, run_of
+from penstock.shm.cgroup import CpuLimit, cpu_limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityReport:
+    """What a configuration needs and what is there. ``warning``: what it lacks, and may start with.
+
+    ``refusals``: why it would not start here.
+    """
+
+    cpus: CpuLimit
+    cpus_needed: int
+    needs: tuple[Need, ...]
+    warning: str
+    refusals: tuple[PenstockError, ...]
+
+    @classmethod
+    def of(cls, path: Path, config: Config) -> CapacityReport:
+        """Looks at the machine for the configuration in ``path``; at the plan of its run, if it is
+        the ``resolved.yaml`` of one.
+        """
+        nodes = nodes_beside(config, 0)
+        cpus, refusals = cpu_limit(), list[PenstockError]()
+        found: Sequence[Need] = ()
+        try:
+            check_cpus(config, nodes, cpus, os.environ)
+        except PenstockError as error:
+            refusals.append(error)
+        try:
+            found = _needs(path, config, nodes)
+            check_capacity(found)
+        except PenstockError as error:
+            refusals.append(error)
+        return cls(
+            cpus=cpus,
+            cpus_needed=cpus_needed(config) * len(nodes),
+            needs=tuple(found),
+            warning="" if refusals else cpu_shortage(config, nodes, cpus),
+            refusals=tuple(refusals),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report for ``--json``; sizes are bytes."""
+        return {
+            "cpus": self.cpus.count,
+            "cpus_from": self.cpus.owner,
+            "cpus_needed": self.cpus_needed,
+            "memory": [
+                {"where": n.place, "what": n.what, "needed": n.needed, "there": n.there}
+                for n in self.needs
+            ],
+            "warning": self.warning,
+            "refused": [str(refusal) for refusal in self.refusals],
+        }
+
+    def to_lines(self) -> Iterator[str]:
+        """Yields the report for people."""
+        yield "capacity"
+        yield f"  CPUs: needed {self.cpus_needed}, there {self.cpus}"
+        if self.needs and not any(
+            need.short for need in self.needs
+        ):  # else the refusal has the table
+            yield from (f"  {line}" for line in render_needs(self.needs).splitlines())
+        if self.warning:
+            yield f"  advice: {self.warning}: threads will wait for each other"
+        yield from (f"  REFUSED: {refusal}" for refusal in self.refusals)
+
+
+def _needs(path: Path, config: Config, nodes: Sequence[int]) -> tuple[Need, ...]:
+    run_dir = run_of(path)
+    if run_dir is not None and (run_dir / "plan.json").exists():
+        return needs_of_run(RunDirectory(run_dir), nodes)
+    held_by = run_dir or config.run_dir
+    run_id = RunDirectory(held_by).run_id if (held_by / "run.json").exists() else None
+    return look_ahead(config, table_of(config), run_id).needs
