@@ -34,6 +34,7 @@ PROCESSES = {
     "optimizerd": ProcessKind(
         module="penstock.daemons.optimizer.main", arguments=("node", "scheduler")
     ),
+    "fetchd": ProcessKind(module="penstock.daemons.fetch.main", arguments=("node",)),
     "schedulerd": ProcessKind(
         module="penstock.daemons.scheduler.main", arguments=("port", "grace_seconds")
     ),

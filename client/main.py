@@ -303,6 +303,16 @@ def optimizerd(
 
 
 @app.command()
+def fetchd(
+    config: ProcessConfig,
+    node_name: NodeOption,
+    parent_pid: ParentOption = None,
+) -> None:
+    """Read other nodes' memory for the processes of one node, in the foreground."""
+    _launch("fetchd", config, parent_pid, node=node_name)
+
+
+@app.command()
 def schedulerd(
     config: ProcessConfig,
     port: Annotated[int, typer.Option(help="Port to listen on.")],

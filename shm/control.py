@@ -173,6 +173,11 @@ class SweepIntent:
     state_version: int
 
 
+def block_words_offset(undo_bytes: int, block: int) -> int:
+    """Returns where the words of a block begin."""
+    return PAGE_BYTES + _round_up(undo_bytes) + block * BLOCK_BYTES
+
+
 def control_bytes(num_blocks: int, undo_bytes: int) -> int:
     """Returns the size of the control segment."""
     return PAGE_BYTES + _round_up(undo_bytes) + _round_up(num_blocks * BLOCK_BYTES)
@@ -185,7 +190,6 @@ class ControlView:
         self._buffer = buffer
         self.num_blocks = load_u64(buffer, _NUM_BLOCKS)
         self.undo_bytes = load_u64(buffer, _UNDO_BYTES)
-        self._blocks = PAGE_BYTES + _round_up(self.undo_bytes)
 
     @classmethod
     def initialize(
@@ -441,7 +445,7 @@ class ControlView:
                 raise ValueError(f"block {block}: state version {version}, committed {committed}")
 
     def _block(self, block: int) -> int:
-        return self._blocks + block * BLOCK_BYTES
+        return block_words_offset(self.undo_bytes, block)
 
     def _slot_sequence(self, block: int, slot: int) -> int:
         return self._block(block) + _SLOT_SEQUENCES + 8 * slot

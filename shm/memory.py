@@ -149,7 +149,11 @@ class NodeMemory:
 
     @classmethod
     def attach(
-        cls, spec: MemorySpec, kinds: Collection[SegmentKind] = tuple(SegmentKind)
+        cls,
+        spec: MemorySpec,
+        kinds: Collection[SegmentKind] = tuple(SegmentKind),
+        *,
+        writable: bool = True,
     ) -> NodeMemory:
         """Map existing segments after checking headers, digest and sizes.
 
@@ -161,7 +165,7 @@ class NodeMemory:
         segments: dict[str, Segment] = {}
         try:
             name = spec.name(SegmentKind.CONTROL)
-            segments[name] = Segment.attach(name)
+            segments[name] = Segment.attach(name, writable=writable)
             control = ControlView.open(
                 segments[name].buffer, run_id=spec.run_id, digest=spec.digest
             )
@@ -172,7 +176,8 @@ class NodeMemory:
                 )
             for kind, size in spec.layout.sizes.items():
                 if size and kind in kinds:
-                    segments[spec.name(kind)] = Segment.attach(spec.name(kind), size)
+                    found = Segment.attach(spec.name(kind), size, writable=writable)
+                    segments[spec.name(kind)] = found
         except BaseException:
             for segment in segments.values():
                 segment.close()

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import posix_ipc
 
 from penstock.shm.cgroup import MemoryLimit, MemoryUnknownError, tightest_memory, usable_cpus
@@ -59,7 +60,7 @@ class NoSpaceError(SegmentError):
 
 
 SHM_ROOT = Path("/dev/shm")
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; mmap has no names for them
 _POPULATE_CHUNK_BYTES = 256 << 20
 _BLOCK_BYTES = 512  # unit of st_blocks
 
@@ -104,7 +105,9 @@ class Segment:
             shared.close_fd()
 
     @classmethod
-    def attach(cls, name: str, expected_size: int | None = None) -> Segment:
+    def attach(
+        cls, name: str, expected_size: int | None = None, *, writable: bool = True
+    ) -> Segment:
         """Map an existing segment and fill this process's page tables.
 
         Raises:
@@ -132,7 +135,8 @@ class Segment:
                     f"segment {name} has {status.st_size} bytes, of which only"
                     f" {status.st_blocks * _BLOCK_BYTES} are reserved"
                 )
-            return cls(name, _map(shared.fd, status.st_size), status.st_size)
+            mapping = _map(shared.fd, status.st_size, writable=writable)
+            return cls(name, mapping, status.st_size)
         finally:
             shared.close_fd()
 
@@ -210,27 +214,30 @@ def _reserve_and_map(descriptor: int, size: int, places: Sequence[NodeRange]) ->
     return mapping
 
 
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    mapping = mmap.mmap(descriptor, size)
+def _map(descriptor: int, size: int, *, writable: bool = True) -> mmap.mmap:
+    if writable:
+        mapping = mmap.mmap(descriptor, size)
+    else:
+        mapping = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
     try:
-        _populate(mapping, size)
+        _populate(mapping, size, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
     except BaseException:
         mapping.close()
         raise
     return mapping
 
 
-def _populate(mapping: mmap.mmap, size: int) -> None:
-    """Touch every page for writing, on all CPUs this process may use. Contents do not change."""
+def _populate(mapping: mmap.mmap, size: int, advice: int) -> None:
+    """Touch every page, on all CPUs this process may use. Contents do not change."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    anchor = ctypes.c_char.from_buffer(mapping)  # keeps the mapping from being closed meanwhile
-    base = ctypes.addressof(anchor)
+    anchor = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping from being closed meanwhile
+    base = anchor.ctypes.data
     libc.madvise(base, size, mmap.MADV_HUGEPAGE)  # advice: a kernel without them says EINVAL
 
     def populate_chunk(start: int) -> int:
         length = min(_POPULATE_CHUNK_BYTES, size - start)
-        failed = libc.madvise(base + start, length, _MADV_POPULATE_WRITE) != 0
+        failed = libc.madvise(base + start, length, advice) != 0
         return ctypes.get_errno() if failed else 0
 
     with ThreadPoolExecutor(usable_cpus()) as pool:

@@ -62,7 +62,7 @@ FLOORS = {
         runtime
         profiling""",
     "daemons": """kit
-        memory
+        memory fetch
         node optimizer scheduler""",
     "workers": """waiting data platforms.base
         telemetry
@@ -100,6 +100,7 @@ LIGHT_MODULES = (
     "penstock.client.planning.configured",
     "penstock.client.export",
     "penstock.daemons.memory.main",
+    "penstock.daemons.fetch.main",
     "penstock.daemons.node.main",
     "penstock.daemons.node.preparing.prepare",
     "penstock.daemons.optimizer.main",

@@ -30,6 +30,7 @@ from penstock.protocol.run.names import (
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.wire.blocks import attach
+from penstock.protocol.wire.fetching import fetchers
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import SHM_ROOT
@@ -111,6 +112,7 @@ class EpochBuilder:
         platform: WorkerPlatform,
         transport: Transport,
         progress: Progress,
+        metrics: WorkerMetrics,
     ) -> None:
         self._files = files
         self._config = files.config
@@ -132,6 +134,9 @@ class EpochBuilder:
         self._memory: tuple[tuple[int, ...], NodeMemory] | None = None
         self._updates: BlockUpdates | None = None
         self._datasets: dict[JobPhase, TokenDataset] = {}
+        self._open_fetcher = fetchers(
+            self._config, files.run_id, self._node, platform.reads, metrics.fetched
+        )
 
     def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
         """Connect to the epoch's peers and memory.
@@ -153,7 +158,7 @@ class EpochBuilder:
             node=self._node,
             device=self._device,
             remote=RemoteBlocks(
-                self._files.run_id, self._table, self._memoryds(endpoints), self._platform.reads
+                self._files.run_id, self._table, self._memoryds(endpoints), self._open_fetcher
             ),
         )
         if self._updates_blocks(plan):

@@ -89,6 +89,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             platform=platform,
             transport=transport,
             progress=progress,
+            metrics=metrics,
         )
         stack.callback(builder.detach)
         builder.runtime()

@@ -26,6 +26,9 @@ from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_RANGE_BYTES,
+    AgentOffer,
+    AgentReply,
+    AgentRequest,
     BlockReply,
     BlockRequest,
     LeaseReply,
@@ -90,6 +93,7 @@ class BlockServer:
         self._guard: Guard | None = None
         self._held: list[_Held] = []
         self._leases: dict[int, Lease] = {}
+        self._offer: tuple[AgentOffer, ProcessIdentity] | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.failure: Exception | None = None
@@ -179,7 +183,7 @@ class BlockServer:
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"a request has one frame, got {len(frames)}")
-                request = decode(frames[0], LeaseRequest, BlockRequest)
+                request: Any = decode(frames[0], *_HANDLERS)
             except ProtocolError as error:
                 self._metrics.malformed.inc()
                 _log.debug("dropped a message: %s", error)
@@ -227,6 +231,25 @@ class BlockServer:
     def _foreign(self, run_id: str) -> str:
         return f"this memoryd serves run {self._run_id}, not {run_id[:40]!r}"
 
+    def _on_offer(self, socket: zmq.Socket[bytes], client: bytes, offer: AgentOffer) -> None:
+        """Only of this node: what is offered elsewhere is no business of ours."""
+        process = ProcessIdentity.of(offer.pid)
+        if socket is not self._local or offer.run_id != self._run_id or process is None:
+            self._metrics.malformed.inc()
+            return
+        self._offer = (offer, process)
+
+    def _on_agent(self, socket: zmq.Socket[bytes], client: bytes, request: AgentRequest) -> None:
+        error = ""
+        if request.run_id != self._run_id:
+            error = self._foreign(request.run_id)
+        elif self._offer is None or not self._offer[1].alive():
+            self._offer = None
+            error = "no fetchd runs on this node now"
+        offers = () if self._offer is None or error else (self._offer[0],)
+        self._metrics.requests.labels("agent", "error" if error else "ok").inc()
+        socket.send_multipart([client, encode(AgentReply(offers=offers, error=error))])
+
     def _prune_leases(self) -> None:
         self._leases = {p: lease for p, lease in self._leases.items() if lease.process.alive()}
         self._metrics.leases.set(len(self._leases))
@@ -262,7 +285,7 @@ class BlockServer:
         """Returns why the request can never be answered, or an empty text."""
         if request.run_id != self._run_id:
             return self._foreign(request.run_id)
-        key = _key(request)
+        key = request.key
         if not self._memory.has(key):
             return f"node {self._memory.spec.node_name} holds no {request.array} {key}"
         array_bytes = self._array_bytes(request)
@@ -290,7 +313,7 @@ class BlockServer:
     def _send_range(self, held: _Held) -> None:
         request = held.request
         end = request.offset + request.num_bytes
-        raw = self._memory.raw(_key(request))
+        raw = self._memory.raw(request.key)
         chunks = [
             raw[start : min(start + CHUNK_BYTES, end)]
             for start in range(request.offset, end, CHUNK_BYTES)
@@ -321,19 +344,13 @@ class BlockServer:
         held.socket.send_multipart([held.client, encode(reply), *(chunks or ())], copy=False)
 
     def _array_bytes(self, request: BlockRequest) -> int:
-        return self._memory.spec.layout.arrays[_key(request)].num_bytes
-
-
-def _key(request: BlockRequest) -> tuple[int, str, int, int]:
-    if request.array == "weights":
-        return (request.block, "weights", request.version % 2, 0)
-    if request.array == "grads":
-        return (request.block, "grads", request.version % 2, request.contribution)
-    return (request.block, "frozen", 0, 0)
+        return self._memory.spec.layout.arrays[request.key].num_bytes
 
 
 _Handler = Callable[[BlockServer, zmq.Socket[bytes], bytes, Any], None]
 _HANDLERS: dict[type, _Handler] = {
     LeaseRequest: BlockServer._on_lease,
+    AgentOffer: BlockServer._on_offer,
+    AgentRequest: BlockServer._on_agent,
     BlockRequest: BlockServer._on_block,
 }

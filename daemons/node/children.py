@@ -18,10 +18,14 @@ from penstock.shm.process import is_stopped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to start: ``name`` is the member name (or ``schedulerd``), ``argv[0]`` a path."""
+    """What to start: ``name`` is the member name (or ``schedulerd``), ``argv[0]`` a path.
+
+    ``is_helper``: the run goes on without it.
+    """
 
     name: str
     argv: tuple[str, ...]
+    is_helper: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.daemons.fetch.agent import why_not
 from penstock.daemons.node.children import Children, ProcessSpec
 from penstock.daemons.node.effects import LinkSettings, NodeMetrics
 from penstock.daemons.node.endpoint import (
@@ -28,6 +29,7 @@ from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     SCHEDULERD,
     devices_of_node,
+    fetchd_name,
     memoryd_name,
     node_index,
     node_member_name,
@@ -66,7 +68,19 @@ def child_specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ..
         specs.insert(0, _spec(SCHEDULERD, "schedulerd", *common, "--port", port, *grace))
     for device in devices_of_node(config, node_index(config, settings.node)):
         specs.append(_spec(worker_name(device), "worker", *joined, "--device", str(device)))
+    if config.cluster.fetches_one_sidedly:
+        specs += _fetchd(config, settings.node, common)
     return tuple(specs)
+
+
+def _fetchd(config: Config, node: str, common: tuple[str, ...]) -> list[ProcessSpec]:
+    """Returns the node's fetchd, where it can work."""
+    objection = why_not(asked_for=config.cluster.fetch == "nixl")
+    if objection:
+        _log.warning("cluster.fetch: %s; blocks of other nodes come by ZeroMQ", objection)
+        return []
+    spec = _spec(fetchd_name(node), "fetchd", *common, "--node", node)
+    return [replace(spec, is_helper=True)]
 
 
 def _spec(name: str, process: str, *arguments: str) -> ProcessSpec:
@@ -131,7 +145,11 @@ def _run(
         metrics = NodeMetrics(node)
         server = serve_metrics(metrics.registry, directory, member)
         supervisor = Supervisor(
-            NodeMachine.create(tuple(spec.name for spec in children), _limits(config)),
+            NodeMachine.create(
+                tuple(spec.name for spec in children),
+                _limits(config),
+                frozenset(spec.name for spec in children if spec.is_helper),
+            ),
             Children(children, os.environ),
             LinkSettings(
                 address=settings.scheduler,

@@ -36,6 +36,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.wire.blocks import attach
+from penstock.protocol.wire.fetching import fetchers
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
@@ -109,7 +110,7 @@ def _build(
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks, placement)
     kernels, sweeps = _sweeps(stack, run, placement, memory, blocks, remote, inbox)
-    puller = _puller(stack, run, index, blocks, remote, inbox)
+    puller = _puller(stack, run, index, blocks, remote, inbox, metrics)
     link = MemberLink(
         address=scheduler,
         hello=lambda: service.hello(server.port, member, gradients.endpoint),
@@ -168,6 +169,7 @@ def _puller(
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
     inbox: Inbox,
+    metrics: OptimizerMetrics,
 ) -> Puller | None:
     """Returns a puller if another node computes gradients of a block of this one."""
     sources = _sources(run, blocks)
@@ -183,7 +185,7 @@ def _puller(
         remote=remote,
         source=sources,
         report=lambda event, num_bytes: inbox.put(PullOutcome(event, num_bytes)),
-        pace=pace,
+        open_fetcher=fetchers(run.config, run.run_id, node, pace, metrics.fetched),
     )
     puller.start()
     stack.callback(puller.close)

@@ -66,6 +66,12 @@ class OptimizerMetrics:
             "Gradients fetched from other nodes.",
             registry=registry,
         )
+        self._fetched = Counter(
+            "penstock_optimizer_fetched_bytes",
+            "The same, by the way they came: from memoryds (zmq), read from their memory (nixl).",
+            ["way"],
+            registry=registry,
+        )
         self.dropped_messages = Counter(
             "penstock_optimizer_dropped_messages",
             "Messages on the local socket that were not obeyed.",
@@ -73,6 +79,10 @@ class OptimizerMetrics:
             registry=registry,
         )
         self._make_placement(registry)
+
+    def fetched(self, way: str, num_bytes: int) -> None:
+        """Gradients of another node have come, by ``zmq`` or ``nixl``."""
+        self._fetched.labels(way).inc(num_bytes)
 
     def _make_placement(self, registry: CollectorRegistry) -> None:
         self._placement = Info(

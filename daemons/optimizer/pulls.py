@@ -1,4 +1,4 @@
-"""Fetches contributions that other nodes compute, through the memoryds of those nodes.
+"""Fetches contributions that other nodes compute.
 
 One thread, one pull at a time: a cancelled pull has stopped writing into its buffer before the next
 one begins. What a cancelled pull leaves in the buffer is never used, because the state machine
@@ -19,7 +19,8 @@ from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.optimizer.kernels import RemoteGradients
 from penstock.daemons.optimizer.machine.events import Pull, Pulled
 from penstock.protocol.errors import LostMemberError, PenstockError
-from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, Pace
+from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
+from penstock.protocol.wire.fetching import Fetcher, OpenFetcher
 from penstock.protocol.wire.frames import BlockRequest
 
 ATTEMPT_TIMEOUT_S = 30.0
@@ -41,10 +42,10 @@ class Puller:
         remote: RemoteGradients,
         source: Mapping[tuple[int, int], str],
         report: Report,
-        pace: Pace | None = None,
+        open_fetcher: OpenFetcher = BlockClient,
     ) -> None:
         """``source``: (block, contribution) -> member name of the memoryd that holds it."""
-        self._pace = pace
+        self._open_fetcher = open_fetcher
         self._run_id = run_id
         self._remote = remote
         self._source = source
@@ -79,14 +80,14 @@ class Puller:
 
     def _run(self) -> None:
         with zmq.Context() as context:
-            client = BlockClient(context, self._pace)
+            client = self._open_fetcher(context)
             try:
                 while (order := self._orders.get()) is not None:
                     self._carry_out(client, *order)
             finally:
                 client.close()
 
-    def _carry_out(self, client: BlockClient, generation: int, address: str, pull: Pull) -> None:
+    def _carry_out(self, client: Fetcher, generation: int, address: str, pull: Pull) -> None:
         try:
             out = self._remote.array(pull.block, pull.contribution, pull.version % 2)
             if not address:
@@ -114,7 +115,7 @@ class Puller:
             self._report(EffectFailed(error=str(error)), 0)
 
     def _fetch(
-        self, client: BlockClient, address: str, request: BlockRequest, out: Any, generation: int
+        self, client: Fetcher, address: str, request: BlockRequest, out: Any, generation: int
     ) -> bool:
         """Fills ``out``; returns False if the pull was cancelled, and ``out`` holds anything."""
         while generation == self._generation:

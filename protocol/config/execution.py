@@ -179,6 +179,14 @@ class ClusterConfig(Section):
         " zmq; nodes must be alike. Between two workers of a machine gloo takes 0.6 to 0.8 of zmq's"
         " time for transfers of up to 64 KiB, 1.5 to 1.9 of it from 1 MiB on.",
     )
+    fetch: Literal["zmq", "nixl", "auto"] = Field(
+        default="zmq",
+        description="How a node gets the weights and gradients that another one holds: zmq, its"
+        " memoryd sends them; nixl, they are read out of its memory without asking, by RDMA where"
+        " there is a device for it, else over TCP or shared memory (`pip install penstock[rdma]`)."
+        " With auto, nixl on nodes with such a device. Between nodes that do not both offer it"
+        " everything goes by zmq (docs/FETCH.md).",
+    )
     nodes: Annotated[
         tuple[NodeConfig, ...],
         Accepts("a list of nodes such as [{name: a}, {name: b, host: 10.0.0.2}]"),
@@ -209,6 +217,11 @@ class ClusterConfig(Section):
         default=False,
         description="Allows addresses other than loopback without `security: tls`. Whoever reaches"
         " them may read and change the run.",
+    )
+    trusted_fabric: bool = Field(
+        default=False,
+        description="Says that nobody else reaches the network that RDMA, and process groups of"
+        " torch.distributed, use: they are plain, and refused with `security: tls` otherwise.",
     )
     threads_per_worker: Annotated[int, Unit("threads")] = Field(
         default=0,
@@ -264,6 +277,12 @@ class ClusterConfig(Section):
             raise ValueError(
                 "cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s"
             )
+        if self.security == "tls" and self.fetch != "zmq" and not self.trusted_fabric:
+            raise ValueError(
+                f"cluster.fetch {self.fetch} reads memory without encryption, and its software"
+                " paths check no keys; with cluster.security: tls use zmq, or say that nobody else"
+                " reaches that network (trusted_fabric: true)"
+            )
         *others, last = "auto", *self.platform.transports
         if self.transport not in (*others, last):
             able = [name for name, p in PLATFORMS.items() if self.transport in p.transports]
@@ -277,6 +296,11 @@ class ClusterConfig(Section):
                 " one host"
             )
         return self
+
+    @property
+    def fetches_one_sidedly(self) -> bool:
+        """Returns whether nodes are to read each other's memory, as far as they can."""
+        return self.fetch != "zmq" and len(self.nodes) > 1
 
     @property
     def platform(self) -> Platform:

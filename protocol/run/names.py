@@ -25,6 +25,11 @@ def optimizerd_name(node: str) -> str:
     return f"optimizerd.{node}"
 
 
+def fetchd_name(node: str) -> str:
+    """Name of a node's fetchd; it is no member: a run goes on without it."""
+    return f"fetchd.{node}"
+
+
 def node_member_name(node: str) -> str:
     """Member name of a node's supervisor."""
     return f"node.{node}"
@@ -94,7 +99,8 @@ def metrics_port(config: Config, member: str) -> int:
     order of :func:`expected_members`, so that processes of one machine do not collide.
     """
     first = config.observability.metrics_port
-    members = (SCHEDULERD, *expected_members(config))
+    fetchds = (fetchd_name(node.name) for node in config.cluster.nodes)
+    members = (SCHEDULERD, *expected_members(config), *fetchds)
     return first + members.index(member) if first else 0
 
 

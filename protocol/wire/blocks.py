@@ -52,6 +52,7 @@ def attach(
     *,
     timeout_s: float = 60.0,
     kinds: Collection[SegmentKind] = tuple(SegmentKind),
+    writable: bool = True,
 ) -> NodeMemory:
     """Ask the node's memoryd for a lease, then map its memory (the control segment and ``kinds``).
 
@@ -72,7 +73,7 @@ def attach(
             f" {run_dir.path}: stop the run and start it again"
         )
     try:
-        return NodeMemory.attach(spec, kinds)
+        return NodeMemory.attach(spec, kinds, writable=writable)
     except SegmentError as error:
         raise StateError(f"memory of node {spec.node_name}: {error}") from error
 
@@ -91,7 +92,7 @@ def request_lease(
         StateError: refused.
         ProtocolError: the answer is malformed.
     """
-    socket = _connect(context, address)
+    socket = connect(context, address)
     try:
         socket.send(encode(request))
         if not socket.poll(round(timeout_s * 1000)):
@@ -188,7 +189,7 @@ class BlockClient:
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
         if address not in self._sockets:
-            self._sockets[address] = _connect(self._context, address)
+            self._sockets[address] = connect(self._context, address)
         return self._sockets[address]
 
     def _drop(self, address: str) -> None:
@@ -279,7 +280,8 @@ class _Fetch:
         return min(MAX_RANGE_BYTES, len(self._view) - offset)
 
 
-def _connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
+def connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
+    """Returns a socket for requests to a memoryd, which need not be there yet."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RECONNECT_IVL, 20)

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgpack
 
 from penstock.protocol.errors import ProtocolError
+from penstock.shm.layout import ArrayKey
 
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
@@ -155,6 +156,15 @@ class BlockRequest:
     offset: int = 0
     num_bytes: int = 0
 
+    @property
+    def key(self) -> ArrayKey:
+        """Which array of the node's layout it is."""
+        if self.array == "weights":
+            return (self.block, "weights", self.version % 2, 0)
+        if self.array == "grads":
+            return (self.block, "grads", self.version % 2, self.contribution)
+        return (self.block, "frozen", 0, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockReply:
@@ -172,6 +182,77 @@ class BlockReply:
     error: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOffer:
+    """fetchd to the memoryd of its node, again and again: what other nodes can read, and how.
+
+    ``generation``: drawn at each start of a fetchd; it stands in its memory at ``identity``, too.
+    ``metadata``: of the library that moves the bytes. ``segments``: (kind, address, bytes).
+    """
+
+    run_id: str
+    node: str
+    pid: int
+    generation: int
+    metadata: bytes
+    identity: int
+    segments: tuple[tuple[str, int, int], ...]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """fetchd to the memoryd of another node: what does your fetchd offer? ``generation``: of the
+    last one met there, 0 if none.
+    """
+
+    run_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReply:
+    """The newest offer of a fetchd that lives, if there is one; else ``error`` says why not."""
+
+    offers: tuple[AgentOffer, ...]
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """fetchd to a process of its node, with a descriptor: memory for ``slots`` ranges at a time."""
+
+    generation: int
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest:
+    """A process of the node to fetchd: read a range of an array of the node whose memoryd listens
+    on ``address`` into slot ``slot``. ``serial`` tells requests of a connection apart.
+    """
+
+    serial: int
+    address: str
+    slot: int
+    block: BlockRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReply:
+    """``ok``: the range is in its slot, all of one moment, which ``incarnation`` and ``sequence``
+    name; ``wait``: the array is not complete yet; ``torn``: somebody wrote meanwhile; ``away``: no
+    way leads to that node now, ``error`` says why.
+    """
+
+    serial: int
+    status: Literal["ok", "wait", "torn", "away"]
+    incarnation: int
+    sequence: int
+    error: str
+
+
 Header = (
     Transfer
     | GroupAddress
@@ -182,6 +263,12 @@ Header = (
     | LeaseReply
     | BlockRequest
     | BlockReply
+    | AgentOffer
+    | AgentRequest
+    | AgentReply
+    | Staging
+    | ReadRequest
+    | ReadReply
 )
 H = TypeVar("H", bound=Header)
 

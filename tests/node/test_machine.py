@@ -47,8 +47,10 @@ PIDS = {"schedulerd": 10, "memoryd.a": 11, "worker.0": 12}
 class Machine:
     """A node state with a clock; Say effects are left out of what it returns."""
 
-    def __init__(self, names: tuple[str, ...], limits: NodeLimits) -> None:
-        self.state = NodeMachine.create(names, limits)
+    def __init__(
+        self, names: tuple[str, ...], limits: NodeLimits, helpers: frozenset[str] = frozenset()
+    ) -> None:
+        self.state = NodeMachine.create(names, limits, helpers)
         self.now_s = 100.0
 
     def feed(self, *events: Event, after_s: float = 0.0) -> list[Effect]:
@@ -403,3 +405,38 @@ def test_a_scheduler_killed_while_it_ends_the_run_is_not_needed_when_it_left_wor
     ]
     machine.exit("worker.0", 0)
     assert machine.exit("memoryd.a", 130) == [Exit(code=5)]
+
+
+@pytest.fixture
+def helped() -> Machine:
+    """A node with a helper, which is no member of the run."""
+    names, helpers = (*NAMES, "fetchd.a"), frozenset({"fetchd.a"})
+    machine = Machine(names, NodeLimits(max_restarts=3), helpers)
+    machine.feed(Tick())
+    machine.feed(*(Started(name=name, pid=pid) for pid, name in enumerate(names, start=10)))
+    return machine
+
+
+@pytest.mark.parametrize("code", [-9, 1, 2, 3])
+def test_a_run_goes_on_without_a_helper_that_dies_again_and_again(
+    helped: Machine, code: int
+) -> None:
+    for pid in range(20, 23):
+        assert helped.exit("fetchd.a", code, after_s=9.0) == []
+        assert helped.feed(Tick()) == [Start(name="fetchd.a")]
+        helped.feed(Started(name="fetchd.a", pid=pid))
+    assert helped.exit("fetchd.a", code, after_s=9.0) == []
+    assert helped.feed(Tick(), after_s=100.0) == []
+    assert helped.state.phase is NodePhase.RUNNING
+
+
+def test_a_node_ends_its_helpers_with_the_run(helped: Machine) -> None:
+    ended = helped.feed(ShutdownAsked(keep_memory=False, reason="done", code=0))
+    assert ended == [CloseLink(), Terminate(name="fetchd.a")]
+
+
+def test_a_helper_that_starts_while_the_run_ends_is_ended(helped: Machine) -> None:
+    helped.exit("fetchd.a", -9, after_s=9.0)
+    helped.feed(Tick())
+    assert helped.feed(ShutdownAsked(keep_memory=False, reason="done", code=0)) == [CloseLink()]
+    assert helped.feed(Started(name="fetchd.a", pid=30)) == [Terminate(name="fetchd.a")]

@@ -1,7 +1,7 @@
 """Weights of stages: from FETCH_WEIGHTS to RELEASE_WEIGHTS.
 
 Blocks that this node owns are read from shared memory as soon as their version is committed; blocks
-of other nodes are fetched from the owner's memoryd on a background thread. A tied tensor is
+of other nodes are fetched from the owner on a background thread. A tied tensor is
 borrowed from its owner's arrays, which come with the stage that needs them.
 """
 
@@ -19,7 +19,8 @@ import zmq
 
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.plan.instructions import FetchWeights, Phase, Program, ReleaseWeights
-from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, Pace
+from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
+from penstock.protocol.wire.fetching import OpenFetcher
 from penstock.protocol.wire.frames import BlockRequest
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
@@ -138,7 +139,7 @@ class RemoteBlocks:
         run_id: str,
         table: BlockTable,
         addresses: Mapping[int, str],
-        pace: Pace | None = None,
+        open_fetcher: OpenFetcher = BlockClient,
     ) -> None:
         """``addresses``: memoryd's block server per node."""
         self._run_id = run_id
@@ -146,7 +147,7 @@ class RemoteBlocks:
         self._addresses = dict(addresses)
         self._pool = BufferPool()
         self._context = zmq.Context()
-        self._client = BlockClient(self._context, pace)
+        self._client = open_fetcher(self._context)
 
     def fetch(self, node: int, array: ArrayId, scope: FetchScope) -> HostArray:
         """A private copy (bytes); give it back when done.

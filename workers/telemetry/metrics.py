@@ -51,6 +51,13 @@ class WorkerMetrics:
             ["direction", "kind"],
             registry=registry,
         )
+        self._fetched = Counter(
+            "penstock_worker_fetched_bytes",
+            "Bytes of weights that came from other nodes, by their memoryd (zmq) or read from their"
+            " memory (nixl)",
+            ["way"],
+            registry=registry,
+        )
         self._dropped = Counter(
             "penstock_worker_dropped_messages",
             "Messages not used: malformed, stale, unexpected",
@@ -63,6 +70,10 @@ class WorkerMetrics:
         self._attempts = Counter(
             "penstock_worker_attempts", "Attempts by how they ended", ["outcome"], registry=registry
         )
+
+    def fetched(self, way: str, num_bytes: int) -> None:
+        """An array of another node has come, by ``zmq`` or ``nixl``."""
+        self._fetched.labels(way).inc(num_bytes)
 
     def add_instructions(
         self, seconds: Mapping[Opcode, float], counts: Mapping[Opcode, int]

@@ -101,7 +101,10 @@ class NodeLimits:
 
 @dataclass(slots=True, kw_only=True)
 class Child:
-    """One supervised process. ``pid`` is None while it is dead; ``start_at_s``: when it is due."""
+    """One supervised process. ``pid`` is None while it is dead; ``start_at_s``: when it is due.
+
+    ``is_helper``: it is no member of the run, which goes on without it.
+    """
 
     name: str
     pid: int | None = None
@@ -111,6 +114,7 @@ class Child:
     restarts: int = 0
     quick_deaths: int = 0
     fence_pid: int | None = None
+    is_helper: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,11 +144,13 @@ class NodeMachine:
     """Silence of schedulerd before that proves nothing."""
 
     @classmethod
-    def create(cls, names: tuple[str, ...], limits: NodeLimits) -> NodeMachine:
+    def create(
+        cls, names: tuple[str, ...], limits: NodeLimits, helpers: frozenset[str] = frozenset()
+    ) -> NodeMachine:
         """All children are due at once, in the order of their names here."""
         return cls(
             limits=limits,
-            children={name: Child(name=name) for name in names},
+            children={name: Child(name=name, is_helper=name in helpers) for name in names},
             stillness=Stillness(limits.silence_s),
         )
 
@@ -186,6 +192,8 @@ class NodeMachine:
         child.pid, child.started_s, child.starting = event.pid, now_s, False
         if self.phase is NodePhase.KILLING:
             return [Kill(name=event.name)]
+        if child.is_helper and self.phase is NodePhase.ENDING:
+            return [Terminate(name=event.name)]
         if event.name == SCHEDULERD and self.stop_asked:
             return [AskSchedulerToStop()]  # its predecessor died before it could stop the run
         return []
@@ -205,7 +213,7 @@ class NodeMachine:
             return effects + self._on_scheduler_exit(event.code, now_s)
         if self.phase is not NodePhase.RUNNING:
             return effects
-        if event.code in (ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY):
+        if event.code in (ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY) and not child.is_helper:
             error = f"{event.name} ended with exit code {event.code}"
             return effects + self._fail(error, event.code, now_s)
         return effects + self._restart(child, event.code, now_s, at_once=fenced is not None)
@@ -378,6 +386,9 @@ class NodeMachine:
         return effects
 
     def _restart(self, child: Child, code: int, now_s: float, *, at_once: bool) -> list[Effect]:
+        if child.is_helper and child.restarts >= self.limits.max_restarts:
+            text = f"{child.name} {describe_exit(code)} once more: the run goes on without it"
+            return [Say(text=text)]
         if child.restarts >= self.limits.max_restarts:
             error = (
                 f"{child.name} died {child.restarts + 1} times (last: {describe_exit(code)});"
@@ -413,7 +424,9 @@ class NodeMachine:
         self.phase, self.run_ended = NodePhase.ENDING, True
         self.deadline_s = now_s + self.limits.end_timeout_s
         self._forget_starts()
-        return [CloseLink()]
+        # Nobody else tells helpers: they are no members.
+        helpers = (c.name for c in self.children.values() if c.is_helper and c.pid is not None)
+        return [CloseLink(), *(Terminate(name=name) for name in helpers)]
 
     def _forget_starts(self) -> None:
         for child in self.children.values():

@@ -1,0 +1,69 @@
+"""When bytes that were copied out of another node's memory, without asking anybody there, count.
+
+A read is three transfers, each begun when the one before is complete: the control words of the
+block, the bytes, the control words again. :func:`judge` compares the two. Its argument:
+
+* An array's sequence is odd from before its first byte is written until after the last, and never
+  repeats. Read even before, and the same after: nobody wrote in between, so all bytes are of one
+  moment. Version and ready words change while the sequence is odd only, so they are of that moment.
+* Versions repeat after a skip (other bytes, same number) and a restore: the sequence does not, and
+  the incarnation is another one after a restore. The epoch is that of the request or a later one,
+  so memory that was replaced, and is mapped only by a process that was left over, does not count.
+* Weights count when their version is committed, in both copies of the words.
+
+The order that this needs: stores of a writer become visible in their order (x86-64), and a transfer
+that is begun after another was complete reads memory after it. Read requests of one connection on
+InfiniBand or RoCE are executed in order, and the completion of a read means that its bytes have
+arrived; within one transfer no order is needed. That is argued from the rules of that hardware and
+was not tried on it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from penstock.protocol.wire.frames import BlockRequest
+from penstock.shm.words import CopiedWords
+
+
+class Verdict(Enum):
+    """What became of a read."""
+
+    OK = "ok"
+    WAIT = "wait"
+    """The array is not complete yet."""
+    TORN = "torn"
+    """Somebody wrote meanwhile: the bytes are worth nothing."""
+
+
+def sequence(words: CopiedWords, request: BlockRequest) -> int:
+    """Returns the sequence of the array that is asked for."""
+    if request.array == "weights":
+        return words.slot_sequences[request.version % 2]
+    if request.array == "grads":
+        return words.gradient_sequences[request.version % 2][request.contribution]
+    return words.frozen_sequence
+
+
+def is_complete(words: CopiedWords, request: BlockRequest) -> bool:
+    """Returns whether the array is there, and nobody writes it."""
+    if not words.incarnation or words.epoch < request.epoch or sequence(words, request) % 2:
+        return False
+    if request.array == "weights":
+        there = words.slot_versions[request.version % 2] == request.version
+        return there and words.committed >= request.version
+    if request.array == "grads":  # or a later attempt's, as memoryd answers
+        epoch, attempt = words.ready[request.contribution]
+        return epoch >= request.epoch and attempt >= request.attempt
+    return True
+
+
+def judge(before: CopiedWords, after: CopiedWords, request: BlockRequest) -> Verdict:
+    """Returns what the bytes are worth that were read between the two copies of the words."""
+    if not is_complete(before, request):
+        return Verdict.WAIT
+    same = (before.incarnation, sequence(before, request)) == (
+        after.incarnation,
+        sequence(after, request),
+    )
+    return Verdict.OK if same and is_complete(after, request) else Verdict.TORN
