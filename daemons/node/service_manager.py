@@ -76,7 +76,12 @@ class ServiceManager:
 
     def prepares(self, what: str) -> None:
         """Says what goes on before the node is up, and asks for time for it."""
-        self.tell(STATUS=what, EXTEND_TIMEOUT_USEC=_usec(PREPARE_WITHIN_S))
+        self.tell(STATUS=what)
+        self.extends(PREPARE_WITHIN_S)
+
+    def extends(self, seconds: float) -> None:
+        """Asks for so much time from now, to start or to stop."""
+        self.tell(EXTEND_TIMEOUT_USEC=str(int(seconds * 1e6)))
 
 
 PREPARE_WITHIN_S = 900.0
@@ -130,7 +135,7 @@ class NodeReports:
             self._stopping = self._manager.tell(STOPPING="1")
         if now_s >= self._extend_at_s:
             self._extend_at_s = now_s + EXTEND_INTERVAL_S
-            self._manager.tell(EXTEND_TIMEOUT_USEC=_usec(EXTEND_BY_S))
+            self._manager.extends(EXTEND_BY_S)
 
     def _tell_status(self, view: NodeView) -> None:
         doing = "stopping" if view.ending else "training" if view.up else "starting"
@@ -157,7 +162,3 @@ def progress_of(run_dir: Path, steps: int) -> str:
         except (ValueError, KeyError, TypeError):
             continue  # cut by the window, or a loss that is none
     return ""
-
-
-def _usec(seconds: float) -> str:
-    return str(int(seconds * 1e6))

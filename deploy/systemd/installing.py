@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.deploy.systemd.units import OWN_USER, NodeUnit
 from penstock.protocol.errors import CapacityError, ConfigError, PenstockError, reason
+from penstock.shm.logout import logout_risk
 
 SYSTEM = Path("/")
 _RUNS_SYSTEMD = Path("/run/systemd/system")
@@ -90,10 +91,11 @@ def next_commands(unit: NodeUnit, root: Path) -> str:
 
 
 def check_access(unit: NodeUnit) -> None:
-    """Refuses paths that the unit's user cannot get at: the service would end at once.
+    """Refuses paths that the unit's user cannot get at, since the service would end at once, and a
+    user whose memory goes at logout.
 
     Raises:
-        ConfigError: names the path, and what would do.
+        ConfigError: names user or path, and what would do.
     """
     try:
         account = pwd.getpwnam(unit.user)
@@ -102,6 +104,8 @@ def check_access(unit: NodeUnit) -> None:
             f"--user {unit.user}: there is no such user; make one (useradd --system {unit.user}),"
             f" or leave --user out for {OWN_USER}, which is made for you"
         ) from error
+    if (risk := logout_risk(account.pw_uid)) is not None:
+        raise ConfigError(f"--user {unit.user}: {risk}")
     for flag, path in (("-x", unit.python), ("-r", unit.config), ("-w", unit.run_dir)):
         result = subprocess.run(
             ("test", flag, str(path)),

@@ -18,6 +18,8 @@ from penstock.protocol.errors import ConfigError
 
 OWN_USER = "penstock"
 """The system user that the files bring along; other users must exist."""
+HIDDEN = (Path("/tmp"), Path("/var/tmp"))
+"""PrivateTmp= hides what others have there."""
 _HERE = Path(__file__).parent
 _UNITS = Path("etc/systemd/system")
 _TEMPLATES = ("penstock-node@.service", "penstock-run@.target")
@@ -53,6 +55,10 @@ class NodeUnit:
         for path in (self.python, self.config, self.run_dir, self.folder):
             if not str(path).isprintable():
                 raise ConfigError(f"{path!r}: units cannot name paths with control characters")
+            if any(path.is_relative_to(place) for place in HIDDEN):
+                raise ConfigError(
+                    f"{path}: every service has a /tmp and a /var/tmp of its own; put it elsewhere"
+                )
 
     @property
     def service(self) -> str:
@@ -102,6 +108,7 @@ class NodeUnit:
             "CONFIG": command_word(self.config),
             "FOLDER": _specifiers_escaped(str(self.folder)),
             "RUN_DIR": path_word(self.run_dir),
+            "RUN_WORD": command_word(self.run_dir),
             "MOUNTS": " ".join(path_word(path) for path in mounts),
             "DEVICES": _GPU_DEVICES if self.gpus else "PrivateDevices=yes",
             "CORES": f"CPUAffinity={self.cores}" if self.cores else "# CPUAffinity=: all cores",

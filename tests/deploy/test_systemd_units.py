@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.deploy.systemd import installing
+from penstock.deploy.systemd import installing, units
 from penstock.deploy.systemd.units import NodeUnit
 from penstock.protocol.errors import ConfigError
 
@@ -69,6 +69,8 @@ def test_names_with_signs_that_mean_something_to_systemd_are_quoted(tmp_path: Pa
     assert "CPUAffinity=0,2-3" in lines and "User=penstock" in lines
     with pytest.raises(ConfigError, match="control characters"):
         replace(UNIT, config=Path("/srv/a\nUser=root"))
+    with pytest.raises(ConfigError, match="/tmp/x: every service has a /tmp and a /var/tmp of its"):
+        replace(UNIT, run_dir=Path("/tmp/x"))
     with pytest.raises(ConfigError, match="--cores 0-: accepted are lists such as"):
         replace(UNIT, cores="0-")
 
@@ -95,6 +97,7 @@ def test_the_command_writes_for_another_system_and_refuses_what_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(units, "HIDDEN", ())  # the test itself may be there
     runner = CliRunner()
 
     def deploy(*words: str) -> tuple[int, str]:
@@ -133,7 +136,10 @@ def test_a_system_that_cannot_be_changed_is_left_alone(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
-def test_paths_that_the_user_cannot_get_at_are_refused(tmp_path: Path) -> None:
+def test_paths_that_the_user_cannot_get_at_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "HIDDEN", ())  # the test itself may be there
     config = tmp_path / "tiny.yaml"
     config.touch(mode=0o600)
     unit = replace(UNIT, user="nobody", config=config, python=Path("/bin/true"), run_dir=tmp_path)

@@ -37,7 +37,7 @@ def require_hosts() -> None:
         pytest.skip(f"{hidden[0]} is in a folder of which every service has its own")
 
 
-def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
+def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 180.0) -> float:
     """Waits until a condition holds; returns for how many seconds."""
     start_s = time.monotonic()
     while not condition():
@@ -45,6 +45,33 @@ def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 60.0
         assert waited_s < timeout_s, f"waited {waited_s:.0f} s until {what}"
         time.sleep(0.1)
     return time.monotonic() - start_s
+
+
+class Wire:
+    """Two network namespaces with one cable between them: ``networks``, and their ``addresses``."""
+
+    addresses = ("10.77.0.1", "10.77.0.2")
+
+    def __init__(self) -> None:
+        self.networks = tuple(f"penstock-{os.getpid()}-{end}" for end in "ab")
+        for network in self.networks:
+            _ip("netns", "add", network)
+        first, second = self.networks
+        peer = ("peer", "name", "wire0", "netns", second)
+        _ip("-n", first, "link", "add", "wire0", "type", "veth", *peer)
+        for network, address in zip(self.networks, self.addresses, strict=True):
+            _ip("-n", network, "address", "add", f"{address}/24", "dev", "wire0")
+            for device in ("lo", "wire0"):
+                _ip("-n", network, "link", "set", device, "up")
+
+    def set(self, state: str) -> None:
+        """Pulls the cable (``down``) or puts it back (``up``)."""
+        _ip("-n", self.networks[0], "link", "set", "wire0", state)
+
+    def close(self) -> None:
+        """Removes both."""
+        for network in self.networks:
+            _ip("netns", "delete", network)
 
 
 class Host:
@@ -93,7 +120,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=180,
         )
         if check:
             assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}"
@@ -130,10 +157,16 @@ class Host:
             if pid:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait(timeout=20)
-        self._process = None
         wait_until(f"{self.name} is dead", lambda: not Path(f"/proc/{leader}").exists())
-        for group in self._groups:
-            _remove_group(group)
+        self._forget()
+
+    def restart(self) -> None:
+        """Shuts the host down as its administrator would, and boots it again."""
+        assert self._process is not None
+        self.run("systemctl", "--no-block", "poweroff")
+        self._process.wait(timeout=180)
+        self._forget()
+        self.boot()
 
     def close(self) -> None:
         """Ends the host, and removes its tree."""
@@ -146,6 +179,11 @@ class Host:
         if self._process is not None:
             journal = self.run("journalctl", "--no-pager", "-n", "60", check=False)
         return f"--- {self.name}\n{self._console.read_text(errors='replace')}\n{journal}"
+
+    def _forget(self) -> None:
+        self._process = None
+        for group in self._groups:
+            _remove_group(group)
 
     def _enter_groups(self) -> None:
         for group in self._groups:
@@ -174,6 +212,10 @@ class Host:
             said == "starting"
             and "active" == self.run("systemctl", "is-active", "basic.target", check=False)
         )
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=20)
 
 
 def _make_tree(tree: Path) -> None:

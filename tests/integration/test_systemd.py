@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import resource
+import subprocess
+import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.integration.hosts import SHARED, Host, require_hosts, wait_until
+from tests.integration.hosts import SHARED, Host, Wire, require_hosts, wait_until
+from tests.system.conftest import newest_state, newest_step, state_bytes
 
 UNIT = "penstock-node@run.{}.service"
 TARGET = "penstock-run@run.target"
@@ -113,3 +117,143 @@ def check_confinement(host: Host, unit: str) -> None:
         assert locked.split()[3:5] == ["unlimited", "unlimited"]
     else:
         print(f"this machine lets nobody raise the limit, so not tested: {locked}")
+
+
+class Pair:
+    """Hosts a and b, a worker on each, and what is known of their run."""
+
+    def __init__(self, place: Path, wire: Wire) -> None:
+        self.run_dir = place / "shared/runs/run"
+        self.wire = wire
+        self.a, self.b = (
+            Host(place, name, place / "shared", network)
+            for name, network in zip("ab", wire.networks, strict=True)
+        )
+        self.hosts = (self.a, self.b)
+
+    def say(self, what: str, seconds: float) -> None:
+        print(f"{what}: {seconds:.1f} s; step {newest_step(self.run_dir)}", flush=True)
+
+    def install(self, host: Host, core: int) -> None:
+        """Installs the units with the command, and a drop-in that makes systemd impatient."""
+        node = ("--node", host.name, "--cores", str(core))
+        print(host.penstock("deploy", "systemd", *CONFIG, *node).splitlines()[0])
+        drop_in = f"/etc/systemd/system/{UNIT.format(host.name)}.d/50-test.conf"
+        impatient = f"[Service]\nWatchdogSec={WATCHDOG_S}\nRestartSec=1\n"
+        host.run("sh", "-c", f"printf '{impatient}' > {drop_in}; systemctl daemon-reload")
+
+    def state(self, host: Host) -> tuple[str, str, str]:
+        unit = UNIT.format(host.name)
+        states = (host.show(unit, name) for name in ("ActiveState", "Result", "ExecMainStatus"))
+        active, result, code = states
+        return active, result, code
+
+    def wait_for_steps(self, number: int) -> float:
+        aim = newest_step(self.run_dir) + number
+        return wait_until(f"step {aim}", lambda: newest_step(self.run_dir) >= aim)
+
+    def wait_for_end(self, code: str) -> float:
+        ended = ("inactive", "success", code)
+        return wait_until(
+            f"both have ended with {code}",
+            lambda: all(self.state(host) == ended for host in self.hosts),
+        )
+
+
+WATCHDOG_S = 8
+STEPS = {"steps": 150, "save_every": 10}
+
+
+@pytest.fixture
+def undisturbed(place: Path) -> dict[str, bytes]:
+    """The bytes of the same run on this machine, which nobody disturbs."""
+    (place / "plain").mkdir()
+    hosts = dict.fromkeys("ab", "127.0.0.1")
+    directory = {"dir": str(place / "plain/run")}
+    config = configure(place / "plain", hosts, run=directory, train=STEPS)
+    command = [sys.executable, "-m", "penstock.client.main", "train", str(config)]
+    subprocess.run(command, check=True, timeout=240, stdout=subprocess.DEVNULL)
+    return state_bytes(place / "plain/run")
+
+
+@pytest.fixture
+def pair(place: Path, undisturbed: dict[str, bytes]) -> Iterator[Pair]:
+    wire = Wire()
+    pair = Pair(place, wire)
+    try:
+        yield pair
+    finally:
+        for host in pair.hosts:
+            host.close()
+        wire.close()
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_two_hosts_train_through_cuts_hangs_and_stops(
+    place: Path, pair: Pair, undisturbed: dict[str, bytes]
+) -> None:
+    a, b = pair.hosts
+    addresses = dict(zip("ab", pair.wire.addresses, strict=True))
+    cluster = {"scheduler_port": 29500, "insecure": True}
+    configure(place / "shared", addresses, train=STEPS, cluster=cluster)
+    try:
+        for core, host in enumerate(pair.hosts):
+            print(f"\nbooted {host.name} in {host.boot():.1f} s")
+            pair.install(host, core)
+        for host in pair.hosts:
+            host.run("systemctl", "enable", "--now", TARGET)
+        pair.say("training", pair.wait_for_steps(15))
+        check_confinement(a, UNIT.format("a"))
+
+        pair.wire.set("down")
+        b.kill()
+        print("b has no power")
+        pair.wire.set("up")
+        pair.say("b is up again", b.boot())
+        pair.say("and trains", pair.wait_for_steps(5))
+
+        seen, start_s = newest_step(pair.run_dir), time.monotonic()
+        b.restart()
+        assert a.show(UNIT.format("a"), "ActiveState") == "active", "the run waits for b"
+        assert newest_state(pair.run_dir).name >= f"step-{seen:08}", "saved before b went down"
+        pair.say("b has started anew", time.monotonic() - start_s)
+        pair.say("and trains", pair.wait_for_steps(5))
+
+        hang(b, UNIT.format("b"))
+        pair.say("after a hang", pair.wait_for_steps(5))
+
+        stop_s = time.monotonic()
+        a.run("systemctl", "stop", TARGET)
+        pair.wait_for_end("5")
+        pair.say("stopped on both, and saved", time.monotonic() - stop_s)
+        for host in pair.hosts:
+            host.run("systemctl", "start", TARGET)
+        pair.say("at the end", pair.wait_for_end("0"))
+        assert state_bytes(pair.run_dir) == undisturbed
+        assert [host.run("ls", "/dev/shm") for host in pair.hosts] == ["", ""]
+    except BaseException:
+        for host in pair.hosts:
+            print(host.story())
+        raise
+
+
+def hang(host: Host, unit: str) -> None:
+    """Holds up the node's own thread in a system call; nothing else notices, since its processes
+    and its heartbeats go on.
+    """
+    pid = host.main_pid(unit)
+    delay = "inject=poll:delay_enter=120000000"
+    command = ["strace", "-qq", "-o", "/dev/null", "-e", delay, "-p", str(pid)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as tracer:
+        try:
+            wait_s = wait_until(
+                "the watchdog has barked", lambda: host.show(unit, "Result") == "watchdog"
+            )
+        finally:
+            tracer.kill()  # which held on to the dead process, too
+    wait_s += wait_until(
+        "systemd has replaced the node",
+        lambda: host.show(unit, "NRestarts") != "0" and host.main_pid(unit) not in (0, pid),
+    )
+    print(f"the hung node was killed and started anew after {wait_s:.1f} s")

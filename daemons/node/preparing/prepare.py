@@ -43,6 +43,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
 from penstock.protocol.security.addresses import check_addresses
 from penstock.shm.cgroup import cpu_limit
+from penstock.shm.logout import logout_risk
 from penstock.shm.table import BlockTable
 
 PREVIOUS_PREPARATION_WAIT_S = 30.0
@@ -90,6 +91,8 @@ def _prepare(
     changes = _changes(config, previous, run_dir, progress)
     if config.optimizer.rollback == "arithmetic":
         progress(_NOT_EXACT)
+    if (risk := logout_risk()) is not None:
+        progress(f"warning: {risk}")
     directory = RunDirectory.create(run_dir)
     settle_home(directory)
     # Without a configuration nobody knows what inputs that are there were made from.
