@@ -245,6 +245,9 @@ def node(
             meeting = _meet(config, loaded, name, scheduler)
             chosen, config = meeting.node, meeting.resolved
             if meeting.ended is not None:
+                from penstock.daemons.node.service_manager import ServiceManager
+
+                ServiceManager.of(os.environ, os.getpid()).over()
                 sys.stderr.write(f"penstock: the run has ended: {meeting.ended.reason}\n")
                 raise typer.Exit(int(meeting.ended.code))
     _launch(
@@ -268,8 +271,16 @@ def _meet(config: Path, loaded: Config, name: str | None, scheduler: str | None)
         scheduler,
         os.environ,
         socket.getfqdn,
-        lambda message: typer.echo(message, err=True),
+        _say_preparation,
     )
+
+
+def _say_preparation(message: str) -> None:
+    """Says it here, and to a service manager that waits for this node to be up."""
+    from penstock.daemons.node.service_manager import ServiceManager
+
+    typer.echo(message, err=True)
+    ServiceManager.of(os.environ, os.getpid()).prepares(message)
 
 
 def _require_run(resolved: Path) -> None:

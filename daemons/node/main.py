@@ -138,7 +138,7 @@ def _run(
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
         manager = ServiceManager.of(os.environ, os.getpid())
         if found is None:
-            manager.tell(READY="1", STOPPING="1", STATUS="the run has ended")
+            manager.over()
             return _clean_up(directory, node, ending)
         settings = replace(found, grace_seconds=stops.grace.seconds)
         children = specs(config, settings)

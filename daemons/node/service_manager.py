@@ -79,6 +79,10 @@ class ServiceManager:
         self.tell(STATUS=what)
         self.extends(PREPARE_WITHIN_S)
 
+    def over(self) -> None:
+        """Says that there was nothing to do: an end before READY would be a failed start."""
+        self.tell(READY="1", STOPPING="1", STATUS="the run has ended")
+
     def extends(self, seconds: float) -> None:
         """Asks for so much time from now, to start or to stop."""
         self.tell(EXTEND_TIMEOUT_USEC=str(int(seconds * 1e6)))
