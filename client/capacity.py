@@ -14,11 +14,12 @@ from penstock.daemons.node.preparing.capacity import Need, check_capacity, rende
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.daemons.node.preparing.prospect import look_ahead, needs_of_run
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.plan.cpus import check_cpus, cpu_shortage, cpus_needed
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.rundir import RunDirectory, run_of
 from penstock.shm.cgroup import CpuLimit, cpu_limit
+from penstock.shm.logout import logout_risk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class CapacityReport:
             check_capacity(found)
         except PenstockError as error:
             refusals.append(error)
+        if (risk := logout_risk()) is not None:
+            refusals.append(ConfigError(str(risk)))
         return cls(
             cpus=cpus,
             cpus_needed=cpus_needed(config) * len(nodes),

@@ -32,6 +32,7 @@ from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.cgroup import cpu_limit, tightest_memory
 from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.logout import logout_risk
 from penstock.shm.process import start_ticks
 from penstock.shm.segment import SHM_ROOT, list_segments, unlink
 
@@ -148,7 +149,7 @@ def machine_facts() -> dict[str, str]:
     """Returns Python, native module, torch, and limits; torch is found but not imported."""
     total, memory = os.statvfs(SHM_ROOT), tightest_memory()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    unlimited = memlock == resource.RLIM_INFINITY
+    unlimited, risk = memlock == resource.RLIM_INFINITY, logout_risk()
     return {
         "python": platform.python_version(),
         "native vectors": _vector_path(),
@@ -160,6 +161,7 @@ def machine_facts() -> dict[str, str]:
         f" ({memory.owner})",
         "/dev/shm": f"{human_bytes(total.f_bavail * total.f_frsize)} free of"
         f" {human_bytes(total.f_blocks * total.f_frsize)}",
+        "/dev/shm at logout": "stays" if risk is None else f"is emptied: {risk.setting}",
         "memlock limit": "unlimited" if unlimited else human_bytes(memlock),
     }
 
