@@ -38,6 +38,7 @@ FLOORS = {
         config
         plan security
         run
+        security.sockets
         plan.cpus plan.executable plan.placement platforms wire""",
     "planner": """layout
         tensors cost schemes partition

@@ -29,6 +29,7 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import TraceLog
+from penstock.protocol.security.sockets import OPEN, SocketAccess, checked_places
 from penstock.protocol.wire.blocks import attach
 from penstock.protocol.wire.fetching import fetchers
 from penstock.shm.layout import SegmentKind
@@ -64,7 +65,11 @@ _SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
 
 
 def bind_transport(
-    files: RunDirectory, device_index: int, metrics: WorkerMetrics, inbox: Inbox
+    files: RunDirectory,
+    device_index: int,
+    metrics: WorkerMetrics,
+    inbox: Inbox,
+    access: SocketAccess,
 ) -> Transport:
     """Listen for peers: a local socket, or tcp where the cluster has several nodes.
 
@@ -76,10 +81,11 @@ def bind_transport(
     if len(nodes) == 1:
         # The process id makes the name new: nothing waits for a predecessor's socket to go.
         name = f"{worker_name(device_index)}-{os.getpid()}"
-        return Transport(ipc_address(files.run_id, node.name, name), inbox, metrics)
+        return Transport(ipc_address(files.run_id, node.name, name), inbox, metrics, access)
     try:
         # ZeroMQ binds to numbers only.
-        return Transport(f"tcp://{socket.gethostbyname(node.host)}:0", inbox, metrics)
+        address = f"tcp://{socket.gethostbyname(node.host)}:0"
+        return Transport(address, inbox, metrics, access)
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
             f"cluster.nodes: node {node.name}: a worker cannot listen on host {node.host!r}:"
@@ -113,7 +119,10 @@ class EpochBuilder:
         transport: Transport,
         progress: Progress,
         metrics: WorkerMetrics,
+        access: SocketAccess = OPEN,
     ) -> None:
+        """``access``: what other nodes' sockets are shown."""
+        self._access = access
         self._files = files
         self._config = files.config
         self._table = files.table
@@ -135,7 +144,7 @@ class EpochBuilder:
         self._updates: BlockUpdates | None = None
         self._datasets: dict[JobPhase, TokenDataset] = {}
         self._open_fetcher = fetchers(
-            self._config, files.run_id, self._node, platform.reads, metrics.fetched
+            self._config, files.run_id, self._node, platform.reads, metrics.fetched, access
         )
 
     def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
@@ -146,7 +155,8 @@ class EpochBuilder:
         """
         self.close()
         plan = self._checked_plan(begin)
-        endpoints = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
+        announced = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
+        endpoints = checked_places(self._config, self._access, announced)
         flow = Flow.of(plan)
         memory = self._attached(plan)
         owners = ownership(self._config, self._table, plan)

@@ -21,6 +21,7 @@ from penstock.protocol.run.names import node_of_device, nodes_beside, worker_nam
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.cgroup import usable_cpus
 from penstock.workers.channels.inbox import Inbox
@@ -74,7 +75,9 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
     with ExitStack() as stack:
         server = serve_metrics(registry, files, name)
         stack.callback(server.close)
-        transport = bind_transport(files, device, metrics, Inbox())
+        node = config.cluster.nodes[node_of_device(config, device)].name
+        access = socket_access(config, node)
+        transport = bind_transport(files, device, metrics, Inbox(), access)
         stack.callback(transport.close)
         link = _connect(files, name, scheduler, fence, progress, transport.address, server.port)
         stack.callback(link.close)
@@ -90,6 +93,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             transport=transport,
             progress=progress,
             metrics=metrics,
+            access=access,
         )
         stack.callback(builder.detach)
         builder.runtime()

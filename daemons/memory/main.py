@@ -26,6 +26,7 @@ from penstock.protocol.run.names import ipc_address, memoryd_name, node_index
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.blocks import MEMORY_SOCKET
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.memory import NodeMemory
@@ -74,6 +75,7 @@ def _run(
             run_id=directory.run_id,
             local_address=ipc_address(directory.run_id, node, MEMORY_SOCKET),
             host=config.cluster.nodes[index].host,
+            access=socket_access(config, node),
         )
         cleanup.callback(server.close)
         link = _link(directory, node, scheduler, machine, jobs, server.endpoint, exporter.port)

@@ -22,6 +22,7 @@ import zmq
 
 from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_HEADER_BYTES,
@@ -76,8 +77,10 @@ class _Held:
 class BlockServer:
     """Binds at once, so that clients can connect; serves from :meth:`start` to :meth:`close`."""
 
-    def __init__(self, *, run_id: str, local_address: str, host: str) -> None:
-        """Bind both sockets.
+    def __init__(
+        self, *, run_id: str, local_address: str, host: str, access: SocketAccess = OPEN
+    ) -> None:
+        """Bind both sockets; ``access``: who may connect to the one on TCP.
 
         Raises:
             StateError: another memoryd of this run and node is alive: it has the local address.
@@ -90,6 +93,8 @@ class BlockServer:
         self._remote = self._router()
         listen_guardedly(self._remote)
         self._remote.set(zmq.RCVHWM, REQUESTS_UNREAD)
+        access.protect(self._remote)
+        self._door = Door(self._context, access)
         self._guard: Guard | None = None
         self._held: list[_Held] = []
         self._leases: dict[int, Lease] = {}
@@ -98,11 +103,12 @@ class BlockServer:
         self._thread: threading.Thread | None = None
         self.failure: Exception | None = None
         try:
-            self.endpoint = self._bind(local_address, host)
+            self.endpoint = access.announce(self._bind(local_address, host))
         except BaseException:
+            self._door.close()
             self._context.destroy(linger=0)
             raise
-        self._guard = Guard(self._remote, BOUNDS)
+        self._guard = Guard(self._remote, BOUNDS, said_to_strangers=access.said_to_strangers)
 
     def start(self, memory: NodeMemory, metrics: MemoryMetrics) -> None:
         """Begin to answer requests, also those that arrived since the sockets were bound."""
@@ -120,6 +126,7 @@ class BlockServer:
         if self._guard is not None:
             self._guard.close()
             self._guard = None
+        self._door.close()
         self._context.destroy(linger=0)
 
     @property

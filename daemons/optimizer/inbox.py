@@ -20,6 +20,7 @@ from penstock.daemons.optimizer.machine.events import Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.member import MemberLink
@@ -91,9 +92,16 @@ class GradientSocket:
     """
 
     def __init__(
-        self, *, local_address: str, host: str | None, inbox: Inbox, metrics: OptimizerMetrics
+        self,
+        *,
+        local_address: str,
+        host: str | None,
+        inbox: Inbox,
+        metrics: OptimizerMetrics,
+        access: SocketAccess = OPEN,
     ) -> None:
         """Bind the sockets; the abstract address is a lock: one process at a time can have it.
+        ``access``: who may connect on TCP.
 
         Raises:
             StateError: another optimizerd of this run and node is alive.
@@ -106,11 +114,14 @@ class GradientSocket:
         self._sockets: list[zmq.Socket[bytes]] = []
         self.endpoint = ""
         self._guard: Guard | None = None
+        self._access = access
+        self._door = Door(self._context, access)
         try:
             self._bind_local(local_address)
             if host is not None:
                 self._bind_tcp(host)
         except BaseException:
+            self._door.close()
             self._context.destroy(linger=0)
             raise
         self._thread = threading.Thread(target=self._run, name="gradients")
@@ -127,6 +138,7 @@ class GradientSocket:
         if self._guard is not None:
             self._guard.close()
             self._guard = None
+        self._door.close()
         self._context.destroy(linger=0)
 
     def _bind_local(self, address: str) -> None:
@@ -144,6 +156,7 @@ class GradientSocket:
     def _bind_tcp(self, host: str) -> None:
         socket = self._socket()
         listen_guardedly(socket)
+        self._access.protect(socket)
         try:
             # ZeroMQ binds to numbers only.
             socket.bind(f"tcp://{sockets.gethostbyname(host)}:0")
@@ -151,8 +164,8 @@ class GradientSocket:
             raise ConfigError(
                 f"cluster.nodes host {host!r}: optimizerd cannot listen there: {error}"
             ) from error
-        self.endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._guard = Guard(socket, BOUNDS)
+        self.endpoint = self._access.announce(socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        self._guard = Guard(socket, BOUNDS, said_to_strangers=self._access.said_to_strangers)
 
     def _socket(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)

@@ -35,6 +35,7 @@ from penstock.protocol.run.process import configure_logging, die_with_parent, ru
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceLog
+from penstock.protocol.security.sockets import SocketAccess, socket_access
 from penstock.protocol.wire.blocks import attach
 from penstock.protocol.wire.fetching import fetchers
 from penstock.protocol.wire.member import MemberLink
@@ -97,11 +98,13 @@ def _build(
     server = serve_metrics(registry, run, member)
     stack.callback(server.close)
     several = len(config.cluster.nodes) > 1
+    access = socket_access(config, node)
     gradients = GradientSocket(
         local_address=ipc_address(run.run_id, node, GRADIENT_SOCKET),
         host=config.cluster.nodes[index].host if several else None,
         inbox=inbox,
         metrics=metrics,
+        access=access,
     )
     stack.callback(gradients.close)
     memory = attach(run, index, member, kinds=_MAPPED)
@@ -110,7 +113,7 @@ def _build(
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks, placement)
     kernels, sweeps = _sweeps(stack, run, placement, memory, blocks, remote, inbox)
-    puller = _puller(stack, run, index, blocks, remote, inbox, metrics)
+    puller = _puller(stack, run, index, blocks, remote, inbox, metrics, access)
     link = MemberLink(
         address=scheduler,
         hello=lambda: service.hello(server.port, member, gradients.endpoint),
@@ -170,6 +173,7 @@ def _puller(
     remote: RemoteGradients,
     inbox: Inbox,
     metrics: OptimizerMetrics,
+    access: SocketAccess,
 ) -> Puller | None:
     """Returns a puller if another node computes gradients of a block of this one."""
     sources = _sources(run, blocks)
@@ -185,7 +189,8 @@ def _puller(
         remote=remote,
         source=sources,
         report=lambda event, num_bytes: inbox.put(PullOutcome(event, num_bytes)),
-        open_fetcher=fetchers(run.config, run.run_id, node, pace, metrics.fetched),
+        open_fetcher=fetchers(run.config, run.run_id, node, pace, metrics.fetched, access),
+        access=access,
     )
     puller.start()
     stack.callback(puller.close)

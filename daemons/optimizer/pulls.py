@@ -19,6 +19,7 @@ from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.optimizer.kernels import RemoteGradients
 from penstock.daemons.optimizer.machine.events import Pull, Pulled
 from penstock.protocol.errors import LostMemberError, PenstockError
+from penstock.protocol.security.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import Fetcher, OpenFetcher
 from penstock.protocol.wire.frames import BlockRequest
@@ -43,9 +44,13 @@ class Puller:
         source: Mapping[tuple[int, int], str],
         report: Report,
         open_fetcher: OpenFetcher = BlockClient,
+        access: SocketAccess = OPEN,
     ) -> None:
-        """``source``: (block, contribution) -> member name of the memoryd that holds it."""
+        """``source``: (block, contribution) -> member name of the memoryd that holds it;
+        ``access`` knows whose an address is.
+        """
         self._open_fetcher = open_fetcher
+        self._access = access
         self._run_id = run_id
         self._remote = remote
         self._source = source
@@ -90,9 +95,10 @@ class Puller:
     def _carry_out(self, client: Fetcher, generation: int, address: str, pull: Pull) -> None:
         try:
             out = self._remote.array(pull.block, pull.contribution, pull.version % 2)
+            source = self._source[(pull.block, pull.contribution)]
             if not address:
-                source = self._source[(pull.block, pull.contribution)]
                 raise LostMemberError(f"Begin named no address of {source}")
+            self._access.check(address, source.partition(".")[2])
             request = BlockRequest(
                 run_id=self._run_id,
                 epoch=pull.since_epoch,

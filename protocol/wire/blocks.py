@@ -18,6 +18,7 @@ import zmq
 from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.sockets import OPEN, Connection, SocketAccess
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_RANGE_BYTES,
@@ -117,11 +118,17 @@ arrived.
 class BlockClient:
     """Copies arrays of blocks from memoryds into the caller's buffers, one connection each."""
 
-    def __init__(self, context: zmq.Context[Any], pace: Pace | None = None) -> None:
-        """``pace`` holds an array back that is here."""
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        pace: Pace | None = None,
+        access: SocketAccess = OPEN,
+    ) -> None:
+        """``pace`` holds an array back that is here; ``access``: what memoryds on TCP are shown."""
         self._context = context
         self._pace = pace
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._access = access
+        self._connections: dict[str, Connection] = {}
 
     def fetch(
         self,
@@ -154,6 +161,7 @@ class BlockClient:
             self._drop(address)  # answers to this request may still arrive on the old connection
             raise
         if fetch.unfinished:
+            fetch.last_answer = self._connection(address).refusal() or fetch.last_answer
             self._drop(address)
             raise LostMemberError(
                 f"{fetch.describe()} from memoryd at {address}: {fetch.num_received} of"
@@ -164,7 +172,7 @@ class BlockClient:
 
     def close(self) -> None:
         """Close all connections."""
-        for address in list(self._sockets):
+        for address in list(self._connections):
             self._drop(address)
 
     def _run(
@@ -176,26 +184,28 @@ class BlockClient:
                 raise FetchCancelledError(
                     f"{fetch.describe()} from memoryd at {address}: cancelled"
                 )
-            socket = self._socket(address)
+            socket = self._connection(address).socket
             fetch.ask(socket)
             if socket.poll(_POLL_INTERVAL_MS):
                 fetch.take(socket)
                 last_answer = time.monotonic()
             elif now - last_answer > _RESEND_AFTER_S:
+                fetch.last_answer = self._connection(address).refusal() or fetch.last_answer
                 self._drop(address)
                 fetch.forget_asked()
                 last_answer = now
             now = time.monotonic()
 
-    def _socket(self, address: str) -> zmq.Socket[bytes]:
-        if address not in self._sockets:
-            self._sockets[address] = connect(self._context, address)
-        return self._sockets[address]
+    def _connection(self, address: str) -> Connection:
+        if address not in self._connections:
+            connection = Connection(_dealer(self._context), address, self._access)
+            self._connections[address] = connection
+        return self._connections[address]
 
     def _drop(self, address: str) -> None:
-        socket = self._sockets.pop(address, None)
-        if socket is not None:
-            socket.close(linger=0)
+        connection = self._connections.pop(address, None)
+        if connection is not None:
+            connection.close()
 
 
 class _Fetch:
@@ -281,10 +291,15 @@ class _Fetch:
 
 
 def connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
-    """Returns a socket for requests to a memoryd, which need not be there yet."""
+    """Returns a socket for requests to this node's memoryd, which need not be there yet."""
+    socket = _dealer(context)
+    socket.connect(address)
+    return socket
+
+
+def _dealer(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RECONNECT_IVL, 20)
     socket.set(zmq.MAXMSGSIZE, CHUNK_BYTES)
-    socket.connect(address)
     return socket

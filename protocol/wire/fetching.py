@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import zmq
 
 from penstock.protocol.config.schema import Config
+from penstock.protocol.security.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.blocks import BlockClient, Pace
 from penstock.protocol.wire.frames import BlockRequest
 from penstock.protocol.wire.staged import AwayError, StagedClient, socket_address
@@ -56,12 +57,15 @@ def fetchers(
     node: int,
     pace: Pace | None,
     fetched: Fetched = lambda way, num_bytes: None,
+    access: SocketAccess = OPEN,
 ) -> OpenFetcher:
-    """Returns what makes the fetchers of a process of ``node``."""
+    """Returns what makes the fetchers of a process of ``node``; ``access``: what memoryds on TCP
+    are shown.
+    """
     name = config.cluster.nodes[node].name
 
     def open_fetcher(context: zmq.Context[Any]) -> Fetcher:
-        blocks = BlockClient(context, pace)
+        blocks = BlockClient(context, pace, access)
         if not config.cluster.fetches_one_sidedly:
             return CountedFetcher(blocks, fetched)
         staged = StagedClient(socket_address(run_id, name))

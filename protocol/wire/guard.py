@@ -36,9 +36,13 @@ from penstock.protocol.run.logs import Complaints
 LOOK_S = 0.02
 HANDSHAKE_MS = 10_000
 _TCP_INFO_BYTES = 256
-_BYTES_RECEIVED = struct.Struct("<Q")
-_RECEIVED_OFFSET = 128
-"""Of ``tcpi_bytes_received`` in the kernel's ``struct tcp_info`` (linux/tcp.h, since 4.1)."""
+_TCP_INFO_COUNTS = struct.Struct("<QQ")
+_COUNTS_OFFSET = 120
+"""Of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in the kernel's ``struct tcp_info``
+(linux/tcp.h, since 4.1).
+"""
+STRANGER_BYTES = 4096
+"""What somebody may bring who has not been let in: a handshake takes 600 bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """``connection_bytes``: brought by a connection since its last message; ``total_bytes``: by all
-    together; ``connections``: at a time.
+    together; ``connections``: at a time. Strangers may bring :data:`STRANGER_BYTES` each.
     """
 
     connections: int
@@ -56,9 +60,12 @@ class Bounds:
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
-    """A duplicate of the descriptor of a connection. ``base``: bytes that belonged to messages."""
+    """A duplicate of the descriptor of a connection. ``base``: bytes that belonged to messages;
+    ``silent``: without a message so far; ``stranger``: not let in yet.
+    """
 
     socket: sockets.socket
+    stranger: bool
     base: int = 0
     received: int = 0
     silent: bool = True
@@ -72,10 +79,19 @@ class Guard:
     """Watches the TCP connections of one bound socket, on a thread of its own."""
 
     def __init__(
-        self, socket: zmq.Socket[Any], bounds: Bounds, cut: Callable[[], None] = lambda: None
+        self,
+        socket: zmq.Socket[Any],
+        bounds: Bounds,
+        cut: Callable[[], None] = lambda: None,
+        *,
+        said_to_strangers: int | None = None,
     ) -> None:
-        """Start to watch. ``cut`` is called, on the guard's thread, for each connection cut."""
+        """Start to watch. ``cut`` is called, on the guard's thread, for each connection cut.
+
+        ``said_to_strangers``: as :class:`penstock.protocol.security.sockets.SocketAccess` says.
+        """
         self.bounds = bounds
+        self._said_to_strangers = said_to_strangers
         self._socket = socket
         self._cut = cut
         self._complaints = Complaints(_log)
@@ -84,6 +100,7 @@ class Guard:
         self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(events)
         self._connections: dict[int, _Connection] = {}  # oldest first
         self._heard: set[int] = set()
+        self._have_cut = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
         self._thread.start()
@@ -105,6 +122,7 @@ class Guard:
             while not self._closing.is_set():
                 self._take_events()
                 self._look()
+                self._clean_up()
         finally:
             for connection in self._connections.values():
                 connection.socket.close()
@@ -130,11 +148,15 @@ class Guard:
         if duplicate.family != sockets.AF_INET or address[1] != self._port:
             duplicate.close()  # gone, and the descriptor is another's
             return
-        self._connections[descriptor] = _Connection(socket=duplicate)
+        stranger = self._said_to_strangers is not None
+        self._connections[descriptor] = _Connection(socket=duplicate, stranger=stranger)
         if len(self._connections) > self.bounds.connections:
             silent = [d for d, c in self._connections.items() if c.silent and d not in self._heard]
-            oldest = silent[0] if silent else descriptor
-            self._end(oldest, f"more than {self.bounds.connections} connections")
+            strangers = [d for d in silent if self._connections[d].stranger]
+            self._end(
+                (*strangers, *silent, descriptor)[0],
+                f"more than {self.bounds.connections} connections",
+            )
 
     def _look(self) -> None:
         heard, self._heard = self._heard, set()
@@ -142,22 +164,33 @@ class Guard:
         self._heard.update(heard - self._connections.keys())
         for descriptor, connection in list(self._connections.items()):
             try:
-                unread = _unread_bytes(connection.socket)
-                info = connection.socket.getsockopt(
-                    sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_BYTES
-                )
+                self._count(connection)
             except OSError:
                 self._forget(descriptor)
                 continue
-            (received,) = _BYTES_RECEIVED.unpack_from(info, _RECEIVED_OFFSET)
-            connection.received = received - unread
             if descriptor in heard:
                 connection.base, connection.silent = connection.received, False
-            if connection.pending > self.bounds.connection_bytes:
+            if connection.stranger and connection.received > STRANGER_BYTES:
+                self._end(descriptor, f"{connection.received} bytes without being let in")
+            elif connection.pending > self.bounds.connection_bytes:
                 self._end(descriptor, f"{connection.pending} bytes without a whole message")
         while sum(c.pending for c in self._connections.values()) > self.bounds.total_bytes:
             largest = max(self._connections, key=lambda d: self._connections[d].pending)
             self._end(largest, f"over {self.bounds.total_bytes} bytes without whole messages")
+
+    def _count(self, connection: _Connection) -> None:
+        """Ask the kernel what a connection has brought, and what it has heard.
+
+        Raises:
+            OSError: it has gone.
+        """
+        unread = _unread_bytes(connection.socket)
+        info = connection.socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_BYTES)
+        acknowledged, received = _TCP_INFO_COUNTS.unpack_from(info, _COUNTS_OFFSET)
+        connection.received = received - unread
+        if self._said_to_strangers is not None:
+            # More than a stranger is ever told: the end of a handshake that went well.
+            connection.stranger = acknowledged <= self._said_to_strangers
 
     def _end(self, descriptor: int, reason: str) -> None:
         """Cut a connection; libzmq sees it end and drops what it kept of it."""
@@ -171,8 +204,14 @@ class Guard:
         self._forget(descriptor)
         self._complaints.say(f"port {self._port}: cut the connection of {peer}: {reason}")
         self._cut()
-        time.sleep(LOOK_S)  # libzmq frees what it kept on a thread of its own
-        _give_back_memory()
+        self._have_cut = True
+
+    def _clean_up(self) -> None:
+        """Give back what connections took that were cut."""
+        if self._have_cut:
+            time.sleep(LOOK_S)  # libzmq frees what it kept on a thread of its own
+            _give_back_memory()
+            self._have_cut = False
 
     def _forget(self, descriptor: int) -> None:
         connection = self._connections.pop(descriptor, None)

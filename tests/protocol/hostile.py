@@ -23,6 +23,13 @@ class HostilePeer:
             self.socket.close()
             raise
 
+    @classmethod
+    def raw(cls, host: str, port: int) -> HostilePeer:
+        """A connection on which nothing was said yet."""
+        found = cls.__new__(cls)
+        found.socket = socket.create_connection((host, port), timeout=10.0)
+        return found
+
     def _shake_hands(self, kind: bytes) -> None:
         self.socket.sendall(GREETING)
         body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind

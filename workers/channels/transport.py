@@ -17,7 +17,8 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.errors import ProtocolError
+from penstock.protocol.errors import LostMemberError, ProtocolError
+from penstock.protocol.security.sockets import OPEN, Connection, Door, SocketAccess
 from penstock.protocol.wire.frames import (
     BlockUpdated,
     GradientReady,
@@ -49,6 +50,9 @@ _SLACK_BYTES = 32 << 20
 
 _LOG_INTERVAL_S = 5.0
 
+_REFUSED_S = 15.0
+"""A peer that refuses to talk for so long is not one that died and left its port to somebody."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -69,8 +73,15 @@ class Transport:
     threads.
     """
 
-    def __init__(self, bind_address: str, inbox: Inbox, metrics: WorkerMetrics) -> None:
-        """Bind the inbox socket; tcp port 0 lets the system choose.
+    def __init__(
+        self,
+        bind_address: str,
+        inbox: Inbox,
+        metrics: WorkerMetrics,
+        access: SocketAccess = OPEN,
+    ) -> None:
+        """Bind the inbox socket; tcp port 0 lets the system choose. ``access``: who may connect
+        on tcp, and what is shown to peers there.
 
         Raises:
             zmq.ZMQError: it cannot listen on ``bind_address``.
@@ -79,25 +90,35 @@ class Transport:
         self.notices = Notices()
         self.metrics = metrics
         self._context = zmq.Context()
+        self._access = access
+        self._door = Door(self._context, access)
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set(zmq.RCVHWM, _UNREAD_MESSAGES)
         self._pull.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES)
         if bind_address.startswith("tcp:"):
             listen_guardedly(self._pull)
+            access.protect(self._pull)
         else:
             own_user_only(self._pull)
         try:
             self._pull.bind(bind_address)
         except zmq.ZMQError:
+            self._door.close()
             self._context.destroy(linger=0)
             raise
-        self.address = self._pull.get_string(zmq.LAST_ENDPOINT)
+        self.address = self._pull.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._guard: Guard | None = None
         if bind_address.startswith("tcp:"):
-            self._guard = Guard(self._pull, bounds_of(0, 0), lambda: metrics.dropped("cut"))
+            self.address = access.announce(self.address)
+            self._guard = Guard(
+                self._pull,
+                bounds_of(0, 0),
+                lambda: metrics.dropped("cut"),
+                said_to_strangers=access.said_to_strangers,
+            )
         self._lock = threading.Lock()
-        self._peers: dict[int, zmq.Socket[bytes]] = {}
-        self._optimizers: dict[int, zmq.Socket[bytes]] = {}
+        self._peers: dict[int, Connection] = {}
+        self._optimizers: dict[int, Connection] = {}
         self._last_complaint_s = -_LOG_INTERVAL_S
         self._thread = threading.Thread(target=self._receive, name="worker-inbox", daemon=True)
         self._thread.start()
@@ -120,8 +141,8 @@ class Transport:
         """Close the connections; what was not sent yet is dropped."""
         with self._lock:
             # What is unsent belongs to an epoch that is over: no lingering.
-            for socket in (*self._peers.values(), *self._optimizers.values()):
-                socket.close(linger=0)
+            for connection in (*self._peers.values(), *self._optimizers.values()):
+                connection.close()
             self._peers, self._optimizers = {}, {}
 
     def send(
@@ -180,39 +201,41 @@ class Transport:
         self.disconnect()
         if self._guard is not None:
             self._guard.close()
+        self._door.close()
         self._context.term()  # the thread sees ContextTerminated and closes its socket
         self._thread.join()
 
-    def _push(self, address: str) -> zmq.Socket[bytes]:
+    def _push(self, address: str) -> Connection:
         socket = self._context.socket(zmq.PUSH)
         socket.set(zmq.SNDHWM, _QUEUED_MESSAGES)
         socket.set(zmq.LINGER, 0)
-        socket.connect(address)
-        return socket
+        return Connection(socket, address, self._access)
 
     def _queue(
         self,
-        sockets: Mapping[int, zmq.Socket[bytes]],
+        connections: Mapping[int, Connection],
         target: int,
         frames: Sequence[bytes | memoryview],
         what: str,
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        budget = WaitBudget(timeout_s)
+        budget, start_s = WaitBudget(timeout_s), time.monotonic()
         while True:
             abort.check()
             # A socket belongs to one thread at a time; the lock hands it over, fences included.
             with self._lock:
-                socket = sockets.get(target)
-                if socket is None:
+                connection = connections.get(target)
+                if connection is None:
                     raise ProtocolError(f"no connection for {what}: the last Begin did not name it")
                 try:
                     # Without copies: ZeroMQ holds the buffers until its thread has sent them.
-                    socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                    connection.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
                     return
-                except zmq.Again:
-                    pass  # queue full: wait below, outside the lock
+                except zmq.Again:  # queue full: wait below, outside the lock
+                    refusal = connection.refusal()
+            if refusal and time.monotonic() - start_s > _REFUSED_S:
+                raise LostMemberError(f"no {what}: {refusal}")
             budget.spend(what)
             time.sleep(POLL_S / 10)
 
