@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.client.cli import errors_explained, load
+
+if TYPE_CHECKING:
+    from penstock.protocol.config.schema import Config
 
 app = typer.Typer(
     name="keys",
@@ -20,9 +23,24 @@ app = typer.Typer(
 )
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the keys.")]
+CountOption = Annotated[
+    int | None,
+    typer.Option(
+        "--count",
+        metavar="N",
+        min=1,
+        help="Where an engine names the nodes: for node-0 to node-(N-1), not for cluster.nodes.",
+    ),
+]
 DaysOption = Annotated[
     float, typer.Option("--days", metavar="N", min=0.0, help="Certificates are valid so long.")
 ]
+
+
+def _nodes(config: Config, count: int | None) -> list[str]:
+    if count is None:
+        return [node.name for node in config.cluster.nodes]
+    return [f"node-{number}" for number in range(count)]
 
 
 @app.command(epilog="Example: penstock keys make keys --config run.yaml")
@@ -34,6 +52,7 @@ def make(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
     ] = None,
+    count: CountOption = None,
     days: DaysOption = 90.0,
 ) -> None:
     """Make an authority for a run, and keys for its nodes, control clients and Prometheus."""
@@ -41,7 +60,7 @@ def make(
         from penstock.protocol.security.authority import make as make_keys
 
         loaded = load(config, settings)
-        nodes = [node.name for node in loaded.cluster.nodes]
+        nodes = _nodes(loaded, count)
         make_keys(folder, loaded.run.name, nodes, days)
         typer.echo(
             f"{folder}: keys for run {loaded.run.name}: nodes {', '.join(nodes)}, roles control and"
@@ -84,13 +103,14 @@ def renew(
         Path | None,
         typer.Option("--config", metavar="FILE", help="Make keys for new nodes of it, too."),
     ] = None,
+    count: CountOption = None,
     days: DaysOption = 90.0,
 ) -> None:
     """Issue new certificates of the same authority for everybody who has some."""
     with errors_explained():
         from penstock.protocol.security.authority import renew as renew_keys
 
-        nodes = [] if config is None else [n.name for n in load(config, None).cluster.nodes]
+        nodes = [] if config is None else _nodes(load(config, None), count)
         renewed = renew_keys(folder, authority, days, nodes)
         typer.echo(f"{folder}: renewed for {days:g} days: {', '.join(renewed)}")
 

@@ -55,6 +55,8 @@ def launch(
     if parent_pid is not None:
         block_stop_signals()  # before imports: some of them start threads
     forgive_streams()
+    # A line on the console for each stranger would fill it; the scheduler counts them in its log.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     kind = PROCESSES[process]
     main: Callable[..., int] = importlib.import_module(kind.module).main
     return main(

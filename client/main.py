@@ -60,6 +60,15 @@ EndpointOption = Annotated[
     str | None,
     typer.Option("--endpoint", metavar="HOST:PORT", help="Scheduler, instead of --run-dir."),
 ]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        metavar="DIR",
+        help="Keys to show, such as KEYS/look; or a run directory, for its token. Default: those"
+        " of the run in --run-dir.",
+    ),
+]
 ProcessConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="RUN_DIR/resolved.yaml of a prepared run.")
 ]
@@ -358,20 +367,26 @@ def _launch(
 
 @app.command(epilog="Example: penstock status --run-dir runs/tiny --json")
 def status(
-    run_dir: RunDirOption = None, endpoint: EndpointOption = None, as_json: JsonOption = False
+    run_dir: RunDirOption = None,
+    endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a run is doing, and its processes."""
     with errors_explained():
         from rich.console import Console
 
         from penstock.client.watching.control import connect, show_status
+        from penstock.protocol.security.identity import Role
 
-        with connect(run_dir, endpoint) as client:
+        with connect(run_dir, endpoint, keys, Role.LOOK) as client:
             show_status(client, as_json=as_json, console=Console())
 
 
 @app.command()
-def watch(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None:
+def watch(
+    run_dir: RunDirOption = None, endpoint: EndpointOption = None, keys: KeysOption = None
+) -> None:
     """Follow a run until it ends."""
     code = 0
     with errors_explained():
@@ -379,8 +394,9 @@ def watch(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None
 
         from penstock.client.watching.control import connect
         from penstock.client.watching.control import watch as follow
+        from penstock.protocol.security.identity import Role
 
-        with connect(run_dir, endpoint) as client:
+        with connect(run_dir, endpoint, keys, Role.LOOK) as client:
             code = follow(client, Console(), run_dir)
     raise typer.Exit(code)
 
@@ -388,12 +404,15 @@ def watch(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None
 def _add_simple_command(name: str, explanation: str) -> None:
     """Adds a command that asks the scheduler for one thing and prints its answer."""
 
-    def command(run_dir: RunDirOption = None, endpoint: EndpointOption = None) -> None:
+    def command(
+        run_dir: RunDirOption = None, endpoint: EndpointOption = None, keys: KeysOption = None
+    ) -> None:
         with errors_explained():
             from penstock.client.watching.control import SIMPLE, connect
+            from penstock.protocol.security.identity import Role
 
             call: Callable[..., str] = SIMPLE[name]
-            with connect(run_dir, endpoint) as client:
+            with connect(run_dir, endpoint, keys, Role.CONTROL) as client:
                 typer.echo(call(client))
 
     app.command(name, help=explanation)(command)

@@ -17,10 +17,16 @@ from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.placement import place
 from penstock.protocol.run.metrics import serve_metrics
-from penstock.protocol.run.names import node_of_device, nodes_beside, worker_name
+from penstock.protocol.run.names import (
+    node_of_device,
+    nodes_beside,
+    place_of_member,
+    worker_name,
+)
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.security.access import member_access
 from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.cgroup import usable_cpus
@@ -118,8 +124,10 @@ def _connect(
     port: int,
 ) -> MemberLink:
     cluster = files.config.cluster
+    node, _ = place_of_member(files.config, name)
     link = MemberLink(
         address=scheduler,
+        access=member_access(files.config, files.path, node),
         hello=lambda: pb.Hello(
             run_id=files.run_id,
             member=name,

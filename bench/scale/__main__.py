@@ -28,6 +28,8 @@ from typing import Any
 from bench.scale.invented import WORKERS, invented_run
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.access import TokenAccess
+from penstock.protocol.security.token import token_path
 from penstock.protocol.wire.control import ControlClient
 
 DEADLINE_S = 300.0
@@ -69,6 +71,7 @@ class Scheduler:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
+        self.access = TokenAccess(token_path(run.path))
         command = [sys.executable, "-m", "penstock.client.main", "schedulerd", "--config"]
         self.process = subprocess.Popen(
             [*command, str(run.path / "resolved.yaml"), "--port", str(port)]
@@ -144,7 +147,7 @@ def cluster(path: Path, num_nodes: int, processes: int) -> Iterator[tuple[Schedu
 def measure(path: Path, num_nodes: int, steps: int, processes: int) -> Growth:
     """Run a cluster through its first epoch, ``steps`` steps, a pause and the loss of a worker."""
     with cluster(path, num_nodes, processes) as (scheduler, crowd):
-        with ControlClient(scheduler.address, timeout_s=30.0) as control:
+        with ControlClient(scheduler.address, scheduler.access, timeout_s=30.0) as control:
             wait(lambda: version(control) is not None, "scheduler")
             started, cpu_s = time.monotonic(), scheduler.cpu_s()
             wait(lambda: (version(control) or 0) > 0, "first step")

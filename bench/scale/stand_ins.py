@@ -28,6 +28,8 @@ from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, member_sp
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.names import ownership
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.access import TOKEN_KEY
+from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
 
 _JOIN = "/penstock.v1.Membership/Join"
@@ -64,7 +66,7 @@ class StandIn:
     def __init__(
         self,
         address: str,
-        run_id: str,
+        run: RunDirectory,
         spec: MemberSpec,
         memory: NodeMemory,
         blocks: tuple[int, ...],
@@ -74,7 +76,8 @@ class StandIn:
         self.siblings: dict[str, StandIn] = {}
         """Of a node: its processes."""
         self._address = address
-        self._run_id = run_id
+        self._run_id = run.run_id
+        self._shown = ((TOKEN_KEY, read_token(token_path(run.path))),)
         self._spec = spec
         self._memory = memory
         self._blocks = blocks
@@ -113,7 +116,7 @@ class StandIn:
                 )
             )
             async with grpc.aio.insecure_channel(self._address, CHANNEL_OPTIONS) as channel:
-                call = channel.stream_stream(_JOIN)()
+                call = channel.stream_stream(_JOIN)(metadata=self._shown)
                 writer = asyncio.create_task(self._write(call))
                 try:
                     while (data := await call.read()) is not grpc.aio.EOF:
@@ -200,7 +203,7 @@ def _stand_ins(
         found = {
             spec.name: StandIn(
                 address,
-                run.run_id,
+                run,
                 spec,
                 memory,
                 own if spec.role is Role.OPTIMIZERD else (),

@@ -15,6 +15,8 @@ from penstock.client.watching.display import Interactive, Plain, describe, durat
 from penstock.client.watching.snapshots import ENDED_PHASES, RunView, saved_states
 from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.security.access import named_access
+from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.control import ControlClient
 
 WATCH_INTERVAL_S = 0.5
@@ -22,18 +24,28 @@ WATCH_PATIENCE_S = 30.0
 """A scheduler that is being replaced answers again within this time."""
 
 
-def connect(run_dir: Path | None, endpoint: str | None) -> ControlClient:
-    """Returns a client for ``--endpoint``, or for the run in ``--run-dir``.
+def connect(
+    run_dir: Path | None, endpoint: str | None, keys: Path | None, wanted: Role
+) -> ControlClient:
+    """Returns a client for ``--endpoint``, or for the run in ``--run-dir``, that is to act as
+    ``wanted`` with the keys in ``--keys``, or with those of the run in ``--run-dir``.
 
     Raises:
-        ConfigError: neither or both are given, or the run is not active.
+        ConfigError: neither or both of the first two are given, the run is not active, or there are
+            no keys.
     """
     if (run_dir is None) == (endpoint is None):
         raise ConfigError("give one of --run-dir DIR and --endpoint HOST:PORT")
-    if endpoint is not None:
-        return ControlClient(endpoint)
-    assert run_dir is not None
-    return ControlClient.for_run(run_dir)
+    access = None if keys is None else named_access(keys)
+    if run_dir is not None:
+        return ControlClient.for_run(run_dir, wanted=wanted, access=access)
+    if access is None:
+        raise ConfigError(
+            "--endpoint goes with --keys DIR: a folder of the run's keys (such as KEYS/look), or"
+            " its run directory, which has a token"
+        )
+    assert endpoint is not None
+    return ControlClient(endpoint, access)
 
 
 def status_dict(status: pb.StatusReply) -> dict[str, Any]:

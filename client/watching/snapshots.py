@@ -15,6 +15,7 @@ from typing import Any
 from penstock.protocol.errors import PenstockError, StateError, reason
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.files import parse_json
+from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.control import ControlClient
 from penstock.shm.inventory import held_bytes
 
@@ -150,7 +151,7 @@ class Observer:
     def _status(self) -> pb.StatusReply | None:
         try:
             if self._client is None:
-                self._client = ControlClient.for_run(self._run_dir, STATUS_TIMEOUT_S)
+                self._client = ControlClient.for_run(self._run_dir, STATUS_TIMEOUT_S, Role.LOOK)
             return self._client.status()
         except PenstockError:
             # Not there yet, being replaced, or gone: the next look connects anew.

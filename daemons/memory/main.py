@@ -26,6 +26,7 @@ from penstock.protocol.run.names import ipc_address, memoryd_name, node_index
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.security.access import member_access
 from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.blocks import MEMORY_SOCKET
 from penstock.protocol.wire.member import MemberLink
@@ -119,6 +120,7 @@ def _link(
     cluster = directory.config.cluster
     return MemberLink(
         address=scheduler,
+        access=member_access(directory.config, directory.path, node),
         hello=lambda: pb.Hello(
             run_id=directory.run_id,
             member=memoryd_name(node),

@@ -32,6 +32,7 @@ from penstock.daemons.node.machine.events import (
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.security.access import Access
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
 
@@ -83,6 +84,7 @@ class LinkSettings:
     """What a node needs to join the run."""
 
     address: str
+    access: Access
     run_id: str
     member: str
     metrics_port: int
@@ -127,6 +129,7 @@ class NodeEffects:
         settings = self._settings
         self.link = MemberLink(
             address=settings.address,
+            access=settings.access,
             hello=lambda: pb.Hello(
                 run_id=settings.run_id,
                 member=settings.member,
@@ -177,7 +180,7 @@ class NodeEffects:
             self._children.signal(SCHEDULERD, signal.SIGTERM)
             return None
         try:
-            with ControlClient(self._settings.address) as client:
+            with ControlClient(self._settings.address, self._settings.access) as client:
                 client.stop(effect.within_s)
         except PenstockError as error:
             self._say(f"the scheduler cannot be asked to stop the run: {error}")

@@ -39,6 +39,7 @@ from penstock.protocol.run.names import (
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import Grace
+from penstock.protocol.security.access import member_access
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ def _run(
         raise ConfigError(f"--node {node}: cluster.nodes has {', '.join(known)}")
     member = node_member_name(node)
     configure_logging(member, run_dir, config.observability.log_level)
+    access = member_access(config, run_dir, node)
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ):
@@ -145,14 +147,11 @@ def _run(
         metrics = NodeMetrics(node)
         server = serve_metrics(metrics.registry, directory, member)
         supervisor = Supervisor(
-            NodeMachine.create(
-                tuple(spec.name for spec in children),
-                _limits(config),
-                frozenset(spec.name for spec in children if spec.is_helper),
-            ),
+            _machine(children, _limits(config)),
             Children(children, os.environ),
             LinkSettings(
                 address=settings.scheduler,
+                access=access,
                 run_id=run_id,
                 member=member,
                 metrics_port=server.port,
@@ -173,6 +172,11 @@ def _run(
                 remove_endpoint(run_dir)
             server.close()
             _clean_up(directory, node, ending)
+
+
+def _machine(children: tuple[ProcessSpec, ...], limits: NodeLimits) -> NodeMachine:
+    helpers = frozenset(spec.name for spec in children if spec.is_helper)
+    return NodeMachine.create(tuple(spec.name for spec in children), limits, helpers)
 
 
 def _check_room(directory: RunDirectory, node: str) -> None:

@@ -35,6 +35,7 @@ from penstock.protocol.run.process import configure_logging, die_with_parent, ru
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceLog
+from penstock.protocol.security.access import member_access
 from penstock.protocol.security.sockets import SocketAccess, socket_access
 from penstock.protocol.wire.blocks import attach
 from penstock.protocol.wire.fetching import fetchers
@@ -116,6 +117,7 @@ def _build(
     puller = _puller(stack, run, index, blocks, remote, inbox, metrics, access)
     link = MemberLink(
         address=scheduler,
+        access=member_access(config, run.path, node),
         hello=lambda: service.hello(server.port, member, gradients.endpoint),
         heartbeat_interval_s=config.cluster.heartbeat_interval_s,
         silence_timeout_s=config.cluster.heartbeat_timeout_s,

@@ -25,6 +25,8 @@ from penstock.daemons.scheduler.callers import Caller, SentAway
 from penstock.daemons.scheduler.machine.events import Event
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.logs import Complaints
+from penstock.protocol.security.admission import Admission, Party
+from penstock.protocol.security.identity import Role
 
 MAX_UNREAD = 16
 """Messages of one stream that wait for the machine."""
@@ -178,15 +180,50 @@ class Strangers:
             self._complaints.say(f"{len(strangers)} calls or streams cut: {reason}")
 
 
+LOOKING = frozenset(Role)
+"""Everybody who is known may look: Status, and the services for health and reflection."""
+MAY_CALL = {
+    "/penstock.v1.Membership/Join": frozenset((Role.NODE,)),
+    "/penstock.v1.Control/Pause": frozenset((Role.CONTROL,)),
+    "/penstock.v1.Control/Resume": frozenset((Role.CONTROL,)),
+    "/penstock.v1.Control/Snapshot": frozenset((Role.CONTROL,)),
+    "/penstock.v1.Control/Stop": frozenset((Role.CONTROL, Role.NODE)),
+}
+"""Method -> roles that may call it; :data:`LOOKING` for others."""
+
+
+class Guard:
+    """Asks all who call who they are, and looks up what they may call."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._complaints = Complaints(_log)
+
+    async def admit(self, method: str, context: Any) -> Party:
+        """Returns who calls; ends the call of whoever may not."""
+        party, allowed = self._admission.party(context), MAY_CALL.get(method, LOOKING)
+        name = method.rpartition("/")[2]
+        if party is None:
+            self._complaints.say(f"{name}: called by a stranger from {context.peer()}")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "who calls is not known here")
+        elif not party.roles & allowed:
+            names, own = ", ".join(sorted(allowed)), ", ".join(sorted(party.roles))
+            words = f"{name} is for the role {names}; these keys: {own}"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, words)
+        assert party is not None
+        return party
+
+
 class Doorkeeper(_Interceptor):
-    """Lets calls in: their handlers start with the message there.
+    """Lets calls in: their handlers start with the message there, and with somebody who may.
 
     ``own``: methods that deal with strangers themselves. Streams of answers to one message
     (``Watch`` of the health service) are not served: each would be there for ever.
     """
 
-    def __init__(self, strangers: Strangers, own: frozenset[str]) -> None:
+    def __init__(self, strangers: Strangers, guard: Guard, own: frozenset[str]) -> None:
         self._strangers = strangers
+        self._guard = guard
         self._own = own
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -196,20 +233,21 @@ class Doorkeeper(_Interceptor):
             return handler
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(
-                self._bounded(handler.stream_stream),
+                self._bounded(details.method, handler.stream_stream),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         if handler.request_streaming or handler.response_streaming:
             return None
         return grpc.stream_unary_rpc_method_handler(
-            self._awaited(handler.unary_unary),
+            self._awaited(details.method, handler.unary_unary),
             handler.request_deserializer,
             handler.response_serializer,
         )
 
-    def _awaited(self, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def _awaited(self, method: str, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         async def handle(requests: AsyncIterator[Any], context: Any) -> Any:
+            await self._guard.admit(method, context)
             caller, request = Caller(context), None
             number = self._strangers.enter(caller.send_away)
             try:
@@ -226,7 +264,7 @@ class Doorkeeper(_Interceptor):
 
         return handle
 
-    def _bounded(self, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def _bounded(self, method: str, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Returns a handler of a conversation that has to be over in the time of a stranger."""
 
         async def handle(requests: AsyncIterator[Any], context: Any) -> None:
@@ -234,6 +272,7 @@ class Doorkeeper(_Interceptor):
                 async for answer in call(requests, context):
                     await context.write(answer)
 
+            await self._guard.admit(method, context)
             caller = Caller(context)
             number = self._strangers.enter(caller.send_away)
             try:

@@ -32,12 +32,19 @@ from penstock.protocol.errors import ConfigError, PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd, forget_end
 from penstock.protocol.run.metrics import serve_metrics
-from penstock.protocol.run.names import SCHEDULERD, optimizerd_name, ownership
+from penstock.protocol.run.names import (
+    SCHEDULERD,
+    expected_members,
+    optimizerd_name,
+    ownership,
+    place_of_member,
+)
 from penstock.protocol.run.process import configure_logging, die_with_parent, monotonic_s, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import seal_digest
 from penstock.protocol.run.stopping import Demand, Grace, StopRequests
 from penstock.protocol.run.trace import TraceLog
+from penstock.protocol.security.admission import scheduler_admission
 
 TICK_S = 0.05
 STATUS_INTERVAL_S = 1.0
@@ -70,7 +77,9 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
     if parent_pid is None:  # otherwise whoever starts the run does it
         forget_end(run.path)
     with ExitStack() as stack:
-        service = SchedulerServer(events, config.cluster.nodes[0].host, port, len(rules.members))
+        admission = scheduler_admission(config, run.path, _log.warning)
+        homes = {m: place_of_member(config, m)[0] for m in expected_members(config)}
+        service = SchedulerServer(events, config.cluster.nodes[0].host, port, homes, admission)
         stack.callback(service.close)
         service.start()
         _log.info("listening", extra={"port": service.port})

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent import futures
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.daemons.scheduler.callers import Caller, SentAway
 from penstock.daemons.scheduler.intake import (
     Doorkeeper,
     EventQueue,
+    Guard,
     Strangers,
     StreamCredit,
     cut_short,
@@ -43,6 +44,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.logs import Complaints
+from penstock.protocol.security.admission import Admission, Party
 
 MAX_QUEUED = 4096
 """Messages that wait to be written to one member."""
@@ -118,9 +120,13 @@ class _MemberStream:
 class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     """Turns calls into events. Everything here happens on the event loop."""
 
-    def __init__(self, events: EventQueue, strangers: Strangers) -> None:
+    def __init__(
+        self, events: EventQueue, strangers: Strangers, homes: Mapping[str, str], guard: Guard
+    ) -> None:
         self._events = events
         self._strangers = strangers
+        self._homes = homes
+        self._guard = guard
         self._complaints = Complaints(_log)
         self._num_snapshots = 0
         self._next_stream = self._next_ticket = 1
@@ -130,11 +136,12 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     # ---- members ----
 
     async def Join(self, requests: AsyncIterator[pb.MemberMessage], context: Context) -> None:
+        party = await self._guard.admit(_JOIN, context)
         stream = _MemberStream(self._next_stream, context)
         self._next_stream += 1
         self.streams[stream.number] = stream
         stream.stranger = self._strangers.enter(stream.caller.send_away)
-        reader = asyncio.create_task(self._read(stream))
+        reader = asyncio.create_task(self._read(stream, party))
         # Finished, not cut, when the messages end: that could overtake the last of them.
         reader.add_done_callback(lambda _: stream.finish())
         try:
@@ -149,13 +156,13 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         if stream.caller.is_sent_away:
             await stream.caller.end()
 
-    async def _read(self, stream: _MemberStream) -> None:
+    async def _read(self, stream: _MemberStream, party: Party) -> None:
         try:
-            await self._read_until_end(stream)
+            await self._read_until_end(stream, party)
         except Exception as error:  # gRPC raises many kinds when a call ends or cannot be parsed
             _log.debug("stream %d broke: %r", stream.number, error)
 
-    async def _read_until_end(self, stream: _MemberStream) -> None:
+    async def _read_until_end(self, stream: _MemberStream, party: Party) -> None:
         first = await stream.read()
         odd = "no Hello"
         if first is not None and first.HasField("hello"):
@@ -163,6 +170,12 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         if first is None or odd:
             self._complaints.say(f"stream {stream.number}: {odd}: cut")
             stream.caller.send_away()
+            return
+        member = first.hello.member
+        if not party.speaks_for(self._homes.get(member, "")):
+            odd = f"keys of node {party.node} do not speak for {member}"
+            self._complaints.say(f"stream {stream.number}: {odd}: refused")
+            self.refuse(stream.number, odd)
             return
         self._events.put(Joined(stream=stream.number, hello=first.hello))
         while (message := await stream.read()) is not None:
@@ -293,15 +306,23 @@ class _Ending(_CallFailed):
 class SchedulerServer:
     """The listening server. All methods are for the machine's thread."""
 
-    def __init__(self, events: EventQueue, host: str, port: int, num_members: int) -> None:
-        """Listen.
+    def __init__(
+        self,
+        events: EventQueue,
+        host: str,
+        port: int,
+        homes: Mapping[str, str],
+        admission: Admission,
+    ) -> None:
+        """Listen, for those whom ``admission`` knows. ``homes``: members, and their nodes.
 
         Raises:
             ConfigError: the port cannot be had.
         """
         self._streams_of: dict[str, int] = {}
         self._events = events
-        self._num_members = num_members
+        self._homes = homes
+        self._admission = admission
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         listening: futures.Future[int] = futures.Future()
         self._thread = threading.Thread(
@@ -322,11 +343,12 @@ class SchedulerServer:
     async def _serve(self, address: str, listening: futures.Future[int]) -> None:
         """The event loop's work, from listening to :meth:`close`."""
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        strangers = Strangers(max(MIN_STRANGERS, self._num_members))
-        self._servicer = _Servicer(self._events, strangers)
+        strangers = Strangers(max(MIN_STRANGERS, len(self._homes)))
+        guard = Guard(self._admission)
+        self._servicer = _Servicer(self._events, strangers, self._homes, guard)
         try:
-            self._server = self._bound(strangers)
-            listening.set_result(self._server.add_insecure_port(address))
+            self._server = self._bound(strangers, guard)
+            listening.set_result(self._admission.listen(self._server, address))
         except BaseException as error:
             listening.set_exception(error)
             return
@@ -335,11 +357,11 @@ class SchedulerServer:
         self._servicer.finish()
         await self._server.stop(self._grace_s)
 
-    def _bound(self, strangers: Strangers) -> grpc.aio.Server:
+    def _bound(self, strangers: Strangers, guard: Guard) -> grpc.aio.Server:
         server = grpc.aio.server(
             options=_OPTIONS,
-            interceptors=[Doorkeeper(strangers, frozenset((_JOIN,)))],
-            maximum_concurrent_rpcs=MAX_WAITING + 2 * self._num_members,
+            interceptors=[Doorkeeper(strangers, guard, frozenset((_JOIN,)))],
+            maximum_concurrent_rpcs=MAX_WAITING + 2 * len(self._homes),
         )
         rpc.add_MembershipServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]  # generated
         rpc.add_ControlServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]  # generated

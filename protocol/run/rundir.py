@@ -19,6 +19,7 @@ from penstock.protocol.plan.step import step_terms
 from penstock.protocol.run.files import holds_text, make_directory, parse_json, write_atomically
 from penstock.protocol.run.names import ownership, storage
 from penstock.protocol.run.seal import SEAL, read_sealed, seal_text
+from penstock.protocol.security.token import TOKEN_FILE, ensure_token
 from penstock.shm.layout import NodeLayout
 from penstock.shm.memory import MemorySpec
 from penstock.shm.table import BlockTable
@@ -32,7 +33,7 @@ MAX_OPTIMIZER_THREADS = 64
 
 _FILES = (
     *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
-    *("endpoint.json", SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
+    *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
 )
 _DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated")
 
@@ -63,6 +64,7 @@ class RunDirectory:
                 "format": FORMAT,
             }
             write_atomically(identity, json.dumps(fields))
+        ensure_token(path)
         return cls(path)
 
     def check_shape(self) -> None:

@@ -99,8 +99,8 @@ def renew(
             raise ConfigError(f"{folder}: is of another authority than {authority_dir or keys}")
         owners.append(old.identity)
         if old.identity.role is Role.NODE and not nodes:
-            names = dns_names(read_private(folder / "server.pem", secret=False))
-            first = old.identity.node if SCHEDULER_HOST in names else first
+            serving = KeyFolder(folder, ("server.pem", "server.key")).peek()
+            first = old.identity.node if SCHEDULER_HOST in serving.hosts else first
     if not owners:
         raise ConfigError(f"{keys}: has no keys of nodes or roles to renew")
     known = {identity.node for identity in owners}
@@ -152,13 +152,6 @@ def pack(keys: Path, node: str) -> bytes:
         for path in (folder, *sorted(folder.rglob("[!.]*"))):
             archive.add(path, arcname=str(path.relative_to(keys)), recursive=False, filter=_plain)
     return buffer.getvalue()
-
-
-def dns_names(certificate: bytes) -> list[str]:
-    """Returns the DNS names of a certificate (PEM)."""
-    leaf = x509.load_pem_x509_certificate(certificate)
-    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return names.get_values_for_type(x509.DNSName)
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -45,12 +45,15 @@ _PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credential:
-    """A certificate with its key and authority, as PEM, and what the certificate says."""
+    """A certificate with its key and authority, as PEM, and what the certificate says: whose it is,
+    or as which hosts it serves.
+    """
 
     ca: bytes
     certificate: bytes
     key: bytes
     identity: Identity | None
+    hosts: tuple[str, ...]
     expires: datetime
 
     def check_time(self, path: Path, now: datetime | None = None) -> None:
@@ -166,11 +169,13 @@ class KeyFolder:
                 f"{self.path}: {self._names[1]} was not issued by the authority in ca.pem; take all"
                 " files from one penstock keys make"
             ) from error
+        uris, hosts = _names_of(leaf)
         return Credential(
             ca=ca,
             certificate=certificate,
             key=key,
-            identity=_identity_of(leaf),
+            identity=Identity.parse(uris[0]) if len(uris) == 1 else None,
+            hosts=hosts,
             expires=min(leaf.not_valid_after_utc, authority.not_valid_after_utc),
         )
 
@@ -268,10 +273,11 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _identity_of(leaf: x509.Certificate) -> Identity | None:
+def _names_of(leaf: x509.Certificate) -> tuple[list[str], tuple[str, ...]]:
+    """Returns the URIs and the DNS names of a certificate."""
     try:
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):
-        return None
+        return [], ()
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    return Identity.parse(uris[0]) if len(uris) == 1 else None
+    return uris, tuple(names.get_values_for_type(x509.DNSName))

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from penstock.protocol.config.schema import load_config
 from penstock.protocol.errors import (
     CapacityError,
     ConfigError,
@@ -21,12 +22,16 @@ from penstock.protocol.errors import (
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.files import parse_json
+from penstock.protocol.security.access import Access, client_access
+from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
 
 SNAPSHOT_TIMEOUT_S = 600.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _ERRORS: dict[grpc.StatusCode, type[PenstockError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
+    grpc.StatusCode.PERMISSION_DENIED: ConfigError,
+    grpc.StatusCode.UNAUTHENTICATED: ConfigError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
 }
 
@@ -34,15 +39,28 @@ _ERRORS: dict[grpc.StatusCode, type[PenstockError]] = {
 class ControlClient:
     """Typed calls to the scheduler at ``address`` (``host:port``); close it, or use ``with``."""
 
-    def __init__(self, address: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, access: Access, timeout_s: float = 5.0) -> None:
+        """Connect, with what ``access`` shows.
+
+        Raises:
+            PenstockError: there is nothing to show.
+        """
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._connection = access.connect(address, CHANNEL_OPTIONS)
+        self._channel = self._connection.channel
         self._stub = rpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     @classmethod
-    def for_run(cls, run_dir: Path, timeout_s: float = 5.0) -> ControlClient:
-        """Returns a client for the run in ``run_dir``, by its ``endpoint.json``.
+    def for_run(
+        cls,
+        run_dir: Path,
+        timeout_s: float = 5.0,
+        wanted: Role = Role.CONTROL,
+        access: Access | None = None,
+    ) -> ControlClient:
+        """Returns a client for the run in ``run_dir``, by its ``endpoint.json``, that is to act as
+        ``wanted`` with the keys that are there, or with ``access``.
 
         Raises:
             ConfigError: no endpoint file: the run was not started here, or has ended.
@@ -61,7 +79,9 @@ class ControlClient:
             raise StateError(f"{path}: cannot read it: {reason(error)}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f'{path}: expected {{"scheduler": "host:port"}}: {error!r}') from error
-        return cls(address, timeout_s)
+        if access is None:
+            access = client_access(load_config(run_dir / "resolved.yaml"), run_dir, wanted)
+        return cls(address, access, timeout_s)
 
     def status(self) -> pb.StatusReply:
         """Returns what the run is doing."""
@@ -116,8 +136,9 @@ class ControlClient:
         self, name: str, method: Any, request: Message, timeout_s: float | None = None
     ) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._connection.check()
         try:
-            return method(request, timeout=limit_s)
+            return method(request, timeout=limit_s, metadata=self._connection.metadata)
         except grpc.RpcError as error:
             raise self._translated(name, error, limit_s) from error
 

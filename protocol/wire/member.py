@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from penstock.protocol.errors import ProtocolError
+from penstock.protocol.errors import PenstockError, ProtocolError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.security.access import Access, Connection
 
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 0.5
@@ -70,13 +71,15 @@ class MemberLink:
     for :meth:`receive`; it must not block. Messages of a stream that broke stay queued, in order,
     before those of the next stream. ``doing`` is asked before every heartbeat, on the heartbeats'
     thread. ``Refused`` is delivered like any message: the process is to
-    exit with :class:`~penstock.protocol.errors.RefusedError`.
+    exit with :class:`~penstock.protocol.errors.RefusedError`. ``access`` is asked for each stream:
+    keys may be replaced while the process lives.
     """
 
     def __init__(
         self,
         *,
         address: str,
+        access: Access,
         hello: HelloFactory,
         heartbeat_interval_s: float,
         silence_timeout_s: float,
@@ -84,6 +87,8 @@ class MemberLink:
         doing: Callable[[], Doing] = lambda: IDLE,
     ) -> None:
         self.address = address
+        self._access = access
+        self._trouble = ""  # with the last stream, said once; of the connecting thread
         self._hello = hello
         self._nonce = secrets.randbits(64)
         self._interval_s = heartbeat_interval_s
@@ -184,7 +189,13 @@ class MemberLink:
         """Open one stream and read it to its end; whether the scheduler answered on it."""
         hello = self._hello()
         hello.nonce = self._nonce
-        stream = _SchedulerStream(self.address, hello)
+        try:
+            connection = self._access.connect(self.address, CHANNEL_OPTIONS)
+            connection.check()
+        except PenstockError as error:
+            self._say_trouble(str(error))
+            return False
+        stream = _SchedulerStream(connection, hello)
         with self._lock:
             self._stream = stream
         if self._closing.is_set():  # close() may have looked for a stream before this one was there
@@ -199,8 +210,16 @@ class MemberLink:
                 self._stream = None
             stream.release()
         if stream.answered:
+            self._trouble = ""
             _log.info("stream to %s ended: %s", self.address, stream.end_reason)
+        elif not self._closing.is_set():
+            self._say_trouble(stream.end_reason)
         return stream.answered
+
+    def _say_trouble(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            _log.warning("no stream to the scheduler at %s: %s", self.address, trouble)
+        self._trouble = trouble
 
     def _beat(self) -> None:
         """Send heartbeats, and cut a stream on which the scheduler has been silent for too long."""
@@ -234,16 +253,16 @@ def _heartbeat(sequence: int, doing: Doing) -> pb.Heartbeat:
 class _SchedulerStream:
     """One connection and its call, from Hello to the end."""
 
-    def __init__(self, address: str, hello: pb.Hello) -> None:
+    def __init__(self, connection: Connection, hello: pb.Hello) -> None:
         self.answered = False
         self.last_heard = time.monotonic()
         self.end_reason = "closed by the scheduler"
         self._outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()
         self._outgoing.put(pb.MemberMessage(hello=hello))
         self._writer: threading.Thread | None = None
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = connection.channel
         stub = rpc.MembershipStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        self._call = stub.Join(self._requests())
+        self._call = stub.Join(self._requests(), metadata=connection.metadata)
 
     def put(self, message: pb.MemberMessage) -> None:
         if self._outgoing.qsize() >= MAX_QUEUED:
@@ -264,7 +283,8 @@ class _SchedulerStream:
                 if not message.HasField("heartbeat"):
                     yield message
         except grpc.RpcError as error:
-            self.end_reason = str(error.code()) if isinstance(error, grpc.Call) else repr(error)
+            known = isinstance(error, grpc.Call)
+            self.end_reason = f"{error.code()}: {error.details()}" if known else repr(error)
 
     def finish(self) -> None:
         """No more messages from this side; the scheduler then ends the stream."""

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from penstock.client.cli import bare_settings
 from penstock.client.main import app
 from penstock.daemons.node.home import RunLock, train_lock_path
+from penstock.protocol.security.token import ensure_token
 
 MODEL = {
     "model_type": "llama",
@@ -216,8 +217,14 @@ def test_control_commands_without_a_run(command: str, tmp_path: Path) -> None:
     assert code == 2 and "no run is active" in err
 
 
-def test_status_of_nobody_at_an_endpoint() -> None:
-    code, _, err = penstock("status", "--endpoint", "127.0.0.1:1")
+def test_status_of_nobody_at_an_endpoint(tmp_path: Path) -> None:
+    nobody = ("status", "--endpoint", "127.0.0.1:1")
+    code, _, err = penstock(*nobody)
+    assert code == 2 and "--keys DIR" in err
+    code, _, err = penstock(*nobody, "--keys", str(tmp_path))
+    assert code == 2 and "neither tls.pem" in err
+    ensure_token(tmp_path)
+    code, _, err = penstock(*nobody, "--keys", str(tmp_path))
     assert code == 4 and "127.0.0.1:1" in err
 
 

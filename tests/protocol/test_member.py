@@ -24,10 +24,22 @@ from penstock.protocol.errors import (
 )
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.security import access
+from penstock.protocol.security.access import Options
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
 
 DEADLINE_S = 10.0
+
+
+class ShowsNothing:
+    """Connects to servers that ask for nothing."""
+
+    def connect(self, address: str, options: Options) -> access.Connection:
+        return access.Connection(channel=grpc.insecure_channel(address, options=tuple(options)))
+
+
+SHOWN = ShowsNothing()
 
 
 class Connection:
@@ -130,6 +142,7 @@ def make_link(no_leaks: None) -> Iterator[Callable[..., MemberLink]]:
 
     def make(address: str, **options: Any) -> MemberLink:
         arguments: dict[str, Any] = {
+            "access": SHOWN,
             "hello": lambda: pb.Hello(member="worker.0", pid=7),
             "heartbeat_interval_s": 0.05,
             "silence_timeout_s": 5.0,
@@ -302,7 +315,7 @@ def test_close_ends_although_nobody_ever_answered(make_link: Callable[..., Membe
 
 def test_control_calls_return_typed_replies(server: ScriptedServer, tmp_path: Path) -> None:
     (tmp_path / "endpoint.json").write_text(json.dumps({"scheduler": server.address, "pid": 1}))
-    with ControlClient.for_run(tmp_path) as client:
+    with ControlClient.for_run(tmp_path, access=SHOWN) as client:
         server.control = lambda context: pb.StatusReply(version=3)
         assert client.status().version == 3
         server.control = lambda context: pb.ControlReply(message="done")
@@ -318,10 +331,10 @@ def test_control_errors_say_what_was_tried(server: ScriptedServer, tmp_path: Pat
     with pytest.raises(StateError, match="expected"):
         ControlClient.for_run(tmp_path)
     port = free_port()
-    with ControlClient(f"127.0.0.1:{port}") as client:
+    with ControlClient(f"127.0.0.1:{port}", SHOWN) as client:
         with pytest.raises(LostMemberError, match=f"127.0.0.1:{port}"):
             client.status()
-    with ControlClient(server.address, timeout_s=0.2) as client:
+    with ControlClient(server.address, SHOWN, timeout_s=0.2) as client:
         hold = threading.Event()
         server.control = lambda context: hold.wait(DEADLINE_S)
         with pytest.raises(LostMemberError, match=r"within 0\.2 s"):

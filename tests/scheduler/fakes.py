@@ -19,6 +19,8 @@ from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.names import expected_members
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.access import TOKEN_KEY, TokenAccess
+from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
@@ -161,6 +163,7 @@ class FakeCluster:
     def __init__(self, run: RunDirectory, port: int) -> None:
         self.run = run
         self.address = f"127.0.0.1:{port}"
+        self.access = TokenAccess(token_path(run.path))
         self.memory = FakeMemory()
         self.attempts: list[pb.RunAttempt] = []
         self.links: dict[str, MemberLink] = {}
@@ -195,7 +198,11 @@ class FakeCluster:
             link.close(timeout_s=0.2)
 
     def control(self) -> ControlClient:
-        return ControlClient(self.address)
+        return ControlClient(self.address, self.access)
+
+    def shown(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of calls that are not a stranger's."""
+        return ((TOKEN_KEY, read_token(self.access.path)),)
 
     def status(self) -> pb.StatusReply | None:
         with self.control() as client:
@@ -216,6 +223,7 @@ class FakeCluster:
         cluster = self.run.config.cluster
         link = MemberLink(
             address=self.address,
+            access=self.access,
             hello=hello,
             heartbeat_interval_s=cluster.heartbeat_interval_s,
             silence_timeout_s=cluster.heartbeat_timeout_s,

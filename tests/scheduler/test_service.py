@@ -234,7 +234,7 @@ def test_control_calls(make_fake_run: Callable[..., FakeRun]) -> None:
         with grpc.insecure_channel(run.cluster.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="penstock.v1.Control")
-            assert stub.Check(request, timeout=DEADLINE_S).status == 1
+            assert stub.Check(request, timeout=DEADLINE_S, metadata=run.cluster.shown()).status == 1
         assert "stopping" in client.stop()
     assert scheduler.wait() == (5, "")
     assert run.steps()[-1] == f"step-{run.cluster.memory.committed:08d}"
@@ -242,14 +242,20 @@ def test_control_calls(make_fake_run: Callable[..., FakeRun]) -> None:
 
 STOPPABLE = """
 import os, sys
+from pathlib import Path
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.security.access import TokenAccess
 from penstock.protocol.wire.member import MemberLink
 
-address, run_id, member = sys.argv[1:]
+address, run_id, member, token = sys.argv[1:]
 hello = pb.Hello(run_id=run_id, member=member, pid=os.getpid())
 link = MemberLink(
-    address=address, hello=lambda: hello, heartbeat_interval_s=0.05, silence_timeout_s=1.0
+    address=address,
+    access=TokenAccess(Path(token)),
+    hello=lambda: hello,
+    heartbeat_interval_s=0.05,
+    silence_timeout_s=1.0,
 )
 link.start()
 while True:
@@ -278,7 +284,10 @@ def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
     cluster = run.cluster
     run.schedule()
     cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
-    command = [sys.executable, "-c", STOPPABLE, cluster.address, run.directory.run_id, "worker.1"]
+    command = [
+        *(sys.executable, "-c", STOPPABLE, cluster.address, run.directory.run_id, "worker.1"),
+        str(cluster.access.path),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         cluster.pids["worker.1"] = process.pid
         cluster.wait_for_version(10)
@@ -316,14 +325,14 @@ class Silent:
     for as long as they are left.
     """
 
-    def __init__(self, address: str, method: str, *, connections: int, calls: int) -> None:
+    def __init__(self, cluster: FakeCluster, method: str, *, connections: int, calls: int) -> None:
         self._end = threading.Event()
         options = (("grpc.use_local_subchannel_pool", 1),)
         self._channels = [
-            grpc.insecure_channel(address, options=options) for _ in range(connections)
+            grpc.insecure_channel(cluster.address, options=options) for _ in range(connections)
         ]
         self.calls = [
-            channel.stream_stream(method)(self._nothing())
+            channel.stream_stream(method)(self._nothing(), metadata=cluster.shown())
             for channel in self._channels
             for _ in range(calls)
         ]
@@ -357,12 +366,12 @@ def test_silent_callers_hold_nobody_up(make_fake_run: Callable[..., FakeRun], me
     run.schedule()
     run.cluster.start()
     run.cluster.wait_for_version(3)
-    crowds = [Silent(run.cluster.address, method, connections=10, calls=16)]
+    crowds = [Silent(run.cluster, method, connections=10, calls=16)]
     try:
         with run.cluster.control() as client:
             for _ in range(5):
                 assert client.status().run_id == run.directory.run_id
-                crowds.append(Silent(run.cluster.address, method, connections=1, calls=30))
+                crowds.append(Silent(run.cluster, method, connections=1, calls=30))
             run.cluster.die("worker.1")
             wait_for(lambda: "worker.1" in run.cluster.fences, "fence")
             before = run.cluster.memory.committed
@@ -385,7 +394,8 @@ def test_a_huge_hello_is_neither_kept_nor_logged(make_fake_run: Callable[..., Fa
         for name in names.values():
             hello = pb.Hello(run_id=run.directory.run_id, member=name, pid=1)
             with pytest.raises(grpc.RpcError):
-                list(stub.Join(iter([pb.MemberMessage(hello=hello)]), timeout=DEADLINE_S))
+                hellos = iter([pb.MemberMessage(hello=hello)])
+                list(stub.Join(hellos, timeout=DEADLINE_S, metadata=run.cluster.shown()))
     assert sum(path.stat().st_size for path in (run.directory.path / "logs").iterdir()) < 200_000
     version = run.cluster.memory.committed
     run.cluster.wait_for_version(version + 3)
@@ -413,7 +423,7 @@ def test_a_flood_of_messages_waits_outside(make_fake_run: Callable[..., FakeRun]
 
     with grpc.insecure_channel(run.cluster.address) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]  # generated
-        call = stub.Join(flood())
+        call = stub.Join(flood(), metadata=run.cluster.shown())
         peak = 0
         wait_for(lambda: len(sent) > 10, "messages")
         deadline = time.monotonic() + DEADLINE_S

@@ -15,6 +15,8 @@ import pytest
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.access import TOKEN_KEY
+from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.control import ControlClient
 from tests.protocol.hostile import HostilePeer
 from tests.system import conftest as H
@@ -85,6 +87,7 @@ def test_two_nodes_train_on_among_hostile_peers(runner: Any, tmp_path: Path) -> 
     H.wait_for_step(run, 2)
     members = {n: p for n, p in run.members().items() if n.partition(".")[0] in KINDS}
     assert len(members) == 6
+    shown = ((TOKEN_KEY, read_token(token_path(run.run_dir))),)
     with ControlClient.for_run(run.run_dir) as client:
         attack = Attack(members, {m.metrics_port for m in client.status().members})
         address = client.address
@@ -93,7 +96,7 @@ def test_two_nodes_train_on_among_hostile_peers(runner: Any, tmp_path: Path) -> 
         for part_bytes in (4000, 0):
             for hello in impostors(RunDirectory(run.run_dir).run_id, list(members)):
                 with suppress(grpc.RpcError):
-                    assert list(stub.Join(iter([hello]), timeout=5.0)) == [], "nobody is told"
+                    assert list(stub.Join(iter([hello]), timeout=5.0, metadata=shown)) == []
             attack.round(part_bytes)
     H.wait_for_step(run, H.newest_step(run.run_dir) + 3)
     os.kill(run.process.pid, signal.SIGINT)

@@ -22,6 +22,7 @@ import pytest
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.stopping import stop_signals_blocked
+from penstock.protocol.security.token import ensure_token
 from penstock.workers.main import threads_per_worker
 
 WORKER = """
@@ -88,6 +89,7 @@ def write_run(cluster: Any, run_dir: Path) -> None:
     run_id = cluster.memories[0].spec.run_id
     identity = {"run_id": run_id, "created": "2026-01-01T00:00:00Z", "format": 1}
     (run_dir / "run.json").write_text(json.dumps(identity))
+    ensure_token(run_dir)
     (run_dir / "resolved.yaml").write_text(cluster.config.to_yaml())
     (run_dir / "table.json").write_text(cluster.table.to_json())
     (run_dir / "plan.json").write_text(cluster.plan.to_json())

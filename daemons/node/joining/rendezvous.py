@@ -35,6 +35,8 @@ from penstock.protocol.run.ended import EndWatch, RunEnd
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.rundir import SHARED
 from penstock.protocol.run.seal import seal_digest
+from penstock.protocol.security.access import keys_of_node, member_access
+from penstock.protocol.security.addresses import check_addresses
 from penstock.protocol.wire.control import ControlClient
 from penstock.shm.process import start_ticks
 
@@ -89,7 +91,7 @@ def meet(
     if node == config.cluster.nodes[0].name:
         prepare_run(config, config.run_dir, say, nodes_beside(config, 0))
         return Meeting(node=node, resolved=resolved)
-    ended = wait_for_start(config, scheduler, say)
+    ended = wait_for_start(config, node, scheduler, say)
     return Meeting(node=node, resolved=resolved, ended=ended)
 
 
@@ -212,14 +214,18 @@ def _looked_up(found: list[str | None], open_ranks: list[int], place: Place) -> 
     return known
 
 
-def wait_for_start(config: Config, scheduler: str | None, say: Say) -> RunEnd | None:
-    """Returns when the first node has prepared the run, its scheduler answers, and this machine
-    sees what was prepared; how the run ended, if it did so meanwhile.
+def wait_for_start(config: Config, node: str, scheduler: str | None, say: Say) -> RunEnd | None:
+    """Returns when the first node has prepared the run, its scheduler answers ``node``, and this
+    machine sees what was prepared; how the run ended, if it did so meanwhile.
 
     Raises:
         LostMemberError: that did not happen within ``cluster.start_timeout_s``.
-        ConfigError: the scheduler answers, but this machine never sees the run.
+        ConfigError: the scheduler answers, but this machine never sees the run; or the keys of this
+            node are of no use.
     """
+    check_addresses(config)
+    if config.cluster.security == "tls":
+        keys_of_node(config, node)
     run_dir, first = config.run_dir.absolute(), config.cluster.nodes[0]
     ending = EndWatch(run_dir, old=RunEnd.read(run_dir))
     timeout_s = config.cluster.start_timeout_s
@@ -228,7 +234,7 @@ def wait_for_start(config: Config, scheduler: str | None, say: Say) -> RunEnd | 
     say(f"waiting until node {first.name} has prepared the run and started the scheduler")
     while (end := ending.look()) is None:
         address, now_s = scheduler or _known_address(config, run_dir), time.monotonic()
-        digest = None if address is None else _prepared_digest(address)
+        digest = None if address is None else _prepared_digest(config, node, address)
         if digest is not None:
             answered_s = answered_s or now_s
             if digest == seal_digest(run_dir):
@@ -265,10 +271,13 @@ def _known_address(config: Config, run_dir: Path) -> str | None:
     return found.scheduler if found is not None and alive else None
 
 
-def _prepared_digest(address: str) -> str | None:
-    """Returns the checksum of the inputs of the scheduler's run; None while nobody answers."""
-    with ControlClient(address, timeout_s=_ASK_TIMEOUT_S) as client:
-        try:
+def _prepared_digest(config: Config, node: str, address: str) -> str | None:
+    """Returns the checksum of the inputs of the scheduler's run; None while nobody answers, or this
+    machine does not see the token of this start yet.
+    """
+    try:
+        access = member_access(config, config.run_dir.absolute(), node)
+        with ControlClient(address, access, timeout_s=_ASK_TIMEOUT_S) as client:
             return client.status().inputs
-        except LostMemberError:
-            return None
+    except (ConfigError, LostMemberError):
+        return None

@@ -1,0 +1,108 @@
+"""The token of a run: what its processes and control clients show where there are no certificates.
+
+Loopback addresses are open to every user of a machine. So the scheduler asks for a token that only
+the run's user can read (``RUN_DIR/token``, mode 0600). Whoever shows it first makes sure that the
+process that listens there is this user's, or root's: the port of a killed scheduler is anybody's
+for a moment.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.protocol.security.addresses import is_loopback
+from penstock.protocol.security.folders import read_private, write_private
+
+TOKEN_FILE = "token"
+_LISTEN = "0A"
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+
+
+def token_path(run_dir: Path) -> Path:
+    """Returns where a run's token is."""
+    return run_dir / TOKEN_FILE
+
+
+def ensure_token(run_dir: Path) -> None:
+    """Make the token of a run that is not active: a new one if there is none, or others may have
+    read it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = token_path(run_dir)
+    try:
+        safe = stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 and path.stat().st_size > 0
+    except FileNotFoundError:
+        safe = False
+    if not safe:
+        write_private(path, secrets.token_hex(32).encode())
+
+
+def read_token(path: Path) -> str:
+    """Returns the token.
+
+    Raises:
+        ConfigError: there is none, or others can read it.
+    """
+    token = read_private(path).decode("ascii", errors="replace").strip()
+    if not token.isalnum():
+        raise ConfigError(f"{path}: is no token; the next start of the run writes one")
+    return token
+
+
+def same_token(given: str, own: str) -> bool:
+    """Returns whether they are the same, in a time that does not say how much of it is."""
+    return hmac.compare_digest(given.encode(errors="replace"), own.encode())
+
+
+def check_listener(address: str) -> None:
+    """Refuse to show the token to another user: look whose process listens on a loopback
+    ``address`` (``host:port``). Other addresses cannot be looked at.
+
+    Raises:
+        LostMemberError: nobody listens there, or another user does.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not is_loopback(host) or not port.isdecimal():
+        return
+    owners = set(_listeners(host, int(port)))
+    if not owners:
+        raise LostMemberError(f"nobody listens on {address}")
+    if foreign := owners - {0, os.geteuid()}:
+        raise LostMemberError(
+            f"{address}: a process of user {min(foreign)} listens there, and this run is of user"
+            f" {os.geteuid()}: nothing is said to it"
+        )
+
+
+def _listeners(host: str, port: int) -> Iterator[int]:
+    """Yields the users whose sockets would take a connection to ``host:port`` (proc(5), net/tcp:
+    addresses are words in the machine's byte order, here little-endian).
+    """
+    own = {"127.0.0.1", "::1"} if host == "localhost" else {host}
+    for name in _TABLES:
+        try:
+            lines = Path(name).read_text().splitlines()[1:]
+        except OSError:
+            continue  # a kernel without this kind of address
+        for line in lines:
+            fields = line.split()
+            place, _, number = fields[1].partition(":")
+            if fields[3] != _LISTEN or int(number, 16) != port:
+                continue
+            words = bytes.fromhex(place)
+            raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+            found = ipaddress.ip_address(raw)
+            # gRPC listens on 127.0.0.1 with a socket of both kinds, as ::ffff:127.0.0.1.
+            mapped = getattr(found, "ipv4_mapped", None) or found
+            if str(mapped) in own or mapped.is_unspecified:
+                yield int(fields[7])
