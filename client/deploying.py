@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.client.cli import errors_explained, load
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from penstock.protocol.config.schema import Config
@@ -73,6 +73,76 @@ def systemd(
             typer.echo(line)
         if not remove:
             typer.echo(installing.next_commands(unit, root.absolute()))
+
+
+@app.command(
+    epilog="Start it with sbatch FILE; options there, such as --partition, replace those inside. It"
+    " goes on after its time limit and after a machine failed, also on other machines. Example:"
+    " penstock deploy slurm --config tiny.yaml --nodes 2 --time 12:00:00. See docs/SLURM.md."
+)
+def slurm(
+    config: ConfigOption,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="So many machines.")],
+    time: Annotated[
+        str,
+        typer.Option("--time", metavar="TIME", help="Time limit of one start, as sbatch takes it."),
+    ],
+    cpus: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="A machine has at least so many CPUs; default: the threads that the configuration"
+            " names, and one where it names none.",
+        ),
+    ] = 0,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory of a machine, such as 200G; 0: all of it.")
+    ] = "0",
+    lead: Annotated[
+        int,
+        typer.Option(
+            metavar="SECONDS", min=1, help="So long before the time limit the run saves and ends."
+        ),
+    ] = 120,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to; default: RUN.sbatch, right here."),
+    ] = None,
+) -> None:
+    """Write a batch script that trains on machines of a Slurm cluster."""
+    with errors_explained():
+        from penstock.deploy.slurm.script import SlurmJob
+
+        loaded = load(config, None)
+        job = SlurmJob(
+            config=config.absolute(),
+            penstock=Path(sys.executable).with_name("penstock"),
+            folder=Path.cwd(),
+            nodes=nodes,
+            cpus=cpus,
+            memory=memory,
+            time=time,
+            lead_s=lead,
+        )
+        target = Path(f"{loaded.run.name}.sbatch") if output is None else output
+        write_new(target, job.script(loaded))
+        typer.echo(f"{target} is written; start it with: sbatch {target}")
+
+
+def write_new(target: Path, text: str) -> None:
+    """Writes a file that is not there yet.
+
+    Raises:
+        ConfigError: it is there, or cannot be written.
+    """
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"--out {target}: exists; remove it, or name another file") from error
+    except OSError as error:
+        raise ConfigError(f"--out {target}: cannot write it: {reason(error)}") from error
 
 
 def known_node(config: Config, name: str) -> str:

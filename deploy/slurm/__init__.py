@@ -1,0 +1,1 @@
+"""The batch script that starts a run on Slurm."""
