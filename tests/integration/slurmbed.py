@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-MUNGE_SECONDS = 20.0
+START_SECONDS = 60.0
 
 CONFIGURATION = """\
 ClusterName=penstock
@@ -149,7 +149,7 @@ class SlurmBed:
         words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
-    def wait_for_state(self, job: str, *states: str, timeout_s: float = 90.0) -> str:
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = 300.0) -> str:
         """Waits until the job is in one of the states; returns which."""
         self.wait_until(
             lambda: self.state(job) in states, f"job {job} is {' or '.join(states)}", timeout_s
@@ -164,7 +164,7 @@ class SlurmBed:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
-    def wait_until(self, condition: object, what: str, timeout_s: float = MUNGE_SECONDS) -> None:
+    def wait_until(self, condition: object, what: str, timeout_s: float = START_SECONDS) -> None:
         """Waits, and fails with the daemons' logs."""
         assert callable(condition)
         deadline_s = time.monotonic() + timeout_s

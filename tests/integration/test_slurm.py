@@ -76,11 +76,11 @@ class Job:
         path = self.run_dir.parent / f"run-{self.number}.txt"
         return path.read_text() if path.exists() else "nothing"
 
-    def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 300.0) -> None:
         """Waits until a step is committed."""
         self.wait_until(lambda: H.newest_step(self.run_dir) >= step, f"step {step}", timeout_s)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 300) -> None:
         """Waits, and fails with what the job said."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
@@ -88,7 +88,7 @@ class Job:
             assert in_time, f"not in {timeout_s} s: {what}\n{self.said()}\n{self.bed.logs()}"
             time.sleep(0.1)
 
-    def end(self, *states: str, timeout_s: float = 90.0) -> None:
+    def end(self, *states: str, timeout_s: float = 300.0) -> None:
         """Waits for the job's end."""
         self.wait_until(
             lambda: self.bed.state(self.number) in states, f"job is {states}", timeout_s
@@ -134,7 +134,7 @@ def asked(run_dir: Path, call: Callable[[ControlClient], str]) -> bool:
     return True
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_job_of_two_nodes_trains(bed: SlurmBed, runner: H.Runner) -> None:
     job = Job(bed, runner, {"train": {"steps": 6}})
     job.submit()
@@ -151,7 +151,7 @@ def test_a_job_of_two_nodes_trains(bed: SlurmBed, runner: H.Runner) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_killed_nodes_and_steps_cost_no_byte(
     bed: SlurmBed, runner: H.Runner, undisturbed: Path
 ) -> None:
@@ -179,13 +179,13 @@ def test_killed_nodes_and_steps_cost_no_byte(
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_time_limit_then_other_hosts_then_scancel(bed: SlurmBed, runner: H.Runner) -> None:
     job = Job(bed, runner, {"train": {"steps": 1_000_000}})
     job.submit(time="1", lead=45)
     job.wait_for_step(2)
     assert bed.field(job.number, "NodeList") == "pn[1-2]"
-    job.wait_until(lambda: int(bed.field(job.number, "Restarts")) == 1, "it is queued anew", 150)
+    job.wait_until(lambda: int(bed.field(job.number, "Restarts")) == 1, "it is queued anew", 300)
     first = job.saved()
     print(f"job {job.number} saved step {first} before its time limit, and queued itself anew")
     assert first > 2 and "it is queued anew, and goes on from what is saved" in job.said()
@@ -200,7 +200,7 @@ def test_the_time_limit_then_other_hosts_then_scancel(bed: SlurmBed, runner: H.R
     assert steps == list(range(1, len(steps) + 1)), "no step was repeated or left out"
     bed.ask("scancel", job.number)
     bed.wait_for_state(job.number, "CANCELLED")
-    job.wait_until(lambda: not job.members(), "all have ended", 40)
+    job.wait_until(lambda: not job.members(), "all have ended", 60)
     end = json.loads((job.run_dir / "ended.json").read_text())
     assert (end["keep_memory"], end["failed"]) == (False, False)
     assert job.saved() == H.newest_step(job.run_dir) > first
