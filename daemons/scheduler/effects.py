@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.names import SCHEDULERD
 
 _log = logging.getLogger("penstock.scheduler")
 
@@ -141,6 +143,9 @@ class SchedulerEffects:
 
     def _say(self, effect: Say) -> None:
         _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
+        if effect.warning:
+            sys.stderr.write(f"{SCHEDULERD}: {effect.text}\n")
+            sys.stderr.flush()
 
     def _note_end(self, effect: NoteEnd) -> None:
         leave_word(self._run_dir, effect)

@@ -92,6 +92,9 @@ def test_memory_that_the_journal_does_not_explain_is_restored(
     driver.join_all()
     lines = driver.drained(committed, incarnation)
     assert lines == ["memoryd.a <- restore e4 v2 from /run/state/step-00000002"]
+    [told] = [e.text for e in driver.effects if isinstance(e, Say) and e.warning]
+    assert told.startswith("steps 3 to 4 are lost: shared memory alone had them, and memor")
+    assert "Training goes on from saved state of step 2; with train.save_every" in told
     assert driver.restored()[0] == "journal RESTORE v2 a5 c=1"
     [journaled] = [e for e in driver.effects if isinstance(e, JournalDecision)]
     assert journaled.position == make_position(2)

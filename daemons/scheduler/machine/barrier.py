@@ -100,8 +100,23 @@ class Barrier(Activity):
         message = pb.SchedulerMessage(restore=restore)
         return [
             Say(text=f"restoring from {source}: {reason}"),
+            *self._lost(source, reason),
             *send_all(self.rules.memoryds, message),
         ]
+
+    def _lost(self, source: str, reason: str) -> list[Effect]:
+        """Committed steps that nobody saved are gone with the memory."""
+        first, last = self.mirror.saved_version + 1, self.mirror.version
+        if last < first:
+            return []
+        which = f"step {last} is" if first == last else f"steps {first} to {last} are"
+        text = (
+            f"{which} lost: shared memory alone had them, and {reason}. That is so after a reboot,"
+            " on other machines than before, and where the epilogue of a job, or logind"
+            f" (RemoveIPC), cleans /dev/shm. Training goes on from {source}; with train.save_every"
+            " less is lost"
+        )
+        return [Say(text=text, warning=True)]
 
     def _on_restored(self, member: str, body: pb.Restored, now_s: float) -> list[Effect]:
         record = self._restoration
