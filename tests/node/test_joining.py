@@ -97,7 +97,7 @@ def test_places() -> None:
         count=2,
         count_source="SLURM_STEP_NUM_NODES=2",
         hosts=("n1", "n2"),
-        port=20_000 + 5 * 31 + 1,
+        port=20_005,
     )
     assert place(POD) == Place(
         engine="JobSet tiny",

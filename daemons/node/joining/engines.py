@@ -21,8 +21,8 @@ Environment = Mapping[str, str]
 POD_PORT = 29_600
 """The scheduler's port where nobody names one and each node has an address of its own."""
 SLURM_PORTS = range(20_000, 32_000)
-"""One of these follows from the numbers of job and step, so that all nodes know it. They lie below
-the range from which the system serves port 0.
+"""One of these follows from the number of the job, so that all nodes know it. They lie below the
+range from which the system serves port 0.
 """
 _LARGEST_LIST = 100_000
 """More hosts than that in a list of Slurm's are a garbled list."""
@@ -101,7 +101,6 @@ def _slurm_place(environment: Environment) -> Place | None:
     engine, number = f"Slurm job {job[:40]}", _number(environment, "SLURM_JOB_ID")
     if "SLURM_STEP_ID" not in environment:
         return _batch_place(environment, engine, number)
-    step = _number(environment, "SLURM_STEP_ID")
     hosts = expand_hosts(_text(environment, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST")
     _check_length(environment, "SLURM_STEP_NUM_NODES", hosts)
     tasks, local = _number(environment, "SLURM_STEP_NUM_TASKS"), environment.get("SLURM_LOCALID")
@@ -128,7 +127,7 @@ def _slurm_place(environment: Environment) -> Place | None:
         count=len(hosts),
         count_source=f"SLURM_STEP_NUM_NODES={len(hosts)}",
         hosts=hosts,
-        port=_slurm_port(number, step),
+        port=_slurm_port(number),
     )
 
 
@@ -147,12 +146,12 @@ def _batch_place(environment: Environment, engine: str, number: int) -> Place:
         count=1,
         count_source=f"SLURM_JOB_NODELIST={hosts[0]}",
         hosts=hosts,
-        port=_slurm_port(number, 0),
+        port=_slurm_port(number),
     )
 
 
-def _slurm_port(job: int, step: int) -> int:
-    return SLURM_PORTS[(job * 31 + step) % len(SLURM_PORTS)]
+def _slurm_port(job: int) -> int:
+    return SLURM_PORTS[job % len(SLURM_PORTS)]
 
 
 def _pod_place(environment: Environment, full_name: Callable[[], str]) -> Place | None:
