@@ -13,6 +13,8 @@ from typing import Any
 from penstock.daemons.node.preparing.capacity import Need, check_capacity, render_needs
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.daemons.node.preparing.prospect import look_ahead, needs_of_run
+from penstock.deploy.kubernetes.manifests import PodNeeds
+from penstock.protocol.config.execution import NodeConfig
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.plan.cpus import check_cpus, cpu_shortage, cpus_needed
@@ -87,6 +89,31 @@ class CapacityReport:
         if self.warning:
             yield f"  advice: {self.warning}: threads will wait for each other"
         yield from (f"  REFUSED: {refusal}" for refusal in self.refusals)
+
+
+def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
+    """Returns what the heaviest of ``num_nodes`` nodes needs, each on a machine of its own, by the
+    plan that this machine makes of it. ``cpus`` replaces the least that it does with, unless 0.
+
+    Raises:
+        ConfigError: no plan can be built.
+        CapacityError: ``schedule: auto`` found nothing that fits this machine.
+    """
+    given = config.cluster.nodes if len(config.cluster.nodes) == num_nodes else ()
+    names = [node.name for node in given] or [f"node-{i}" for i in range(num_nodes)]
+    nodes = tuple(NodeConfig(name=name, host=f"pod-{name}") for name in names)
+    spread = config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"nodes": nodes})}
+    )
+    found = look_ahead(spread, table_of(spread), None).needs
+    shm, memory = (need.needed for need in found[:2])
+    has_gpus = config.cluster.platform.pins_host_memory
+    return PodNeeds(
+        cpus=cpus or cpus_needed(config),
+        memory_bytes=memory,
+        shm_bytes=shm,
+        gpus=config.cluster.workers if has_gpus else 0,
+    )
 
 
 def _needs(path: Path, config: Config, nodes: Sequence[int]) -> tuple[Need, ...]:

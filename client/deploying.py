@@ -145,6 +145,61 @@ def write_new(target: Path, text: str) -> None:
         raise ConfigError(f"--out {target}: cannot write it: {reason(error)}") from error
 
 
+@app.command(
+    epilog="Writes Containerfile, storage.yaml, jobset.yaml and trainjob.yaml, and says what to do"
+    " with them. Memory and CPUs of the pods are what the plan needs. See docs/KUBERNETES.md."
+)
+def kubernetes(
+    config: ConfigOption,
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Image of Penstock, as the cluster pulls it.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="Of all objects; default: run.name.")
+    ] = "",
+    nodes: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Pods; default: as many as cluster.nodes.")
+    ] = 0,
+    cpus: Annotated[
+        int, typer.Option(metavar="N", min=0, help="CPUs a pod; default: what the node needs.")
+    ] = 0,
+    kueue: Annotated[str, typer.Option(metavar="QUEUE", help="Queue of Kueue's.")] = "",
+    volcano: Annotated[str, typer.Option(metavar="QUEUE", help="Queue of Volcano's.")] = "",
+    older: Annotated[
+        bool,
+        typer.Option(
+            "--older-cluster",
+            help="For Kubernetes before 1.35: containers restart whatever their exit code.",
+        ),
+    ] = False,
+) -> None:
+    """Write manifests that run one pod a node on Kubernetes (JobSet)."""
+    with errors_explained():
+        import yaml
+
+        from penstock.client.capacity import pod_needs
+        from penstock.deploy.kubernetes.manifests import Order, manifests, next_commands, pod_config
+        from penstock.protocol.run.files import write_atomically
+
+        loaded = load(config, None)
+        order = Order(
+            name=name or loaded.run.name,
+            image=image,
+            num_nodes=nodes or len(loaded.cluster.nodes),
+            kueue=kueue,
+            volcano=volcano,
+            older=older,
+        )
+        raw = yaml.safe_load(config.read_text(encoding="utf-8"))
+        pod_config(order, loaded, raw)  # refused before the model is looked at
+        files = manifests(order, loaded, raw, pod_needs(loaded, order.num_nodes, cpus))
+        out.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            write_atomically(out / file, text)
+        typer.echo(f"{out} has {', '.join(files)}; next:\n{next_commands(order, loaded, out)}")
+
+
 def known_node(config: Config, name: str) -> str:
     """Returns the name of a node of the configuration.
 
