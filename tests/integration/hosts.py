@@ -7,6 +7,7 @@ of the machine that all hosts see, as a shared file system would be.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+_PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).parents[2]
 SHARED = Path("/srv/shared")
 _HIDDEN = (Path("/tmp"), Path("/var/tmp"))
@@ -108,7 +110,7 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                preexec_fn=self._enter_groups,
+                preexec_fn=self._prepare,
             )
         wait_until(f"{self.name} is up", self._is_up)
         return time.monotonic() - start_s
@@ -163,8 +165,10 @@ class Host:
     def restart(self) -> None:
         """Shuts the host down as its administrator would, and boots it again."""
         assert self._process is not None
+        start_s = time.monotonic()
         self.run("systemctl", "--no-block", "poweroff")
         self._process.wait(timeout=180)
+        print(f"{self.name} was shut down in {time.monotonic() - start_s:.1f} s")
         self._forget()
         self.boot()
 
@@ -185,7 +189,9 @@ class Host:
         for group in self._groups:
             _remove_group(group)
 
-    def _enter_groups(self) -> None:
+    def _prepare(self) -> None:
+        """Runs in the child: it shuts the host down should this process be gone."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         for group in self._groups:
             (group / "cgroup.procs").write_text("0")
 

@@ -161,7 +161,7 @@ class Pair:
 
 
 WATCHDOG_S = 8
-STEPS = {"steps": 150, "save_every": 10}
+STEPS = {"steps": 60, "save_every": 10}
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_two_hosts_train_through_cuts_hangs_and_stops(
             pair.install(host, core)
         for host in pair.hosts:
             host.run("systemctl", "enable", "--now", TARGET)
-        pair.say("training", pair.wait_for_steps(15))
+        pair.say("training", pair.wait_for_steps(12))
         check_confinement(a, UNIT.format("a"))
 
         pair.wire.set("down")
@@ -211,17 +211,17 @@ def test_two_hosts_train_through_cuts_hangs_and_stops(
         print("b has no power")
         pair.wire.set("up")
         pair.say("b is up again", b.boot())
-        pair.say("and trains", pair.wait_for_steps(5))
+        pair.say("and trains", pair.wait_for_steps(2))
 
         seen, start_s = newest_step(pair.run_dir), time.monotonic()
         b.restart()
         assert a.show(UNIT.format("a"), "ActiveState") == "active", "the run waits for b"
         assert newest_state(pair.run_dir).name >= f"step-{seen:08}", "saved before b went down"
         pair.say("b has started anew", time.monotonic() - start_s)
-        pair.say("and trains", pair.wait_for_steps(5))
+        pair.say("and trains", pair.wait_for_steps(2))
 
         hang(b, UNIT.format("b"))
-        pair.say("after a hang", pair.wait_for_steps(5))
+        pair.say("after a hang", pair.wait_for_steps(2))
 
         stop_s = time.monotonic()
         a.run("systemctl", "stop", TARGET)
