@@ -207,10 +207,10 @@ def test_two_hosts_train_through_cuts_hangs_and_stops(
         check_confinement(a, UNIT.format("a"))
 
         pair.wire.set("down")
-        b.kill()
-        print("b has no power")
+        a.kill()
+        print("a, which has the scheduler, has no power")
         pair.wire.set("up")
-        pair.say("b is up again", b.boot())
+        pair.say("a is up again", a.boot())
         pair.say("and trains", pair.wait_for_steps(2))
 
         seen, start_s = newest_step(pair.run_dir), time.monotonic()
