@@ -55,17 +55,21 @@ def systemd(
     with errors_explained():
         from penstock.deploy.systemd import installing
         from penstock.deploy.systemd.units import NodeUnit
+        from penstock.protocol.security.identity import Identity, Role
 
         loaded = load(config, None)
+        keys = loaded.cluster.keys
+        own = Identity(run=loaded.run.name, role=Role.NODE, node=known_node(loaded, node))
         unit = NodeUnit(
-            run=loaded.run.name,
-            node=known_node(loaded, node),
+            run=own.run,
+            node=own.node,
             user=user,
             python=Path(sys.executable),
             config=config.absolute(),
             run_dir=loaded.run_dir.absolute(),
             folder=Path.cwd(),
             gpus=loaded.cluster.platform.pins_host_memory,
+            keys=None if keys is None else keys.absolute() / own.folder,
             cores=cores,
         )
         act = installing.remove if remove else installing.install

@@ -106,7 +106,10 @@ def check_access(unit: NodeUnit) -> None:
         ) from error
     if (risk := logout_risk(account.pw_uid)) is not None:
         raise ConfigError(f"--user {unit.user}: {risk}")
-    for flag, path in (("-x", unit.python), ("-r", unit.config), ("-w", unit.run_dir)):
+    needed = [("-x", unit.python), ("-r", unit.config), ("-w", unit.run_dir)]
+    if unit.keys is not None:
+        needed.append(("-x", unit.keys))  # a folder: what is in it is checked when it is read
+    for flag, path in needed:
         result = subprocess.run(
             ("test", flag, str(path)),
             user=account.pw_uid,
@@ -115,7 +118,7 @@ def check_access(unit: NodeUnit) -> None:
             timeout=_COMMAND_TIMEOUT_S,
         )
         if result.returncode:
-            verb = {"-x": "run", "-r": "read", "-w": "write to"}[flag]
+            verb = {"-x": "use", "-r": "read", "-w": "write to"}[flag]
             raise ConfigError(
                 f"{path}: user {unit.user} cannot {verb} it; put it where that user gets to (a"
                 " folder in /root or with mode 0700 is closed), or name another user with --user"

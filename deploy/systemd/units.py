@@ -35,8 +35,8 @@ _CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUnit:
     """One node of a run on this machine. All paths are absolute; ``folder`` is where relative paths
-    of the configuration begin. ``gpus``: its workers open NVIDIA devices. ``cores``: such as
-    ``0-7,16``; empty: all that the machine has.
+    of the configuration begin. ``gpus``: its workers open NVIDIA devices. ``keys``: the node's own
+    folder of keys, if it has one. ``cores``: such as ``0-7,16``; empty: all of the machine's.
     """
 
     run: str
@@ -47,18 +47,25 @@ class NodeUnit:
     run_dir: Path
     folder: Path
     gpus: bool
+    keys: Path | None = None
     cores: str = ""
 
     def __post_init__(self) -> None:
         if self.cores and not _CORES.fullmatch(self.cores):
             raise ConfigError(f"--cores {self.cores}: accepted are lists such as 0-7,16-23")
-        for path in (self.python, self.config, self.run_dir, self.folder):
+        for path in self.paths:
             if not str(path).isprintable():
                 raise ConfigError(f"{path!r}: units cannot name paths with control characters")
             if any(path.is_relative_to(place) for place in HIDDEN):
                 raise ConfigError(
                     f"{path}: every service has a /tmp and a /var/tmp of its own; put it elsewhere"
                 )
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Returns what must be there when the node starts."""
+        known = (self.run_dir, self.config, self.folder, self.python, self.keys)
+        return tuple(dict.fromkeys(path for path in known if path is not None))
 
     @property
     def service(self) -> str:
@@ -98,7 +105,6 @@ class NodeUnit:
         return _UNITS / f"{self.service}.d" / _DROP_IN
 
     def _values(self) -> dict[str, str]:
-        mounts = dict.fromkeys((self.run_dir, self.config, self.folder, self.python))
         return {
             "RUN": self.run,
             "NODE": self.node,
@@ -109,7 +115,7 @@ class NodeUnit:
             "FOLDER": _specifiers_escaped(str(self.folder)),
             "RUN_DIR": path_word(self.run_dir),
             "RUN_WORD": command_word(self.run_dir),
-            "MOUNTS": " ".join(path_word(path) for path in mounts),
+            "MOUNTS": " ".join(path_word(path) for path in self.paths),
             "DEVICES": _GPU_DEVICES if self.gpus else "PrivateDevices=yes",
             "CORES": f"CPUAffinity={self.cores}" if self.cores else "# CPUAffinity=: all cores",
         }

@@ -142,8 +142,13 @@ def test_paths_that_the_user_cannot_get_at_are_refused(
     monkeypatch.setattr(units, "HIDDEN", ())  # the test itself may be there
     config = tmp_path / "tiny.yaml"
     config.touch(mode=0o600)
-    unit = replace(UNIT, user="nobody", config=config, python=Path("/bin/true"), run_dir=tmp_path)
+    python, keys = Path("/bin/true"), tmp_path / "keys/node.a"
+    keys.mkdir(parents=True, mode=0o700)
+    paths = {"config": config, "python": python, "run_dir": Path("/tmp"), "keys": keys}
+    unit = replace(UNIT, user="nobody", **paths)
     with pytest.raises(ConfigError, match=r"tiny\.yaml: user nobody cannot read it; put it where"):
         installing.check_access(unit)
+    with pytest.raises(ConfigError, match=r"keys/node\.a: user nobody cannot use it"):
+        installing.check_access(replace(unit, config=Path("/etc/passwd")))
     with pytest.raises(ConfigError, match="--user x-y: there is no such user; make one"):
         installing.check_access(replace(unit, user="x-y"))
