@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 import zmq
 
@@ -83,9 +82,7 @@ def bind_transport(
         name = f"{worker_name(device_index)}-{os.getpid()}"
         return Transport(ipc_address(files.run_id, node.name, name), inbox, metrics, access)
     try:
-        # ZeroMQ binds to numbers only.
-        address = f"tcp://{socket.gethostbyname(node.host)}:0"
-        return Transport(address, inbox, metrics, access)
+        return Transport(f"tcp://{node.host}", inbox, metrics, access)
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
             f"cluster.nodes: node {node.name}: a worker cannot listen on host {node.host!r}:"
@@ -120,10 +117,14 @@ class EpochBuilder:
         progress: Progress,
         metrics: WorkerMetrics,
         access: SocketAccess = OPEN,
+        cut_off: Callable[[int, str], None] = lambda epoch, loss: None,
     ) -> None:
-        """``access``: what other nodes' sockets are shown."""
+        """``access``: what other nodes' sockets are shown. ``cut_off`` is called, on another
+        thread, when a connection to a peer is lost in an epoch.
+        """
         self._access = access
         self._files = files
+        self._cut_off = cut_off
         self._config = files.config
         self._table = files.table
         self._device_index = device_index
@@ -272,7 +273,10 @@ class EpochBuilder:
             ),
         )
         self._transport.connect(
-            self._peers(program + evaluation, beside, endpoints), self._optimizers(endpoints)
+            self._peers(program + evaluation, beside, endpoints),
+            self._optimizers(endpoints),
+            lambda loss: self._cut_off(begin.epoch, loss),
+            self._config.cluster.heartbeat_timeout_s,
         )
 
     def _checked_plan(self, begin: pb.Begin) -> Plan:

@@ -31,6 +31,7 @@ from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.cgroup import usable_cpus
 from penstock.workers.channels.inbox import Inbox
+from penstock.workers.channels.transport import Transport
 from penstock.workers.epoch_builder import EpochBuilder, bind_transport
 from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.registry import open_platform
@@ -85,7 +86,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         access = socket_access(config, node)
         transport = bind_transport(files, device, metrics, Inbox(), access)
         stack.callback(transport.close)
-        link = _connect(files, name, scheduler, fence, progress, transport.address, server.port)
+        link = _connect(files, name, scheduler, fence, progress, transport, server.port)
         stack.callback(link.close)
         stack.enter_context(_reported_failure(link, fence))
         platform = open_platform(
@@ -100,6 +101,9 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             progress=progress,
             metrics=metrics,
             access=access,
+            cut_off=lambda epoch, loss: link.send(
+                pb.MemberMessage(cut_off=pb.CutOff(epoch=epoch, loss=loss))
+            ),
         )
         stack.callback(builder.detach)
         builder.runtime()
@@ -120,7 +124,7 @@ def _connect(
     scheduler: str,
     fence: EpochFence,
     progress: Progress,
-    data_endpoint: str,
+    transport: Transport,
     port: int,
 ) -> MemberLink:
     cluster = files.config.cluster
@@ -133,7 +137,7 @@ def _connect(
             member=name,
             pid=os.getpid(),
             epoch=fence.epoch,
-            data_endpoint=data_endpoint,
+            data_endpoint=transport.address,
             metrics_port=port,
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,

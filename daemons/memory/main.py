@@ -79,7 +79,7 @@ def _run(
             access=socket_access(config, node),
         )
         cleanup.callback(server.close)
-        link = _link(directory, node, scheduler, machine, jobs, server.endpoint, exporter.port)
+        link = _link(directory, node, scheduler, machine, jobs, server, exporter.port)
         link.start()
         cleanup.callback(link.close)
         try:
@@ -114,7 +114,7 @@ def _link(
     scheduler: str,
     machine: MemoryMachine,
     jobs: JobThread,
-    endpoint: str,
+    server: BlockServer,
     port: int,
 ) -> MemberLink:
     cluster = directory.config.cluster
@@ -126,7 +126,7 @@ def _link(
             member=memoryd_name(node),
             pid=os.getpid(),
             epoch=machine.epoch,
-            data_endpoint=endpoint,
+            data_endpoint=server.endpoint,
             metrics_port=port,
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,

@@ -11,7 +11,6 @@ Requests come from the network: whatever arrives is answered with an error or dr
 from __future__ import annotations
 
 import logging
-import socket as sockets
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import zmq
 from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
+from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_HEADER_BYTES,
@@ -103,7 +103,7 @@ class BlockServer:
         self._thread: threading.Thread | None = None
         self.failure: Exception | None = None
         try:
-            self.endpoint = access.announce(self._bind(local_address, host))
+            self._home = self._bind(local_address, host, access)
         except BaseException:
             self._door.close()
             self._context.destroy(linger=0)
@@ -130,6 +130,11 @@ class BlockServer:
         self._context.destroy(linger=0)
 
     @property
+    def endpoint(self) -> str:
+        """Where other nodes reach it; another one when this machine's address has changed."""
+        return self._home.endpoint
+
+    @property
     def leases(self) -> tuple[Lease, ...]:
         """Who has been told the segments and was alive a moment ago."""
         return tuple(self._leases.values())
@@ -140,7 +145,7 @@ class BlockServer:
         socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
         return socket
 
-    def _bind(self, local_address: str, host: str) -> str:
+    def _bind(self, local_address: str, host: str, access: SocketAccess) -> HomeSocket:
         try:
             self._local.bind(local_address)
         except zmq.ZMQError as error:
@@ -150,14 +155,11 @@ class BlockServer:
                 f"another memoryd of this run is alive: it listens on {local_address}"
             ) from error
         try:
-            address = sockets.gethostbyname(host)  # ZeroMQ binds to numbers only
-            self._remote.bind(f"tcp://{address}:0")
+            return HomeSocket(self._remote, host, access.announce)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(
                 f"cluster.nodes host {host!r}: memoryd cannot listen there: {error}"
             ) from error
-        endpoint = self._remote.get_string(zmq.LAST_ENDPOINT)
-        return endpoint.rstrip("\0")
 
     def _run(self) -> None:
         try:
@@ -176,6 +178,7 @@ class BlockServer:
             for socket, _ in poller.poll(round(wait_s * 1000)):
                 self._receive(socket)
             self._retry_held()
+            self._home.follow()
             if time.monotonic() >= next_prune_s:
                 self._prune_leases()
                 next_prune_s = time.monotonic() + PRUNE_INTERVAL_S

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import socket as sockets
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
+from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.member import MemberLink
@@ -112,7 +112,7 @@ class GradientSocket:
         self._closing = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self.endpoint = ""
+        self._home: HomeSocket | None = None
         self._guard: Guard | None = None
         self._access = access
         self._door = Door(self._context, access)
@@ -125,6 +125,11 @@ class GradientSocket:
             self._context.destroy(linger=0)
             raise
         self._thread = threading.Thread(target=self._run, name="gradients")
+
+    @property
+    def endpoint(self) -> str:
+        """Where workers of other nodes reach it; empty where there are none."""
+        return "" if self._home is None else self._home.endpoint
 
     def start(self) -> None:
         """Start the thread."""
@@ -158,13 +163,11 @@ class GradientSocket:
         listen_guardedly(socket)
         self._access.protect(socket)
         try:
-            # ZeroMQ binds to numbers only.
-            socket.bind(f"tcp://{sockets.gethostbyname(host)}:0")
+            self._home = HomeSocket(socket, host, self._access.announce)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(
                 f"cluster.nodes host {host!r}: optimizerd cannot listen there: {error}"
             ) from error
-        self.endpoint = self._access.announce(socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
         self._guard = Guard(socket, BOUNDS, said_to_strangers=self._access.said_to_strangers)
 
     def _socket(self) -> zmq.Socket[bytes]:
@@ -180,6 +183,8 @@ class GradientSocket:
         for socket in self._sockets:
             poller.register(socket, zmq.POLLIN)
         while not self._closing.is_set():
+            if self._home is not None:
+                self._home.follow()
             for ready, _ in poller.poll(round(POLL_S * 1000)):
                 frames = ready.recv_multipart(copy=False)
                 if self._guard is not None and ready is not self._sockets[0]:

@@ -121,6 +121,7 @@ _TEXTS = {
     "failed": ("error", MAX_TEXT),
     "saved": ("error", MAX_TEXT),
     "fenced": ("member", MAX_NAME),
+    "cut_off": ("loss", 4 * MAX_NAME),
 }
 """Kind of message -> its field with a free text, and how long that may be."""
 

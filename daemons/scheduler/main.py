@@ -28,7 +28,7 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol.errors import ConfigError, PenstockError, StateError
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd, forget_end
 from penstock.protocol.run.metrics import serve_metrics
@@ -45,6 +45,7 @@ from penstock.protocol.run.seal import seal_digest
 from penstock.protocol.run.stopping import Demand, Grace, StopRequests
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.security.admission import scheduler_admission
+from penstock.protocol.wire.addresses import HomeAddress
 
 TICK_S = 0.05
 STATUS_INTERVAL_S = 1.0
@@ -94,7 +95,7 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
             complaint = StateError(f"{run.path}: cannot open the run's files: {error!r}")
             _turn_away(run.path, rules, service, events, complaint)
             raise complaint from error
-        return loop.run()
+        return loop.run(HomeAddress(config.cluster.nodes[0].host))
 
 
 def read_rules(run: RunDirectory) -> Rules:
@@ -227,8 +228,12 @@ class SchedulerLoop:
         self._events = events
         self._metrics = metrics
 
-    def run(self) -> int:
-        """Run until the machine ends; returns the exit code."""
+    def run(self, home: HomeAddress) -> int:
+        """Run until the machine ends; returns the exit code.
+
+        When the machine's address has changed it is that of a process that was interrupted: gRPC
+        cannot listen anew, and the node starts the scheduler again.
+        """
         tick_due_s = status_due_s = monotonic_s()
         while self._loop.exit is None:
             event = self._next(tick_due_s - monotonic_s())
@@ -241,6 +246,8 @@ class SchedulerLoop:
             if now_s >= status_due_s:
                 status_due_s = now_s + STATUS_INTERVAL_S
                 self._metrics.status(status_reply(self._machine, now_s))
+                if home.moved():
+                    return ExitCode.INTERRUPTED
         ended = self._loop.exit
         if ended.reason:
             _log.error("stopping: %s", ended.reason)

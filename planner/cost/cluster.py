@@ -19,9 +19,10 @@ class Cluster:
     engines. ``devices_per_switch`` devices share a PCIe switch of ``switch_bandwidth`` each way
     towards the host. ``peer_bandwidth``: between two devices of a node, each way;
     ``peer_through_host``: such transfers cross the switches and DRAM (no NVLink).
-    ``nic_bandwidth``: of a node, each way, for all transfers to other nodes. ``dram_bandwidth``: of
-    a node, shared by copies, transfers through the host, and the optimizer's threads.
-    ``latency_s`` of a message.
+    ``nic_bandwidth``: of a node, each way, for all transfers to other nodes; ``read_bandwidth``, if
+    given, instead for each read of another node's memory (weights, gradients), shared by none.
+    ``dram_bandwidth``: of a node, shared by copies, transfers through the host, and the optimizer's
+    threads. ``latency_s`` of a message.
 
     ``optimizer_rate``: parameters/s that all optimizer cores of a node can process if DRAM is no
     limit. ``preview_speed``, ``settle_speed``: how many times as fast they preview, or settle, as
@@ -44,6 +45,7 @@ class Cluster:
     peer_bandwidth: float = inf
     peer_through_host: bool = False
     nic_bandwidth: float = inf
+    read_bandwidth: float | None = None
     dram_bandwidth: float = inf
     latency_s: float = 0.0
     optimizer_rate: float = inf

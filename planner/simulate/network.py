@@ -71,6 +71,8 @@ class Network:
             for node in (source, target)
             for resource in self._resource("dram", node, cluster.dram_bandwidth)
         )
+        if self._cluster.read_bandwidth is not None:
+            return self._route(self._cluster.read_bandwidth, dram)
         return self._route(inf, (*dram, *self._nics(source, target)))
 
     def optimizer(self, node: int, bytes_per_second: float) -> int:

@@ -13,10 +13,15 @@ those of compute instructions come
 
 - the **overhead** of an instruction: what the interpreter does between compute instructions (sends,
   loads of weights where the device has no copy engine, its own work), per compute instruction;
-- the **latency** of a transfer: from the end of a send (and the arrival of what went before it)
-  until a waiting consumer has its input;
+- the **latency** of a transfer: from the end of a send (and the arrival of what went before it on
+  its way, between nodes through either of their NICs) until a waiting consumer has its input; one
+  for transfers within nodes, one for those between;
 - the **hops** of the optimizer: from the last byte of gradients to the start of the sweep, and from
   one sweep to the next.
+
+Weights of the node's own memory say what a copy takes; what fetches take longer, where some of
+their blocks are another node's, is those blocks' way over the network, as long as it was beside all
+else that went there.
 
 As in the simulator they do not depend on what else the machine does at that moment, so where
 workers and optimizer share cores, the fit is an average.
@@ -28,6 +33,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from statistics import fmean, median
 from typing import TypeVar
 
@@ -61,9 +67,9 @@ class Fit:
     """What a trace says about costs.
 
     ``stages``: seconds of each compute opcode and stage (of a BACKWARD_WEIGHT per micro-batch),
-    ``overhead_s``, ``latency_s``, ``gradients_s`` (published to sweep) and ``sweep_hop_s`` as in
-    the module; ``sweeps``: seconds by block; ``settle_speed``: of blocks that are settled first,
-    relative to these.
+    ``overhead_s``, ``latency_s``, ``nic_s`` (the latency between nodes), ``gradients_s`` (published
+    to sweep) and ``sweep_hop_s`` as in the module; ``sweeps``: seconds by block; ``settle_speed``:
+    of blocks that are settled first, relative to these.
     """
 
     plan: Plan
@@ -71,6 +77,7 @@ class Fit:
     stages: Mapping[StageKey, float]
     overhead_s: float
     latency_s: float
+    nic_s: float
     gradients_s: float
     sweep_hop_s: float
     sweeps: Mapping[int, float]
@@ -82,12 +89,14 @@ class Fit:
     def of(cls, attempts: Sequence[MeasuredAttempt], devices_per_node: int) -> Fit:
         """Fits costs to attempts of one plan, at least one."""
         ready, hops = _sweep_hops(attempts)
+        latency_s, nic_s = _latencies(attempts, devices_per_node)
         return cls(
             plan=attempts[0].plan,
             devices_per_node=devices_per_node,
             stages=_medians(map(_stage_means, attempts)),
             overhead_s=median(map(_overhead_s, attempts)),
-            latency_s=median(map(_latency_s, attempts)),
+            latency_s=latency_s,
+            nic_s=nic_s,
             gradients_s=_median(ready),
             sweep_hop_s=_median(hops),
             sweeps=_medians(map(_sweep_seconds, attempts)),
@@ -104,7 +113,9 @@ class Fit:
             fetch_bandwidth=BYTES_PER_S,
             offload_bandwidth=BYTES_PER_S,
             peer_bandwidth=BYTES_PER_S,
-            nic_bandwidth=BYTES_PER_S,
+            # The same outputs cross NICs, in other times.
+            nic_bandwidth=BYTES_PER_S * (self.latency_s / self.nic_s if self.nic_s else 1.0),
+            read_bandwidth=self._read_bandwidth,
             optimizer_rate=PARAMETERS_PER_S,
             settle_speed=self.settle_speed,
             device_optimizer_rate=PARAMETERS_PER_S,
@@ -124,7 +135,7 @@ class Fit:
         weights = _shared(self._of(Opcode.BACKWARD_WEIGHT), ranges)
         offloads = {s: seconds + self.gradients_s for s, seconds in self.offloads.items()}
         gradients = _shared(offloads, ranges)
-        fetched = self._fetched_by_block()
+        fetched = self._copied_by_block
         blocks = [
             BlockCost(
                 forward_s=forward.get(block, 0.0),
@@ -146,14 +157,40 @@ class Fit:
     def _of(self, opcode: Opcode) -> dict[int, float]:
         return {stage: seconds for (code, stage), seconds in self.stages.items() if code is opcode}
 
-    def _fetched_by_block(self) -> dict[int, float]:
-        """Means of what the forward and the backward buffers say."""
+    @property
+    def _copied_by_block(self) -> dict[int, float]:
+        """Seconds by block of fetches from the node's own memory: means of what the forward and the
+        backward buffers say; for blocks that only others own, the mean of all blocks.
+        """
         found: dict[int, list[float]] = defaultdict(list)
-        for (phase, stage), seconds in self.fetches.items():
-            stages = self.plan.forward_stages if phase == "forward" else self.plan.backward_stages
-            for block in stages[stage].blocks:
-                found[block].append(seconds / len(stages[stage].blocks))
-        return {block: fmean(values) for block, values in found.items()}
+        for key, seconds in self.fetches.items():
+            blocks, remote = self._read(key)
+            if not remote:
+                for block in blocks:
+                    found[block].append(seconds / len(blocks))
+        usual = _mean([value for values in found.values() for value in values])
+        fetched = {block for key in self.fetches for block in self._read(key)[0]}
+        return {block: fmean(found[block]) if found[block] else usual for block in fetched}
+
+    @property
+    def _read_bandwidth(self) -> float:
+        """Weights of other nodes over the seconds that fetches take beside their copies."""
+        copied, amount, total_s = self._copied_by_block, 0.0, 0.0
+        for key, seconds in self.fetches.items():
+            blocks, remote = self._read(key)
+            if remote:
+                amount += BYTES_PER_S * sum(copied[block] for block in remote)
+                total_s += max(0.0, seconds - sum(copied[block] for block in blocks))
+        return amount / total_s if amount and total_s else inf
+
+    def _read(self, fetched: tuple[str, int]) -> tuple[range, list[int]]:
+        """Returns the blocks of a fetched stage, and those of them that another node owns."""
+        phase, number = fetched
+        stages = self.plan.forward_stages if phase == "forward" else self.plan.backward_stages
+        stage, reduction = stages[number], Reduction.of(self.plan)
+        node = stage.device // self.devices_per_node
+        owners = {b: reduction.owner_device(b) // self.devices_per_node for b in stage.blocks}
+        return stage.blocks, [block for block, owner in owners.items() if owner != node]
 
 
 def _median(values: Sequence[float]) -> float:
@@ -202,22 +239,47 @@ def _overhead_s(attempt: MeasuredAttempt) -> float:
         )
         total_s += window_s - waited_s - sum(work.seconds for work in works) + loaded_s
         count += len(works)
-    return total_s / max(1, count)
+    return max(0.0, total_s) / max(1, count)  # rounding may leave less than nothing
 
 
-def _latency_s(attempt: MeasuredAttempt) -> float:
-    """Returns the way of a message that the receiver expects already (when others are noticed does
-    not matter), and what a consumer that waits for it takes to go on: means.
+def _latencies(attempts: Sequence[MeasuredAttempt], devices_per_node: int) -> tuple[float, float]:
+    """Returns the latency of transfers within nodes, and of those between them; the one for the
+    other where there are none: medians over attempts.
+
+    It is the way of a message that the receiver expects already (when others are noticed does not
+    matter), and what a consumer that waits for it takes to go on: means.
     """
-    way = [
-        max(0.0, moved.arrived_s - max(moved.sent_s, moved.start_s))
-        for moved in attempt.trace.moved
-        if moved.posted_s <= moved.sent_s
-    ]
-    waking: list[float] = []
-    for trace in attempt.trace.devices.values():
-        waking += _wakings(trace.computed, sorted(trace.arrivals.values()))
-    return _mean(way) + _mean(waking)
+    inside: list[float] = []
+    between: list[float] = []
+    for attempt in attempts:
+        waking: list[float] = []
+        for trace in attempt.trace.devices.values():
+            waking += _wakings(trace.computed, sorted(trace.arrivals.values()))
+        near, far = _ways(attempt, devices_per_node)
+        inside += [_mean(near) + _mean(waking)] if near or not far else []
+        between += [_mean(far) + _mean(waking)] if far else []
+    latency_s = _median(inside) if inside else _median(between)
+    return latency_s, _median(between) if between else latency_s
+
+
+def _ways(attempt: MeasuredAttempt, devices_per_node: int) -> tuple[list[float], list[float]]:
+    """Returns the seconds that expected messages were under way, within nodes and between them.
+
+    A message between nodes starts when both NICs are free of those that arrived before it.
+    """
+    near: list[float] = []
+    far: list[float] = []
+    free: dict[tuple[str, int], float] = defaultdict(float)
+    for moved in sorted(attempt.trace.moved, key=lambda moved: moved.arrived_s):
+        start_s = max(moved.sent_s, moved.start_s)
+        nodes = moved.source // devices_per_node, moved.target // devices_per_node
+        if nodes[0] != nodes[1]:
+            nics = ("out", nodes[0]), ("in", nodes[1])
+            start_s = max(start_s, *(free[nic] for nic in nics))
+            free.update(dict.fromkeys(nics, moved.arrived_s))
+        if moved.posted_s <= moved.sent_s:
+            (near if nodes[0] == nodes[1] else far).append(max(0.0, moved.arrived_s - start_s))
+    return near, far
 
 
 def _mean(values: Sequence[float]) -> float:

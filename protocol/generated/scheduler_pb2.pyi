@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MemberMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "fenced", "drained", "restored", "ready", "block_status", "attempt_done", "amended", "settled", "saved", "evaluation_done", "failed")
+    __slots__ = ("hello", "heartbeat", "fenced", "drained", "restored", "ready", "block_status", "attempt_done", "amended", "settled", "saved", "evaluation_done", "failed", "cut_off")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class MemberMessage(_message.Message):
     SAVED_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     fenced: Fenced
@@ -34,7 +35,8 @@ class MemberMessage(_message.Message):
     saved: Saved
     evaluation_done: EvaluationDone
     failed: Failed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    cut_off: CutOff
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cut_off: _Optional[_Union[CutOff, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "metrics_port", "nonce")
@@ -201,6 +203,14 @@ class Failed(_message.Message):
     epoch: int
     attempt: int
     def __init__(self, error: _Optional[str] = ..., exit_code: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class CutOff(_message.Message):
+    __slots__ = ("epoch", "loss")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    loss: str
+    def __init__(self, epoch: _Optional[int] = ..., loss: _Optional[str] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
     __slots__ = ("heartbeat", "refused", "fence", "drain", "restore", "begin", "run_attempt", "amend", "commit", "skip", "settle", "save", "evaluate", "shutdown")

@@ -293,14 +293,20 @@ class Connection:
     libzmq gives up silently. Of one thread at a time, like its socket.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, access: SocketAccess) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], address: str, access: SocketAccess, watched: int = 0
+    ) -> None:
         """Connect ``socket``, which is closed with this.
+
+        Somebody else reads :attr:`monitor` if there are events in ``watched``, which it then brings
+        too, and hands each to :meth:`note`.
 
         Raises:
             ProtocolError: as :meth:`SocketAccess.connect`; the socket is closed.
         """
         self.socket = socket
-        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(_REFUSALS)
+        self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(_REFUSALS | watched)
+        self._is_watched = bool(watched)
         self._seen = ""
         try:
             access.connect(socket, address)
@@ -310,21 +316,25 @@ class Connection:
 
     def refusal(self) -> str:
         """Returns why the other side cannot be talked to; empty while there is hope."""
-        while self._monitor.poll(0):
-            event: Any = recv_monitor_message(self._monitor)
-            turned_away = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        while not self._is_watched and self.monitor.poll(0):
+            event: Any = recv_monitor_message(self.monitor)
+            self.note(event["event"])
+        return self._seen
+
+    def note(self, event: int) -> None:
+        """Heed an event of the monitor."""
+        if event & _REFUSALS:
             self._seen = (
                 "it does not let this node's key in"
-                if turned_away
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 else "it has not the cluster.security of this process"
             )
-        return self._seen
 
     def close(self) -> None:
         """Drop what is on its way."""
         # First this: an event that nobody reads any more would hold up the socket's end.
         self.socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self.monitor.close(linger=0)
         self.socket.close(linger=0)
 
 

@@ -222,7 +222,9 @@ class MemberLink:
         self._trouble = trouble
 
     def _beat(self) -> None:
-        """Send heartbeats, and cut a stream on which the scheduler has been silent for too long."""
+        """Send heartbeats; cut a stream on which the scheduler has been silent for too long, or was
+        told where this process listened before its machine's address changed.
+        """
         sequence = 0
         last_tick = time.monotonic()
         while not self._closing.wait(self._interval_s):
@@ -235,6 +237,10 @@ class MemberLink:
                 stream.heard()  # this process was stopped: what arrived meanwhile is still unread
             if now - stream.last_heard > self._silence_timeout_s:
                 _log.warning("scheduler silent for %.1f s: reconnecting", now - stream.last_heard)
+                stream.cut()
+                continue
+            if stream.answered and self._hello().data_endpoint != stream.data_endpoint:
+                _log.warning("this process listens elsewhere now: reconnecting")
                 stream.cut()
                 continue
             sequence += 1
@@ -255,6 +261,7 @@ class _SchedulerStream:
 
     def __init__(self, connection: Connection, hello: pb.Hello) -> None:
         self.answered = False
+        self.data_endpoint = hello.data_endpoint
         self.last_heard = time.monotonic()
         self.end_reason = "closed by the scheduler"
         self._outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()

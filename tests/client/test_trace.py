@@ -24,12 +24,12 @@ from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.render import Caption, png
 from penstock.planner.schedule import lower
-from penstock.planner.simulate import Simulation, simulate
+from penstock.planner.simulate import Simulation, Span, simulate
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, measure, overlapping, short_label
 from penstock.planner.traces.overlap import Overlap, overlap
 from penstock.planner.traces.traced import Peak, TracedRun
-from penstock.protocol.plan.instructions import OffloadGradients
+from penstock.protocol.plan.instructions import OffloadGradients, parse_instruction
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, read_traces
@@ -75,10 +75,13 @@ def simulated(plan: Plan) -> Simulation:
 class FakeRun:
     """A run directory of a plan, traced; ``write`` adds attempts that go as simulated."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(
+        self, path: Path, plan: Plan, simulation: Simulation | None = None, nodes: str = "a"
+    ) -> None:
         self.path = path
         self.plan = plan
-        self.simulation = simulated(plan)
+        self.simulation = simulation or simulated(plan)
+        self.nodes = nodes
         self.now_s = 1000.0
         (path / "run.json").write_text("{}")
         (path / "plan.json").write_text(plan.to_json())
@@ -93,14 +96,18 @@ class FakeRun:
                 }
             )
         )
-        members = [*(f"worker.{d}" for d in range(plan.num_devices)), "optimizerd.a", "schedulerd"]
+        members = [f"worker.{d}" for d in range(plan.num_devices)]
+        members += [*(f"optimizerd.{node}" for node in nodes), "schedulerd"]
         self.logs = {member: TraceLog.of_run(path, member, enabled=True) for member in members}
 
     def write(self, attempt: int, *, decided: bool = True, share: float = 1.0) -> None:
         """Of an attempt that is broken off after a ``share`` of its time, what ended before."""
         zero_s = self.now_s + LAUNCH_S
         end_s = zero_s + share * self.simulation.makespan_s
-        events = {"optimizerd.a": list(self._passes(attempt, zero_s))}
+        events = {
+            f"optimizerd.{name}": list(self._passes(attempt, zero_s, node))
+            for node, name in enumerate(self.nodes)
+        }
         for device in range(self.plan.num_devices):
             events[f"worker.{device}"] = list(self._device(device, attempt, zero_s))
         for member, found in events.items():
@@ -132,6 +139,7 @@ class FakeRun:
         """
         spans = self.simulation.spans
         times = {s.label: s for s in spans if s.lane is Lane.COMPUTE and s.place == device}
+        texts = {short_label(i): str(i) for i in self.plan.programs[device]}
         clock_s = 0.0
 
         def event(lane: TraceLane, text: str, start_s: float, end_s: float) -> TraceEvent:
@@ -155,11 +163,23 @@ class FakeRun:
             if isinstance(instruction, OffloadGradients):
                 yield from self._published(device, instruction, event)
         for span in spans:
-            if span.lane is Lane.LINK and span.peer == device:
+            if span.lane is Lane.FETCH and span.place == device:
+                text = texts[span.label]
+                yield event(TraceLane.FETCH, text, self._read_from_s(span), span.end_s)
+            elif span.lane is Lane.LINK and span.peer == device:
                 yield event(TraceLane.ARRIVAL, span.label, span.end_s, span.end_s)
             elif span.lane is Lane.REDUCE and span.peer == device:
                 text = span.label.replace("RD", "reduction") + " 0"
                 yield event(TraceLane.ARRIVAL, text, span.end_s, span.end_s)
+
+    def _read_from_s(self, fetch: Span) -> float:
+        """When a fetch began to read what another node owns; or by itself, if there is nothing."""
+        reads = (
+            s.start_s
+            for s in self.simulation.spans
+            if (s.lane, s.place, s.label) == (Lane.REDUCE, fetch.place, fetch.label)
+        )
+        return min(reads, default=fetch.start_s)
 
     def _published(self, device: int, offload: OffloadGradients, event: Any) -> Iterator[Any]:
         found = [
@@ -174,10 +194,12 @@ class FakeRun:
         for block, span in zip(stage.blocks, found, strict=True):
             yield event(TraceLane.OFFLOAD, f"{block} {contribution}", span.end_s, span.end_s)
 
-    def _passes(self, attempt: int, zero_s: float) -> Iterator[TraceEvent]:
+    def _passes(self, attempt: int, zero_s: float, node: int) -> Iterator[TraceEvent]:
         blocks = {s: list(stage.blocks) for s, stage in enumerate(self.plan.backward_stages)}
         for span in self.simulation.spans:
-            if span.lane is Lane.OPTIMIZER:  # in the order in which blocks are published
+            if (
+                span.lane is Lane.OPTIMIZER and span.place == node
+            ):  # in the order in which blocks are published
                 block = blocks[int(span.label.split()[1])].pop(0)
                 yield TraceEvent(
                     lane=TraceLane.OPTIMIZER,
@@ -189,20 +211,12 @@ class FakeRun:
 
     @property
     def attempts(self) -> tuple[MeasuredAttempt, ...]:
-        return measure(TracedRun.of(read_traces(self.path), ["a"]), self.plan).attempts
+        return measure(TracedRun.of(read_traces(self.path), list(self.nodes)), self.plan).attempts
 
 
 def label(text: str) -> str:
     """The label of an instruction by its text."""
-    return LABELS[text]
-
-
-LABELS = {
-    str(instruction): short_label(instruction)
-    for plan in PLANS.values()
-    for program in plan.programs
-    for instruction in program
-}
+    return short_label(parse_instruction(text))
 
 
 @pytest.fixture(params=list(PLANS))
@@ -286,6 +300,28 @@ def test_fitted_costs_give_the_simulation_back(run: FakeRun) -> None:
     assert again.bubble_ratio == pytest.approx(run.simulation.bubble_ratio, abs=1e-3)
     assert fit.overhead_s == pytest.approx(0.0, abs=1e-6)
     assert fit.latency_s == pytest.approx(0.003, abs=1e-5)
+
+
+@pytest.mark.parametrize("weight_bytes", [0.016, 0.128])
+def test_what_crosses_the_nics_of_two_nodes_is_fitted_once(
+    tmp_path: Path, weight_bytes: float
+) -> None:
+    """Reads of weights that the other node owns, which messages queue with; NICs of half the rate
+    of links within a node.
+    """
+    request = ScheduleRequest(
+        scheme="spipe", num_devices=4, num_microbatches=8, forward_stages=4, backward_stages=8
+    )
+    plan = lower(build_schedule(request, [1.0] * NUM_BLOCKS))
+    cluster = dataclasses.replace(CLUSTER, fetch_bandwidth=4.0, nic_bandwidth=0.5)
+    block = dataclasses.replace(BLOCK, weight_bytes=weight_bytes)
+    costs = Costs(blocks=(block,) * NUM_BLOCKS, instruction_s=0.001)
+    run = FakeRun(tmp_path, plan, simulate(plan, costs, cluster, stops_early=True), "ab")
+    for attempt in range(1, 4):
+        run.write(attempt)
+    fit = Fit.of(run.attempts, 2)
+    again = simulate(plan, fit.costs, fit.cluster, stops_early=True)
+    assert again.makespan_s == pytest.approx(run.simulation.makespan_s, rel=0.01)
 
 
 def test_fitted_amounts_are_bytes_and_parameters_of_the_fitted_machine(run: FakeRun) -> None:

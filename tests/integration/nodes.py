@@ -20,7 +20,13 @@ def bed_cluster(bed: NetBed, **changes: Any) -> dict[str, Any]:
     ``changes`` win.
     """
     nodes = [{"name": host.name, "host": host.name} for host in bed]
-    base = {"workers": 1, "threads_per_worker": 1, "scheduler_port": PORT, "nodes": nodes}
+    base: dict[str, Any] = {
+        "workers": 1,
+        "threads_per_worker": 1,
+        "scheduler_port": PORT,
+        "nodes": nodes,
+    }
+    base["insecure"] = True
     return merge(base, changes)
 
 
@@ -52,7 +58,7 @@ class BedRun:
         log = self.run_dir.parent / f"{self.run_dir.name}-{name}.txt"
         self.nodes[name] = self.bed[name].start(argv, log)
 
-    def wait_for_step(self, step: int, timeout_s: float = 60.0) -> float:
+    def wait_for_step(self, step: int, timeout_s: float = 100.0) -> float:
         """Wait until ``step`` is committed; returns the seconds waited."""
         start_s = time.monotonic()
         while newest_step(self.run_dir) < step:

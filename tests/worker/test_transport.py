@@ -281,7 +281,7 @@ def test_decoding_buffers_gives_tensors_or_a_protocol_error(
 def test_a_full_queue_ends_at_the_deadline_or_the_abort(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.workers.channels.transport._QUEUED_MESSAGES", 2)
+    monkeypatch.setattr("penstock.workers.channels.connections.QUEUED_MESSAGES", 2)
     pair.sender.connect({1: "ipc://@penstock-test-nobody-listens"}, {})
     for _ in range(2):
         pair.send({"hidden": torch.zeros(1)})

@@ -3,8 +3,8 @@
 One PULL socket per worker lives as long as the process; a communication thread empties it into the
 :class:`~penstock.workers.channels.inbox.Inbox`, and what concerns process groups into
 :class:`~penstock.workers.channels.inbox.Notices`. PUSH sockets, one per peer, are made at each
-Begin and closed at each Drain, unsent messages with them. Bytes that are no message are dropped and
-counted.
+Begin and closed at each Drain, unsent messages with them; who notices when a connection is lost in
+between is :mod:`.connections`. Bytes that are no message are dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import zmq
 
 from penstock.protocol.errors import LostMemberError, ProtocolError
 from penstock.protocol.security.sockets import OPEN, Connection, Door, SocketAccess
+from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import (
     BlockUpdated,
     GradientReady,
@@ -29,6 +30,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.workers.channels.connections import Connections, Lost
 from penstock.workers.channels.inbox import Inbox, NamedTensors, Notices
 from penstock.workers.channels.tensors import from_frames, num_bytes, to_frames
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -40,15 +42,14 @@ MAX_TENSOR_BYTES = 8 << 30
 MAX_TENSORS = 1024
 """Most tensors in one message; a reduction has one for each block of a stage."""
 
-_QUEUED_MESSAGES = 4096
-"""High-water mark per peer; plans stay far below it."""
-
 _UNREAD_MESSAGES = 4
 """Whole messages of a peer that wait for the communication thread; it takes them as they come."""
 
 _SLACK_BYTES = 32 << 20
 
 _LOG_INTERVAL_S = 5.0
+_FOLLOW_MS = 1000
+"""So often an inbox on tcp looks whether its host has moved, when nothing comes."""
 
 _REFUSED_S = 15.0
 """A peer that refuses to talk for so long is not one that died and left its port to somebody."""
@@ -80,10 +81,12 @@ class Transport:
         metrics: WorkerMetrics,
         access: SocketAccess = OPEN,
     ) -> None:
-        """Bind the inbox socket; tcp port 0 lets the system choose. ``access``: who may connect
-        on tcp, and what is shown to peers there.
+        """Bind the inbox socket: ``ipc://NAME``, or ``tcp://HOST`` with a port that the system
+        chooses, there and wherever the host moves to. ``access``: who may connect on tcp, and what
+        is shown to peers there.
 
         Raises:
+            OSError: the host's name means nothing.
             zmq.ZMQError: it cannot listen on ``bind_address``.
         """
         self.inbox = inbox
@@ -95,21 +98,15 @@ class Transport:
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set(zmq.RCVHWM, _UNREAD_MESSAGES)
         self._pull.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES)
-        if bind_address.startswith("tcp:"):
-            listen_guardedly(self._pull)
-            access.protect(self._pull)
-        else:
-            own_user_only(self._pull)
         try:
-            self._pull.bind(bind_address)
-        except zmq.ZMQError:
+            self._home = self._bind(bind_address)
+        except BaseException:
             self._door.close()
             self._context.destroy(linger=0)
             raise
-        self.address = self._pull.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._local_address = "" if self._home else self._pull.get_string(zmq.LAST_ENDPOINT)
         self._guard: Guard | None = None
-        if bind_address.startswith("tcp:"):
-            self.address = access.announce(self.address)
+        if self._home is not None:
             self._guard = Guard(
                 self._pull,
                 bounds_of(0, 0),
@@ -117,20 +114,40 @@ class Transport:
                 said_to_strangers=access.said_to_strangers,
             )
         self._lock = threading.Lock()
+        self._connections: Connections | None = None
         self._peers: dict[int, Connection] = {}
         self._optimizers: dict[int, Connection] = {}
         self._last_complaint_s = -_LOG_INTERVAL_S
         self._thread = threading.Thread(target=self._receive, name="worker-inbox", daemon=True)
         self._thread.start()
 
-    def connect(self, peers: Mapping[int, str], optimizers: Mapping[int, str]) -> None:
+    @property
+    def address(self) -> str:
+        """Where peers reach the inbox; another one when this machine's address has changed."""
+        return self._local_address if self._home is None else self._home.endpoint
+
+    def connect(
+        self,
+        peers: Mapping[int, str],
+        optimizers: Mapping[int, str],
+        lost: Lost | None = None,
+        silence_s: float = 10.0,
+    ) -> None:
         """Connect to the inboxes of ``peers`` (device -> address) and of optimizerds (node ->
-        address).
+        address). ``lost`` is told of a connection that broke, or whose other end was silent for
+        ``silence_s`` seconds.
         """
         self.disconnect()
         with self._lock:
-            self._peers = {device: self._push(address) for device, address in peers.items()}
-            self._optimizers = {node: self._push(address) for node, address in optimizers.items()}
+            made = self._connections = Connections(self._context, silence_s, lost, self._access)
+            self._peers = {
+                device: made.open(f"worker {device}", address) for device, address in peers.items()
+            }
+            self._optimizers = {
+                node: made.open(f"the optimizerd of node {node}", address)
+                for node, address in optimizers.items()
+            }
+            made.watch()
 
     def expect(self, largest_bytes: int, num_devices: int) -> None:
         """Bear transfers of up to ``largest_bytes`` from now on, where the inbox listens on tcp."""
@@ -141,8 +158,9 @@ class Transport:
         """Close the connections; what was not sent yet is dropped."""
         with self._lock:
             # What is unsent belongs to an epoch that is over: no lingering.
-            for connection in (*self._peers.values(), *self._optimizers.values()):
-                connection.close()
+            if self._connections is not None:
+                self._connections.close()
+            self._connections = None
             self._peers, self._optimizers = {}, {}
 
     def send(
@@ -205,11 +223,16 @@ class Transport:
         self._context.term()  # the thread sees ContextTerminated and closes its socket
         self._thread.join()
 
-    def _push(self, address: str) -> Connection:
-        socket = self._context.socket(zmq.PUSH)
-        socket.set(zmq.SNDHWM, _QUEUED_MESSAGES)
-        socket.set(zmq.LINGER, 0)
-        return Connection(socket, address, self._access)
+    def _bind(self, address: str) -> HomeSocket | None:
+        scheme, _, host = address.partition("://")
+        if scheme == "tcp":
+            listen_guardedly(self._pull)
+            self._access.protect(self._pull)
+            self._pull.set(zmq.RCVTIMEO, _FOLLOW_MS)
+            return HomeSocket(self._pull, host, self._access.announce)
+        own_user_only(self._pull)
+        self._pull.bind(address)
+        return None
 
     def _queue(
         self,
@@ -244,7 +267,14 @@ class Transport:
             while True:
                 # This thread alone uses the socket once it runs. Frames alias ZeroMQ's memory until
                 # _accept copies them.
-                frames = self._pull.recv_multipart(copy=False)
+                try:
+                    frames = self._pull.recv_multipart(copy=False)
+                except zmq.Again:
+                    frames = []
+                if self._home is not None:
+                    self._home.follow()
+                if not frames:
+                    continue
                 if self._guard is not None:
                     self._guard.heard(frames[0])
                 try:

@@ -194,6 +194,15 @@ class SchedulerMachine:
             return []
         return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))
 
+    def _on_cut_off(self, name: str, body: pb.CutOff, now_s: float) -> list[Effect]:
+        """Messages of the epoch were lost: begin another, in which connections are made anew."""
+        ending = isinstance(self.activity, Shutdown)
+        if ending or body.epoch != self.mirror.epoch or not (self.live or self.activity):
+            return []
+        said = f"{name}: {body.loss}"
+        self._break_epoch(said, now_s)
+        return [Say(text=said, warning=True)]
+
     def _on_hello(self, name: str, body: pb.Hello, now_s: float) -> list[Effect]:
         return self._lose(name, "a second Hello on one stream")
 
@@ -209,7 +218,7 @@ class SchedulerMachine:
     def _lose(self, name: str, reason: str) -> list[Effect]:
         if self.members.role_of(name) is not Role.NODE:
             self._break_epoch(f"{name} was lost: {reason}", self._now_s)
-        return self.members.lose(name, reason)
+        return self.members.lose(name, reason, self._now_s)
 
     def _break_epoch(self, reason: str, now_s: float) -> None:
         """Drop what was going on; only what is journaled counts."""
@@ -447,6 +456,7 @@ class SchedulerMachine:
         "heartbeat": _on_heartbeat,
         "fenced": _on_fenced,
         "failed": _on_failed,
+        "cut_off": _on_cut_off,
     }
     _ACTIVITIES: ClassVar[Mapping[Next, type[Activity]]] = {
         Next.SAVE: Saving,

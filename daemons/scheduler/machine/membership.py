@@ -7,6 +7,12 @@ moment that is ordered, the process is refused, should it come back.
 A node itself is never fenced: nobody could. Its children die with it, and a new node starts only
 when they are dead; so the run waits for the node to come back.
 
+A network may be what fails. On another machine than the scheduler's an ended stream says little:
+the process has the time of a heartbeat to come back before it is fenced, and none of it passes
+while its node is not heard either, since then nobody could be told to fence it. Who comes back as
+the same process answers the next Drain like all others, so nothing of its old work is left. One
+that died is replaced by its node without being asked.
+
 A process that dies or stops is noticed by its stream and its heartbeats (:class:`Membership`). One
 whose heartbeats go on while its work is stuck, in a driver, a lock or a file system, is noticed by
 :class:`Hangs`.
@@ -22,6 +28,7 @@ from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.logs import COMPLAINT_INTERVAL_S
+from penstock.protocol.run.names import nodes_beside
 
 MAX_SHOWN = 60
 """Characters of a name that a stranger gave."""
@@ -51,6 +58,9 @@ class Membership:
         self._timeout_s = rules.config.cluster.heartbeat_timeout_s
         self.members = {spec.name: Member(spec=spec) for spec in rules.members}
         self._nodes = {s.node: s.name for s in rules.members if s.role is Role.NODE}
+        here = nodes_beside(rules.config, 0)
+        nodes = enumerate(rules.config.cluster.nodes)
+        self._elsewhere = {node.name for index, node in nodes if index not in here}
         self._names: dict[int, str] = {}
         self._journaled = dict(journaled_pids)
         self._dying: dict[tuple[str, int], None] = {}  # in the order they were ordered
@@ -174,8 +184,11 @@ class Membership:
         effects: list[Effect] = [Say(text=f"{name} (pid {member.pid}): stream ended", warning=True)]
         if member.spec.role is Role.NODE:
             return name, effects
-        if now_s < self._patient_until_s:
-            member.fence_at_s = self._patient_until_s
+        patient_until_s = self._patient_until_s
+        if member.spec.node in self._elsewhere:
+            patient_until_s = max(patient_until_s, now_s + self._timeout_s)
+        if now_s < patient_until_s:
+            member.fence_at_s = patient_until_s
             return name, effects
         return name, effects + self._fence(member)
 
@@ -185,12 +198,19 @@ class Membership:
         if name is not None:
             self.members[name].stream = None
 
-    def lose(self, name: str, reason: str) -> list[Effect]:
-        """Stop believing a member: end its stream and have its process killed."""
+    def lose(self, name: str, reason: str, now_s: float) -> list[Effect]:
+        """Stop believing a member: end its stream and have its process killed, or wait until its
+        node is there to do so.
+        """
         member = self.members[name]
         said = f"{name} (pid {member.pid}) is lost: {reason}"
         effects: list[Effect] = [Say(text=said, warning=True), *self._drop_stream(member)]
-        return effects if member.spec.role is Role.NODE else effects + self._fence(member)
+        if member.spec.role is Role.NODE:
+            return effects
+        if self._out_of_reach(member, now_s):
+            member.fence_at_s = now_s + self._timeout_s
+            return effects
+        return effects + self._fence(member)
 
     def overdue(self, now_s: float) -> dict[str, str]:
         """Returns the members to :meth:`lose` now, and why."""
@@ -198,8 +218,11 @@ class Membership:
         for name, m in self.members.items():
             if m.stream is not None and now_s - m.heard_s > self._timeout_s:
                 found[name] = f"no heartbeat for {now_s - m.heard_s:.1f} s"
-            elif m.stream is None and m.fence_at_s is not None and m.fence_at_s <= now_s:
-                found[name] = "it did not come back"
+            elif m.stream is None and m.fence_at_s is not None:
+                if self._out_of_reach(m, now_s):
+                    m.fence_at_s = now_s + self._timeout_s
+                elif m.fence_at_s <= now_s:
+                    found[name] = "it did not come back"
         return found
 
     def fenced(self, node_member: str, name: str, pid: int) -> list[Effect]:
@@ -275,11 +298,23 @@ class Membership:
         for member in self.members.values():
             if member.spec.node == node.spec.node:
                 self._journaled.pop(member.spec.name, None)
+                if node.spec.node in self._elsewhere:
+                    # The network was away, for all of the machine: others reconnect just now.
+                    member.heard_s = now_s
         return [
             _fence_order(node.spec.name, name, pid)
             for name, pid in self._dying
             if self.members[name].spec.node == node.spec.node
         ]
+
+    def _out_of_reach(self, member: Member, now_s: float) -> bool:
+        """Whether a member's machine is behind a network that fails: its node, too, is not heard.
+
+        Half of the deadline, because the last heartbeats before a cut are not of one moment.
+        """
+        node = self.members[self._nodes[member.spec.node]]
+        silent = node.stream is None or now_s - node.heard_s > self._timeout_s / 2
+        return silent and member.spec.node in self._elsewhere
 
     def _fence(self, member: Member) -> list[Effect]:
         """Order the death of the member's process; without its node the order waits."""

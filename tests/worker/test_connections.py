@@ -1,0 +1,96 @@
+"""Connections that break are noticed: PUSH sockets alone would make new ones and say nothing."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from penstock.workers.channels.connections import Connections
+
+TIMEOUT_S = 1.5
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def losses() -> queue.SimpleQueue[str]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def connections(
+    context: zmq.Context[zmq.Socket[bytes]], losses: queue.SimpleQueue[str]
+) -> Iterator[Connections]:
+    made = Connections(context, TIMEOUT_S, losses.put)
+    yield made
+    made.close()
+
+
+def listener(
+    context: zmq.Context[zmq.Socket[bytes]], port: int = 0
+) -> tuple[zmq.Socket[bytes], str]:
+    socket = context.socket(zmq.PULL)
+    socket.bind(f"tcp://127.0.0.1:{port}")
+    return socket, socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def test_a_connection_that_ends_is_told_once_though_another_takes_its_place(
+    context: zmq.Context[zmq.Socket[bytes]],
+    connections: Connections,
+    losses: queue.SimpleQueue[str],
+) -> None:
+    peer, address = listener(context)
+    push = connections.open("worker 1", address).socket
+    connections.watch()
+    push.send(b"heard")
+    assert peer.recv() == b"heard"
+    peer.close(linger=0)
+    assert losses.get(timeout=10) == "the connection to worker 1 was lost"
+    peer, _ = listener(context, int(address.rpartition(":")[2]))
+    push.send(b"later")
+    assert peer.recv() == b"later"
+    peer.close(linger=0)
+    assert losses.empty()
+
+
+def test_a_peer_that_cannot_be_reached_is_told_after_the_deadline(
+    context: zmq.Context[zmq.Socket[bytes]],
+    connections: Connections,
+    losses: queue.SimpleQueue[str],
+) -> None:
+    peer, there = listener(context)
+    gone, address = listener(context)
+    gone.close(linger=0)
+    connections.open("worker 1", there).socket.send(b"heard")
+    assert peer.recv() == b"heard"
+    connections.open("worker 2", address)
+    start_s = time.monotonic()
+    connections.watch()
+    assert losses.get(timeout=10) == f"worker 2 could not be reached at {address} for 1.5 s"
+    assert time.monotonic() - start_s >= TIMEOUT_S
+    peer.close(linger=0)
+    assert losses.empty()
+
+
+def test_nothing_is_told_of_local_sockets_nor_after_the_end(
+    context: zmq.Context[zmq.Socket[bytes]],
+    connections: Connections,
+    losses: queue.SimpleQueue[str],
+) -> None:
+    peer, address = listener(context)
+    connections.open("worker 1", address)
+    connections.open("worker 2", "ipc://@penstock-test-nobody-listens-here")
+    connections.watch()
+    connections.close()
+    peer.close(linger=0)
+    time.sleep(0.2)
+    assert losses.empty()

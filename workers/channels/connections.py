@@ -1,0 +1,153 @@
+"""Outgoing connections of an epoch, and who notices when one of them is lost.
+
+A PUSH socket whose connection breaks makes another one and says nothing: what was on its way is
+gone, and a receiver would wait for it. So a thread listens to what libzmq says of each connection,
+and the kernel ends those whose peer does not acknowledge any more (``TCP_USER_TIMEOUT``; while
+nothing is under way, by probes). A lost connection is reported once; nothing is sent again: the
+scheduler begins another epoch, in which the attempt is repeated with the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from penstock.protocol.security.sockets import OPEN, Connection, SocketAccess
+
+QUEUED_MESSAGES = 4096
+"""High-water mark per peer; plans stay far below it."""
+CONNECT_S = 2.0
+"""After so long another try to connect begins: the kernel's own pauses between tries grow."""
+RETRY_S = 0.1
+LOOK_S = 0.1
+SHORTEST_S = 1.0
+"""No loss is reported earlier in an epoch, so that epochs do not chase each other."""
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+Lost = Callable[[str], None]
+"""Called once, on the thread that listens, with what happened to which peer's connection."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A connection over TCP; libzmq says on its monitor how it is."""
+
+    peer: str
+    address: str
+    connection: Connection
+    connected: bool = False
+
+
+class Connections:
+    """PUSH sockets to peers, from :meth:`open` to :meth:`close`; the caller serializes their use.
+
+    Only connections over TCP are watched: those of a machine end with their processes.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        timeout_s: float,
+        lost: Lost | None = None,
+        access: SocketAccess = OPEN,
+    ) -> None:
+        """A connection counts as lost when its peer acknowledges nothing, or cannot be reached, for
+        ``timeout_s`` seconds, and at once when it is closed or reset. Without ``lost`` nobody
+        listens. ``access``: what is shown to peers.
+        """
+        self._access = access
+        self._context = context
+        self._timeout_s = timeout_s
+        self._lost = lost
+        self._connections: list[Connection] = []
+        self._watched: list[_Watched] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="connections", daemon=True)
+
+    def open(self, peer: str, address: str) -> Connection:
+        """Connect to a peer; the connection belongs to this object.
+
+        Raises:
+            ProtocolError: the address does not say what the access needs.
+        """
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        socket.set(zmq.SNDHWM, QUEUED_MESSAGES)
+        socket.set(zmq.LINGER, 0)
+        watched = address.startswith("tcp:") and self._lost is not None
+        if watched:
+            _end_when_silent(socket, self._timeout_s)
+        connection = Connection(socket, address, self._access, _EVENTS if watched else 0)
+        self._connections.append(connection)
+        if watched:
+            self._watched.append(_Watched(peer, address, connection))
+        return connection
+
+    def watch(self) -> None:
+        """Listen from now on; all are open."""
+        if self._watched:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Close all sockets; what was not sent yet is dropped, and no loss reported any more."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for connection in self._connections:
+            connection.close()
+        self._connections, self._watched = [], []
+
+    def _listen(self) -> None:
+        poller = zmq.Poller()
+        for watched in self._watched:
+            poller.register(watched.connection.monitor, zmq.POLLIN)
+        waited_s, last_s, loss = 0.0, time.monotonic(), ""
+        while not self._closing.is_set():
+            ready = {monitor for monitor, _ in poller.poll(round(LOOK_S * 1000))}
+            for watched in self._watched:
+                if watched.connection.monitor in ready:
+                    loss = loss or self._take_event(watched)
+            now_s = time.monotonic()
+            # A longer gap means that this process was stopped: events of that time are unread.
+            waited_s, last_s = waited_s + min(now_s - last_s, 2 * LOOK_S), now_s
+            if waited_s > self._timeout_s:
+                loss = loss or self._unreachable()
+            if loss and waited_s > SHORTEST_S and self._lost is not None:
+                self._lost(loss)
+                return
+
+    def _take_event(self, watched: _Watched) -> str:
+        """Returns what is lost by an event, an empty text if nothing is."""
+        event: Any = recv_monitor_message(watched.connection.monitor)
+        watched.connection.note(event["event"])
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            watched.connected = True
+            return ""
+        # A connection that never was one has carried nothing.
+        return f"the connection to {watched.peer} was lost" if watched.connected else ""
+
+    def _unreachable(self) -> str:
+        for watched in self._watched:
+            # Who refuses to talk is there; whoever sends to him says why it is of no use.
+            if not watched.connected and not watched.connection.refusal():
+                return (
+                    f"{watched.peer} could not be reached at {watched.address} for"
+                    f" {self._timeout_s:g} s"
+                )
+        return ""
+
+
+def _end_when_silent(socket: zmq.Socket[Any], timeout_s: float) -> None:
+    """Have the kernel end a connection that the other end does not acknowledge."""
+    socket.set(zmq.TCP_MAXRT, round(timeout_s * 1000))
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, max(1, round(timeout_s / 4)))
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, max(1, round(timeout_s / 4)))
+    socket.set(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
+    socket.set(zmq.RECONNECT_IVL, round(RETRY_S * 1000))
