@@ -1,18 +1,21 @@
 """What a fetch of a block costs from another process, over loopback: raw TCP beside ours.
 
-    python -m bench.fetch [--rounds 15] [--ways raw,zmq,curve]
+    python -m bench.fetch [--rounds 15] [--ways raw,zmq,nixl-tcp,nixl-shm]
 
-The serving sides are processes of their own: memoryd's real block server for ZeroMQ, and for raw
-TCP a loop that sends the same shared memory with ``sendall``. In every round each way fetches the
-same bytes, one after the other, so that what else runs on the machine disturbs all alike. GB/s and
-latency are medians of the rounds, ``of raw`` is the median of each round's ratio to raw TCP, and
-CPU seconds are those of both processes together, all threads, system time included.
+The serving sides are processes of their own: memoryd's real block server for ZeroMQ, for raw TCP a
+loop that sends the same shared memory with ``sendall``, for NIXL two fetchds (docs/FETCH.md), one
+that reads and one that is read, over TCP and within the machine. In every round each way fetches
+the same bytes, one after the other, so that what else runs on the machine disturbs all alike. GB/s
+and latency are medians of the rounds, ``of raw`` is the median of each round's ratio to raw TCP,
+and CPU seconds are those of all its processes together, all threads, system time included.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
+import os
 import socket
 import statistics
 import struct
@@ -22,17 +25,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import zmq
 from prometheus_client import CollectorRegistry
 
+from penstock.daemons.fetch.agent import Agent, find_module
+from penstock.daemons.fetch.clients import Listener
+from penstock.daemons.fetch.peers import Peers
+from penstock.daemons.fetch.service import FetchMetrics, FetchService
+from penstock.daemons.fetch.serving import Serving, draw_generation
 from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.run.names import ipc_address
-from penstock.protocol.wire.blocks import BlockClient
+from penstock.protocol.wire.blocks import BlockClient, connect
 from penstock.protocol.wire.frames import BlockRequest
+from penstock.protocol.wire.staged import AwayError, StagedClient, socket_address
 from penstock.shm.layout import NodeLayout, Ownership, Storage
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
@@ -153,6 +163,19 @@ def serve_zmq(memory: NodeMemory, pipe: Connection) -> None:
     server.close()
 
 
+def frozen_request(run_id: str, block: int) -> BlockRequest:
+    """Asks for a block's frozen weights."""
+    return BlockRequest(
+        run_id=run_id,
+        epoch=1,
+        attempt=1,
+        array="frozen",
+        block=block,
+        version=0,
+        contribution=0,
+    )
+
+
 class ZmqFetcher:
     """The client that workers and optimizerds use."""
 
@@ -163,15 +186,7 @@ class ZmqFetcher:
 
     def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
         """See :class:`Fetcher`."""
-        request = BlockRequest(
-            run_id=self._run_id,
-            epoch=1,
-            attempt=1,
-            array="frozen",
-            block=block,
-            version=0,
-            contribution=0,
-        )
+        request = frozen_request(self._run_id, block)
         self._client.fetch(self._address, request, out, timeout_s=TIMEOUT_S)
 
     def close(self) -> None:
@@ -180,9 +195,112 @@ class ZmqFetcher:
         self._context.term()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlAddress:
+    """The memoryd that knows of the fetchd that is read, and the processes of both fetchds."""
+
+    memoryd: str
+    pids: tuple[int, ...]
+
+
+READER = "b"
+"""Node of the fetchd that reads."""
+
+
+def fetchd(node: str, run_id: str, offer_to: str, transports: str, pipe: Connection) -> None:
+    """The process of a fetchd, with the real one's parts. All map the memory of node a."""
+    os.environ |= {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo"}
+    memory, generation = NodeMemory.attach(memory_spec(run_id), writable=False), draw_generation()
+    nodes = (SimpleNamespace(name="a"), SimpleNamespace(name=READER))
+    run: Any = SimpleNamespace(
+        run_id=run_id,
+        config=SimpleNamespace(cluster=SimpleNamespace(nodes=nodes)),
+        memory_spec=lambda index: memory_spec(run_id),
+    )
+    agent = Agent(f"{run_id}-{node}-{generation:x}")
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        memoryd = connect(context, offer_to)
+        stack.callback(memoryd.close, linger=0)
+        listener = Listener(run_id, f"{node}-{transports}")
+        stack.callback(listener.socket.close)
+        service = FetchService(
+            agent=agent,
+            serving=Serving(agent, memory, generation),
+            listener=listener,
+            peers=Peers(agent, run, context),
+            memoryd=memoryd,
+            metrics=FetchMetrics(CollectorRegistry()),
+            stopped=pipe.poll,
+        )
+        pipe.send("serving")
+        service.run()
+
+
+def serve_nixl(memory: NodeMemory, pipe: Connection, transports: str) -> None:
+    """memoryd's block server for lookups, and both fetchds."""
+    context, run_id = multiprocessing.get_context("spawn"), memory.spec.run_id
+    local = ipc_address(run_id, "a", f"bench-{uuid.uuid4().hex}")
+    nowhere = ipc_address(run_id, READER, f"bench-{uuid.uuid4().hex}")
+    server = BlockServer(run_id=run_id, local_address=local, host=HOST)
+    server.start(memory, MemoryMetrics(CollectorRegistry()))
+    pids: list[int] = []
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        for node, offer_to in (("a", local), (READER, nowhere)):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=fetchd, args=(node, run_id, offer_to, transports, theirs)
+            )
+            process.start()
+            stack.callback(process.join)
+            stack.callback(ours.send, "end")
+            ours.recv()
+            pids.append(process.pid or 0)
+        pipe.send(NixlAddress(memoryd=server.endpoint, pids=tuple(pids)))
+        pipe.recv()
+
+
+class NixlFetcher:
+    """The client that workers and optimizerds use with ``cluster.fetch: nixl``."""
+
+    def __init__(self, address: NixlAddress, run_id: str, transports: str) -> None:
+        self._address, self._run_id = address, run_id
+        self._client = StagedClient(socket_address(run_id, f"{READER}-{transports}"))
+
+    def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
+        """See :class:`Fetcher`."""
+        while True:
+            try:
+                self._client.fetch(
+                    self._address.memoryd,
+                    frozen_request(self._run_id, block),
+                    memoryview(out),
+                    timeout_s=TIMEOUT_S,
+                    cancelled=lambda: False,
+                )
+                return
+            except AwayError:
+                time.sleep(0.1)  # until the first offer has reached memoryd
+
+    def close(self) -> None:
+        """See :class:`Fetcher`."""
+        self._client.close()
+
+
+def nixl(transports: str) -> Way:
+    """Returns the way with these of UCX's transports."""
+    return Way(
+        serve=functools.partial(serve_nixl, transports=transports),
+        connect=functools.partial(NixlFetcher, transports=transports),
+    )
+
+
 WAYS: Mapping[str, Way] = {
     "raw": Way(serve=serve_raw, connect=lambda address, _: RawFetcher(address)),
     "zmq": Way(serve=serve_zmq, connect=ZmqFetcher),
+    "nixl-tcp": nixl("tcp"),
+    "nixl-shm": nixl("posix,cma,self,tcp"),
 }
 
 
@@ -203,12 +321,12 @@ class Side:
     """A way that is ready to fetch."""
 
     fetcher: Fetcher
-    server_pid: int
+    server_pids: tuple[int, ...]
 
     def round(self, block: int, out: np.ndarray[Any, Any]) -> tuple[float, float]:
         """Fetch a round's arrays; returns seconds and CPU seconds of one fetch."""
         count = max(1, min(ROUND_FETCHES, ROUND_BYTES // SIZES[block]))
-        pids = (self.server_pid, multiprocessing.current_process().pid or 0)
+        pids = (*self.server_pids, multiprocessing.current_process().pid or 0)
         cpu_s, start = -sum(map(cpu_seconds, pids)), time.perf_counter()
         for _ in range(count):
             self.fetcher.fetch(block, out)
@@ -226,6 +344,7 @@ def opened(names: tuple[str, ...]) -> Iterator[dict[str, Side]]:
         for block in range(len(SIZES)):
             memory.frozen(block)[:] = np.arange(SIZES[block] // 2)
         memory.control.set_incarnation(1)
+        memory.control.set_epoch(1)
         sides = {}
         for name in names:
             ours, theirs = context.Pipe()
@@ -233,10 +352,12 @@ def opened(names: tuple[str, ...]) -> Iterator[dict[str, Side]]:
             process.start()
             stack.callback(process.join)
             stack.callback(ours.send, "end")
-            fetcher = WAYS[name].connect(ours.recv(), run_id)
+            address = ours.recv()
+            fetcher = WAYS[name].connect(address, run_id)
             stack.callback(fetcher.close)
             assert process.pid is not None
-            sides[name] = Side(fetcher=fetcher, server_pid=process.pid)
+            pids = (process.pid, *getattr(address, "pids", ()))
+            sides[name] = Side(fetcher=fetcher, server_pids=pids)
         yield sides
 
 
@@ -262,6 +383,9 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     given = parser.parse_args()
     names = tuple(given.ways.split(","))
+    if find_module() is None and any(name.startswith("nixl") for name in names):
+        print("NIXL is not installed (pip install 'penstock[rdma]'): without its rows")
+        names = tuple(name for name in names if not name.startswith("nixl"))
     print("| bytes | way | GB/s | of raw | latency us | CPU s/GB |\n" + "| --- " * 6 + "|")
     for size, found in measure(names, given.rounds):
         for name in names:
