@@ -280,3 +280,28 @@ def test_where_there_is_no_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert why_not(asked_for=False, infiniband=tmp_path) == ""
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     assert "is not installed" in why_not(asked_for=True)
+
+
+@pytest.mark.integration
+def test_a_peer_that_is_silent_is_given_up_and_met_again(pair: Pair) -> None:
+    """A stopped process is what a cut network looks like: no error ever comes."""
+    memory, client, other = pair.memory["b"], pair.client(), pair.client()
+    memory.weights(1, 0)[:] = 1.0
+    out = np.zeros(memory.weights(1, 0).size, np.float32)
+    pair.fetch_when_there(client, out)
+    pair.processes["b"].send_signal(signal.SIGSTOP)
+    memory.control.set_slot_version(1, 0, INVALID_VERSION)
+    memory.weights(1, 0)[:] = 2.0
+    memory.control.set_slot_version(1, 0, 4)
+    start_s = time.monotonic()
+    with pytest.raises(AwayError, match="silent for 4 s"):
+        pair.fetch(client, out)
+    waited_s = time.monotonic() - start_s
+    with pytest.raises(AwayError):  # at once: nobody waits for it twice
+        pair.fetch(other, out)
+    assert time.monotonic() - start_s < waited_s + 1.0
+    pair.processes["b"].send_signal(signal.SIGCONT)
+    assert pair.processes["a"].poll() is None
+    pair.fetch_when_there(client, out)
+    assert set(out.tolist()) == {2.0}
+    print(f"a silent fetchd was given up after {waited_s:.1f} s, and met again when it was back")

@@ -17,7 +17,7 @@ from tests.system import conftest as H
 
 NODES = [{"name": "a"}, {"name": "b"}]
 MODEL: dict[str, Any] = {
-    "train": {"steps": 24, "clip_grad_norm": 2.7},
+    "train": {"steps": 16, "clip_grad_norm": 2.7},
     "model": {"hf": {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 256}},
     "schedule": {"scheme": "spipe"},
     "cluster": {"workers": 1, "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
