@@ -5,7 +5,7 @@ and of the control groups that Slurm, systemd or Kubernetes put it in, and what 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ class CapacityReport:
     @classmethod
     def of(cls, path: Path, config: Config) -> CapacityReport:
         """Looks at the machine for the configuration in ``path``; at the plan of its run, if it is
-        the ``resolved.yaml`` of one.
+        the ``resolved.yaml`` of one. Without ``cluster.nodes`` there are as many as the job has.
         """
+        config = _of_job(config, os.environ)
         nodes = nodes_beside(config, 0)
         cpus, refusals = cpu_limit(), list[PenstockError]()
         found: Sequence[Need] = ()
@@ -99,12 +100,7 @@ def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
         ConfigError: no plan can be built.
         CapacityError: ``schedule: auto`` found nothing that fits this machine.
     """
-    given = config.cluster.nodes if len(config.cluster.nodes) == num_nodes else ()
-    names = [node.name for node in given] or [f"node-{i}" for i in range(num_nodes)]
-    nodes = tuple(NodeConfig(name=name, host=f"pod-{name}") for name in names)
-    spread = config.model_copy(
-        update={"cluster": config.cluster.model_copy(update={"nodes": nodes})}
-    )
+    spread = _spread(config, num_nodes)
     found = look_ahead(spread, table_of(spread), None).needs
     shm, memory = (need.needed for need in found[:2])
     has_gpus = config.cluster.platform.pins_host_memory
@@ -114,6 +110,25 @@ def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
         shm_bytes=shm,
         gpus=config.cluster.workers if has_gpus else 0,
     )
+
+
+def _of_job(config: Config, environ: Mapping[str, str]) -> Config:
+    """Returns the configuration with as many nodes as the job around this process has, where it
+    names none itself.
+    """
+    if "nodes" in config.cluster.model_fields_set:
+        return config
+    counts = (environ.get(name, "") for name in ("SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES"))
+    count = next((int(text) for text in counts if text.isdecimal()), 1)
+    return _spread(config, count) if count > 1 else config
+
+
+def _spread(config: Config, num_nodes: int) -> Config:
+    """Returns the configuration with ``num_nodes`` nodes, each on a machine of its own."""
+    given = config.cluster.nodes if len(config.cluster.nodes) == num_nodes else ()
+    names = [node.name for node in given] or [f"node-{i}" for i in range(num_nodes)]
+    nodes = tuple(NodeConfig(name=name, host=f"host-{name}") for name in names)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 
 def _needs(path: Path, config: Config, nodes: Sequence[int]) -> tuple[Need, ...]:

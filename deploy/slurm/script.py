@@ -63,7 +63,7 @@ class SlurmJob:
             {
                 "NAME": config.run.name,
                 "NODES": str(self.nodes),
-                "CPUS": str(self.cpus or least_cpus(config)),
+                "CPUS": str(self.cpus or config.cluster.cpus_per_node or least_cpus(config)),
                 "MEMORY": self.memory,
                 "GPUS": f"#SBATCH --gpus-per-node={gpus}" if gpus else "# No GPUs.",
                 "TIME": self.time,

@@ -26,11 +26,12 @@ def cpus_needed(config: Config) -> int:
     """
     if config.cluster.cpus_per_node is not None:
         return config.cluster.cpus_per_node
-    cores, workers = config.optimizer.cores, config.cluster.workers
+    cores = config.optimizer.cores
+    workers = config.cluster.workers * max(1, config.cluster.threads_per_worker)
     optimizer = max(1, config.optimizer.threads) if cores == AUTO else len(cores)
     match config.cluster.platform.cores:
         case CoreUse.COMPUTE:
-            return max(optimizer, workers * max(1, config.cluster.threads_per_worker))
+            return max(optimizer, workers)
         case CoreUse.FEED:
             return optimizer + workers
         case CoreUse.WAIT:

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from penstock.client import capacity
+from penstock.client.capacity import CapacityReport
 from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, clean, examine
 from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.daemons.node.home import RunLock, train_lock_path
 from penstock.protocol.config.schema import load_config
+from penstock.shm.cgroup import CpuLimit
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.pages import HugePages
 from penstock.shm.segment import Segment, exists, unlink
@@ -207,6 +210,33 @@ placement
     assert (
         "optimizer.cores = 2-4: 4 not on this machine" in wrong.to_dict()["cluster"]["a"]["refused"]
     )
+
+
+def test_a_configuration_that_would_starve_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an emulated device: its plan needs no torch. In a job it has as many nodes as the job."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "{model: {hf: {model_type: llama}}, data: {path: '@stdlib'}, optimizer: {threads: 12},"
+        " cluster: {device: 'emulated:analytic:V100-32:spipe-10b'}}"
+    )
+    given = CpuLimit(
+        allowed=frozenset({0, 1}), online=64, quota=None, owner="cpuset of cgroup /slurm/job_5"
+    )
+    monkeypatch.setattr(capacity, "cpu_limit", lambda: given)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    found = CapacityReport.of(file, load_config(file))
+    (refused,) = found.to_dict()["refused"]
+    assert "needs 12, there are 2 of the machine's 64" in refused and "task=12" in refused
+    report = replace(examine(tmp_path), capacity=found)
+    assert report.exit_code == 3 and f"REFUSED: {refused}" in report.to_text()
+    accepted = CapacityReport.of(file, load_config(file, ("cluster.cpus_per_node=2",)))
+    assert accepted.refusals == () and accepted.warning == ""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    of_job = CapacityReport.of(file, load_config(file, ("cluster.cpus_per_node=2",)))
+    here = {n.what: n.needed for n in of_job.needs if n.place == "machine"}
+    assert here["/dev/shm"] < {n.what: n.needed for n in accepted.needs}["/dev/shm"]
 
 
 def test_this_machine_has_a_placement_section() -> None:
