@@ -31,7 +31,7 @@ from penstock.protocol.wire.frames import (
 )
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
-from penstock.shm.segment import SegmentError
+from penstock.shm.segment import SegmentError, SegmentMissingError
 
 MEMORY_SOCKET = "memory"
 """Name of memoryd's local socket, see :func:`penstock.protocol.run.names.ipc_address`."""
@@ -75,6 +75,12 @@ def attach(
         )
     try:
         return NodeMemory.attach(spec, kinds, writable=writable)
+    except SegmentMissingError as error:  # memoryd, which has just answered, had them all
+        raise StateError(
+            f"memory of node {spec.node_name} was removed from /dev/shm while the run is active: by"
+            " the epilogue of another job, or by logind (RemoveIPC). Keep them away from"
+            " /dev/shm/penstock-*, and start again: it goes on from the newest saved state"
+        ) from error
     except SegmentError as error:
         raise StateError(f"memory of node {spec.node_name}: {error}") from error
 

@@ -27,7 +27,7 @@ STAND_INS = {
     "srun": 'echo srun >> calls; read -r code < codes; sed -i 1d codes; exit "$code"',
     "scontrol": 'echo "scontrol $*" >> calls',
     "sleep": "exit 0",
-    "squeue": "echo NONE",
+    "squeue": "cat ends",
 }
 
 
@@ -82,9 +82,11 @@ def test_what_it_refuses(tmp_path: Path, options: tuple[str, ...], words: str) -
 @pytest.mark.parametrize(
     ("codes", "left_s", "expected", "calls"),
     [
+        ("4 0", None, 0, ["srun"] * 2),
         ("0", 9999, 0, ["srun"]),
         ("2", 9999, 2, ["srun"]),
         ("5", 9999, 5, ["srun"]),
+        ("143", 9999, 143, ["srun"]),
         ("4 137 0", 9999, 0, ["srun"] * 3),
         ("4 4 4 4 4 0", 9999, 4, ["srun"] * 5),
         ("5", 100, 5, ["srun", "scontrol requeue 7"]),
@@ -93,7 +95,7 @@ def test_what_it_refuses(tmp_path: Path, options: tuple[str, ...], words: str) -
     ],
 )
 def test_what_it_does_when_a_step_ends(
-    tmp_path: Path, codes: str, left_s: int, expected: int, calls: list[str]
+    tmp_path: Path, codes: str, left_s: int | None, expected: int, calls: list[str]
 ) -> None:
     assert deploy(tmp_path, "--nodes", "2", "--time", "9")[0] == 0
     for name, body in STAND_INS.items():
@@ -102,8 +104,10 @@ def test_what_it_does_when_a_step_ends(
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(0o755)
     (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
-    ends = {"SLURM_JOB_END_TIME": str(int(time.time()) + left_s)}
-    job = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8", **ends}
+    ends_s = time.localtime(time.time() + (left_s or 0))
+    ends = "NONE" if left_s is None else time.strftime("%Y-%m-%dT%H:%M:%S", ends_s)
+    (tmp_path / "ends").write_text(f"{ends}\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8"}
     environment = {**os.environ, **job, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     command = ["bash", str(tmp_path / "tiny.sbatch")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=30, check=False)

@@ -156,6 +156,11 @@ class SlurmBed:
         )
         return self.state(job)
 
+    def clear(self) -> None:
+        """Cancels all jobs; returns when they are gone."""
+        self.ask("scancel", f"--user={os.geteuid()}")
+        self.wait_until(lambda: not self.ask("squeue", "--noheader").strip(), "no job is left")
+
     def ask(self, *command: str) -> str:
         """Runs one of Slurm's commands; returns what it prints."""
         done = subprocess.run(

@@ -35,9 +35,10 @@ def bed() -> Iterator[SlurmBed]:
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Iterator[H.Runner]:
-    """Runs below a folder; none of their memory is left when a test has passed."""
+def runner(bed: SlurmBed, tmp_path: Path) -> Iterator[H.Runner]:
+    """Runs below a folder; no job, and none of their memory, is left when a test has passed."""
     yield H.Runner(tmp_path)
+    bed.clear()
     leaked = H.segments_of(tmp_path)
     for name in leaked:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
@@ -182,8 +183,10 @@ def test_killed_nodes_and_steps_cost_no_byte(
 @pytest.mark.timeout(900)
 def test_the_time_limit_then_other_hosts_then_scancel(bed: SlurmBed, runner: H.Runner) -> None:
     job = Job(bed, runner, {"train": {"steps": 1_000_000}})
-    job.submit(time="1", lead=45)
+    job.submit(lead=45)
     job.wait_for_step(2)
+    elapsed = bed.field(job.number, "RunTime").split(":")  # it took as long as it took to begin
+    bed.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(elapsed[1]) + 1}")
     assert bed.field(job.number, "NodeList") == "pn[1-2]"
     job.wait_until(lambda: int(bed.field(job.number, "Restarts")) == 1, "it is queued anew", 300)
     first = job.saved()

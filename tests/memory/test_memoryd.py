@@ -15,13 +15,14 @@ import zmq
 
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.machine.events import WrittenFile
+from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.blocks import BlockClient, attach
 from penstock.protocol.wire.frames import BlockRequest
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
-from penstock.shm.segment import Segment, list_segments
+from penstock.shm.segment import Segment, list_segments, unlink
 
 A, B = "memoryd.a", "memoryd.b"
 WAIT_S = 20.0
@@ -87,6 +88,11 @@ def test_killed_memoryd_is_replaced_and_every_byte_stays(
     assert memory.control.owner.pid == second.pid
     assert state_of(memory) == before
 
+    # As an epilogue does that cleans /dev/shm: who has the memory keeps it, nobody else gets it.
+    unlink(run.memory_spec(0).name(SegmentKind.STATE))
+    with pytest.raises(StateError, match="removed from /dev/shm while the run is active"):
+        attach(run, 0, "test")
+    assert state_of(memory) == before
     scheduler.send(A, shutdown=pb.Shutdown(reason="done"))
     assert end(second) == (0, "")
     assert segments_of(run) == []
