@@ -43,6 +43,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
 ReturnToService=2
+FirstJobId={first_job}
 JobRequeue=1
 KillWait={kill_wait_s}
 SlurmctldTimeout=60
@@ -107,6 +108,8 @@ class SlurmBed:
                 root=self.root,
                 host=host.partition(".")[0],
                 controller_port=controller,
+                # Several test runs on a machine would all choose the port of job 1.
+                first_job=1 + secrets.randbelow(10_000),
                 kill_wait_s=self.kill_wait_s,
                 nodes="\n".join(lines),
             )

@@ -6,7 +6,7 @@ import ipaddress
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.protocol.errors import ConfigError
 
@@ -15,14 +15,16 @@ SCONTROL_TIMEOUT_S = 20.0
 _ANY_PORT = 9
 """Connecting a datagram socket sends nothing: the port does not matter."""
 
-Lookup = Callable[[str], str | None]
+Find = Callable[[Sequence[str]], Mapping[str, str]]
 
 
-def find_address(host: str) -> str | None:
-    """Returns the numeric address of a host: as the system resolves its name, else as Slurm knows
-    it (``NodeAddr``); None where neither knows it.
+def find_addresses(hosts: Sequence[str]) -> Mapping[str, str]:
+    """Returns the numeric addresses of hosts by name: as the system resolves it, else as Slurm
+    knows it (``NodeAddr``). A host that neither knows is left out.
     """
-    return _resolved(host) or _known_to_slurm(host)
+    found = {host: address for host in hosts if (address := _resolved(host)) is not None}
+    strange = [host for host in hosts if host not in found]
+    return found | _known_to_slurm(strange) if strange else found
 
 
 def own_address_towards(address: str) -> str | None:
@@ -39,8 +41,8 @@ def own_address_towards(address: str) -> str | None:
 def addresses_of(
     hosts: Sequence[str],
     engine: str,
-    find: Lookup = find_address,
-    own_towards: Lookup = own_address_towards,
+    find: Find = find_addresses,
+    own_towards: Callable[[str], str | None] = own_address_towards,
 ) -> tuple[str, ...]:
     """Returns the addresses of all hosts, seen from the first of them, on which this runs.
 
@@ -50,15 +52,14 @@ def addresses_of(
     Raises:
         ConfigError: a host has no address, or one that the others cannot reach.
     """
-    found = []
-    for host in hosts:
-        address = find(host)
-        if address is None:
-            raise ConfigError(
-                f"{engine}: node {host} has no address here: neither the system's resolver nor"
-                " scontrol knows it; give the addresses of all nodes in cluster.nodes"
-            )
-        found.append(address)
+    known = find(hosts)
+    unknown = [host for host in hosts if host not in known]
+    if unknown:
+        raise ConfigError(
+            f"{engine}: {', '.join(unknown[:8])} has no address here: neither the system's resolver"
+            " nor scontrol knows one; give the addresses of all nodes in cluster.nodes"
+        )
+    found = [known[host] for host in hosts]
     if is_loopback(found[0]):
         other = next((address for address in found if not is_loopback(address)), None)
         found[0] = found[0] if other is None else own_towards(other) or found[0]
@@ -98,17 +99,21 @@ def _resolved(host: str) -> str | None:
         return None
 
 
-def _known_to_slurm(host: str) -> str | None:
-    """Asks scontrol, where there is one. ``NodeAddr`` may be a name itself."""
+def _known_to_slurm(hosts: Sequence[str]) -> dict[str, str]:
+    """Asks scontrol, where there is one, once for all. ``NodeAddr`` may be a name itself."""
     try:
         answer = subprocess.run(
-            ["scontrol", "show", "node", "--oneliner", host],
+            ["scontrol", "show", "node", "--oneliner", ",".join(hosts)],
             capture_output=True,
             text=True,
             timeout=SCONTROL_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
-    return None if match is None else _resolved(match[1])
+        return {}
+    named = re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", answer.stdout, re.MULTILINE)
+    return {
+        host: address
+        for host, name in named
+        if host in hosts and (address := _resolved(name)) is not None
+    }

@@ -22,7 +22,7 @@ from penstock.daemons.node.endpoint import read_endpoint
 from penstock.daemons.node.joining.addresses import (
     LOOPBACK,
     addresses_of,
-    find_address,
+    find_addresses,
     is_loopback,
     is_own,
 )
@@ -120,8 +120,7 @@ def check_alone(environment: Environment) -> str | None:
 def settle(config: Config, place: Place, name: str | None) -> tuple[Config, str]:
     """Returns the configuration with the nodes that the engine started, and this node's name.
 
-    Addresses of all hosts are looked up on the first node only; the others read them from
-    ``resolved.yaml``.
+    The addresses count that the first node finds; the others read them from ``resolved.yaml``.
 
     Raises:
         ConfigError: names what contradicts what.
@@ -199,8 +198,8 @@ def _looked_up(found: list[str | None], open_ranks: list[int], place: Place) -> 
     if place.moves:
         return names
     if place.rank != 0:
-        first = names.get(0)
-        return names | ({} if first is None else {0: find_address(first) or first})
+        known_here = find_addresses(tuple(names.values()))
+        return {rank: known_here.get(host, host) for rank, host in names.items()}
     addresses = addresses_of(tuple(names.values()), place.engine)
     known = dict(zip(names, addresses, strict=True))
     missing = [rank for rank in open_ranks if rank not in known]
