@@ -5,6 +5,7 @@ commands are stand-ins here; tests/integration/test_slurm.py has the real ones.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,14 @@ def test_what_it_refuses(tmp_path: Path, options: tuple[str, ...], words: str) -
     assert not (tmp_path / "tiny.sbatch").exists()
 
 
+def make_commands(folder: Path, commands: dict[str, str]) -> None:
+    for name, body in commands.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("codes", "left_s", "expected", "calls"),
     [
@@ -98,11 +107,7 @@ def test_what_it_does_when_a_step_ends(
     tmp_path: Path, codes: str, left_s: int | None, expected: int, calls: list[str]
 ) -> None:
     assert deploy(tmp_path, "--nodes", "2", "--time", "9")[0] == 0
-    for name, body in STAND_INS.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
+    make_commands(tmp_path, STAND_INS)
     (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
     ends_s = time.localtime(time.time() + (left_s or 0))
     ends = "NONE" if left_s is None else time.strftime("%Y-%m-%dT%H:%M:%S", ends_s)
@@ -110,6 +115,32 @@ def test_what_it_does_when_a_step_ends(
     job = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8"}
     environment = {**os.environ, **job, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     command = ["bash", str(tmp_path / "tiny.sbatch")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=30, check=False)
+    assert done.returncode == expected
+    assert (tmp_path / "calls").read_text().splitlines() == calls
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "calls"),
+    [
+        ("0", 0, ["node"]),
+        ("130", 130, ["node"]),
+        ("137 5", 5, ["node"] * 2),
+        ("2", 2, ["node", "scancel --signal=TERM 7.1"]),
+    ],
+)
+def test_what_it_does_when_a_node_ends(
+    tmp_path: Path, codes: str, expected: int, calls: list[str]
+) -> None:
+    assert deploy(tmp_path, "--nodes", "2", "--time", "9")[0] == 0
+    words = '[ "$*" = "node --config C --grace-seconds 60" ] && echo node >> calls'
+    stand_in = f'{words}; read -r code < codes; sed -i 1d codes; exit "$code"'
+    make_commands(tmp_path, {"penstock": stand_in, "scancel": 'echo "scancel $*" >> calls'})
+    (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
+    [node] = re.findall(r"^node='\n(.*?)^'$", (tmp_path / "tiny.sbatch").read_text(), re.M | re.S)
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURMD_NODENAME": "n1"}
+    environment = {**os.environ, **job, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", "-c", node, "penstock", "C", "60"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=30, check=False)
     assert done.returncode == expected
     assert (tmp_path / "calls").read_text().splitlines() == calls
