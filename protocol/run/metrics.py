@@ -9,27 +9,21 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Gauge, Info, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, Info
 
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.logs import DroppedLines
 from penstock.protocol.run.names import metrics_port, place_of_member
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.access import keys_of
+from penstock.protocol.security.addresses import check_addresses
+from penstock.protocol.security.exporter import Exporter
+from penstock.protocol.security.folders import KeyFolder
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsServer:
-    """A running Prometheus endpoint on ``port``."""
-
-    port: int
-    close: Callable[[], None]
-
-
-def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -> MetricsServer:
+def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -> Exporter:
     """Serves the metrics of a process of ``run`` over HTTP where ``observability`` says.
 
     What every process has is added: ``penstock_process_info``, and log lines that were dropped.
@@ -49,18 +43,23 @@ def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -
             "device": "" if device is None else str(device),
         }
     )
-    return listen(registry, run.config, metrics_port(run.config, member))
+    return listen(registry, run.config, metrics_port(run.config, member), node)
 
 
-def listen(registry: CollectorRegistry, config: Config, port: int) -> MetricsServer:
+def listen(registry: CollectorRegistry, config: Config, port: int, node: str) -> Exporter:
     """Serves ``registry`` on a port of ``observability.metrics_host``; 0 lets the system choose.
+    With ``cluster.security: tls``, with the keys of ``node``, and says when they expire.
 
     Raises:
-        ConfigError: it cannot listen there; the message names the key.
+        ConfigError: it cannot listen there, or must not; the message names the key.
     """
-    host = config.observability.metrics_host
+    check_addresses(config)
+    host, keys = config.observability.metrics_host, None
+    if config.cluster.security == "tls":
+        keys = keys_of(config) / f"node.{node}"
+        _say_expiry(registry, KeyFolder(keys))
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        return Exporter(registry, host, port, keys)
     except OSError as error:
         elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         key = f"metrics_host = {host!r}" if elsewhere else f"metrics_port = {port}"
@@ -68,12 +67,21 @@ def listen(registry: CollectorRegistry, config: Config, port: int) -> MetricsSer
             f"observability.{key}: cannot listen on {host}:{port}: {reason(error)}"
         ) from error
 
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5.0)
 
-    return MetricsServer(port=server.server_port, close=close)
+def _say_expiry(registry: CollectorRegistry, folder: KeyFolder) -> None:
+    """Adds when the keys that are there expire; 0 when they cannot be read."""
+
+    def expires_s() -> float:
+        try:
+            return folder.peek().expires.timestamp()
+        except ConfigError:
+            return 0.0
+
+    Gauge(
+        "penstock_keys_expire_timestamp_seconds",
+        "When the certificate of this node expires, in seconds since 1970.",
+        registry=registry,
+    ).set_function(expires_s)
 
 
 class LateGauge:
