@@ -20,6 +20,7 @@ from penstock.protocol.run.names import fetchd_name, ipc_address, node_index
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.blocks import MEMORY_SOCKET, attach, connect
 from penstock.shm.memory import NodeMemory
 
@@ -58,7 +59,7 @@ def _run(run: RunDirectory, node: str, stop: StopSignal) -> None:
             agent=agent,
             serving=serving,
             listener=listener,
-            peers=Peers(agent, run, context),
+            peers=Peers(agent, run, context, socket_access(run.config, node)),
             memoryd=memoryd,
             metrics=FetchMetrics(registry),
             stopped=lambda: stop.is_set,

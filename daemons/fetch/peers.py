@@ -17,6 +17,7 @@ from penstock.daemons.fetch.reads import Places
 from penstock.protocol.errors import PenstockError, ProtocolError
 from penstock.protocol.run.names import node_index
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.blocks import connect
 from penstock.protocol.wire.frames import AgentReply, AgentRequest, decode, encode
 
@@ -50,7 +51,15 @@ class Peer:
 class Peers:
     """All that were asked for. Belongs to the service's thread."""
 
-    def __init__(self, agent: Agent, run: RunDirectory, context: zmq.Context[Any]) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        run: RunDirectory,
+        context: zmq.Context[Any],
+        access: SocketAccess = OPEN,
+    ) -> None:
+        """``access``: what memoryds of other nodes are shown."""
+        self._access = access
         self._agent = agent
         self._run = run
         self._context = context
@@ -72,7 +81,11 @@ class Peers:
         if not known and not peer.flights and now_s >= peer.away_until_s:
             self._forget(peer)
             if peer.socket is None:
-                peer.socket = connect(self._context, address)
+                try:
+                    peer.socket = connect(self._context, address, self._access)
+                except ProtocolError as error:
+                    self.away(peer, str(error), now_s + AWAY_S)
+                    return peer
             request = AgentRequest(run_id=self._run.run_id, generation=peer.generation)
             peer.socket.send(encode(request), zmq.NOBLOCK)
             peer.asked_s = now_s
@@ -88,6 +101,7 @@ class Peers:
             offer = reply.offers[0]
             if offer.run_id != self._run.run_id:
                 raise ProtocolError("it is of another run")
+            self._access.check(peer.address, offer.node)
             spec = self._run.memory_spec(node_index(self._run.config, offer.node))
             places = Places(offer, spec)
             name = self._agent.add_peer(offer.metadata)

@@ -296,10 +296,20 @@ class _Fetch:
         return min(MAX_RANGE_BYTES, len(self._view) - offset)
 
 
-def connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
-    """Returns a socket for requests to this node's memoryd, which need not be there yet."""
+def connect(
+    context: zmq.Context[Any], address: str, access: SocketAccess = OPEN
+) -> zmq.Socket[bytes]:
+    """Returns a socket for requests to a memoryd, which need not be there yet.
+
+    Raises:
+        ProtocolError: the address does not say what ``access`` needs.
+    """
     socket = _dealer(context)
-    socket.connect(address)
+    try:
+        access.connect(socket, address)
+    except ProtocolError:
+        socket.close()
+        raise
     return socket
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,11 +22,13 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.fetch.agent import find_module, why_not
+from penstock.daemons.fetch.peers import Peers
 from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.protocol.errors import LostMemberError
+from penstock.protocol.errors import LostMemberError, ProtocolError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.run.stopping import stop_signals_blocked
+from penstock.protocol.security.sockets import OpenAccess
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import OneSidedFetcher
 from penstock.protocol.wire.frames import (
@@ -271,6 +274,22 @@ def test_fetchds_may_die_at_any_time(pair: Pair) -> None:
             pair.start(node)
             fetch_until("nixl")
         fetcher.close()
+
+
+class NoKeys(OpenAccess):
+    """An access that finds no key of the peer's."""
+
+    def connect(self, socket: Any, address: str) -> None:
+        raise ProtocolError(f"{address}: it names no key")
+
+
+def test_a_peer_whose_address_names_no_key_is_not_asked(make_run: Any) -> None:
+    with zmq.Context() as context:
+        peers = Peers(Mock(), make_run(nodes=2), context, NoKeys())
+        peer = peers.find("tcp://127.0.0.1:9", 100.0)
+        assert (peer.socket, peer.asked_s) == (None, None)
+        assert peer.why == "tcp://127.0.0.1:9: it names no key"
+        assert peers.find("tcp://127.0.0.1:9", 100.1) is peer
 
 
 def test_where_there_is_no_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
