@@ -149,7 +149,7 @@ def pod_config(order: Order, config: Config, raw: Mapping[str, Any]) -> dict[str
 def next_commands(order: Order, config: Config, out: Path) -> str:
     """Returns what to type next, in words."""
     lines = [
-        f"podman build -f {out / 'Containerfile'} -t {order.image} FOLDER_OF_PENSTOCKS_SOURCES",
+        f"podman build -f {out / 'Containerfile'} -t {order.image} CLEAN_CHECKOUT",
         f"podman push {order.image}",
     ]
     if config.cluster.security == "tls":
