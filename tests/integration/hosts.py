@@ -181,7 +181,8 @@ class Host:
         """Returns what the host's console and journal say, for a test that fails."""
         journal = "not running"
         if self._process is not None:
-            journal = self.run("journalctl", "--no-pager", "-n", "60", check=False)
+            ours = ("-u", "penstock-*", "-u", "init.scope")
+            journal = self.run("journalctl", "--no-pager", "-n", "80", *ours, check=False)
         return f"--- {self.name}\n{self._console.read_text(errors='replace')}\n{journal}"
 
     def _forget(self) -> None:
@@ -225,7 +226,8 @@ def _ip(*words: str) -> None:
 
 
 def _make_tree(tree: Path) -> None:
-    for name in ("usr", "etc/systemd/system", "var", "root", "srv", "proc", "sys", "dev", "run"):
+    journal = "var/log/journal"  # that is there, so it is kept when the host starts anew
+    for name in ("usr", "etc/systemd/system", journal, "root", "srv", "proc", "sys", "dev", "run"):
         (tree / name).mkdir(parents=True, exist_ok=True)
     (tree / "tmp").mkdir(mode=0o1777)
     for name in ("bin", "sbin", "lib", "lib64"):
