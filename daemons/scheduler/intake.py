@@ -187,10 +187,12 @@ MAY_CALL = {
     "/penstock.v1.Membership/Join": frozenset((Role.NODE,)),
     "/penstock.v1.Control/Pause": frozenset((Role.CONTROL,)),
     "/penstock.v1.Control/Resume": frozenset((Role.CONTROL,)),
-    "/penstock.v1.Control/Snapshot": frozenset((Role.CONTROL,)),
+    "/penstock.v1.Control/Snapshot": frozenset((Role.CONTROL, Role.NODE)),
     "/penstock.v1.Control/Stop": frozenset((Role.CONTROL, Role.NODE)),
 }
-"""Method -> roles that may call it; :data:`LOOKING` for others."""
+"""Method -> roles that may call it; :data:`LOOKING` for others. A node passes on that it is to
+stop, and has the run saved before its machine goes down.
+"""
 
 
 class Guard:

@@ -124,7 +124,7 @@ def member_access(config: Config, run_dir: Path, node: str) -> Access:
 
 def client_access(config: Config, run_dir: Path, wanted: Role) -> Access:
     """Returns how a control client reaches the run in ``run_dir`` with the keys that are there:
-    those of ``wanted``, of the role that may do more, or of a node, which may look and stop.
+    those of ``wanted``, of the role that may do more, or of a node, which may look, save and stop.
 
     Raises:
         ConfigError: there are none that this user can read.
