@@ -50,6 +50,8 @@ def going_down() -> bool:
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
+    if result.stderr:
+        sys.stderr.write(f"systemctl is-system-running: {result.stderr}")
     return result.stdout.strip() == "stopping"
 
 

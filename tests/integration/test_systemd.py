@@ -135,7 +135,10 @@ class Pair:
         print(f"{what}: {seconds:.1f} s; step {newest_step(self.run_dir)}", flush=True)
 
     def install(self, host: Host, core: int) -> None:
-        """Installs the units with the command, and a drop-in that makes systemd impatient."""
+        """Installs the units with the command, and a drop-in that makes systemd impatient. In a
+        container of cgroups v1 it is not told that a service's last process is gone, and waits for
+        TimeoutStopSec=.
+        """
         node = ("--node", host.name, "--cores", str(core))
         print(host.penstock("deploy", "systemd", *CONFIG, *node).splitlines()[0])
         drop_in = f"/etc/systemd/system/{UNIT.format(host.name)}.d/50-test.conf"
@@ -160,7 +163,7 @@ class Pair:
         )
 
 
-WATCHDOG_S = 8
+WATCHDOG_S = 12
 STEPS = {"steps": 60, "save_every": 10}
 
 
