@@ -142,7 +142,7 @@ class Pair:
         node = ("--node", host.name, "--cores", str(core))
         print(host.penstock("deploy", "systemd", *CONFIG, *node).splitlines()[0])
         drop_in = f"/etc/systemd/system/{UNIT.format(host.name)}.d/50-test.conf"
-        impatient = f"[Service]\nWatchdogSec={WATCHDOG_S}\nRestartSec=1\n"
+        impatient = f"[Service]\nWatchdogSec={WATCHDOG_S}\nRestartSec=1\nTimeoutStopSec=15\n"
         host.run("sh", "-c", f"printf '{impatient}' > {drop_in}; systemctl daemon-reload")
 
     def state(self, host: Host) -> tuple[str, str, str]:
