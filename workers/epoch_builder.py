@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Set
 
 import zmq
@@ -11,12 +12,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.executable import check_executable
-from penstock.protocol.plan.instructions import (
-    Program,
-    SendActivation,
-    SendCheckpoint,
-    SendGradient,
-)
+from penstock.protocol.plan.instructions import Program
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import (
     ipc_address,
@@ -38,13 +34,14 @@ from penstock.shm.table import BlockTable
 from penstock.workers.attempt import EpochContext, JobPhase
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox
-from penstock.workers.channels.opening import group_members, open_channel, told_by, transport_here
+from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.data import TokenDataset, micro_batches
+from penstock.workers.peers import Peers
 from penstock.workers.platforms.base import ALIGNMENT_BYTES, Runtime
 from penstock.workers.platforms.registry import WorkerPlatform
 from penstock.workers.session import Batches
-from penstock.workers.state.flow import Flow, collective_peers, collective_receives
+from penstock.workers.state.flow import Flow, collective_receives
 from penstock.workers.state.updates import BlockUpdates
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -58,6 +55,12 @@ OPTIMIZER_SOCKET = "optimizer"
 PATIENCE = 2.0
 """Longest wait for a peer or for weights, in units of ``cluster.attempt_timeout_s``. Lost members
 are noticed long before by their heartbeats, hanging ones after one such time by the scheduler.
+"""
+
+PLAN_TIMEOUT_S = 60.0
+PLAN_POLL_S = 0.5
+"""How long the plan may take to arrive in the run directory as this machine sees it: clients of NFS
+keep what they know of a folder for up to a minute.
 """
 
 _SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
@@ -155,7 +158,7 @@ class EpochBuilder:
             PenstockError: the plan cannot be executed, memory does not fit it, a peer is not named.
         """
         self.close()
-        plan = self._checked_plan(begin)
+        plan = self._checked_plan(begin, abort)
         announced = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
         endpoints = checked_places(self._config, self._access, announced)
         flow = Flow.of(plan)
@@ -256,8 +259,7 @@ class EpochBuilder:
         """Accept what peers send in the epoch, and connect to those that are sent to."""
         program, evaluation = self._programs(plan)
         modelled = self._config.cluster.platform.models_time
-        beside = collective_peers(plan, flow, self._device_index, modelled=modelled)
-        beside |= told_by(self._device_index, group_members(plan, self._transport_name))
+        peers = Peers.of(self._config, self._table, plan, self._device_index, self._transport_name)
         self._transport.expect(largest_transfer(self._config, self._table, plan), plan.num_devices)
         self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)
         self._transport.inbox.open(
@@ -273,24 +275,28 @@ class EpochBuilder:
             ),
         )
         self._transport.connect(
-            self._peers(program + evaluation, beside, endpoints),
+            self._addresses(peers.workers, endpoints),
             self._optimizers(endpoints),
             lambda loss: self._cut_off(begin.epoch, loss),
             self._config.cluster.heartbeat_timeout_s,
         )
 
-    def _checked_plan(self, begin: pb.Begin) -> Plan:
-        plan = Plan.from_json(begin.plan_json)
-        if plan != self._files.plan:
-            # Memory is laid out by plan.json; the file may be newer than this process.
-            self._files = RunDirectory(self._files.path)
-            if plan != self._files.plan:
+    def _checked_plan(self, begin: pb.Begin, abort: Abort) -> Plan:
+        """The run directory's plan, which must be the scheduler's: memory is laid out by it."""
+        deadline_s = time.monotonic() + PLAN_TIMEOUT_S
+        while self._files.plan_digest != begin.plan_digest:
+            if time.monotonic() > deadline_s:
                 raise StateError(
                     f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
                     " stop the run and start it again"
                 )
-        check_executable(plan, devices_per_node=self._config.cluster.workers)
-        return plan
+            # The file may be newer than this process, or a file system's cache older than the file.
+            self._files = RunDirectory(self._files.path)
+            if self._files.plan_digest != begin.plan_digest:
+                abort.check()
+                time.sleep(PLAN_POLL_S)
+        check_executable(self._files.plan, devices_per_node=self._config.cluster.workers)
+        return self._files.plan
 
     def _programs(self, plan: Plan) -> tuple[Program, Program]:
         if not self._device_index < plan.num_devices:
@@ -340,11 +346,7 @@ class EpochBuilder:
             default=0,
         )
 
-    def _peers(
-        self, program: Program, beside: Set[int], endpoints: Mapping[str, str]
-    ) -> dict[int, str]:
-        sends = (SendActivation, SendGradient, SendCheckpoint)
-        peers = beside | {i.peer for i in program if isinstance(i, sends)}
+    def _addresses(self, peers: Set[int], endpoints: Mapping[str, str]) -> dict[int, str]:
         missing = [worker_name(peer) for peer in peers if not endpoints.get(worker_name(peer))]
         if missing:
             raise ProtocolError(f"Begin names no endpoint of {', '.join(sorted(missing))}")

@@ -31,8 +31,10 @@ from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.cgroup import usable_cpus
 from penstock.workers.channels.inbox import Inbox
+from penstock.workers.channels.opening import transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.epoch_builder import EpochBuilder, bind_transport
+from penstock.workers.peers import Peers
 from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.registry import open_platform
 from penstock.workers.session import Session, fence_listener
@@ -86,7 +88,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         access = socket_access(config, node)
         transport = bind_transport(files, device, metrics, Inbox(), access)
         stack.callback(transport.close)
-        link = _connect(files, name, scheduler, fence, progress, transport, server.port)
+        link = _connect(files, device, scheduler, fence, progress, transport, server.port)
         stack.callback(link.close)
         stack.enter_context(_reported_failure(link, fence))
         platform = open_platform(
@@ -120,7 +122,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
 
 def _connect(
     files: RunDirectory,
-    name: str,
+    device: int,
     scheduler: str,
     fence: EpochFence,
     progress: Progress,
@@ -128,17 +130,18 @@ def _connect(
     port: int,
 ) -> MemberLink:
     cluster = files.config.cluster
-    node, _ = place_of_member(files.config, name)
+    node, _ = place_of_member(files.config, worker_name(device))
     link = MemberLink(
         address=scheduler,
         access=member_access(files.config, files.path, node),
         hello=lambda: pb.Hello(
             run_id=files.run_id,
-            member=name,
+            member=worker_name(device),
             pid=os.getpid(),
             epoch=fence.epoch,
             data_endpoint=transport.address,
             metrics_port=port,
+            peers=_peers(files, device),
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,
         silence_timeout_s=cluster.heartbeat_timeout_s,
@@ -147,6 +150,22 @@ def _connect(
     )
     link.start()
     return link
+
+
+def _peers(files: RunDirectory, device: int) -> pb.Peers | None:
+    """Returns whose addresses the worker needs by the plan as it is now; None: all, where the plan
+    has errors, which Begin brings to light.
+    """
+    config, now = files.config, RunDirectory(files.path)
+    try:
+        if now.plan_digest != files.plan_digest:
+            files = now
+        transport = transport_here(config)
+        peers = Peers.of(config, files.table, files.plan, device, transport)
+    except PenstockError as error:
+        _log.warning("asking for the addresses of all members: %s", error)
+        return None
+    return pb.Peers(members=peers.members(config))
 
 
 @contextmanager

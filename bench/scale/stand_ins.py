@@ -17,8 +17,8 @@ import resource
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.access import TOKEN_KEY
 from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
+from penstock.workers.peers import Peers
 
 _JOIN = "/penstock.v1.Membership/Join"
 RETRY_S = 0.2
@@ -61,7 +62,9 @@ class Counts:
 
 
 class StandIn:
-    """One member. ``blocks``: whose statuses it reports, of an optimizerd."""
+    """One member. ``blocks``: whose statuses it reports, of an optimizerd; ``peers``: whose
+    addresses it asks for.
+    """
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class StandIn:
         spec: MemberSpec,
         memory: NodeMemory,
         blocks: tuple[int, ...],
+        peers: Sequence[str],
         counts: Counts,
     ) -> None:
         self.pid = 0
@@ -81,6 +85,7 @@ class StandIn:
         self._spec = spec
         self._memory = memory
         self._blocks = blocks
+        self._peers = pb.Peers(members=peers)
         self._counts = counts
         self._epoch = 0
         self._outgoing: asyncio.Queue[pb.MemberMessage] = asyncio.Queue()
@@ -113,6 +118,7 @@ class StandIn:
                     epoch=self._epoch,
                     data_endpoint=f"tcp://10.0.0.1:{20000 + self.pid % 40000}",
                     nonce=nonce,
+                    peers=self._peers,
                 )
             )
             async with grpc.aio.insecure_channel(self._address, CHANNEL_OPTIONS) as channel:
@@ -197,6 +203,10 @@ def _stand_ins(
 ) -> Iterator[tuple[str, StandIn]]:
     config = run.config
     owner = ownership(config, run.table, run.plan).owner
+    like = {
+        device: Peers.of(config, run.table, run.plan, device, "zmq")
+        for device in range(min(2 * config.cluster.workers, config.num_workers))
+    }
     for node in nodes:
         name, memory = config.cluster.nodes[node].name, NodeMemory()
         own = tuple(block for block, by in enumerate(owner) if by == node)
@@ -207,6 +217,7 @@ def _stand_ins(
                 spec,
                 memory,
                 own if spec.role is Role.OPTIMIZERD else (),
+                _peers(run, node, spec, like),
                 counts,
             )
             for spec in member_specs(config)
@@ -215,6 +226,21 @@ def _stand_ins(
         for member in found.values():
             member.siblings = found
         yield from found.items()
+
+
+def _peers(
+    run: RunDirectory, node: int, spec: MemberSpec, like: Mapping[int, Peers]
+) -> Sequence[str]:
+    """Returns whom a member asks for. Workers of the first two nodes ask for what the real ones ask
+    for; those of the others for the same as the second node's, with their own node in its place.
+    """
+    if spec.role is not Role.WORKER:
+        return ()
+    width = run.config.cluster.workers
+    shift = max(0, node - 1) * width
+    peers = like[int(spec.name.partition(".")[2]) - shift]
+    workers = frozenset(peer + shift if peer >= width else peer for peer in peers.workers)
+    return replace(peers, workers=workers).members(run.config)
 
 
 async def _speak(address: str, run: RunDirectory, nodes: range) -> None:

@@ -127,6 +127,7 @@ def _link(
             pid=os.getpid(),
             epoch=machine.epoch,
             data_endpoint=server.endpoint,
+            peers=pb.Peers(),  # it contacts nobody
             metrics_port=port,
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,

@@ -64,6 +64,11 @@ class Puller:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def sources(self) -> list[str]:
+        """Names of the memoryds that contributions come from."""
+        return sorted(set(self._source.values()))
+
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Remember where the memoryds listen in this epoch: member name -> address."""
         self._addresses = dict(addresses)

@@ -150,6 +150,7 @@ class OptimizerService:
             epoch=self._machine.joined_epoch,
             data_endpoint=endpoint,
             metrics_port=metrics_port,
+            peers=pb.Peers(members=self._parts.puller.sources if self._parts.puller else ()),
         )
 
     def doing(self, running: Sweep | None) -> Doing:

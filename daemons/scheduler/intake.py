@@ -32,6 +32,8 @@ MAX_UNREAD = 16
 """Messages of one stream that wait for the machine."""
 MAX_NAME = 128
 """Characters of a name or address."""
+MAX_PEERS = 16384
+"""Members that a Hello asks the addresses of."""
 MAX_TEXT = 16384
 """Characters of an error that is shown to the user."""
 
@@ -101,6 +103,9 @@ def malformed(hello: pb.Hello) -> str:
     for name, text in texts.items():
         if len(text) > MAX_NAME or not text.isprintable():
             return f"Hello.{name}: {len(text)} characters, at most {MAX_NAME} printable ones"
+    peers = hello.peers.members
+    if len(peers) > MAX_PEERS or any(len(peer) > MAX_NAME for peer in peers):
+        return f"Hello.peers: {len(peers)} names, at most {MAX_PEERS} of {MAX_NAME} characters"
     return ""
 
 

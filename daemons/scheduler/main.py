@@ -117,7 +117,7 @@ def read_rules(run: RunDirectory) -> Rules:
         members=member_specs(run.config),
         blocks=blocks,
         owners=tuple(optimizerd_name(nodes[node].name) for node in owner),
-        plan_json=run.plan.to_json(),
+        plan_digest=run.plan_digest,
         plan_scheme=run.plan.scheme,
         state_dir=str(run.state_dir.absolute()),
         state_bytes=saved_bytes(run.table),

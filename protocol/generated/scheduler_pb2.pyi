@@ -39,7 +39,7 @@ class MemberMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cut_off: _Optional[_Union[CutOff, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "metrics_port", "nonce")
+    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "metrics_port", "nonce", "peers")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Hello(_message.Message):
     DATA_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member: str
     pid: int
@@ -54,7 +55,14 @@ class Hello(_message.Message):
     data_endpoint: str
     metrics_port: int
     nonce: int
-    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., metrics_port: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
+    peers: Peers
+    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., metrics_port: _Optional[int] = ..., nonce: _Optional[int] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
+
+class Peers(_message.Message):
+    __slots__ = ("members",)
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, members: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence", "activity", "waiting", "progress")
@@ -305,20 +313,20 @@ class Endpoint(_message.Message):
     def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "record", "plan_json", "endpoints", "next_attempt", "next_evaluation")
+    __slots__ = ("epoch", "record", "endpoints", "next_attempt", "next_evaluation", "plan_digest")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
-    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NEXT_EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     record: Record
-    plan_json: str
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
     next_attempt: int
     next_evaluation: int
-    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., plan_json: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ...) -> None: ...
+    plan_digest: str
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ..., plan_digest: _Optional[str] = ...) -> None: ...
 
 class RunAttempt(_message.Message):
     __slots__ = ("epoch", "attempt", "base_version", "data_position", "loss_scale", "learning_rate", "hold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -133,11 +134,19 @@ class RunDirectory:
         Raises:
             StateError: ``plan.json`` is damaged.
         """
-        text = self._text("plan.json")
         try:
-            return Plan.from_json(text)
+            return Plan.from_json(self._plan_text)
         except (ProtocolError, ConfigError) as error:
             raise StateError(f"{self.path / 'plan.json'}: {error}") from error
+
+    @cached_property
+    def plan_digest(self) -> str:
+        """SHA-256 of ``plan.json``, in hexadecimal digits: what members call the plan in force."""
+        return hashlib.sha256(self._plan_text.encode()).hexdigest()
+
+    @cached_property
+    def _plan_text(self) -> str:
+        return self._text("plan.json")
 
     @property
     def state_dir(self) -> Path:

@@ -72,7 +72,7 @@ def make_rules(config: Config | None = None, blocks: tuple[int, ...] = (0, 1)) -
         members=member_specs(config),
         blocks=blocks,
         owners=tuple(f"optimizerd.{nodes[block % len(nodes)].name}" for block in range(3)),
-        plan_json="{plan}",
+        plan_digest="feed",
         plan_scheme="gpipe",
         state_dir="/run/state",
     )

@@ -62,7 +62,7 @@ def test_begin_carries_record_plan_and_endpoints() -> None:
     memory = pb.MemoryState(incarnation=INCARNATION, committed=4)
     driver.say("memoryd.a", drained=pb.Drained(epoch=4, memory=memory))
     begin = next(e.message.begin for e in driver.effects if isinstance(e, Send))
-    assert (begin.record.version, begin.record.attempt, begin.plan_json) == (4, 4, "{plan}")
+    assert (begin.record.version, begin.record.attempt, begin.plan_digest) == (4, 4, "feed")
     assert {e.member: e.address for e in begin.endpoints}["worker.1"] == "tcp://worker.1"
     assert (begin.next_attempt, begin.next_evaluation) == (6, 1), "where numbers go on"
 

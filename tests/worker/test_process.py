@@ -136,7 +136,7 @@ def test_from_hello_to_shutdown(
     assert hello.metrics_port > 0
     scheduler.say(drain=pb.Drain(epoch=1))
     assert scheduler.hear("drained").epoch == 1
-    scheduler.say(begin=pb.Begin(epoch=1, plan_json=cluster.plan.to_json()))
+    scheduler.say(begin=pb.Begin(epoch=1, plan_digest=RunDirectory(tmp_path).plan_digest))
     assert scheduler.hear("ready").epoch == 1
     losses = []
     for number in (1, 2):
@@ -150,7 +150,7 @@ def test_from_hello_to_shutdown(
     # A new epoch repeats the attempt: the same memory, the same bits.
     scheduler.say(drain=pb.Drain(epoch=2))
     assert scheduler.hear("drained").epoch == 2
-    scheduler.say(begin=pb.Begin(epoch=2, plan_json=cluster.plan.to_json()))
+    scheduler.say(begin=pb.Begin(epoch=2, plan_digest=RunDirectory(tmp_path).plan_digest))
     assert scheduler.hear("ready").epoch == 2
     scheduler.say(run_attempt=pb.RunAttempt(epoch=2, attempt=3, loss_scale=1.0))
     assert scheduler.hear("attempt_done").loss_sum == losses[0]
@@ -167,7 +167,7 @@ def test_sigterm_ends_it_cleanly(
     write_run(cluster, tmp_path)
     process = start()
     scheduler.hear("hello")
-    scheduler.say(begin=pb.Begin(epoch=1, plan_json=cluster.plan.to_json()))
+    scheduler.say(begin=pb.Begin(epoch=1, plan_digest=RunDirectory(tmp_path).plan_digest))
     scheduler.hear("ready")
     # Version 5 is never committed, so the attempt waits.
     scheduler.say(run_attempt=pb.RunAttempt(epoch=1, attempt=1, base_version=5, loss_scale=1.0))
@@ -187,7 +187,7 @@ def test_a_plan_it_cannot_execute_is_reported(
     (tmp_path / "plan.json").write_text(text)
     process = start()
     scheduler.hear("hello")
-    scheduler.say(begin=pb.Begin(epoch=1, plan_json=text))
+    scheduler.say(begin=pb.Begin(epoch=1, plan_digest=RunDirectory(tmp_path).plan_digest))
     failed = scheduler.hear("failed")
     assert "peer=1', and workers do not swap to devices of other nodes" in failed.error
     assert failed.exit_code == 2
@@ -204,15 +204,15 @@ def test_a_process_group_is_awaited_until_a_drain_and_its_members_must_be_named(
     write_run(cluster, tmp_path)
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(resolved.read_text().replace("transport: auto", "transport: gloo"))
-    process, plan = start(), cluster.plan.to_json()
+    process, plan = start(), RunDirectory(tmp_path).plan_digest
     scheduler.hear("hello")
     address = cluster.workers[1].context.transport.address
     peer = pb.Endpoint(member="worker.1", address=address)
-    scheduler.say(begin=pb.Begin(epoch=2, plan_json=plan, endpoints=[peer]))
+    scheduler.say(begin=pb.Begin(epoch=2, plan_digest=plan, endpoints=[peer]))
     time.sleep(0.5)
     scheduler.say(drain=pb.Drain(epoch=3))
     assert scheduler.hear("drained").epoch == 3, "and it was not ready before"
-    scheduler.say(begin=pb.Begin(epoch=3, plan_json=plan))
+    scheduler.say(begin=pb.Begin(epoch=3, plan_digest=plan))
     assert "Begin names no endpoint of worker.1" in scheduler.hear("failed").error
     process.communicate(timeout=TIMEOUT_S)
 

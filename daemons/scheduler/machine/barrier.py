@@ -6,13 +6,16 @@ committed version and nothing of an older epoch running anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from penstock.daemons.kit.events import Say
 from penstock.daemons.kit.messages import record_message
 from penstock.daemons.scheduler.machine.activity import Activity, send_all
-from penstock.daemons.scheduler.machine.events import Effect
+from penstock.daemons.scheduler.machine.events import Effect, Send
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
-from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
+from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
 
@@ -52,7 +55,7 @@ class Barrier(Activity):
     def _on_drained(self, member: str, body: pb.Drained, now_s: float) -> list[Effect]:
         if self.phase is not RunPhase.DRAINING:
             return []
-        if member in self.rules.memoryds:
+        if self._members.role_of(member) is Role.MEMORYD:
             self._memory[member] = body.memory
         if not self.answered(member):
             return []
@@ -128,7 +131,7 @@ class Barrier(Activity):
         self.phase = RunPhase.BEGINNING
         self.waiting = set(self._daemons)
         self.deadline_s = now_s + self.rules.deadlines.begin_s
-        return send_all(self._daemons, self._begin_message())
+        return self._begins(self._daemons)
 
     def _on_ready(self, member: str, body: pb.Ready, now_s: float) -> list[Effect]:
         if self.phase is not RunPhase.BEGINNING or not self.answered(member):
@@ -139,18 +142,26 @@ class Barrier(Activity):
         # The commit is applied everywhere: only now may workers read weights.
         self.waiting = set(self.rules.workers)
         self.deadline_s = now_s + self.rules.deadlines.begin_s
-        return send_all(self.rules.workers, self._begin_message())
+        return self._begins(self.rules.workers)
 
-    def _begin_message(self) -> pb.SchedulerMessage:
+    def _begins(self, members: Iterable[str]) -> list[Effect]:
+        """Each member hears of its own peers only, and of the plan by its digest: with all of them
+        and the plan itself Begins would grow with the square of the members.
+        """
         assert self.mirror.record is not None, "an epoch begins with what is committed"
-        begin = pb.Begin(
-            epoch=self.mirror.epoch,
-            record=record_message(self.mirror.record),
-            plan_json=self.rules.plan_json,
-            endpoints=self._members.endpoints(),
-            next_attempt=self.mirror.next_attempt,
-            next_evaluation=self.mirror.next_evaluation,
-        )
-        return pb.SchedulerMessage(begin=begin)
+        fields: dict[str, Any] = {
+            "epoch": self.mirror.epoch,
+            "record": record_message(self.mirror.record),
+            "plan_digest": self.rules.plan_digest,
+            "next_attempt": self.mirror.next_attempt,
+            "next_evaluation": self.mirror.next_evaluation,
+        }
+        begins = {
+            name: pb.Begin(endpoints=self._members.endpoints(name), **fields) for name in members
+        }
+        return [
+            Send(member=name, message=pb.SchedulerMessage(begin=begin))
+            for name, begin in begins.items()
+        ]
 
     answers = {"drained": _on_drained, "restored": _on_restored, "ready": _on_ready}  # noqa: RUF012

@@ -256,6 +256,8 @@ def abridged(value: Event | Effect) -> object:
     match value:
         case Send(member=member, message=message) if message.ByteSize() > LONG_MESSAGE_BYTES:
             return f"Send(member={member!r}, {_size(message)})"
+        case Joined(stream=stream, hello=hello) if hello.ByteSize() > LONG_MESSAGE_BYTES:
+            return f"Joined(stream={stream}, {hello.member!r}, Hello of {hello.ByteSize()} bytes)"
         case Received(stream=stream, message=message) if message.ByteSize() > LONG_MESSAGE_BYTES:
             return f"Received(stream={stream}, {_size(message)})"
         case Reply(ticket=ticket, reply=reply) if reply.ByteSize() > LONG_MESSAGE_BYTES:

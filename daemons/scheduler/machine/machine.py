@@ -97,8 +97,10 @@ class SchedulerMachine:
         """
         self.mirror.validate()
         self.members.validate()
+        if not self.live or self.members.complete:
+            return
         missing = [m for m in self.members.missing if self.members.role_of(m) is not Role.NODE]
-        if self.live and (missing or self.members.fencing):
+        if missing or self.members.fencing:
             raise ValueError(f"epoch {self.mirror.epoch} is live without {missing}")
 
     # ---- time ----
@@ -134,7 +136,7 @@ class SchedulerMachine:
 
     def _end_hang(self, now_s: float) -> list[Effect]:
         """Give up whoever holds up what is going on; the run, when it happens again and again."""
-        if self.activity is None:
+        if self.activity is None or not self._hangs.suspected(now_s):
             return []
         hung = self._hangs.overdue(self.activity.unfinished, now_s)
         if not hung:

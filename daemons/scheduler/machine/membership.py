@@ -20,7 +20,7 @@ whose heartbeats go on while its work is stuck, in a driver, a lock or a file sy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.daemons.kit.events import Say
@@ -32,6 +32,8 @@ from penstock.protocol.run.names import nodes_beside
 
 MAX_SHOWN = 60
 """Characters of a name that a stranger gave."""
+MAX_NAMED = 8
+"""Members that a message names; those of a large cluster would fill pages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +63,10 @@ class Membership:
         here = nodes_beside(rules.config, 0)
         nodes = enumerate(rules.config.cluster.nodes)
         self._elsewhere = {node.name for index, node in nodes if index not in here}
+        self._on_node: dict[str, list[Member]] = {}
+        for member in self.members.values():
+            self._on_node.setdefault(member.spec.node, []).append(member)
+        self._changed: set[str] = set()  # members that validate() has not looked at since
         self._names: dict[int, str] = {}
         self._journaled = dict(journaled_pids)
         self._dying: dict[tuple[str, int], None] = {}  # in the order they were ordered
@@ -73,7 +79,7 @@ class Membership:
     @property
     def complete(self) -> bool:
         """Whether every member has a stream and nobody is being fenced."""
-        return not self._dying and all(m.stream is not None for m in self.members.values())
+        return not self._dying and len(self._names) == len(self.members)
 
     @property
     def fencing(self) -> tuple[str, ...]:
@@ -115,17 +121,22 @@ class Membership:
         """Returns the process of every member."""
         return tuple((name, m.pid) for name, m in self.members.items())
 
-    def endpoints(self) -> list[pb.Endpoint]:
-        """Returns where members' data sockets are."""
+    def endpoints(self, name: str) -> list[pb.Endpoint]:
+        """Returns where the data sockets are of the members that ``name`` asked for."""
+        asking = self.members[name].hello
+        asked: Iterable[str] = self.members
+        if asking is not None and asking.HasField("peers"):
+            asked = asking.peers.members
+        found = ((peer, self.members[peer].hello) for peer in asked if peer in self.members)
         return [
-            pb.Endpoint(member=name, address=m.hello.data_endpoint)
-            for name, m in self.members.items()
-            if m.hello is not None and m.hello.data_endpoint
+            pb.Endpoint(member=peer, address=hello.data_endpoint)
+            for peer, hello in found
+            if hello is not None and hello.data_endpoint
         ]
 
     def status(self, now_s: float, ready: bool) -> list[pb.MemberStatus]:
         """For :class:`StatusReply`; ``ready``: whether joined members take part in an epoch."""
-        dying = self.fencing
+        dying = frozenset(self.fencing)
         return [
             pb.MemberStatus(
                 member=name,
@@ -160,8 +171,8 @@ class Membership:
             effects += self._drop_stream(member)
         if member.pid not in (0, hello.pid) and member.spec.role is not Role.NODE:
             effects += self._fence(member)
-        self._names[stream] = hello.member
-        member.stream, member.pid, member.hello = stream, hello.pid, hello
+        self._connect(member, stream)
+        member.pid, member.hello = hello.pid, hello
         member.heard_s, member.fence_at_s = now_s, None
         effects.append(Accept(stream=stream, member=hello.member))
         if member.spec.role is Role.NODE:
@@ -176,11 +187,11 @@ class Membership:
 
     def closed(self, stream: int, now_s: float) -> tuple[str | None, list[Effect]]:
         """Forget a stream that ended; returns the member that is lost by it, if any."""
-        name = self._names.pop(stream, None)
+        name = self._names.get(stream)
         if name is None:
             return None, []
         member = self.members[name]
-        member.stream = None
+        self._disconnect(member, stream)
         effects: list[Effect] = [Say(text=f"{name} (pid {member.pid}): stream ended", warning=True)]
         if member.spec.role is Role.NODE:
             return name, effects
@@ -194,9 +205,9 @@ class Membership:
 
     def leave(self, stream: int) -> None:
         """A stream ended as it was to: its process was told to shut down."""
-        name = self._names.pop(stream, None)
+        name = self._names.get(stream)
         if name is not None:
-            self.members[name].stream = None
+            self._disconnect(self.members[name], stream)
 
     def lose(self, name: str, reason: str, now_s: float) -> list[Effect]:
         """Stop believing a member: end its stream and have its process killed, or wait until its
@@ -238,27 +249,32 @@ class Membership:
     def forgive(self, now_s: float) -> None:
         """The scheduler itself was stopped: silence and ended streams prove nothing for a while."""
         self._patient_until_s = now_s + self._timeout_s
+        self._changed.update(self.members)
         for member in self.members.values():
             member.heard_s = now_s
             if member.fence_at_s is not None:
                 member.fence_at_s = self._patient_until_s
 
     def validate(self) -> None:
-        """Check the invariants.
+        """Check the invariants, of members that changed since the last time: with all of them every
+        event would take longer in a larger cluster.
 
         Raises:
             ValueError: naming the member.
         """
-        streams = {m.stream: name for name, m in self.members.items() if m.stream is not None}
-        if streams != self._names:
-            raise ValueError(f"streams {streams} are known as {self._names}")
-        for name, m in self.members.items():
+        changed, self._changed = self._changed, set()
+        for name in changed:
+            m = self.members[name]
+            if m.stream is not None and self._names.get(m.stream) != name:
+                known = self._names.get(m.stream)
+                raise ValueError(f"stream {m.stream} of {name} is known as that of {known}")
             if (name, m.pid) in self._refused:
                 raise ValueError(f"{name}: process {m.pid} was ordered dead and is believed")
             if m.stream is not None and m.fence_at_s is not None:
                 raise ValueError(f"{name}: has a stream and is about to be fenced")
-        if not set(self._dying) <= self._refused:
-            raise ValueError(f"dying {set(self._dying)} but not refused")
+        latest = next(reversed(self._dying), None)
+        if latest is not None and latest not in self._refused:
+            raise ValueError(f"dying {latest} but not refused")
 
     # ---- inside ----
 
@@ -274,8 +290,11 @@ class Membership:
 
     def _objection(self, hello: pb.Hello) -> str:
         if hello.member not in self.members:
-            name = hello.member[:MAX_SHOWN]
-            return f"this run has no member {name!r}: it has {', '.join(self.members)}"
+            nodes = ", ".join(list(self._nodes.values())[:MAX_NAMED])
+            return (
+                f"this run has no member {hello.member[:MAX_SHOWN]!r}: it has {len(self.members)},"
+                f" of {nodes}{' and others' if len(self._nodes) > MAX_NAMED else ''}"
+            )
         if hello.run_id != self._run_id:
             return f"this is run {self._run_id}, not {hello.run_id[:MAX_SHOWN]!r}"
         if not hello.pid:
@@ -291,16 +310,16 @@ class Membership:
         heartbeat to come back to a scheduler that was restarted.
         """
         if self._journaled.pop(node.spec.name, None) == node.pid:
-            for member in self.members.values():
+            for member in self._on_node[node.spec.node]:
                 pid = self._journaled.get(member.spec.name, 0)
-                if member.spec.node == node.spec.node and pid and not member.pid:
+                if pid and not member.pid:
                     member.pid, member.fence_at_s = pid, now_s + self._timeout_s
-        for member in self.members.values():
-            if member.spec.node == node.spec.node:
-                self._journaled.pop(member.spec.name, None)
-                if node.spec.node in self._elsewhere:
-                    # The network was away, for all of the machine: others reconnect just now.
-                    member.heard_s = now_s
+                    self._changed.add(member.spec.name)
+        for member in self._on_node[node.spec.node]:
+            self._journaled.pop(member.spec.name, None)
+            if node.spec.node in self._elsewhere:
+                # The network was away, for all of the machine: others reconnect just now.
+                member.heard_s = now_s
         return [
             _fence_order(node.spec.name, name, pid)
             for name, pid in self._dying
@@ -324,6 +343,7 @@ class Membership:
         key = (member.spec.name, member.pid)
         member.pid = 0
         self._dying[key] = None
+        self._changed.add(member.spec.name)
         self._refused.add(key)
         node = self.members[self._nodes[member.spec.node]]
         return [] if node.stream is None else [_fence_order(node.spec.name, *key)]
@@ -331,11 +351,21 @@ class Membership:
     def _drop_stream(self, member: Member) -> list[Effect]:
         if member.stream is None:
             return []
-        stream, member.stream = member.stream, None
-        del self._names[stream]
+        stream = member.stream
+        self._disconnect(member, stream)
         return [Disconnect(stream=stream)]
 
-    def _state(self, member: Member, dying: tuple[str, ...], ready: bool) -> str:
+    def _connect(self, member: Member, stream: int) -> None:
+        member.stream = stream
+        self._names[stream] = member.spec.name
+        self._changed.add(member.spec.name)
+
+    def _disconnect(self, member: Member, stream: int) -> None:
+        member.stream = None
+        del self._names[stream]
+        self._changed.add(member.spec.name)
+
+    def _state(self, member: Member, dying: frozenset[str], ready: bool) -> str:
         if member.spec.name in dying:
             return "fencing"
         if member.stream is None:
@@ -413,12 +443,16 @@ class Hangs:
         self.in_a_row = 0
         self._longest_s = max(self._longest_s, seconds)
 
+    def suspected(self, now_s: float) -> bool:
+        """Whether nobody has got on for long enough to look for who is to blame."""
+        return now_s - self._moved_s > self.allowed_s
+
     def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
         """Returns which of the members that owe an answer to give up now, and why.
 
         Members that wait for others are not to blame, unless all do: then nobody knows.
         """
-        if now_s - self._moved_s <= self.allowed_s:
+        if not self.suspected(now_s):
             return {}
         suspects = [name for name in unfinished if not self._waits(name)]
         return {name: self._complaint(name, now_s) for name in suspects or unfinished}

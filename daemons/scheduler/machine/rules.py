@@ -82,7 +82,7 @@ class Rules:
     members: tuple[MemberSpec, ...]
     blocks: tuple[int, ...]
     owners: tuple[str, ...]
-    plan_json: str
+    plan_digest: str
     plan_scheme: str
     state_dir: str
     state_bytes: int = 0
@@ -107,6 +107,11 @@ class Rules:
     def emulated(self) -> bool:
         """Whether losses, norms and times are made up; lines of metrics say so."""
         return self.config.cluster.platform.models_time
+
+    @cached_property
+    def trainable(self) -> frozenset[int]:
+        """``blocks``, to be looked up."""
+        return frozenset(self.blocks)
 
     @cached_property
     def workers(self) -> tuple[str, ...]:

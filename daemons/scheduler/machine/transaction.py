@@ -107,7 +107,7 @@ class Transaction(Activity):
     def _on_block_status(self, member: str, body: pb.BlockStatus, now_s: float) -> list[Effect]:
         if body.attempt != self.attempt or self._decided is not None:
             return []
-        if body.block not in self.rules.blocks:
+        if body.block not in self.rules.trainable:
             text = f"{member} reports block {body.block}, which has nothing to train"
             return [Say(text=text, warning=True)]
         self._statuses[body.block] = body
