@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent import futures
 from typing import Any
@@ -320,6 +321,7 @@ class SchedulerServer:
             ConfigError: the port cannot be had.
         """
         self._streams_of: dict[str, int] = {}
+        self._orders: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._events = events
         self._homes = homes
         self._admission = admission
@@ -416,7 +418,18 @@ class SchedulerServer:
 
     def _do(self, action: Callable[..., None], *arguments: Any) -> None:
         """Have something done on the event loop, in the order of these calls."""
-        self._loop.call_soon_threadsafe(action, *arguments)
+        self._orders.append((action, arguments))
+        if len(self._orders) == 1:  # else the loop is about to look, or is looking
+            self._loop.call_soon_threadsafe(self._obey)
+
+    def _obey(self) -> None:
+        # An order that comes behind the last look finds none before it, and wakes the loop anew.
+        while self._orders:
+            action, arguments = self._orders.popleft()
+            try:
+                action(*arguments)
+            except Exception:
+                _log.exception("cannot carry out %s", action.__name__)
 
 
 _HEARTBEAT = pb.SchedulerMessage(heartbeat=pb.Heartbeat())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -237,7 +237,13 @@ class Driver:
         return lines
 
     def join(
-        self, name: str, pid: int = 0, run_id: str = RUN_ID, epoch: int = 0, nonce: int = 0
+        self,
+        name: str,
+        pid: int = 0,
+        run_id: str = RUN_ID,
+        epoch: int = 0,
+        nonce: int = 0,
+        peers: Sequence[str] | None = None,
     ) -> list[str]:
         """A process says Hello on a new stream; a fresh pid unless given."""
         stream = next(self._numbers)
@@ -249,6 +255,7 @@ class Driver:
             epoch=epoch,
             data_endpoint=f"tcp://{name}",
             nonce=nonce,
+            peers=None if peers is None else pb.Peers(members=peers),
         )
         lines = self.feed(Joined(stream=stream, hello=hello))
         if self.machine.members.name_of(stream) is not None:

@@ -67,6 +67,28 @@ def test_begin_carries_record_plan_and_endpoints() -> None:
     assert (begin.next_attempt, begin.next_evaluation) == (6, 1), "where numbers go on"
 
 
+def test_a_begin_does_not_grow_with_the_members() -> None:
+    """Each member hears of the peers that it asked for; only who did not ask hears of all."""
+    longest = {}
+    for num_nodes in (2, 16):
+        nodes = [{"name": f"n{index}"} for index in range(num_nodes)]
+        driver = Driver(rules=make_rules(make_config(cluster={"nodes": nodes})))
+        for member in driver.rules.members:
+            peers = () if member.name.startswith("memoryd") else ("memoryd.n0", "worker.0")
+            driver.join(member.name, peers=None if member.name == "worker.3" else peers)
+        driver.drained()
+        driver.restored()
+        begins = {e.member: e.message.begin for e in driver.effects if isinstance(e, Send)}
+        ready = pb.Ready(epoch=driver.epoch)
+        driver.each((*driver.rules.memoryds, *driver.rules.optimizerds), ready=ready)
+        begins |= {e.member: e.message.begin for e in driver.effects if isinstance(e, Send)}
+        told = {name: [e.member for e in begin.endpoints] for name, begin in begins.items()}
+        assert told["memoryd.n1"] == [] and told["worker.1"] == ["memoryd.n0", "worker.0"]
+        assert told.pop("worker.3") == [member.name for member in driver.rules.members]
+        longest[num_nodes] = max(begins[name].ByteSize() for name in told)
+    assert longest[2] == longest[16] < 200
+
+
 def test_epoch_numbers_rise_above_the_journal_and_every_hello() -> None:
     driver = Driver(facts=facts_at(4))
     for member in driver.rules.members[:-1]:

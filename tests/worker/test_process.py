@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
@@ -21,6 +22,7 @@ import pytest
 
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.protocol.security.token import ensure_token
 from penstock.workers.main import threads_per_worker
@@ -194,6 +196,26 @@ def test_a_plan_it_cannot_execute_is_reported(
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert "workers do not swap to devices of other nodes" in errors
+
+
+def test_a_plan_that_arrives_late_is_awaited(
+    make_cluster: Any, scheduler: StubScheduler, start: Any, tmp_path: Path
+) -> None:
+    """As over NFS: this machine still sees the file of before when Begin names the new plan."""
+    cluster = make_cluster(workers=1, undo=True)
+    write_run(cluster, tmp_path)
+    path = tmp_path / "plan.json"
+    text = path.read_text()
+    path.write_text(text.replace("}", " }", 1))
+    process = start()
+    assert list(scheduler.hear("hello").peers.members) == [], "it is alone"
+    scheduler.say(begin=pb.Begin(epoch=1, plan_digest=hashlib.sha256(text.encode()).hexdigest()))
+    time.sleep(0.3)
+    path.write_text(text)
+    assert scheduler.hear("ready").epoch == 1
+    scheduler.say(shutdown=pb.Shutdown(reason="done"))
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_a_process_group_is_awaited_until_a_drain_and_its_members_must_be_named(

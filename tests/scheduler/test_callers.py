@@ -1,0 +1,27 @@
+"""Callers that do not go when their call is ended."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from penstock.daemons.scheduler.callers import reset_connection
+
+
+@pytest.mark.parametrize("kind, host", [("ipv4", "127.0.0.1"), ("ipv6", "::1")])
+def test_one_connection_is_reset_and_no_other(kind: str, host: str) -> None:
+    family = socket.AF_INET if kind == "ipv4" else socket.AF_INET6
+    with socket.create_server((host, 0), family=family) as server:
+        address = server.getsockname()[:2]
+        with socket.create_connection(address) as stays, socket.create_connection(address) as goes:
+            accepted = [server.accept()[0] for _ in range(2)]
+            shown = f"[{host}]" if kind == "ipv6" else host
+            reset_connection(f"{kind}:{shown}:{goes.getsockname()[1]}")
+            with pytest.raises(ConnectionResetError):
+                goes.recv(1)
+            accepted[0].sendall(b"a")
+            assert stays.recv(1) == b"a"
+            for connection in accepted:
+                connection.close()
+    reset_connection("unix:/somewhere")
