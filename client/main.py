@@ -383,6 +383,23 @@ def status(
             show_status(client, as_json=as_json, console=Console())
 
 
+@app.command("list", epilog="Example: penstock list --json")
+def list_runs(as_json: JsonOption = False) -> None:
+    """Show the runs of this machine, and what dead ones left in its memory."""
+    with errors_explained():
+        from rich.console import Console
+
+        from penstock.client.watching.runs import runs_here, table_of, to_dicts
+
+        found = runs_here()
+        if as_json:
+            typer.echo(json.dumps(to_dicts(found), indent=1))
+        elif found:
+            Console().print(table_of(found))
+        else:
+            typer.echo("no run on this machine")
+
+
 @app.command()
 def watch(
     run_dir: RunDirOption = None, endpoint: EndpointOption = None, keys: KeysOption = None

@@ -18,6 +18,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.run.ended import EndWatch
 from penstock.protocol.run.files import parse_json, write_atomically
+from penstock.shm.claims import Claim
 from penstock.shm.process import start_ticks
 
 CHOSEN_PORTS = range(20_000, 32_000)
@@ -30,7 +31,8 @@ ENDPOINT_WAIT_S = 120.0
 class NodeSettings:
     """One node's part of a run. ``scheduler`` is ``host:port``; ``hosts`` whether it runs here.
 
-    ``grace_seconds`` replaces ``cluster.grace_seconds``.
+    ``grace_seconds`` replaces ``cluster.grace_seconds``. ``claim`` keeps other runs of this machine
+    from choosing the scheduler's port, until it is released.
     """
 
     run_dir: Path
@@ -38,6 +40,7 @@ class NodeSettings:
     scheduler: str
     hosts: bool
     grace_seconds: float | None = None
+    claim: Claim | None = None
 
 
 def locate_scheduler(
@@ -49,10 +52,10 @@ def locate_scheduler(
     if ending.look() is not None:
         return None
     first = config.cluster.nodes[0]
-    hosts = scheduler is None and node == first.name
+    hosts, claim = scheduler is None and node == first.name, None
     if hosts:
         # Where a killed node of this run had it, other nodes still look for the scheduler.
-        port = choose_port(
+        port, claim = _own_port(
             first.host, config.cluster.scheduler_port, preferred=read_endpoint_port(run_dir)
         )
         scheduler = f"{first.host}:{port}"
@@ -62,7 +65,27 @@ def locate_scheduler(
         scheduler = wait_for_endpoint(run_dir, ending, timeout_s=ENDPOINT_WAIT_S)
         if scheduler is None:
             return None
-    return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts)
+    return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts, claim=claim)
+
+
+def _own_port(host: str, configured: int, preferred: int | None) -> tuple[int, Claim]:
+    """Returns a free port that no other run of this machine has chosen, and the claim to it: until
+    its schedulerd listens, and while a killed one is replaced, the port looks free.
+
+    Raises:
+        ConfigError: the configured port is taken, or none is to be had.
+    """
+    while True:
+        port = choose_port(host, configured, preferred)
+        claim = Claim.of((f"port-{host}:{port}",))
+        if claim is not None:
+            return port, claim
+        if configured:
+            raise ConfigError(
+                f"cluster.scheduler_port = {port}: is another run's on this machine;"
+                " choose another port, or 0 to let Penstock choose"
+            )
+        preferred = None
 
 
 def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> str | None:

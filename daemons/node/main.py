@@ -170,6 +170,8 @@ def _run(
         finally:
             if settings.hosts:
                 remove_endpoint(run_dir)
+            if settings.claim is not None:
+                settings.claim.release()
             server.close()
             _clean_up(directory, node, ending)
 

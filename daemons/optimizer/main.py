@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from penstock._native import Pool
+from penstock.daemons.optimizer.cores import open_pool
 from penstock.daemons.optimizer.effects import OptimizerEffects, SweepRunner, SweepThread
 from penstock.daemons.optimizer.emulated import EmulatedKernels
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox, LinkReader, PullOutcome
@@ -151,7 +151,7 @@ def _sweeps(
     inbox: Inbox,
 ) -> tuple[Kernels, SweepThread]:
     config = run.config
-    pool = stack.enter_context(Pool(placement.optimizer))
+    pool = stack.enter_context(open_pool(placement.optimizer))
     kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
     stack.callback(kernels.close)
     runner: SweepRunner = kernels

@@ -61,10 +61,16 @@ def listen(registry: CollectorRegistry, config: Config, port: int, node: str) ->
     try:
         return Exporter(registry, host, port, keys)
     except OSError as error:
+        port_taken = error.errno == errno.EADDRINUSE
         elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         key = f"metrics_host = {host!r}" if elsewhere else f"metrics_port = {port}"
+        remedy = (
+            "; another run on this machine may have it: choose another first port for this one, or"
+            " 0, with which each process finds a free one"
+        )
         raise ConfigError(
             f"observability.{key}: cannot listen on {host}:{port}: {reason(error)}"
+            f"{remedy if port_taken else ''}"
         ) from error
 
 

@@ -1,0 +1,246 @@
+"""``penstock list``: the runs of this machine, own and other users', as far as they can be seen.
+
+What lives is found by its processes' command lines, which everybody may read; what is left of dead
+ones by the names of segments in /dev/shm. Names, steps and states come from run directories and
+schedulers that this user may ask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pwd
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from penstock.daemons.node.home import committed_version
+from penstock.daemons.node.main import LAUNCHER
+from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.control import ControlClient
+from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.process import start_ticks
+from penstock.shm.segment import SHM_ROOT
+from penstock.shm.topology import format_cpus, parse_cpus
+
+ASK_TIMEOUT_S = 2.0
+LEFTOVER = "left behind"
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """One node of a run on this machine. Empty or None is what cannot be seen, or is not there.
+
+    ``step``: committed, of ``steps``; ``since_s``: when its supervisor started (seconds since the
+    epoch); ``memory_bytes``: in /dev/shm; ``cpus``: to which its optimizer's threads are pinned;
+    ``processes``: name -> pid.
+    """
+
+    run_id: str
+    name: str
+    user: str
+    node: str
+    directory: str
+    state: str
+    step: int | None
+    steps: int | None
+    since_s: float | None
+    memory_bytes: int
+    endpoint: str
+    cpus: str
+    processes: Mapping[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Node:
+    """The processes of one supervisor."""
+
+    directory: Path
+    supervisor: int
+    uid: int
+    name: str = ""
+    processes: dict[str, int] = field(default_factory=dict)
+
+
+def runs_here() -> list[ListedRun]:
+    """Returns the runs of this machine, living ones first."""
+    nodes = _nodes()
+    segments = {(entry.run_id, entry.node_name): entry for entry in inventory()}
+    living = []
+    for node, run in ((node, _readable(node.directory)) for node in nodes):
+        run_id = _run_id(run) or _guessed_run_id(node, segments.values())
+        entry = segments.pop((run_id, node.name), None)
+        living.append(_living(node, run, run_id, entry))
+    return living + [_left(entry) for entry in segments.values()]
+
+
+def table_of(runs: Iterable[ListedRun]) -> Table:
+    """Returns the runs for a terminal."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "id", "user", "node", "state", "step", "since", "memory", "cpus"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("directory", overflow="fold")
+    for run in runs:
+        since = time.strftime("%F %R", time.localtime(run.since_s)) if run.since_s else ""
+        steps = "" if run.steps is None else f"/{run.steps}"
+        step = "" if run.step is None else f"{run.step}{steps}"
+        memory = human_bytes(run.memory_bytes)
+        words = (run.name, run.run_id, run.user, run.node, run.state, step, since, memory, run.cpus)
+        table.add_row(*words, run.directory)
+    return table
+
+
+def to_dicts(runs: Iterable[ListedRun]) -> list[dict[str, Any]]:
+    """Returns the runs for JSON."""
+    return [asdict(run) for run in runs]
+
+
+def _living(
+    node: _Node, run: RunDirectory | None, run_id: str, entry: NodeSegments | None
+) -> ListedRun:
+    asked = _asked(node.directory) if run is not None else {}
+    committed = None if entry is None else committed_version(entry)
+    return ListedRun(
+        run_id=run_id,
+        name="" if run is None else run.config.run.name,
+        user=_user(node.uid),
+        node=node.name,
+        directory=str(node.directory),
+        state=asked.get("state", UNKNOWN),
+        step=asked.get("step", committed),
+        steps=None if run is None else run.config.train.steps,
+        since_s=_start_s(node.supervisor),
+        memory_bytes=0 if entry is None else entry.num_bytes,
+        endpoint=asked.get("endpoint", ""),
+        cpus=format_cpus(_pinned(node.processes.get("optimizerd"))),
+        processes=dict(sorted(node.processes.items())),
+    )
+
+
+def _left(entry: NodeSegments) -> ListedRun:
+    """What dead processes left; of another user's memory nobody can tell who uses it."""
+    uid = _owner_of(entry)
+    known = uid in (os.getuid(), None) or os.getuid() == 0
+    return ListedRun(
+        run_id=entry.run_id,
+        name="",
+        user="" if uid is None else _user(uid),
+        node=entry.node_name,
+        directory="",
+        state=LEFTOVER if known and not entry.in_use else UNKNOWN,
+        step=committed_version(entry),
+        steps=None,
+        since_s=None,
+        memory_bytes=entry.num_bytes,
+        endpoint="",
+        cpus="",
+        processes={},
+    )
+
+
+def _nodes() -> list[_Node]:
+    """Returns the supervisors of this machine with their processes."""
+    found: dict[int, _Node] = {}
+    for pid, uid, words in _launched():
+        kind, options = words[0], dict(itertools.pairwise(words))
+        config, parent = options.get("--config", ""), options.get("--parent-pid", "")
+        supervisor = pid if kind == "node" else int(parent) if parent.isdigit() else 0
+        if not config or start_ticks(supervisor) is None:
+            continue  # run alone in somebody's foreground, or about to end
+        directory = Path(config).parent
+        node = found.setdefault(
+            supervisor, _Node(directory=directory, supervisor=supervisor, uid=uid)
+        )
+        node.name = options.get("--node", node.name)
+        device = options.get("--device")
+        node.processes[kind if device is None else f"{kind}.{device}"] = pid
+    for node in found.values():
+        node.processes["node"] = node.supervisor
+    return sorted(found.values(), key=lambda node: (str(node.directory), node.name))
+
+
+def _launched() -> Iterator[tuple[int, int, list[str]]]:
+    """Yields pid, user and words (from the kind of process on) of what supervisors started."""
+    module = LAUNCHER[-1]
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            uid = entry.stat().st_uid
+        except OSError:
+            continue  # ended meanwhile, or hidden from this user
+        if module in words[:-1]:
+            yield int(entry.name), uid, words[words.index(module) + 1 :]
+
+
+def _readable(directory: Path) -> RunDirectory | None:
+    run = RunDirectory(directory)
+    try:
+        return run if run.run_id and run.config else None
+    except (PenstockError, OSError):
+        return None  # another user's
+
+
+def _run_id(run: RunDirectory | None) -> str:
+    return "" if run is None else run.run_id
+
+
+def _guessed_run_id(node: _Node, segments: Iterable[NodeSegments]) -> str:
+    """Returns the id of a run whose directory cannot be read: of the only memory that it can be."""
+    same = [e for e in segments if e.node_name == node.name and _owner_of(e) == node.uid]
+    return same[0].run_id if len(same) == 1 else ""
+
+
+def _asked(directory: Path) -> dict[str, Any]:
+    """Returns what the run's scheduler says, as far as it can be asked."""
+    try:
+        with ControlClient.for_run(directory, timeout_s=ASK_TIMEOUT_S) as client:
+            status = client.status()
+            return {"endpoint": client.address, "state": status.phase, "step": status.version}
+    except (PenstockError, OSError):
+        return {}  # it is starting or ending
+
+
+def _owner_of(entry: NodeSegments) -> int | None:
+    for name in entry.names:
+        try:
+            return (SHM_ROOT / name.lstrip("/")).stat().st_uid
+        except FileNotFoundError:
+            continue  # removed since it was listed
+    return None
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)  # of a container, or of a user that was deleted
+
+
+def _start_s(pid: int) -> float | None:
+    ticks = start_ticks(pid)
+    if ticks is None:
+        return None
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _pinned(pid: int | None) -> set[int]:
+    """Returns the CPUs that have a thread of a process for themselves."""
+    found: set[int] = set()
+    for entry in Path(f"/proc/{pid}/task").glob("*/status") if pid else ():
+        try:
+            text = entry.read_text()
+        except OSError:
+            continue  # the thread has ended
+        allowed = parse_cpus(text.partition("Cpus_allowed_list:")[2].split("\n")[0].strip())
+        found.update(allowed if len(allowed) == 1 else ())
+    return found

@@ -1,0 +1,53 @@
+"""The optimizer's threads on their cores, unless another run has those.
+
+Each core that a thread is to have for itself is claimed on the machine
+(:mod:`penstock.shm.claims`). Two runs that pinned threads to the same core would each have half of
+it while other cores are idle; so whoever comes second leaves its threads, as many as ever, to the
+kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock._native import Pool
+from penstock.shm.claims import Claim
+from penstock.shm.topology import format_cpus
+
+_log = logging.getLogger("penstock.optimizer")
+
+
+@contextmanager
+def open_pool(cores: Sequence[int]) -> Iterator[Pool]:
+    """Yields a pool of a thread for each of ``cores``, pinned to it if they are all free."""
+    claim = Claim.of(f"cpu-{core}" for core in cores)
+    before = _threads()
+    with Pool(cores) as pool:
+        if claim is None:
+            _unpin(_threads() - before)
+            _log.warning(
+                "another run on this machine has pinned threads to some of the cores %s: this"
+                " run's optimizer leaves its %d threads to the kernel; optimizer.cores, or"
+                " taskset, gives each run cores of its own",
+                format_cpus(cores),
+                len(cores),
+            )
+        try:
+            yield pool
+        finally:
+            if claim is not None:
+                claim.release()
+
+
+def _threads() -> set[int]:
+    return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
+
+
+def _unpin(threads: set[int]) -> None:
+    allowed = os.sched_getaffinity(0)
+    for thread in threads:
+        os.sched_setaffinity(thread, allowed)

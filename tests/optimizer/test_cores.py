@@ -1,0 +1,37 @@
+"""The optimizer's threads keep off cores that another run has pinned threads to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.daemons.optimizer.cores import open_pool
+from penstock.shm.topology import parse_cpus
+
+
+def pinned() -> list[int]:
+    """CPUs that threads of this process are pinned to."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/status"):
+        cpus = parse_cpus(path.read_text().partition("Cpus_allowed_list:")[2].split()[0])
+        found += cpus if len(cpus) == 1 else ()
+    return found
+
+
+def test_a_second_run_s_threads_are_not_pinned_to_the_same_core(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("a single CPU: pinned or not is the same")
+    core = allowed[-1]
+    with open_pool([core]):
+        assert pinned() == [core]
+        with caplog.at_level(logging.WARNING), open_pool([core]):
+            assert pinned() == [core], "the first run's"
+        assert "another run on this machine has pinned" in caplog.text
+    with open_pool([core]):
+        assert pinned() == [core]
