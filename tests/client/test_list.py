@@ -1,0 +1,69 @@
+"""penstock list: processes by their command lines, memory by its names, whoever they belong to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.client.main import app
+from penstock.shm.segment import SHM_ROOT
+from tests.scheduler.fakes import make_run
+
+OLD_RUN = "0123456789ab"
+
+
+@pytest.fixture
+def left_behind() -> Iterator[Path]:
+    """Memory of a run whose processes are gone."""
+    path = SHM_ROOT / f"penstock-{OLD_RUN}-b-weights"
+    path.write_bytes(bytes(4096))
+    yield path
+    path.unlink()
+
+
+def stand_in(run_dir: Path, *words: str, user: str | None = None) -> subprocess.Popen[bytes]:
+    """A process whose command line is that of a child of this one."""
+    options = ("--config", str(run_dir / "resolved.yaml"), "--parent-pid", str(os.getpid()))
+    shell = ("/bin/sh", "-c", "read line", "-m", "penstock.client.launch")
+    return subprocess.Popen([*shell, *words, *options], stdin=subprocess.PIPE, user=user)
+
+
+def listed() -> dict[str, dict[str, object]]:
+    """What ``penstock list --json`` says of the runs of these tests, by run id or directory."""
+    result = CliRunner().invoke(app, ["list", "--json"])
+    assert result.exit_code == 0, result.output
+    return {entry["run_id"] or entry["directory"]: entry for entry in json.loads(result.output)}
+
+
+def test_a_living_run_and_what_a_dead_one_left(tmp_path: Path, left_behind: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with stand_in(run.path, "memoryd", "--node", "a") as memoryd:
+        with stand_in(run.path, "worker", "--device", "1") as worker:
+            found = listed()
+            words = CliRunner().invoke(app, ["list"], env={"COLUMNS": "200"}).output
+            for process in (memoryd, worker):
+                process.communicate()
+    living = found[run.run_id]
+    assert (living["name"], living["node"], living["state"]) == ("test", "a", "unknown")
+    assert (living["directory"], living["steps"]) == (str(run.path), 100)
+    pids = {"memoryd": memoryd.pid, "worker.1": worker.pid, "node": os.getpid()}
+    assert living["processes"] == pids
+    old = found[OLD_RUN]
+    assert (old["node"], old["state"], old["memory_bytes"]) == ("b", "left behind", 4096)
+    assert run.run_id in words and "left behind" in words and "4.0 KiB" in words
+
+
+def test_another_user_s_run_is_seen_as_far_as_everybody_may(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    folder = tmp_path / "theirs"
+    with stand_in(folder, "memoryd", "--node", "a", user="nobody") as memoryd:
+        found = listed()[str(folder)]
+        memoryd.communicate()
+    assert (found["user"], found["node"], found["run_id"]) == ("nobody", "a", "")
