@@ -73,7 +73,8 @@ class Scheduler:
         self.access = TokenAccess(token_path(run.path))
         command = [sys.executable, "-m", "penstock.client.main", "schedulerd", "--config"]
         self.process = subprocess.Popen(
-            [*command, str(run.path / "resolved.yaml"), "--port", str(port)]
+            [*command, str(run.path / "resolved.yaml"), "--port", str(port)],
+            stderr=subprocess.DEVNULL,  # the stand-ins' end, one by one
         )
 
     def cpu_s(self) -> float:
@@ -139,7 +140,7 @@ def cluster(path: Path, num_nodes: int, processes: int) -> Iterator[tuple[Schedu
     try:
         yield scheduler, crowd
     finally:
-        for process in (*crowd.processes, scheduler.process):
+        for process in (scheduler.process, *crowd.processes):
             process.kill()
             process.communicate()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import resource
 import secrets
 import sys
 import time
@@ -49,6 +50,8 @@ from penstock.protocol.wire.addresses import HomeAddress
 
 TICK_S = 0.05
 STATUS_INTERVAL_S = 1.0
+SPARE_FILES = 256
+"""Files, libraries' descriptors and control clients beside the members' connections."""
 
 _log = logging.getLogger("penstock.scheduler")
 
@@ -75,6 +78,7 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
     )
     rules = read_rules(run)
+    make_room_for_streams(len(rules.members))
     if parent_pid is None:  # otherwise whoever starts the run does it
         forget_end(run.path)
     with ExitStack() as stack:
@@ -96,6 +100,25 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
             _turn_away(run.path, rules, service, events, complaint)
             raise complaint from error
         return loop.run(HomeAddress(config.cluster.nodes[0].host))
+
+
+def make_room_for_streams(num_members: int) -> None:
+    """Let this process have a connection for each member, and for as many again while lost ones
+    come back: the usual limit of 1,024 open files is met by a hundred nodes.
+    """
+    needed = 2 * num_members + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed:
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
+    if hard < needed:
+        _log.warning(
+            "%d members may need %d open files, and the limit is %d: raise it (ulimit -Hn,"
+            " LimitNOFILE= of systemd)",
+            num_members,
+            needed,
+            hard,
+        )
 
 
 def read_rules(run: RunDirectory) -> Rules:
