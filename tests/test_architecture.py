@@ -72,7 +72,7 @@ FLOORS = {
         handlers
         platforms
         interpreter
-        session
+        peers session
         epoch_builder
         main""",
     "client": """cli launch
