@@ -15,6 +15,7 @@ from penstock.protocol.platforms.registry import (
     DEVICE_CHOICES,
     DEVICE_PATTERN,
     PLATFORMS,
+    TRANSPORTS,
     Platform,
     TransportName,
     parameter_of,
@@ -283,6 +284,12 @@ class ClusterConfig(Section):
                 " paths check no keys; with cluster.security: tls use zmq, or say that nobody else"
                 " reaches that network (trusted_fabric: true)"
             )
+        if self.transport != "auto" and not self.may_use(self.transport):
+            raise ValueError(
+                f"cluster.transport {self.transport} is not encrypted, and whoever reaches its ports"
+                " can join; with cluster.security: tls use zmq, or say that nobody else reaches that"
+                " network (trusted_fabric: true)"
+            )
         *others, last = "auto", *self.platform.transports
         if self.transport not in (*others, last):
             able = [name for name, p in PLATFORMS.items() if self.transport in p.transports]
@@ -296,6 +303,13 @@ class ClusterConfig(Section):
                 " one host"
             )
         return self
+
+    def may_use(self, transport: TransportName) -> bool:
+        """Returns whether a transport is as safe as ``security`` asks for: process groups of
+        torch.distributed, and their store, are plain.
+        """
+        plain = TRANSPORTS[transport].group_module is not None
+        return not plain or self.security == "none" or self.trusted_fabric
 
     @property
     def fetches_one_sidedly(self) -> bool:

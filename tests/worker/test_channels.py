@@ -374,6 +374,9 @@ def test_notices_are_kept_for_their_epoch_only() -> None:
         ({"device": "cuda"}, 2, False, "zmq"),
         ({"device": "cuda", "transport": "gloo"}, 2, True, "gloo"),
         ({"device": "emulated:v100-figure9"}, 2, True, "zmq"),
+        ({"device": "cuda", "security": "tls"}, 2, True, "zmq"),
+        ({"device": "cuda", "security": "tls", "trusted_fabric": True}, 2, True, "nccl"),
+        ({"transport": "gloo", "security": "tls", "trusted_fabric": True}, 0, False, "gloo"),
     ],
 )
 def test_what_auto_comes_to(
@@ -388,6 +391,10 @@ def test_nonsense_is_refused(config_of: Any) -> None:
         ({"transport": "nccl"}, "nccl is for cluster.device: cuda, which is 'cpu'"),
         ({"transport": "nccl", "device": "emulated:x"}, "emulated:x'; auto and zmq work there"),
         ({"transport": "gloo", "device": "emulated:x"}, "gloo is for cluster.device: cpu, cuda"),
+        (
+            {"transport": "gloo", "security": "tls"},
+            r"gloo is not encrypted, .*; with cluster.security: tls use zmq, .*trusted_fabric",
+        ),
         (
             {"transport": "smoke"},
             "cluster.transport = 'smoke': accepted is auto, zmq, gloo or nccl",

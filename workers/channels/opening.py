@@ -74,8 +74,8 @@ def transport_of(
         return "" if is_built(name) else f"this torch is built without {name.upper()}"
 
     if cluster.transport == "auto":
-        able = (n for n in cluster.platform.transports if TRANSPORTS[n].automatic and not lacks(n))
-        return list(able)[-1]
+        automatic = (n for n in cluster.platform.transports if TRANSPORTS[n].automatic)
+        return [n for n in automatic if cluster.may_use(n) and not lacks(n)][-1]
     asked = cluster.transport
     if lack := lacks(asked):
         others = sorted({*cluster.platform.transports} - {asked})
