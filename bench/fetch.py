@@ -1,6 +1,6 @@
 """What a fetch of a block costs from another process, over loopback: raw TCP beside ours.
 
-    python -m bench.fetch [--rounds 15] [--ways raw,zmq,nixl-tcp,nixl-shm]
+    python -m bench.fetch [--rounds 15] [--ways raw,zmq,curve,nixl-tcp,nixl-shm]
 
 The serving sides are processes of their own: memoryd's real block server for ZeroMQ, for raw TCP a
 loop that sends the same shared memory with ``sendall``, for NIXL two fetchds (docs/FETCH.md), one
@@ -16,15 +16,18 @@ import argparse
 import functools
 import multiprocessing
 import os
+import shutil
 import socket
 import statistics
 import struct
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -40,6 +43,8 @@ from penstock.daemons.fetch.serving import Serving, draw_generation
 from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.run.names import ipc_address
+from penstock.protocol.security.authority import make
+from penstock.protocol.security.sockets import OPEN, CurveAccess, SocketAccess
 from penstock.protocol.wire.blocks import BlockClient, connect
 from penstock.protocol.wire.frames import BlockRequest
 from penstock.protocol.wire.staged import AwayError, StagedClient, socket_address
@@ -149,13 +154,19 @@ class RawFetcher:
         self._socket.close()
 
 
-def serve_zmq(memory: NodeMemory, pipe: Connection) -> None:
+def keys_of(run_id: str) -> Path:
+    """Returns the folder of the keys of nodes ``a``, which serves, and ``b``, which fetches."""
+    return Path(tempfile.gettempdir()) / f"penstock-bench-{run_id}"
+
+
+def serve_zmq(memory: NodeMemory, pipe: Connection, access: SocketAccess = OPEN) -> None:
     """memoryd's block server."""
     spec = memory.spec
     server = BlockServer(
         run_id=spec.run_id,
         local_address=ipc_address(spec.run_id, "a", f"bench-{uuid.uuid4().hex}"),
         host=HOST,
+        access=access,
     )
     server.start(memory, MemoryMetrics(CollectorRegistry()))
     pipe.send(server.endpoint)
@@ -176,13 +187,18 @@ def frozen_request(run_id: str, block: int) -> BlockRequest:
     )
 
 
+def serve_curve(memory: NodeMemory, pipe: Connection) -> None:
+    """The same, with keys."""
+    serve_zmq(memory, pipe, CurveAccess(keys_of(memory.spec.run_id) / "node.a"))
+
+
 class ZmqFetcher:
     """The client that workers and optimizerds use."""
 
-    def __init__(self, address: str, run_id: str) -> None:
+    def __init__(self, address: str, run_id: str, access: SocketAccess = OPEN) -> None:
         self._address, self._run_id = address, run_id
         self._context: zmq.Context[Any] = zmq.Context()
-        self._client = BlockClient(self._context)
+        self._client = BlockClient(self._context, access=access)
 
     def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
         """See :class:`Fetcher`."""
@@ -296,9 +312,15 @@ def nixl(transports: str) -> Way:
     )
 
 
+def connect_curve(address: str, run_id: str) -> ZmqFetcher:
+    """The same, with keys."""
+    return ZmqFetcher(address, run_id, CurveAccess(keys_of(run_id) / "node.b"))
+
+
 WAYS: Mapping[str, Way] = {
     "raw": Way(serve=serve_raw, connect=lambda address, _: RawFetcher(address)),
     "zmq": Way(serve=serve_zmq, connect=ZmqFetcher),
+    "curve": Way(serve=serve_curve, connect=connect_curve),
     "nixl-tcp": nixl("tcp"),
     "nixl-shm": nixl("posix,cma,self,tcp"),
 }
@@ -341,6 +363,8 @@ def opened(names: tuple[str, ...]) -> Iterator[dict[str, Side]]:
     memory = NodeMemory.create(memory_spec(run_id))
     with ExitStack() as stack:
         stack.callback(memory.unlink)
+        make(keys_of(run_id), "bench", ("a", "b"))
+        stack.callback(shutil.rmtree, keys_of(run_id))
         for block in range(len(SIZES)):
             memory.frozen(block)[:] = np.arange(SIZES[block] // 2)
         memory.control.set_incarnation(1)

@@ -21,7 +21,7 @@ import zmq
 
 from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
-from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
+from penstock.protocol.security.sockets import ENCRYPTION_BYTES, OPEN, Door, SocketAccess
 from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
@@ -142,7 +142,7 @@ class BlockServer:
     def _router(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+        socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES + ENCRYPTION_BYTES)
         return socket
 
     def _bind(self, local_address: str, host: str, access: SocketAccess) -> HomeSocket:

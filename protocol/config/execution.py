@@ -286,9 +286,9 @@ class ClusterConfig(Section):
             )
         if self.transport != "auto" and not self.may_use(self.transport):
             raise ValueError(
-                f"cluster.transport {self.transport} is not encrypted, and whoever reaches its ports"
-                " can join; with cluster.security: tls use zmq, or say that nobody else reaches that"
-                " network (trusted_fabric: true)"
+                f"cluster.transport {self.transport} is plain, and who reaches its ports can join;"
+                " with cluster.security: tls use zmq, or say that nobody else reaches that network"
+                " (trusted_fabric: true)"
             )
         *others, last = "auto", *self.platform.transports
         if self.transport not in (*others, last):

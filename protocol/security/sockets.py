@@ -33,6 +33,8 @@ from penstock.protocol.run.names import place_of_member
 from penstock.protocol.security.folders import read_private
 
 DOMAIN = b"penstock"
+ENCRYPTION_BYTES = 33
+"""A frame is so much longer on the wire when it is encrypted; ``MAXMSGSIZE`` counts them."""
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _POLL_MS = 100

@@ -18,7 +18,7 @@ import zmq
 from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.sockets import OPEN, Connection, SocketAccess
+from penstock.protocol.security.sockets import ENCRYPTION_BYTES, OPEN, Connection, SocketAccess
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_RANGE_BYTES,
@@ -317,5 +317,5 @@ def _dealer(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RECONNECT_IVL, 20)
-    socket.set(zmq.MAXMSGSIZE, CHUNK_BYTES)
+    socket.set(zmq.MAXMSGSIZE, CHUNK_BYTES + ENCRYPTION_BYTES)
     return socket

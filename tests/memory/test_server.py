@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,6 +23,8 @@ from penstock.daemons.memory.effects import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
+from penstock.protocol.security.authority import make as make_keys
+from penstock.protocol.security.sockets import OPEN, CurveAccess, SocketAccess
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, attach, request_lease
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
@@ -42,12 +45,15 @@ BIG_ELEMENTS = 2_200_000  # 8.8 MB of fp32 weights: one whole range and a partia
 class Served:
     """A server with the memory it serves and its metrics."""
 
-    def __init__(self, memory: NodeMemory) -> None:
+    def __init__(self, memory: NodeMemory, access: SocketAccess = OPEN) -> None:
         self.memory = memory
         self.registry = CollectorRegistry()
         self.address = ipc_address(memory.spec.run_id, memory.spec.node_name, "memory")
         self.server = BlockServer(
-            run_id=memory.spec.run_id, local_address=self.address, host="localhost"
+            run_id=memory.spec.run_id,
+            local_address=self.address,
+            host="localhost",
+            access=access,
         )
         self.server.start(memory, MemoryMetrics(self.registry))
 
@@ -120,13 +126,17 @@ def test_frozen_and_gradients(served: Served, client: BlockClient) -> None:
     client.fetch(served.address, again, grads, timeout_s=5.0)
 
 
+@pytest.mark.parametrize("with_keys", [False, True])
 def test_large_arrays_arrive_range_by_range(
-    make_run: Any, client: BlockClient, helpers: Any
+    make_run: Any, context: zmq.Context[Any], helpers: Any, tmp_path: Path, with_keys: bool
 ) -> None:
+    make_keys(tmp_path / "keys", "run", ("a", "b"))
+    accesses = [CurveAccess(tmp_path / "keys" / f"node.{n}") if with_keys else OPEN for n in "ab"]
+    client = BlockClient(context, access=accesses[1])
     memory = NodeMemory.create(make_run(elements=BIG_ELEMENTS, dtype=DType.FP32).memory_spec(0))
     memory.weights(1, 0)[:] = np.arange(memory.weights(1, 0).size)
     helpers.commit(memory, 4)
-    served = Served(memory)
+    served = Served(memory, accesses[0])
     try:
         out = np.zeros_like(memory.weights(1, 0))
         assert out.nbytes > MAX_RANGE_BYTES
@@ -135,6 +145,7 @@ def test_large_arrays_arrive_range_by_range(
         ranges = -(-out.nbytes // MAX_RANGE_BYTES)
         assert served.value("requests_total", kind="weights", status="ok") == ranges
     finally:
+        client.close()
         served.server.close()
         memory.close()
 

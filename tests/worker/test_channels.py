@@ -393,7 +393,7 @@ def test_nonsense_is_refused(config_of: Any) -> None:
         ({"transport": "gloo", "device": "emulated:x"}, "gloo is for cluster.device: cpu, cuda"),
         (
             {"transport": "gloo", "security": "tls"},
-            r"gloo is not encrypted, .*; with cluster.security: tls use zmq, .*trusted_fabric",
+            r"gloo is plain, .*; with cluster.security: tls use zmq, .*trusted_fabric",
         ),
         (
             {"transport": "smoke"},
