@@ -18,6 +18,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import resource
 import socket as sockets
 import struct
 import sys
@@ -41,6 +42,8 @@ _COUNTS_OFFSET = 120
 """Of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in the kernel's ``struct tcp_info``
 (linux/tcp.h, since 4.1).
 """
+_OTHER_DESCRIPTORS = 512
+"""What a process may need beside its connections."""
 STRANGER_BYTES = 4096
 """What somebody may bring who has not been let in: a handshake takes 600 bytes."""
 
@@ -92,6 +95,7 @@ class Guard:
         """
         self.bounds = bounds
         self._said_to_strangers = said_to_strangers
+        _allow_descriptors(bounds.connections)
         self._socket = socket
         self._cut = cut
         self._complaints = Complaints(_log)
@@ -227,6 +231,16 @@ def listen_guardedly(socket: zmq.Socket[Any]) -> None:
 def own_user_only(socket: zmq.Socket[Any]) -> None:
     """Let only processes of this user connect to a local socket; before it is bound."""
     socket.set(zmq.IPC_FILTER_UID, os.getuid())
+
+
+def _allow_descriptors(num_connections: int) -> None:
+    """Raise this process's soft limit as far as it may, so that strangers do not use up what it
+    needs otherwise: a connection takes two.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * num_connections + _OTHER_DESCRIPTORS
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
 
 def _unread_bytes(connection: sockets.socket) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -158,3 +160,17 @@ def send_with_keys(strangers: Strangers, place: tuple[str, int], count: int) -> 
 ATTACKS: Mapping[str, Attack] = MappingProxyType(
     {"noise": send_noise, "plain": send_plain, "keys": send_with_keys}
 )
+
+
+def main(words: list[str]) -> None:
+    """RUN_ID FRAMES HOST:PORT …: sends so many frames of each kind to each; prints the counts."""
+    run_id, per_place, *places = words
+    pairs = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in places)]
+    strangers = Strangers(run_id, pairs)
+    strangers.start(int(per_place))
+    strangers.join()
+    print(json.dumps({"sent": strangers.sent, "answers": strangers.answers}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

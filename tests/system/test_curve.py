@@ -23,13 +23,16 @@ def with_keys(folder: Path, name: str) -> dict[str, Any]:
     return {**H.PLAIN, "cluster": cluster}
 
 
-def places_of(run: H.TrainProcess) -> dict[str, tuple[str, int]]:
-    """Where members of a run listen with ZeroMQ."""
+def places_of(run: H.TrainProcess, *, check: bool = True) -> dict[str, tuple[str, int]]:
+    """Where members of a run listen with ZeroMQ; without ``check``, those that nobody here can
+    ask, and listen anywhere but on loopback.
+    """
     return {
         name: place
         for name, pid in run.members().items()
         for place in listening(pid)
-        if name.partition(".")[0] in ("memoryd", "optimizerd", "worker") and speaks_zmtp(place)
+        if name.partition(".")[0] in ("memoryd", "optimizerd", "worker")
+        if (speaks_zmtp(place) if check else not place[0].startswith("127."))
     }
 
 
