@@ -25,6 +25,7 @@ from penstock.protocol.security.sockets import ENCRYPTION_BYTES, OPEN, Door, Soc
 from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
+    ENCRYPTED_CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_RANGE_BYTES,
     AgentOffer,
@@ -94,6 +95,7 @@ class BlockServer:
         listen_guardedly(self._remote)
         self._remote.set(zmq.RCVHWM, REQUESTS_UNREAD)
         access.protect(self._remote)
+        self._remote_chunk_bytes = ENCRYPTED_CHUNK_BYTES if access.encrypts else CHUNK_BYTES
         self._door = Door(self._context, access)
         self._guard: Guard | None = None
         self._held: list[_Held] = []
@@ -324,10 +326,8 @@ class BlockServer:
         request = held.request
         end = request.offset + request.num_bytes
         raw = self._memory.raw(request.key)
-        chunks = [
-            raw[start : min(start + CHUNK_BYTES, end)]
-            for start in range(request.offset, end, CHUNK_BYTES)
-        ]
+        size = self._remote_chunk_bytes if held.socket is self._remote else CHUNK_BYTES
+        chunks = [raw[start : min(start + size, end)] for start in range(request.offset, end, size)]
         self._metrics.served_bytes.labels(request.array).inc(request.num_bytes)
         self._reply(held, "ok", chunks=chunks)
 

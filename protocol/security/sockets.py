@@ -50,6 +50,10 @@ class SocketAccess(Protocol):
     """What sockets on TCP ask for, and show."""
 
     @property
+    def encrypts(self) -> bool:
+        """Whether what goes over TCP is encrypted."""
+
+    @property
     def said_to_strangers(self) -> int | None:
         """Most bytes that a listening socket says to somebody who has not been let in: whoever has
         acknowledged more has been. None: everybody is let in.
@@ -82,6 +86,7 @@ class SocketAccess(Protocol):
 class OpenAccess:
     """Nothing is asked for and nothing shown: for processes that are alone on their network."""
 
+    encrypts = False
     said_to_strangers: int | None = None
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
@@ -120,6 +125,7 @@ class CurveAccess:
     node's, so that an old and a new one are good while both are there.
     """
 
+    encrypts = True
     # The greeting (64 bytes), WELCOME (170) and ERROR (12); READY would be 52 at least.
     said_to_strangers: int | None = 64 + 170 + 12
 

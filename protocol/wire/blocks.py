@@ -284,10 +284,12 @@ class _Fetch:
 
     def _receive_range(self, socket: zmq.Socket[bytes], offset: int) -> None:
         end = offset + self._range_bytes(offset)
-        for start in range(offset, end, CHUNK_BYTES):
-            piece = self._view[start : min(start + CHUNK_BYTES, end)]
-            if not socket.get(zmq.RCVMORE) or socket.recv_into(piece) != len(piece):
-                raise ProtocolError(f"{self.describe()}: a frame of the answer is missing or short")
+        start = offset
+        while start < end:
+            num_bytes = socket.recv_into(self._view[start:end]) if socket.get(zmq.RCVMORE) else 0
+            if not 0 < num_bytes <= end - start:
+                raise ProtocolError(f"{self.describe()}: a frame of the answer is missing or long")
+            start += num_bytes
         if socket.get(zmq.RCVMORE):
             raise ProtocolError(f"{self.describe()}: the answer has too many frames")
         self.num_received += end - offset

@@ -21,7 +21,11 @@ from penstock.shm.layout import ArrayKey
 
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
-"""Raw buffers of block ranges travel in frames of this size: the fastest for ZeroMQ over TCP."""
+"""Raw buffers of block ranges travel in frames of at most this size: the fastest for ZeroMQ over
+TCP.
+"""
+ENCRYPTED_CHUNK_BYTES = 1 << 18
+"""The same where frames are encrypted, which copies them a few times: they stay in caches."""
 MAX_RANGE_BYTES = 2 * CHUNK_BYTES
 """Largest range of one :class:`BlockRequest`. A receiver gets nothing of a range before all of it
 is there, so small ones let receiving and copying overlap, in caches.

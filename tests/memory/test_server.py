@@ -343,9 +343,9 @@ def reply(**changes: Any) -> bytes:
     ("frames", "message"),
     [
         ([b"nonsense"], "not a message header|expected"),
-        ([reply()], "missing or short"),
-        ([reply(), b"1234567"], "missing or short"),
-        ([reply(), b"123456789"], "missing or short"),
+        ([reply()], "missing or long"),
+        ([reply(), b"1234567"], "missing or long"),
+        ([reply(), b"123456789"], "missing or long"),
         ([reply(), b"12345678", b"9"], "too many frames"),
         ([reply(block=2), b"12345678"], "an answer for block 2, offset 0"),
         ([reply(offset=8), b"12345678"], "an answer for block 1, offset 8"),
