@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.system.conftest import newest_step
 ROOT = Path(__file__).parents[2]
 KEYS = Path("/etc/penstock")
 STEPS = 12
+EDITS = {"steps: 200": f"steps: {STEPS}", "cluster:": "cluster:\n  threads_per_worker: 1"}
 
 SSH = """#!/bin/sh
 # ssh HOST COMMAND..., to the hosts of the test.
@@ -70,6 +72,7 @@ def test_the_readme_is_followed_on_two_machines(tmp_path: Path) -> None:
         for place, command in commands():
             print(f"{place}$ {command}", flush=True)
             if place == "laptop":
+                _wait_for_scheduler(folder / "runs" / "two-machines", nodes)
                 _on_laptop(bed["laptop"], tmp_path, folder, path, command, nodes)
             else:
                 argv = ["env", f"PATH={path}", "sh", "-c", f"cd {folder} && exec {command}"]
@@ -78,6 +81,16 @@ def test_the_readme_is_followed_on_two_machines(tmp_path: Path) -> None:
             assert node.wait(150.0) == 0, f"{place}: {node.text()}"
         assert set(nodes) == {"machine1", "machine2"}
     assert newest_step(folder / "runs" / "two-machines") == STEPS
+
+
+def _wait_for_scheduler(run_dir: Path, nodes: dict[str, Running]) -> None:
+    """Once nodes are started: until they have said where the scheduler is."""
+    deadline = time.monotonic() + 120.0
+    while nodes and not (run_dir / "endpoint.json").exists():
+        said = [node.text() for node in nodes.values()]
+        assert all(node.process.poll() is None for node in nodes.values()), said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
 
 
 def _on_laptop(
@@ -101,7 +114,9 @@ def _on_laptop(
     assert done.returncode == 0, f"{command}: {said}"
     print(done.stdout)
     example = folder / "two-machines.yaml"
-    if command.startswith("penstock init"):  # fewer steps; the names of the machines fit
+    if command.startswith("penstock init"):  # fewer steps, and two machines that share their cores
         text = example.read_text()
-        assert "steps: 200" in text
-        example.write_text(text.replace("steps: 200", f"steps: {STEPS}"))
+        for old, new in EDITS.items():
+            assert old in text
+            text = text.replace(old, new)
+        example.write_text(text)
