@@ -76,6 +76,12 @@ class Running:
         """
         return self.process.wait(timeout=timeout_s)
 
+    def end(self) -> None:
+        """Close its input, and wait until it has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
+
     def text(self) -> str:
         """Returns what it has printed."""
         return self.log.read_text(errors="replace")
@@ -98,13 +104,20 @@ class Host:
         return ["nsenter", f"--target={self.pid}", *_NAMESPACES, inside, "--", *argv]
 
     def start(
-        self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        wait: bool = False,
     ) -> Running:
-        """Start a command; it ends with the host at the latest."""
+        """Start a command; it ends with the host at the latest. With ``wait`` its input stays open
+        until :meth:`Running.end`.
+        """
         with log.open("ab") as output:
             process = subprocess.Popen(
                 self.command(argv),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if wait else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},

@@ -7,7 +7,9 @@ once, else from its end.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.simulate.network import Network
 from tests.integration.netbed import NetBed, missing
 from tests.integration.nodes import BedRun, bed_cluster
 from tests.system.conftest import CLIPPED, Runner, merge, metrics, newest_step, state_bytes
@@ -105,11 +109,43 @@ def bed(tmp_path: Path) -> Iterator[NetBed]:
         yield made
 
 
+def test_reads_take_the_time_that_simulations_say(bed: NetBed, tmp_path: Path) -> None:
+    """The simulator's time of a read that nothing else hinders: bytes over the NIC's rate, which is
+    what a plain TCP socket gets of it.
+    """
+    script = [sys.executable, str(Path(__file__).with_name("remote_memory.py"))]
+    here = {"PYTHONPATH": os.getcwd()}
+    served = bed["alpha"].start([*script, "serve", "alpha"], tmp_path / "served", here, wait=True)
+    try:
+        while "tcp://" not in served.text():
+            assert served.process.poll() is None, served.text()
+            time.sleep(0.05)
+        address = served.text().split()[0]
+        print("\nreads of 64 MiB between two hosts: measured, simulated")
+        for mbit in (500, 1000, 2000):
+            bed.limit("alpha", mbit)
+            log = tmp_path / f"fetched-{mbit}"
+            assert bed["beta"].start([*script, "fetch", address, "4"], log, here).wait(100) == 0
+            lines = [list(map(float, line.split())) for line in log.read_text().splitlines()]
+            # The best of both: what else runs on this machine only makes them longer.
+            plain_s, measured_s = (min(column) for column in zip(*lines, strict=True))
+            read = Network(Cluster(devices_per_node=1, nic_bandwidth=2**26 / plain_s))
+            read.nodes(0, 1)
+            simulated_s = 2**26 / min(read.arrays()["capacities"])
+            print(f"  {mbit / 1000:g} Gb/s: {measured_s:.3f} s, {simulated_s:.3f} s")
+            # Beyond, two cores that also forward each packet are the limit, not the NIC.
+            assert mbit > 1000 or measured_s == pytest.approx(simulated_s, rel=0.1)
+    finally:
+        served.end()
+
+
 def test_a_run_over_every_fault(bed: NetBed, runner: Runner, tmp_path: Path) -> None:
     cluster = bed_cluster(bed, heartbeat_interval_s=0.5, heartbeat_timeout_s=DEADLINE_S)
     config = runner.configure("disturbed", merge(CHANGES, {"cluster": cluster}))
     run = BedRun(bed, config, tmp_path / "disturbed")
     run.start()
+    # What starting processes takes on this machine; the one fault that kills some may take it, too.
+    start_s = run.wait_for_step(1)
     run.wait_for_step(5)
     slow = []
     print("\ntwo hosts in namespaces, a node each; a step committed again after")
@@ -120,7 +156,7 @@ def test_a_run_over_every_fault(bed: NetBed, runner: Runner, tmp_path: Path) -> 
         seconds = run.wait_for_step(newest_step(run.run_dir) + 2)
         bed.heal("alpha", "beta")
         print(f"  {seconds:5.1f} s: {name}")
-        if seconds > ALLOWED_S:
+        if seconds > ALLOWED_S + (start_s if fault is vanished else 0.0):
             slow.append(f"{name}: {seconds:.1f} s")
         run.wait_for_step(newest_step(run.run_dir) + 2)
     run.nodes["alpha"].signal(signal.SIGTERM)
