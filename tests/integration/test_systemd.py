@@ -164,7 +164,7 @@ class Pair:
 
 
 WATCHDOG_S = 12
-STEPS = {"steps": 60, "save_every": 10}
+STEPS = {"steps": 150, "save_every": 10}
 
 
 @pytest.fixture
@@ -223,7 +223,10 @@ def test_two_hosts_train_through_cuts_hangs_and_stops(
         pair.say("b has started anew", time.monotonic() - start_s)
         pair.say("and trains", pair.wait_for_steps(2))
 
+        run = ("--run-dir", str(SHARED / "runs/run"))
+        a.penstock("pause", *run)  # else it may be at its end before the watchdog barks
         hang(b, UNIT.format("b"))
+        a.penstock("resume", *run)
         pair.say("after a hang", pair.wait_for_steps(2))
 
         stop_s = time.monotonic()
