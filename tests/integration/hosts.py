@@ -128,10 +128,10 @@ class Host:
             assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}"
         return result.stdout.strip()
 
-    def penstock(self, *words: str, check: bool = True) -> str:
-        """Runs the command line on the host, as root, in the shared folder."""
-        line = f'cd {SHARED} && exec {sys.executable} -m penstock.client.main "$@"'
-        return self.run("sh", "-c", line, "sh", *words, check=check)
+    def penstock(self, *words: str, user: str = "root") -> str:
+        """Runs the command line on the host, in the shared folder."""
+        command = f"setpriv --reuid={user} --clear-groups {sys.executable} -m penstock.client.main"
+        return self.run("sh", "-c", f'cd {SHARED} && exec {command} "$@"', "sh", *words)
 
     def show(self, unit: str, prop: str) -> str:
         """Returns a property of a unit."""

@@ -224,9 +224,11 @@ def test_two_hosts_train_through_cuts_hangs_and_stops(
         pair.say("and trains", pair.wait_for_steps(2))
 
         run = ("--run-dir", str(SHARED / "runs/run"))
-        a.penstock("pause", *run)  # else it may be at its end before the watchdog barks
+        a.penstock(
+            "pause", *run, user="penstock"
+        )  # else it may be at its end before the watchdog barks
         hang(b, UNIT.format("b"))
-        a.penstock("resume", *run)
+        a.penstock("resume", *run, user="penstock")
         pair.say("after a hang", pair.wait_for_steps(2))
 
         stop_s = time.monotonic()
