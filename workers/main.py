@@ -85,7 +85,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         server = serve_metrics(registry, files, name)
         stack.callback(server.close)
         node = config.cluster.nodes[node_of_device(config, device)].name
-        access = socket_access(config, node)
+        access = socket_access(config, files.path, node)
         transport = bind_transport(files, device, metrics, Inbox(), access)
         stack.callback(transport.close)
         link = _connect(files, device, scheduler, fence, progress, transport, server.port)

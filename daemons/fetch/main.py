@@ -59,7 +59,7 @@ def _run(run: RunDirectory, node: str, stop: StopSignal) -> None:
             agent=agent,
             serving=serving,
             listener=listener,
-            peers=Peers(agent, run, context, socket_access(run.config, node)),
+            peers=Peers(agent, run, context, socket_access(run.config, run.path, node)),
             memoryd=memoryd,
             metrics=FetchMetrics(registry),
             stopped=lambda: stop.is_set,

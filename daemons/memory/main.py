@@ -76,7 +76,7 @@ def _run(
             run_id=directory.run_id,
             local_address=ipc_address(directory.run_id, node, MEMORY_SOCKET),
             host=config.cluster.nodes[index].host,
-            access=socket_access(config, node),
+            access=socket_access(config, directory.path, node),
         )
         cleanup.callback(server.close)
         link = _link(directory, node, scheduler, machine, jobs, server, exporter.port)

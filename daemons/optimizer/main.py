@@ -99,7 +99,7 @@ def _build(
     server = serve_metrics(registry, run, member)
     stack.callback(server.close)
     several = len(config.cluster.nodes) > 1
-    access = socket_access(config, node)
+    access = socket_access(config, run.path, node)
     gradients = GradientSocket(
         local_address=ipc_address(run.run_id, node, GRADIENT_SOCKET),
         host=config.cluster.nodes[index].host if several else None,

@@ -3,8 +3,8 @@
 Each context that binds such a socket has a :class:`Door`: a thread that libzmq asks about every
 handshake (ZAP, ZeroMQ's RFC 27), before anything that the other side sends is delivered. What it
 asks for depends on ``cluster.security``: with ``tls`` a key that is in the node's list of peers,
-and everything is encrypted with it (:class:`CurveAccess`). Without a door that answers, nobody is
-let in.
+and everything is encrypted with it (:class:`CurveAccess`); with ``none`` something that only knows
+who can read the run's token (:class:`PlainAccess`). Without a door that answers, nobody is let in.
 
 Addresses of sockets travel as text, in ``Hello`` and ``Begin``. With ``tls`` they name the key of
 who listens: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. Whoever connects looks the key
@@ -15,6 +15,7 @@ users away from them (:func:`penstock.protocol.wire.guard.own_user_only`).
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 import time
@@ -31,6 +32,7 @@ from penstock.protocol.errors import ConfigError, ProtocolError
 from penstock.protocol.run.logs import Complaints
 from penstock.protocol.run.names import place_of_member
 from penstock.protocol.security.folders import read_private
+from penstock.protocol.security.token import read_token, refuse_foreign_listener, token_path
 
 DOMAIN = b"penstock"
 ENCRYPTION_BYTES = 33
@@ -84,7 +86,7 @@ class SocketAccess(Protocol):
 
 
 class OpenAccess:
-    """Nothing is asked for and nothing shown: for processes that are alone on their network."""
+    """Nothing is asked for and nothing shown: for sockets that are no run's."""
 
     encrypts = False
     said_to_strangers: int | None = None
@@ -102,19 +104,65 @@ class OpenAccess:
 
     def check(self, address: str, node: str) -> None:
         """As :class:`SocketAccess` says."""
-        if _NAMED_KEY in address:
-            raise ProtocolError(
-                f"{address}: node {node} asks for a key, and this process has cluster.security:"
-                " none: give all nodes one configuration"
-            )
+        _check_unnamed(address, node)
 
     def connect(self, socket: zmq.Socket[Any], address: str) -> None:
         """As :class:`SocketAccess` says."""
-        self.check(address, "there")
+        _check_unnamed(address, "there")
         socket.connect(address)
 
 
 OPEN = OpenAccess()
+
+
+class PlainAccess:
+    """PLAIN (ZeroMQ's RFC 24) with a password that follows from the run's token and the address:
+    whoever listens there without knowing the token learns nothing that is good elsewhere.
+    """
+
+    encrypts = False
+    # The greeting (64 bytes) and ERROR (12); WELCOME (10) and READY (43) are for those let in.
+    said_to_strangers: int | None = 64 + 12
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._passwords: tuple[bytes, ...] = ()
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        """As :class:`SocketAccess` says."""
+        socket.set(zmq.PLAIN_SERVER, 1)
+        _ask_the_door(socket)
+
+    def announce(self, endpoint: str) -> str:
+        """As :class:`SocketAccess` says."""
+        self._passwords = (*self._passwords, self._password(endpoint))
+        return endpoint
+
+    def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+        """As :class:`SocketAccess` says."""
+        return (
+            mechanism == b"PLAIN"
+            and len(credentials) == 2
+            and any([hmac.compare_digest(credentials[1], own) for own in self._passwords])
+        )
+
+    def check(self, address: str, node: str) -> None:
+        """As :class:`SocketAccess` says."""
+        _check_unnamed(address, node)
+
+    def connect(self, socket: zmq.Socket[Any], address: str) -> None:
+        """As :class:`SocketAccess` says; a process of another user on this machine is not talked
+        to.
+        """
+        _check_unnamed(address, "there")
+        if _is_tcp(address):
+            refuse_foreign_listener(address.removeprefix("tcp://"))
+            socket.set(zmq.PLAIN_USERNAME, DOMAIN)
+            socket.set(zmq.PLAIN_PASSWORD, self._password(address))
+        socket.connect(address)
+
+    def _password(self, address: str) -> bytes:
+        return hmac.new(self._token, address.encode(), "sha256").hexdigest().encode()
 
 
 class CurveAccess:
@@ -225,14 +273,14 @@ class CurveAccess:
         self._files, self._node_of = found, node_of
 
 
-def socket_access(config: Config, node: str) -> SocketAccess:
-    """Returns what sockets of a process on ``node`` ask for, and show.
+def socket_access(config: Config, run_dir: Path, node: str) -> SocketAccess:
+    """Returns what sockets of a process on ``node`` of the run in ``run_dir`` ask for, and show.
 
     Raises:
-        ConfigError: keys are missing or of no use.
+        ConfigError: keys or token are missing or of no use.
     """
     if config.cluster.security == "none":
-        return OPEN
+        return PlainAccess(read_token(token_path(run_dir)))
     if config.cluster.keys is None:
         raise ConfigError("cluster.keys is not set, and cluster.security: tls needs it")
     return CurveAccess(config.cluster.keys / f"node.{node}")
@@ -291,7 +339,9 @@ class Door:
         _, request, domain, address, _, mechanism, *credentials = frames
         admitted = domain == DOMAIN and self._access.admits(mechanism, credentials)
         if not admitted:
-            self._complaints.say(f"turned {address.decode(errors='replace')} away: no key of ours")
+            self._complaints.say(
+                f"turned {address.decode(errors='replace')} away: no key or token of ours"
+            )
         status = [b"200", b"OK"] if admitted else [b"400", b""]
         self._socket.send_multipart([_ZAP_VERSION, request, *status, b"", b""])
 
@@ -333,7 +383,7 @@ class Connection:
         """Heed an event of the monitor."""
         if event & _REFUSALS:
             self._seen = (
-                "it does not let this node's key in"
+                "it does not let this node's key or token in"
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 else "it has not the cluster.security of this process"
             )
@@ -344,6 +394,14 @@ class Connection:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
+
+
+def _check_unnamed(address: str, node: str) -> None:
+    if _NAMED_KEY in address:
+        raise ProtocolError(
+            f"{address}: node {node} asks for a key, and this process has cluster.security: none:"
+            " give all nodes one configuration"
+        )
 
 
 def _is_tcp(address: str) -> bool:

@@ -70,18 +70,32 @@ def check_listener(address: str) -> None:
     Raises:
         LostMemberError: nobody listens there, or another user does.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not is_loopback(host) or not port.isdecimal():
-        return
-    owners = set(_listeners(host, int(port)))
-    if not owners:
+    if _loopback_place(address) and not refuse_foreign_listener(address):
         raise LostMemberError(f"nobody listens on {address}")
+
+
+def refuse_foreign_listener(address: str) -> bool:
+    """Refuse a loopback ``address`` (``host:port``) where another user's process listens; returns
+    whether somebody was seen to listen.
+
+    Raises:
+        LostMemberError: another user does.
+    """
+    place = _loopback_place(address)
+    owners = set(_listeners(*place)) if place else set()
     if foreign := owners - {0, os.geteuid()}:
         raise LostMemberError(
             f"{address}: a process of user {min(foreign)} listens there, and this run is of user"
             f" {os.geteuid()}: nothing is said to it"
         )
+    return bool(owners)
+
+
+def _loopback_place(address: str) -> tuple[str, int] | None:
+    """Returns host and port of an address on this machine that every user reaches."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    return (host, int(port)) if is_loopback(host) and port.isdecimal() else None
 
 
 def _listeners(host: str, port: int) -> Iterator[int]:

@@ -13,7 +13,14 @@ import zmq
 
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.security.authority import make
-from penstock.protocol.security.sockets import OPEN, Connection, CurveAccess, Door, SocketAccess
+from penstock.protocol.security.sockets import (
+    OPEN,
+    Connection,
+    CurveAccess,
+    Door,
+    PlainAccess,
+    SocketAccess,
+)
 from penstock.protocol.wire.blocks import BlockClient
 from penstock.protocol.wire.frames import BlockRequest
 from penstock.protocol.wire.guard import STRANGER_BYTES, Bounds, Guard
@@ -94,7 +101,10 @@ def knock(
     socket.set(zmq.LINGER, 0)
     connection = Connection(socket, server.address, access)
     socket.send(b"hello")
-    heard, refusal = server.receive(timeout_ms), connection.refusal()
+    heard, refusal, deadline = server.receive(timeout_ms), "", time.monotonic() + 2.0
+    while heard is None and not refusal and time.monotonic() < deadline:
+        time.sleep(0.01)
+        refusal = connection.refusal()
     connection.close()
     return heard, refusal
 
@@ -103,13 +113,34 @@ def test_only_nodes_of_the_run_are_let_in(
     keys: Path, server: Server, context: zmq.Context[Any]
 ) -> None:
     assert knock(context, server, access_of(keys, "b"), 5000) == (b"hello", "")
-    turned_away = "it does not let this node's key in"
+    turned_away = "it does not let this node's key or token in"
     assert knock(context, server, _pretender(keys)) == (None, turned_away)
     server.address = server.address.partition("?")[0]
     assert knock(context, server, OPEN) == (
         None,
         "it has not the cluster.security of this process",
     )
+
+
+def test_without_keys_the_token_is_asked_for(keys: Path, context: zmq.Context[Any]) -> None:
+    """Loopback is open to every user; a password that was shown elsewhere is no good here."""
+    server, other = Server(PlainAccess("one")), Server(PlainAccess("one"))
+    try:
+        assert knock(context, server, PlainAccess("one"), 5000) == (b"hello", "")
+        for stranger in (OPEN, PlainAccess("two")):
+            assert knock(context, server, stranger)[0] is None
+        socket = context.socket(zmq.PUSH)
+        socket.set(zmq.PLAIN_USERNAME, b"penstock")
+        socket.set(zmq.PLAIN_PASSWORD, PlainAccess("one")._password(other.address))
+        socket.connect(server.address)
+        socket.send(b"hello")
+        assert server.receive(500) is None
+        socket.close(linger=0)
+        with pytest.raises(ProtocolError, match="asks for a key"):
+            PlainAccess("one").check(access_of(keys, "a").announce(server.address), "a")
+    finally:
+        server.close()
+        other.close()
 
 
 def _pretender(keys: Path) -> CurveAccess:
