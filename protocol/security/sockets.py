@@ -32,7 +32,12 @@ from penstock.protocol.errors import ConfigError, ProtocolError
 from penstock.protocol.run.logs import Complaints
 from penstock.protocol.run.names import place_of_member
 from penstock.protocol.security.folders import read_private
-from penstock.protocol.security.token import read_token, refuse_foreign_listener, token_path
+from penstock.protocol.security.token import (
+    read_token,
+    refuse_foreign_listener,
+    refuse_foreign_owner,
+    token_path,
+)
 
 DOMAIN = b"penstock"
 ENCRYPTION_BYTES = 33
@@ -43,6 +48,7 @@ _POLL_MS = 100
 _REREAD_S = 0.5
 _KEY_TEXT_BYTES = 40
 _NAMED_KEY = "?key="
+_ABSTRACT = "ipc://@"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 _log = logging.getLogger(__name__)
@@ -109,7 +115,7 @@ class OpenAccess:
     def connect(self, socket: zmq.Socket[Any], address: str) -> None:
         """As :class:`SocketAccess` says."""
         _check_unnamed(address, "there")
-        socket.connect(address)
+        _connect(socket, address)
 
 
 OPEN = OpenAccess()
@@ -159,7 +165,7 @@ class PlainAccess:
             refuse_foreign_listener(address.removeprefix("tcp://"))
             socket.set(zmq.PLAIN_USERNAME, DOMAIN)
             socket.set(zmq.PLAIN_PASSWORD, self._password(address))
-        socket.connect(address)
+        _connect(socket, address)
 
     def _password(self, address: str) -> bytes:
         return hmac.new(self._token, address.encode(), "sha256").hexdigest().encode()
@@ -227,7 +233,7 @@ class CurveAccess:
             socket.set(zmq.CURVE_SERVERKEY, self._named_key(address))
             socket.set(zmq.CURVE_PUBLICKEY, self._public)
             socket.set(zmq.CURVE_SECRETKEY, self._secret)
-        socket.connect(address.partition(_NAMED_KEY)[0])
+        _connect(socket, address.partition(_NAMED_KEY)[0])
 
     def _named_key(self, address: str) -> bytes:
         """Returns the key in an address, if somebody has it who may be talked to."""
@@ -402,6 +408,17 @@ def _check_unnamed(address: str, node: str) -> None:
             f"{address}: node {node} asks for a key, and this process has cluster.security: none:"
             " give all nodes one configuration"
         )
+
+
+def _connect(socket: zmq.Socket[Any], address: str) -> None:
+    """Connect, but not to another user's process that took the name of one of ours.
+
+    Raises:
+        LostMemberError: somebody else listens there.
+    """
+    if address.startswith(_ABSTRACT):
+        refuse_foreign_owner(address.removeprefix(_ABSTRACT))
+    socket.connect(address)
 
 
 def _is_tcp(address: str) -> bool:

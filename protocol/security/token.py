@@ -12,7 +12,9 @@ import hmac
 import ipaddress
 import os
 import secrets
+import socket as sockets
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from penstock.protocol.security.folders import read_private, write_private
 
 TOKEN_FILE = "token"
 _LISTEN = "0A"
+_UCRED = struct.Struct("=iII")
+"""``struct ucred``: pid, uid, gid (unix(7))."""
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
@@ -89,6 +93,28 @@ def refuse_foreign_listener(address: str) -> bool:
             f" {os.geteuid()}: nothing is said to it"
         )
     return bool(owners)
+
+
+def refuse_foreign_owner(name: str) -> None:
+    """Refuse a socket in the abstract namespace where another user's process listens; nobody there
+    is no reason to refuse.
+
+    Raises:
+        LostMemberError: another user does.
+    """
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(f"\0{name}")
+        except OSError:
+            return
+        credentials = probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _UCRED.size)
+    pid, user, _ = _UCRED.unpack(credentials)
+    if user not in (0, os.geteuid()):
+        raise LostMemberError(
+            f"@{name}: process {pid} of user {user} listens there, and this run is of user"
+            f" {os.geteuid()}: nothing is said to it"
+        )
 
 
 def _loopback_place(address: str) -> tuple[str, int] | None:

@@ -18,6 +18,7 @@ from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.blocks import BlockClient, attach
 from penstock.protocol.wire.frames import BlockRequest
 from penstock.shm.layout import SegmentKind
@@ -211,7 +212,7 @@ def test_two_memoryds_serve_each_others_blocks(
     memories = {A: attach(run, 0, "test"), B: attach(run, 1, "test")}
     assert [memory.owned_blocks() for memory in memories.values()] == [(2,), (0, 1)]
     with zmq.Context() as context:
-        client = BlockClient(context)
+        client = BlockClient(context, access=socket_access(run.config, run.path, "a"))
         for block, member in ((0, B), (1, B), (2, A)):
             expected = memories[member].weights(block, 0)
             out = np.zeros_like(expected)

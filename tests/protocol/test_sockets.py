@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -141,6 +144,34 @@ def test_without_keys_the_token_is_asked_for(keys: Path, context: zmq.Context[An
     finally:
         server.close()
         other.close()
+
+
+_SQUATTER = """
+import os, socket, sys, time
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as found:
+    found.bind("\\0" + sys.argv[1])
+    found.listen()
+    print("listening", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user: run as root")
+def test_nothing_is_said_to_another_user_who_took_a_name(context: zmq.Context[Any]) -> None:
+    name = f"penstock-test-{os.getpid()}"
+    argv = [sys.executable, "-c", _SQUATTER, name]
+    socket = context.socket(zmq.DEALER)
+    OPEN.connect(socket, f"ipc://@{name}")  # nobody is there yet
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as squatter:
+        assert squatter.stdout is not None and squatter.stdout.readline() == "listening\n"
+        try:
+            for access in (OPEN, PlainAccess("token")):
+                with pytest.raises(LostMemberError, match="user 65534 listens there"):
+                    access.connect(socket, f"ipc://@{name}")
+        finally:
+            squatter.kill()
+            socket.close(linger=0)
 
 
 def _pretender(keys: Path) -> CurveAccess:
