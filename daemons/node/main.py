@@ -88,19 +88,31 @@ def _spec(name: str, process: str, *arguments: str) -> ProcessSpec:
     return ProcessSpec(name=name, argv=(*LAUNCHER, process, *arguments))
 
 
+def _check_room(directory: RunDirectory, node: str) -> None:
+    """Refuses to start where CPUs or memory would starve the node. (The planner takes a second to
+    load.)
+    """
+    from penstock.daemons.node.preparing.prospect import check_room
+
+    check_room(directory, node_index(directory.config, node))
+
+
 def main(
     run_dir: Path,
     node: str,
     scheduler: str | None,
     parent_pid: int | None,
     specs: SpecFactory = child_specs,
+    *,
+    check: Callable[[RunDirectory, str], None] = _check_room,
     grace_seconds: float | None = None,
 ) -> int:
     """Supervise ``node`` of the prepared run in ``run_dir`` until the run ends; the exit code.
 
     Without ``scheduler`` the first node of the cluster hosts it, and the others find it through
     ``cluster.scheduler_port`` or ``endpoint.json``. ``grace_seconds`` replaces
-    ``cluster.grace_seconds``.
+    ``cluster.grace_seconds``. Without a parent, which would have looked, ``check`` refuses to start
+    where the node would starve.
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
@@ -109,7 +121,8 @@ def main(
     def run() -> None:
         seconds = grace_seconds or directory.config.cluster.grace_seconds
         stops = StopSettings(parent_pid=parent_pid, grace=Grace.of(seconds, os.environ))
-        codes.append(_run(directory, node, scheduler, specs, stops))
+        refuse = check if parent_pid is None else None
+        codes.append(_run(directory, node, scheduler, specs, stops, refuse))
 
     return run_main(run, directory.path) or codes[0]
 
@@ -120,6 +133,7 @@ def _run(
     scheduler: str | None,
     specs: SpecFactory,
     stops: StopSettings,
+    check: Callable[[RunDirectory, str], None] | None,
 ) -> int:
     directory.check_shape()
     config, run_dir = directory.config, directory.path
@@ -133,8 +147,8 @@ def _run(
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ):
-        if stops.parent_pid is None:
-            _check_room(directory, node)
+        if check is not None:
+            check(directory, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, starts_run=starts_run, alone=stops.parent_pid is None)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
@@ -179,15 +193,6 @@ def _run(
 def _machine(children: tuple[ProcessSpec, ...], limits: NodeLimits) -> NodeMachine:
     helpers = frozenset(spec.name for spec in children if spec.is_helper)
     return NodeMachine.create(tuple(spec.name for spec in children), limits, helpers)
-
-
-def _check_room(directory: RunDirectory, node: str) -> None:
-    """Refuses to start where CPUs or memory would starve the node. Under ``penstock train``, which
-    has looked already, it is not asked: the planner takes a second to load.
-    """
-    from penstock.daemons.node.preparing.prospect import check_room
-
-    check_room(directory, node_index(directory.config, node))
 
 
 def _limits(config: Config) -> NodeLimits:

@@ -39,7 +39,7 @@ def test_identity_is_made_once(tmp_path: Path) -> None:
     first = RunDirectory.create(tmp_path / "run")
     assert HEX.fullmatch(first.run_id)
     assert RunDirectory.create(tmp_path / "run").run_id == first.run_id
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "token"}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def start_all(runner: Any, config: Path, count: int, port: int) -> list[subproce
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.integration
 def test_two_nodes_then_one_then_two_end_with_the_same_bytes(runner: Any, plain_run: Path) -> None:
     """Nobody edits the configuration in between, and each start finds the run of the last one."""
     changes = {**H.PLAIN, "cluster": {"workers": 1}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket as sockets
 import time
 from collections.abc import Iterator
 
@@ -68,8 +69,9 @@ def test_a_peer_that_cannot_be_reached_is_told_after_the_deadline(
     losses: queue.SimpleQueue[str],
 ) -> None:
     peer, there = listener(context)
-    gone, address = listener(context)
-    gone.close(linger=0)
+    gone = sockets.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{gone.getsockname()[1]}"
+    gone.close()
     connections.open("worker 1", there).socket.send(b"heard")
     assert peer.recv() == b"heard"
     connections.open("worker 2", address)

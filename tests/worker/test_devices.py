@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from penstock.planner.schedule import lower, schedule_of
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
+from penstock.protocol.security.sockets import OPEN
 from penstock.shm.table import DType
 from penstock.workers.channels.inbox import Inbox
 from penstock.workers.epoch_builder import bind_transport
@@ -100,7 +101,7 @@ def test_a_cluster_of_several_nodes_listens_on_tcp(make_run_files: Any) -> None:
     def listen(hosts: list[str]) -> str:
         nodes = [{"name": "ab"[i], "host": host} for i, host in enumerate(hosts)]
         files = make_run_files({"workers": 1, "nodes": nodes})
-        transport = bind_transport(files, 0, WorkerMetrics(CollectorRegistry()), Inbox())
+        transport = bind_transport(files, 0, WorkerMetrics(CollectorRegistry()), Inbox(), OPEN)
         transport.close()
         return transport.address
 

@@ -33,6 +33,7 @@ from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.platforms.bandwidth_log import NodeReads
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.protocol.run.names import node_of_device, ownership
+from penstock.protocol.wire.blocks import BlockClient
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.workers.attempt import EpochContext, Job
@@ -280,7 +281,9 @@ def _context(
         ownership=owners,
         node=node,
         device=device,
-        remote=RemoteBlocks(spec.run_id, spec.table, addresses, reads),
+        remote=RemoteBlocks(
+            spec.run_id, spec.table, addresses, lambda context: BlockClient(context, reads)
+        ),
     )
     stack.callback(weights.close)
     return EpochContext(
