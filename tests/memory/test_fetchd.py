@@ -28,7 +28,7 @@ from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import LostMemberError, ProtocolError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.run.stopping import stop_signals_blocked
-from penstock.protocol.security.sockets import OpenAccess
+from penstock.protocol.security.sockets import OpenAccess, socket_access
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import OneSidedFetcher
 from penstock.protocol.wire.frames import (
@@ -66,7 +66,10 @@ class Pair:
             memory.control.set_epoch(2)
             self.memory[node] = memory
             address = ipc_address(run.run_id, node, "memory")
-            server = BlockServer(run_id=run.run_id, local_address=address, host="127.0.0.1")
+            access = socket_access(run.config, run.path, node)
+            server = BlockServer(
+                run_id=run.run_id, local_address=address, host="127.0.0.1", access=access
+            )
             stack.callback(server.close)
             server.start(memory, MemoryMetrics(CollectorRegistry()))
             self.servers[node] = server
@@ -252,7 +255,10 @@ def test_fetchds_may_die_at_any_time(pair: Pair) -> None:
     out = np.zeros_like(weights)
     with zmq.Context() as context:
         fetcher = OneSidedFetcher(
-            pair.client(), BlockClient(context), None, lambda way, num_bytes: ways.append(way)
+            pair.client(),
+            BlockClient(context, access=socket_access(pair.run.config, pair.run.path, "a")),
+            None,
+            lambda way, num_bytes: ways.append(way),
         )
 
         def fetch_until(way: str) -> None:

@@ -32,6 +32,7 @@ from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.run.names import ipc_address, optimizerd_name
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import stop_signals_blocked
+from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.frames import GradientReady, encode
 from penstock.shm.control import Decision
 from penstock.shm.memory import NodeMemory
@@ -162,6 +163,7 @@ class Rig:
             run_id=self.run.run_id,
             local_address=ipc_address(self.run.run_id, name, "memory"),
             host="127.0.0.1",
+            access=socket_access(self.config, self.run.path, name),
         )
         server.start(memory, MemoryMetrics(CollectorRegistry()))
         return Node(name=name, memory=memory, server=server)
