@@ -75,6 +75,9 @@ class Pair:
             self.servers[node] = server
             self.start(node)
 
+    def access(self) -> SocketAccess:
+        return socket_access(self.run.config, self.run.path, "a")
+
     def start(self, node: str) -> None:
         words = ["-m", "penstock.client.launch", "fetchd", "--node", node]
         words += [
@@ -229,7 +232,7 @@ def check_who_may_connect(pair: Pair) -> None:
         assert rude.recv(4096) == b""
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
-        peer.connect(pair.servers["b"].endpoint)
+        pair.access().connect(peer, pair.servers["b"].endpoint)
         lie = AgentOffer(
             run_id=pair.run.run_id,
             node="b",
@@ -254,9 +257,10 @@ def test_fetchds_may_die_at_any_time(pair: Pair) -> None:
     weights[:] = np.arange(weights.size)
     out = np.zeros_like(weights)
     with zmq.Context() as context:
+        blocks = BlockClient(context, access=pair.access())
         fetcher = OneSidedFetcher(
             pair.client(),
-            BlockClient(context, access=socket_access(pair.run.config, pair.run.path, "a")),
+            blocks,
             None,
             lambda way, num_bytes: ways.append(way),
         )
