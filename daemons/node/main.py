@@ -121,7 +121,7 @@ def main(
     def run() -> None:
         seconds = grace_seconds or directory.config.cluster.grace_seconds
         stops = StopSettings(parent_pid=parent_pid, grace=Grace.of(seconds, os.environ))
-        refuse = check if parent_pid is None else None
+        refuse = check if parent_pid is None else _trust
         codes.append(_run(directory, node, scheduler, specs, stops, refuse))
 
     return run_main(run, directory.path) or codes[0]
@@ -133,7 +133,7 @@ def _run(
     scheduler: str | None,
     specs: SpecFactory,
     stops: StopSettings,
-    check: Callable[[RunDirectory, str], None] | None,
+    check: Callable[[RunDirectory, str], None],
 ) -> int:
     directory.check_shape()
     config, run_dir = directory.config, directory.path
@@ -147,8 +147,7 @@ def _run(
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ):
-        if check is not None:
-            check(directory, node)
+        check(directory, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, starts_run=starts_run, alone=stops.parent_pid is None)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
@@ -193,6 +192,10 @@ def _run(
 def _machine(children: tuple[ProcessSpec, ...], limits: NodeLimits) -> NodeMachine:
     helpers = frozenset(spec.name for spec in children if spec.is_helper)
     return NodeMachine.create(tuple(spec.name for spec in children), limits, helpers)
+
+
+def _trust(directory: RunDirectory, node: str) -> None:
+    """The parent has looked."""
 
 
 def _limits(config: Config) -> NodeLimits:

@@ -28,7 +28,7 @@ from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import LostMemberError, ProtocolError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.run.stopping import stop_signals_blocked
-from penstock.protocol.security.sockets import OpenAccess, socket_access
+from penstock.protocol.security.sockets import OpenAccess, SocketAccess, socket_access
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import OneSidedFetcher
 from penstock.protocol.wire.frames import (
