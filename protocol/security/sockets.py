@@ -141,7 +141,7 @@ class PlainAccess:
 
     def announce(self, endpoint: str) -> str:
         """As :class:`SocketAccess` says."""
-        self._passwords = (*self._passwords, self._password(endpoint))
+        self._passwords = (*self._passwords, self.password(endpoint))
         return endpoint
 
     def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
@@ -164,10 +164,11 @@ class PlainAccess:
         if _is_tcp(address):
             refuse_foreign_listener(address.removeprefix("tcp://"))
             socket.set(zmq.PLAIN_USERNAME, DOMAIN)
-            socket.set(zmq.PLAIN_PASSWORD, self._password(address))
+            socket.set(zmq.PLAIN_PASSWORD, self.password(address))
         _connect(socket, address)
 
-    def _password(self, address: str) -> bytes:
+    def password(self, address: str) -> bytes:
+        """Returns what is to be shown to whoever is at an announced address."""
         return hmac.new(self._token, address.encode(), "sha256").hexdigest().encode()
 
 

@@ -6,19 +6,26 @@ import socket
 import struct
 import time
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+def greeting(mechanism: bytes) -> bytes:
+    """What both sides say first."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+GREETING = greeting(b"NULL")
 
 
 class HostilePeer:
-    """One connection to a ZeroMQ socket, past the handshake. ``kind``: what it says it is.
+    """One connection to a ZeroMQ socket, past the handshake. ``kind``: what it says it is;
+    ``password``: what it shows, where one is asked for (PLAIN).
 
     Raises ``OSError`` where nobody speaks ZMTP.
     """
 
-    def __init__(self, host: str, port: int, kind: bytes) -> None:
+    def __init__(self, host: str, port: int, kind: bytes, password: bytes | None = None) -> None:
         self.socket = socket.create_connection((host, port), timeout=10.0)
         try:
-            self._shake_hands(kind)
+            self._shake_hands(kind, password)
         except BaseException:
             self.socket.close()
             raise
@@ -30,17 +37,35 @@ class HostilePeer:
         found.socket = socket.create_connection((host, port), timeout=10.0)
         return found
 
-    def _shake_hands(self, kind: bytes) -> None:
-        self.socket.sendall(GREETING)
-        body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    def _shake_hands(self, kind: bytes, password: bytes | None) -> None:
+        about_us = b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+        if password is None:
+            self.socket.sendall(GREETING)
+            self._hear(len(GREETING))
+            self._command(b"\x05READY" + about_us)
+        else:
+            self.socket.sendall(greeting(b"PLAIN"))
+            self._hear(len(GREETING))
+            self._command(b"\x05HELLO\x08penstock" + bytes([len(password)]) + password)
+            self._hear_command()
+            self._command(b"\x08INITIATE" + about_us)
+        self._hear_command()
+        time.sleep(0.05)  # messages that come with the handshake are an error
+
+    def _command(self, body: bytes) -> None:
         self.socket.sendall(b"\x04" + bytes([len(body)]) + body)
+
+    def _hear_command(self) -> bytes:
+        return self._hear(self._hear(2)[1])
+
+    def _hear(self, num_bytes: int) -> bytes:
         heard = b""
-        while len(heard) < len(GREETING) + 2 or len(heard) < len(GREETING) + 2 + heard[65]:
-            more = self.socket.recv(4096)
+        while len(heard) < num_bytes:
+            more = self.socket.recv(num_bytes - len(heard))
             if not more:
                 raise ConnectionResetError("cut in the handshake")
             heard += more
-        time.sleep(0.05)  # messages that come with the handshake are an error
+        return heard
 
     def send_parts(self, part_bytes: int, total_bytes: int) -> int:
         """Send frames that all say that another one follows; how many bytes went out before the

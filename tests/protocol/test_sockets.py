@@ -134,7 +134,7 @@ def test_without_keys_the_token_is_asked_for(keys: Path, context: zmq.Context[An
             assert knock(context, server, stranger)[0] is None
         socket = context.socket(zmq.PUSH)
         socket.set(zmq.PLAIN_USERNAME, b"penstock")
-        socket.set(zmq.PLAIN_PASSWORD, PlainAccess("one")._password(other.address))
+        socket.set(zmq.PLAIN_PASSWORD, PlainAccess("one").password(other.address))
         socket.connect(server.address)
         socket.send(b"hello")
         assert server.receive(500) is None

@@ -16,6 +16,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.access import TOKEN_KEY
+from penstock.protocol.security.sockets import PlainAccess
 from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.control import ControlClient
 from tests.protocol.hostile import HostilePeer
@@ -53,8 +54,11 @@ class Attack:
     looks how much memory they take.
     """
 
-    def __init__(self, members: dict[str, int], spared: set[int]) -> None:
-        """``spared``: ports on which nobody speaks ZMTP."""
+    def __init__(self, members: dict[str, int], spared: set[int], token: str) -> None:
+        """``spared``: ports on which nobody speaks ZMTP. With the run's ``token`` even they get no
+        further.
+        """
+        self._access = PlainAccess(token)
         self.members = members
         self._spared = spared
         self.num_cut = dict.fromkeys(members, 0)
@@ -65,7 +69,11 @@ class Attack:
         """One connection to every socket."""
         for name, pid in self.members.items():
             for port in set(listening_ports(pid)) - self._spared:
-                peer = HostilePeer("127.0.0.1", port, KINDS[name.partition(".")[0]])
+                password = self._access.password(f"tcp://127.0.0.1:{port}")
+                kind = KINDS[name.partition(".")[0]]
+                with pytest.raises(OSError):
+                    HostilePeer("127.0.0.1", port, kind)
+                peer = HostilePeer("127.0.0.1", port, kind, password)
                 sent = peer.send_parts(part_bytes, 10**9)
                 peer.close()
                 self.num_cut[name] += sent < 10**9
@@ -87,9 +95,10 @@ def test_two_nodes_train_on_among_hostile_peers(runner: Any, tmp_path: Path) -> 
     H.wait_for_step(run, 2)
     members = {n: p for n, p in run.members().items() if n.partition(".")[0] in KINDS}
     assert len(members) == 6
-    shown = ((TOKEN_KEY, read_token(token_path(run.run_dir))),)
+    token = read_token(token_path(run.run_dir))
+    shown = ((TOKEN_KEY, token),)
     with ControlClient.for_run(run.run_dir) as client:
-        attack = Attack(members, {m.metrics_port for m in client.status().members})
+        attack = Attack(members, {m.metrics_port for m in client.status().members}, token)
         address = client.address
     with grpc.insecure_channel(address) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]  # generated
