@@ -34,6 +34,18 @@ SetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def command_group(name: str, explanation: str) -> typer.Typer:
+    """Returns a group of commands below ``penstock``; ``explanation`` is its help."""
+    return typer.Typer(
+        name=name,
+        help=explanation,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+
 @contextmanager
 def errors_explained(log_dir: Path | None = None) -> Iterator[None]:
     """Turns errors into one line and an exit code; what we did not foresee goes to a file."""

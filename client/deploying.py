@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.client.cli import errors_explained, load
+from penstock.client.cli import command_group, errors_explained, load
 from penstock.protocol.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from penstock.protocol.config.schema import Config
 
-app = typer.Typer(
-    name="deploy",
-    help="Write what Slurm, systemd or Kubernetes need to run one penstock node a machine.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+app = command_group(
+    "deploy", "Write what Slurm, systemd or Kubernetes need to run one penstock node a machine."
 )
 
 ConfigOption = Annotated[

@@ -8,19 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.client.cli import errors_explained, load
+from penstock.client.cli import command_group, errors_explained, load
 
 if TYPE_CHECKING:
     from penstock.protocol.config.schema import Config
 
-app = typer.Typer(
-    name="keys",
-    help="Make and renew the keys of a run (cluster.security: tls).",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = command_group("keys", "Make and renew the keys of a run (cluster.security: tls).")
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the keys.")]
 CountOption = Annotated[
