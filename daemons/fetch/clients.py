@@ -17,6 +17,7 @@ from penstock.daemons.fetch.agent import Agent
 from penstock.daemons.fetch.reads import SCRATCH_BYTES, Target
 from penstock.daemons.fetch.serving import address_of
 from penstock.protocol.errors import ProtocolError, StateError
+from penstock.protocol.security.token import peer_process
 from penstock.protocol.wire.frames import (
     MAX_HEADER_BYTES,
     ReadReply,
@@ -25,7 +26,7 @@ from penstock.protocol.wire.frames import (
     decode,
     encode,
 )
-from penstock.protocol.wire.staged import SLOT_BYTES, STAGING_SLOTS, peer_uid, socket_address
+from penstock.protocol.wire.staged import SLOT_BYTES, STAGING_SLOTS, socket_address
 
 MAX_CLIENTS = 128
 
@@ -140,8 +141,9 @@ class Listener:
             connection, _ = self.socket.accept()
         except OSError:
             return None
-        if peer_uid(connection) != os.getuid():
-            _log.warning("a connection of user %d was refused", peer_uid(connection))
+        _, user = peer_process(connection)
+        if user != os.getuid():
+            _log.warning("a connection of user %d was refused", user)
             connection.close()
             return None
         connection.setblocking(False)

@@ -108,13 +108,19 @@ def refuse_foreign_owner(name: str) -> None:
             probe.connect(f"\0{name}")
         except OSError:
             return
-        credentials = probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _UCRED.size)
-    pid, user, _ = _UCRED.unpack(credentials)
+        pid, user = peer_process(probe)
     if user not in (0, os.geteuid()):
         raise LostMemberError(
             f"@{name}: process {pid} of user {user} listens there, and this run is of user"
             f" {os.geteuid()}: nothing is said to it"
         )
+
+
+def peer_process(connection: sockets.socket) -> tuple[int, int]:
+    """Returns the process at the other end of a local connection, and its user."""
+    found = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _UCRED.size)
+    pid, user, _ = _UCRED.unpack(found)
+    return pid, user
 
 
 def _loopback_place(address: str) -> tuple[str, int] | None:

@@ -12,12 +12,12 @@ import dataclasses
 import mmap
 import os
 import socket as sockets
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 
 from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError
+from penstock.protocol.security.token import peer_process
 from penstock.protocol.wire.blocks import FetchCancelledError
 from penstock.protocol.wire.frames import (
     MAX_HEADER_BYTES,
@@ -37,7 +37,6 @@ ANSWER_TIMEOUT_S = 8.0
 _POLL_S = 0.02
 _PAUSES_S = (0.0002, 0.0005, 0.001, 0.002)
 """Before asking again for what was not complete: a look over the network costs both sides."""
-_CREDENTIALS = struct.Struct("3i")
 
 
 class AwayError(PenstockError):
@@ -47,12 +46,6 @@ class AwayError(PenstockError):
 def socket_address(run_id: str, node: str) -> str:
     """Abstract address of a node's fetchd."""
     return f"\0penstock-{run_id}-{node}-{FETCH_SOCKET}"
-
-
-def peer_uid(connection: sockets.socket) -> int:
-    """Returns the user at the other end of a local connection."""
-    found = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1])
 
 
 class StagedClient:
@@ -113,7 +106,7 @@ class _Connection:
         try:
             self.socket.settimeout(ANSWER_TIMEOUT_S)
             self.socket.connect(address)
-            if peer_uid(self.socket) != os.getuid():
+            if peer_process(self.socket)[1] != os.getuid():
                 raise AwayError("the fetchd of this node's address belongs to another user")
             data, descriptors, _, _ = sockets.recv_fds(self.socket, MAX_HEADER_BYTES, 1)
             try:
