@@ -26,6 +26,7 @@ from penstock.protocol.run.ended import RunEnd, forget_end
 from penstock.protocol.run.files import make_directory, reserve, writing
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import (
+    STOP_ORDER,
     STOP_SIGNALS,
     Demand,
     Grace,
@@ -88,7 +89,7 @@ class NodeProcess:
             self._restarts_left -= 1
             self._process = self._spawn()
             if self._stopping:
-                self.signal(signal.SIGTERM)  # waits until the new process listens
+                self.signal(STOP_ORDER)  # waits until the new process listens
             return None
         return code
 
@@ -103,7 +104,7 @@ class NodeProcess:
         """
         if not self._stopping:  # a second signal would insist
             self._stopping = True
-            self.signal(signal.SIGTERM)
+            self.signal(STOP_ORDER)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal if the process still runs."""

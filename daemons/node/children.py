@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.protocol.run.stopping import STOP_SIGNALS
+from penstock.protocol.run.stopping import HEARD_SIGNALS
 from penstock.shm.process import is_stopped
 
 
@@ -64,7 +64,7 @@ class Children:
             argv,
             self._environment,
             setpgroup=0,
-            setsigmask=STOP_SIGNALS,  # until the child listens; it obeys this process only
+            setsigmask=HEARD_SIGNALS,  # until the child listens; it obeys this process only
             setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE),
         )
         self._running[name] = _Running(pid=pid, pidfd=os.pidfd_open(pid))

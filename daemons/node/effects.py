@@ -32,6 +32,7 @@ from penstock.daemons.node.machine.events import (
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.stopping import STOP_ORDER
 from penstock.protocol.security.access import Access
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
@@ -161,7 +162,7 @@ class NodeEffects:
         return Started(name=effect.name, pid=pid)
 
     def _terminate(self, effect: Terminate) -> None:
-        self._children.signal(effect.name, signal.SIGTERM)
+        self._children.signal(effect.name, STOP_ORDER)
 
     def _kill(self, effect: Kill) -> None:
         self._children.signal(effect.name, signal.SIGKILL)
@@ -177,7 +178,7 @@ class NodeEffects:
 
     def _ask_to_stop(self, effect: AskSchedulerToStop) -> Event | None:
         if self._hosts_scheduler:
-            self._children.signal(SCHEDULERD, signal.SIGTERM)
+            self._children.signal(SCHEDULERD, STOP_ORDER)
             return None
         try:
             with ControlClient(self._settings.address, self._settings.access) as client:

@@ -1,10 +1,11 @@
 """Requests to stop: whose signals count, what a second one means, and how long a stop may take.
 
 Schedulers of jobs, service managers and ``timeout`` signal all processes of a run at once, and some
-of them twice. So a process that was started by another one of the run obeys SIGTERM and SIGINT of
-that one only: it blocks both, learns the sender of each from the kernel, and logs what it leaves to
-its parent. What came before it listened it obeys, whoever sent it. SIGKILL ends any process, as
-ever. A process that nobody of the run started obeys whoever signals it.
+of them twice. So a process that was started by another one of the run obeys that one only: it
+blocks all signals that stop, learns the sender of each from the kernel, and logs what it leaves to
+its parent. Parents order a stop with :data:`STOP_ORDER`, which no stranger's signal swallows.
+SIGKILL ends any process, as ever. A process that nobody of the run started obeys whoever signals
+it.
 
 Processes that a signal has stopped (SIGSTOP) are another matter: :class:`Stillness` tells their
 parents for how long they have stood still.
@@ -24,6 +25,14 @@ from enum import Enum
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_ORDER = signal.SIGRTMIN
+"""What a process of the run sends to a child that is to stop.
+
+Of several SIGTERMs that wait the kernel keeps the first, whose sender may be a stranger. Real-time
+signals queue up: each arrives, with its own sender.
+"""
+HEARD_SIGNALS = (*STOP_SIGNALS, STOP_ORDER)
+"""What a child of the run blocks and listens to."""
 SAME_ROUND_S = 5.0
 """SIGTERMs that come sooner after the first request belong to it."""
 SAME_KEY_S = 0.05
@@ -69,7 +78,7 @@ def block_stop_signals() -> None:
     """Keep stop signals waiting until somebody asks for them. For a process of a run, before any of
     its threads starts: threads (and children) inherit what is blocked.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_SIGNALS)
 
 
 @contextmanager
@@ -77,7 +86,7 @@ def stop_signals_blocked() -> Iterator[None]:
     """Processes that are started inside the block are born with stop signals blocked, so that none
     can hit them before they are ready to listen.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_SIGNALS)
     try:
         yield
     finally:
@@ -85,7 +94,7 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 class StopRequests:
-    """Hears SIGTERM and SIGINT for a process of the run.
+    """Hears SIGTERM, SIGINT and :data:`STOP_ORDER` for a process of the run.
 
     ``on_demand`` is called with every :class:`Demand`: in a signal handler on the main thread, or,
     with ``parent_pid``, on a thread of its own. It must neither block nor take locks.
@@ -103,21 +112,15 @@ class StopRequests:
                 signal.signal(number, self._handle)
             return
         block_stop_signals()
-        # Of several signals of one kind that wait the kernel keeps the first: the parent's may be
-        # behind a stranger's, and is not repeated.
-        early = signal.sigpending() & set(STOP_SIGNALS)
-        threading.Thread(
-            target=self._listen, args=(early,), name="stop-requests", daemon=True
-        ).start()
+        threading.Thread(target=self._listen, name="stop-requests", daemon=True).start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._hear(number)
 
-    def _listen(self, early: set[signal.Signals]) -> None:
+    def _listen(self) -> None:
         while True:
-            info = signal.sigwaitinfo(STOP_SIGNALS)
-            if info.si_pid == self._parent_pid or info.si_signo in early:
-                early.discard(signal.Signals(info.si_signo))
+            info = signal.sigwaitinfo(HEARD_SIGNALS)
+            if info.si_pid == self._parent_pid:
                 self._hear(info.si_signo)
                 continue
             _log.info(

@@ -1,6 +1,7 @@
 """Run as a script: a child that leaves its pid behind and ends as it is told.
 
-``stub_child.py PIDS_FILE SECONDS CODE``: sleeps, then exits with CODE; SIGTERM ends it with 0.
+``stub_child.py PIDS_FILE SECONDS CODE``: sleeps, then exits with CODE. An order to stop, or
+SIGTERM, ends it with 0.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import sys
 import time
 
 from penstock.protocol.run.process import die_with_parent
-from penstock.protocol.run.stopping import STOP_SIGNALS
+from penstock.protocol.run.stopping import HEARD_SIGNALS, STOP_ORDER
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    for number in (signal.SIGTERM, STOP_ORDER):
+        signal.signal(number, lambda number, frame: sys.exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     with open(sys.argv[1], "a", encoding="utf-8") as file:
         file.write(f"{os.getpid()}\n")
     time.sleep(float(sys.argv[2]))

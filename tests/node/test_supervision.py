@@ -24,7 +24,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import SAME_KEY_S, stop_signals_blocked
+from penstock.protocol.run.stopping import SAME_KEY_S, STOP_ORDER, stop_signals_blocked
 from penstock.shm.process import start_ticks
 
 HERE = Path(__file__).parent
@@ -244,7 +244,7 @@ def test_a_stop_that_comes_before_the_node_listens_is_obeyed(node: Node, group: 
     assert node.process is not None
     if group:
         subprocess.run(["kill", "-TERM", str(node.process.pid)], check=True, timeout=DEADLINE_S)
-    node.signal(signal.SIGTERM)
+    node.signal(STOP_ORDER)
     code, errors = node.wait()
     assert code == 0
     assert "stopping: the step under way is finished" in errors

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.protocol.run.stopping import Demand, Grace, Insistence, Patience
+from penstock.protocol.run.stopping import STOP_ORDER, Demand, Grace, Insistence, Patience
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 
@@ -98,6 +98,21 @@ def test_a_child_obeys_its_parent_and_nobody_else(children: list[subprocess.Pope
         assert f"SIG{name} of process" in said and f"left to process {os.getpid()}" in said
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "stopped\n"
+    assert process.wait(timeout=20) == 0
+
+
+def test_an_order_to_stop_is_not_lost_behind_a_strangers_signal(
+    children: list[subprocess.Popen[str]],
+) -> None:
+    process = start(children, "parent")
+    assert process.stdout is not None
+    process.send_signal(signal.SIGSTOP)  # as a process that is not scheduled for a while
+    stranger_signals(process.pid, "TERM", "INT", f"{STOP_ORDER:d}")
+    process.send_signal(STOP_ORDER)
+    process.send_signal(signal.SIGCONT)
+    said = [process.stdout.readline() for _ in range(4)]
+    assert said.count("stopped\n") == 1, said
+    assert sum("is left to process" in line for line in said) == 3, said
     assert process.wait(timeout=20) == 0
 
 

@@ -96,7 +96,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminate:
-    """Send SIGTERM to a child."""
+    """Order a child to stop."""
 
     name: str
 

@@ -344,7 +344,8 @@ class NodeMachine:
             self.phase = NodePhase.KILLING
             if not self.run_ended:
                 self.code = self.code or int(ExitCode.LOST_MEMBERS)
-            message = f"still running {self.limits.terminate_timeout_s:g} s after SIGTERM: {left}"
+            told_s = self.limits.terminate_timeout_s
+            message = f"told to stop {told_s:g} s ago and still running: {left}"
             return [Say(text=message), *(Kill(name=name) for name in self._running())]
         scheduler = self.children.get(SCHEDULERD)
         scheduler_gone = scheduler is not None and scheduler.pid is None
