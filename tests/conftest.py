@@ -15,11 +15,16 @@ from typing import TypeVar
 import pytest
 from zmq.utils.garbage import gc as garbage_collector
 
+from tests.shelf import Shelf
+
 T = TypeVar("T")
 
 APART = frozenset({"client", "data", "models", "native", "planner", "protocol", "scheduler"})
 NOT_APART = frozenset({"test_doctor.py", "test_life_of_a_run.py", "test_loader.py"})
 """Folders whose tests create no segments, and files there that do."""
+
+MADE_ONCE = frozenset({"plain_run", "clipped_run", "emulated_run"})
+"""Fixtures that take a whole run."""
 
 GRACE_S = 3.0
 """What ends on its own a moment later (a closed channel's socket, a killed child) is no leak."""
@@ -102,6 +107,34 @@ def zero_copy_thread() -> Iterator[None]:
     garbage_collector.stop()
 
 
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """One for all processes of tests."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shelf"
+    root.mkdir(exist_ok=True)
+    return Shelf(root)
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Iterator[Path]:
+    """A run of 1F1B that nobody disturbs, traced; tests copy what they change."""
+    from tests.system.conftest import PLAIN, trained
+
+    changes = {**PLAIN, "observability": {"trace": True}}
+    yield from trained(tmp_path_factory.mktemp("plain"), shelf, changes)
+
+
+@pytest.fixture(scope="session")
+def clipped_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Iterator[Path]:
+    """A run of SPipe that nobody disturbs, with clipping in some steps but not in all."""
+    from tests.system.conftest import CLIPPED, metrics, trained
+
+    for run_dir in trained(tmp_path_factory.mktemp("clipped"), shelf, CLIPPED):
+        assert {m["decision"] for m in metrics(run_dir)} == {"commit", "amend"}
+        yield run_dir
+
+
 def shares_memory(path: Path) -> bool:
     """Whether tests of a file may create segments."""
     return path.parent.name not in APART or path.name in NOT_APART
@@ -122,13 +155,18 @@ def mount_own_shared_memory() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With ``-n``: each process of tests has its own /dev/shm, since nobody could tell whose a
     segment is that no process maps any more. Without the right to mount one, tests that create
-    segments run one after the other, beside the others.
+    segments run one after the other, beside the others. Tests that look at the same run are in one
+    process, so that it is made once.
     """
-    if not hasattr(config, "workerinput") or mount_own_shared_memory():
+    if not hasattr(config, "workerinput"):
         return
+    apart = mount_own_shared_memory()
     for item in items:
-        group = "segments" if shares_memory(item.path) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        if not apart:
+            group = "segments" if shares_memory(item.path) else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(group))
+        elif shared := MADE_ONCE.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(min(shared)))
 
 
 @pytest.fixture(autouse=True)

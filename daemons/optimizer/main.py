@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -37,7 +37,7 @@ from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.security.access import member_access
 from penstock.protocol.security.sockets import SocketAccess, socket_access
-from penstock.protocol.wire.blocks import attach
+from penstock.protocol.wire.blocks import LeaseCancelledError, attach
 from penstock.protocol.wire.fetching import fetchers
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.layout import SegmentKind
@@ -59,7 +59,7 @@ def main(run_dir: Path, node: str, scheduler: str, parent_pid: int | None) -> in
 def _run(run: RunDirectory, node: str, scheduler: str, stop: StopSignal) -> None:
     member = optimizerd_name(node)
     configure_logging(member, run.path, run.config.observability.log_level)
-    with ExitStack() as stack:
+    with ExitStack() as stack, suppress(LeaseCancelledError):
         service, link, readers = _build(stack, run, node, scheduler, stop)
         link.start()
         stack.callback(link.close)
@@ -108,7 +108,7 @@ def _build(
         access=access,
     )
     stack.callback(gradients.close)
-    memory = attach(run, index, member, kinds=_MAPPED)
+    memory = attach(run, index, member, kinds=_MAPPED, cancelled=lambda: stop.is_set)
     stack.callback(memory.close)
     metrics.placed(placement, local_ratio(memory, placement), sum(memory.huge_bytes().values()))
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))

@@ -37,6 +37,7 @@ MEMORY_SOCKET = "memory"
 """Name of memoryd's local socket, see :func:`penstock.protocol.run.names.ipc_address`."""
 
 _POLL_INTERVAL_MS = 20
+_LEASE_POLL_MS = 100
 _RESEND_AFTER_S = 2.0
 _WINDOW = 4
 """Ranges asked for at once: 8 MiB keep 25 Gbit/s busy over 2 ms."""
@@ -44,6 +45,10 @@ _WINDOW = 4
 
 class FetchCancelledError(PenstockError):
     """The caller's ``cancelled`` said so; the buffer holds an unknown mixture."""
+
+
+class LeaseCancelledError(PenstockError):
+    """The caller's ``cancelled`` said so; nothing is mapped."""
 
 
 def attach(
@@ -54,20 +59,21 @@ def attach(
     timeout_s: float = 60.0,
     kinds: Collection[SegmentKind] = tuple(SegmentKind),
     writable: bool = True,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> NodeMemory:
     """Ask the node's memoryd for a lease, then map its memory (the control segment and ``kinds``).
 
     Waits for a memoryd that is still starting.
 
     Raises:
-        LostMemberError: no answer within ``timeout_s`` seconds.
+        LostMemberError: no answer within ``timeout_s`` seconds. LeaseCancelledError.
         StateError: the lease is refused, or the segments do not fit this run's plan and model.
     """
     spec = run_dir.memory_spec(node)
     address = ipc_address(spec.run_id, spec.node_name, MEMORY_SOCKET)
     with zmq.Context() as context:
         request = LeaseRequest(run_id=spec.run_id, member=member, pid=os.getpid())
-        reply = request_lease(context, address, request, timeout_s=timeout_s)
+        reply = request_lease(context, address, request, timeout_s=timeout_s, cancelled=cancelled)
     if reply.digest != spec.digest:
         raise StateError(
             f"memoryd.{spec.node_name} holds memory made for another model, plan or optimizer than"
@@ -91,22 +97,27 @@ def request_lease(
     request: LeaseRequest,
     *,
     timeout_s: float,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> LeaseReply:
     """One lease request.
 
     Raises:
-        LostMemberError: no answer within ``timeout_s`` seconds.
+        LostMemberError: no answer within ``timeout_s`` seconds. LeaseCancelledError.
         StateError: refused.
         ProtocolError: the answer is malformed.
     """
     socket = connect(context, address)
     try:
         socket.send(encode(request))
-        if not socket.poll(round(timeout_s * 1000)):
-            raise LostMemberError(
-                f"{request.member}: no lease from memoryd at {address} within {timeout_s:g} s;"
-                " is it running?"
-            )
+        deadline_s = time.monotonic() + timeout_s
+        while not socket.poll(_LEASE_POLL_MS):
+            if cancelled():
+                raise LeaseCancelledError(f"{request.member}: stopped while memoryd was awaited")
+            if time.monotonic() >= deadline_s:
+                raise LostMemberError(
+                    f"{request.member}: no lease from memoryd at {address} within {timeout_s:g} s;"
+                    " is it running?"
+                )
         reply = decode(socket.recv(), LeaseReply)
     finally:
         socket.close(linger=0)

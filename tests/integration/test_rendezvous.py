@@ -14,6 +14,7 @@ import yaml
 
 from penstock.protocol.errors import ExitCode
 from tests.integration.netbed import NetBed, Running, missing
+from tests.shelf import Shelf
 from tests.system import conftest as H
 
 pytestmark = [
@@ -61,9 +62,9 @@ def cluster_of(run_dir: Path) -> dict[str, object]:
 
 
 @pytest.mark.timeout(900)
-def test_pods_then_tasks_on_other_hosts(tmp_path: Path) -> None:
+def test_pods_then_tasks_on_other_hosts(tmp_path: Path, shelf: Shelf, plain_run: Path) -> None:
     cluster = {"workers": 1, "insecure": True}
-    runner = H.Runner(tmp_path)
+    runner = H.Runner(tmp_path, shelf)
     config = runner.configure("run", H.merge(H.PLAIN, {"cluster": cluster}))
     run_dir = tmp_path / "run"
     with NetBed(tmp_path, PODS) as bed:
@@ -86,5 +87,4 @@ def test_pods_then_tasks_on_other_hosts(tmp_path: Path) -> None:
             "nodes": [("node-0", "10.99.8.1"), ("node-1", "10.99.8.2")],
             "port": 20_814,
         }
-    undisturbed = runner.train(runner.configure("whole", H.PLAIN))
-    assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
+    assert H.state_bytes(run_dir) == H.state_bytes(plain_run)

@@ -18,6 +18,7 @@ import pytest
 from penstock.protocol.security.authority import make, renew
 from tests.integration.netbed import NetBed, missing
 from tests.integration.nodes import PORT, BedRun, bed_cluster
+from tests.shelf import Shelf
 from tests.system import conftest as H
 
 pytestmark = [
@@ -74,8 +75,8 @@ def beset(bed: NetBed, keys: Path, other: Path, scheduler: int) -> dict[str, Any
     return found | {"grown_mib": round((most - before) / MIB, 1)}
 
 
-def test_strangers_change_nothing_between_two_hosts_with_keys(tmp_path: Path) -> None:
-    runner = H.Runner(tmp_path)
+def test_strangers_change_nothing_between_two_hosts_with_keys(tmp_path: Path, shelf: Shelf) -> None:
+    runner = H.Runner(tmp_path, shelf)
     keys, other = tmp_path / "keys", tmp_path / "other"
     make(keys, "secured", ["alpha", "beta"])
     make(other, "secured", ["alpha", "beta"])
@@ -158,8 +159,10 @@ def open_path() -> Iterator[Path]:
         yield path
 
 
-def test_another_user_of_the_machine_learns_and_changes_nothing(open_path: Path) -> None:
-    runner = H.Runner(open_path)
+def test_another_user_of_the_machine_learns_and_changes_nothing(
+    open_path: Path, shelf: Shelf
+) -> None:
+    runner = H.Runner(open_path, shelf)
     with NetBed(open_path) as bed:
         cluster = {"workers": 2, "nodes": [{"name": "alpha"}]}
         changes = {"train": {"steps": 10**6}, "cluster": cluster}

@@ -18,6 +18,7 @@ import yaml
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 from tests.integration.slurmbed import SlurmBed, missing
+from tests.shelf import Shelf
 from tests.system import conftest as H
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}")
@@ -35,20 +36,14 @@ def bed() -> Iterator[SlurmBed]:
 
 
 @pytest.fixture
-def runner(bed: SlurmBed, tmp_path: Path) -> Iterator[H.Runner]:
+def runner(bed: SlurmBed, tmp_path: Path, shelf: Shelf) -> Iterator[H.Runner]:
     """Runs below a folder; no job, and none of their memory, is left when a test has passed."""
-    yield H.Runner(tmp_path)
+    yield H.Runner(tmp_path, shelf)
     bed.clear()
     leaked = H.segments_of(tmp_path)
     for name in leaked:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
     assert not leaked
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of one node with the same steps."""
-    yield from H.trained(tmp_path_factory.mktemp("undisturbed"), H.PLAIN)
 
 
 class Job:
@@ -154,7 +149,7 @@ def test_a_job_of_two_nodes_trains(bed: SlurmBed, runner: H.Runner) -> None:
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_killed_nodes_and_steps_cost_no_byte(
-    bed: SlurmBed, runner: H.Runner, undisturbed: Path
+    bed: SlurmBed, runner: H.Runner, plain_run: Path
 ) -> None:
     """A killed node is started again, then a killed step; memory has all steps."""
     job = Job(bed, runner, H.PLAIN)
@@ -176,7 +171,7 @@ def test_killed_nodes_and_steps_cost_no_byte(
     assert "on pn2 was killed by signal 9; it is started again" in said
     assert "it is started again, and goes on from what is in memory" in said
     assert not any("restored" in line for line in said.splitlines())
-    assert H.state_bytes(job.run_dir) == H.state_bytes(undisturbed)
+    assert H.state_bytes(job.run_dir) == H.state_bytes(plain_run)
 
 
 @pytest.mark.integration

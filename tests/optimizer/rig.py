@@ -184,13 +184,17 @@ class Rig:
 
     def start(self, node: Node) -> None:
         """Start the node's optimizerd and wait until it has joined."""
+        self.spawn(node)
+        node.stream = self.scheduler.joined.get(timeout=WAIT_S)
+        assert node.stream.hello.member == optimizerd_name(node.name)
+        assert node.process is not None and node.stream.hello.pid == node.process.pid
+
+    def spawn(self, node: Node) -> None:
+        """Start the node's optimizerd."""
         address = f"127.0.0.1:{self.scheduler.port}"
         arguments = [str(self.run.path), node.name, address, str(os.getpid())]
         with stop_signals_blocked():  # as a node starts its children
             node.process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
-        node.stream = self.scheduler.joined.get(timeout=WAIT_S)
-        assert node.stream.hello.member == optimizerd_name(node.name)
-        assert node.stream.hello.pid == node.process.pid
 
     def kill(self, node: Node) -> None:
         """SIGKILL and reap."""

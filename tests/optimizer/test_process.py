@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from penstock.protocol.plan.instructions import Update
 from penstock.protocol.plan.placement import place
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep
+from penstock.protocol.run.stopping import STOP_ORDER
 from penstock.protocol.wire.frames import (
     BlockUpdated,
     GradientReady,
@@ -185,6 +187,20 @@ def test_sigterm_and_refusal_end_the_process(new_rig: RigFactory, tools: Any) ->
     rig.start(node)
     rig.say(node, refused=pb.Refused(reason="an old epoch"))
     assert node.process.wait(timeout=WAIT_S) == 4
+
+
+def test_it_stops_while_it_waits_for_a_memoryd_that_is_gone(
+    new_rig: RigFactory, tools: Any
+) -> None:
+    rig = new_rig(small_table(tools), [0, 0, 0])
+    [node] = rig.nodes
+    node.server.close()
+    rig.spawn(node)
+    assert node.process is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.process.wait(timeout=3.0)  # it has asked for a lease by then
+    node.process.send_signal(STOP_ORDER)
+    assert node.process.wait(timeout=5.0) == 0
 
 
 def test_memory_of_another_incarnation_is_reported(new_rig: RigFactory, tools: Any) -> None:

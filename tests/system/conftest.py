@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from penstock.protocol.config.schema import load_config
+from tests.shelf import Shelf
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -91,6 +91,7 @@ class Runner:
     """Writes configurations and starts runs below one temporary directory."""
 
     root: Path
+    shelf: Shelf
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def configure(self, name: str, changes: dict[str, Any]) -> Path:
@@ -120,6 +121,8 @@ class Runner:
         self, config: Path, *arguments: str, env: dict[str, str] | None = None
     ) -> TrainProcess:
         """Start ``penstock train``."""
+        run_dir = load_config(config).run_dir
+        self.shelf.take(config, run_dir)
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.client.main", "train", str(config), *arguments],
             stdout=subprocess.PIPE,
@@ -129,13 +132,14 @@ class Runner:
             env={**os.environ, **(env or {})},
         )
         self.started.append(process)
-        return TrainProcess(process, load_config(config).run_dir)
+        return TrainProcess(process, run_dir)
 
     def train(self, config: Path, *arguments: str, timeout_s: float = 240.0) -> Path:
         """Run to the end; the run directory. A failure shows output and logs."""
         run = self.start(config, *arguments)
         code, output = run.wait(timeout_s)
         assert code == 0, f"exit code {code}\n{output}\n{tail_logs(run.run_dir)}"
+        self.shelf.keep(config, run.run_dir)
         return run.run_dir
 
     def stop_all(self) -> None:
@@ -203,16 +207,6 @@ def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 120.0) -> Non
     raise AssertionError(f"step {step} not reached in {timeout_s} s\n{tail_logs(run.run_dir)}")
 
 
-def prepared(source: Path, run_dir: Path) -> None:
-    """A run directory that was never started, with the model and data of another run: preparing
-    them anew takes seconds.
-    """
-    run_dir.mkdir()
-    for name in ("model", "data"):
-        shutil.copytree(source / name, run_dir / name)
-    shutil.copy(source / "table.json", run_dir / "table.json")
-
-
 KEPT = ("journal.sqlite", ".lock", ".home")
 """The journal with its log; lock files: removing one would break the lock; where the run lives."""
 
@@ -235,9 +229,9 @@ def segments_of(root: Path) -> list[str]:
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Iterator[Runner]:
+def runner(tmp_path: Path, shelf: Shelf) -> Iterator[Runner]:
     """Start runs; everything started is gone afterwards, and so are its segments."""
-    instance = Runner(tmp_path)
+    instance = Runner(tmp_path, shelf)
     yield instance
     instance.stop_all()
     leaked = segments_of(tmp_path)
@@ -247,25 +241,10 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
     assert expected_leak or not leaked, f"left behind in /dev/shm: {leaked}"
 
 
-def trained(root: Path, changes: dict[str, Any]) -> Iterator[Path]:
+def trained(root: Path, shelf: Shelf, changes: dict[str, Any]) -> Iterator[Path]:
     """The directory of a finished run; whatever still runs when the tests are over is stopped."""
-    runner = Runner(root)
+    runner = Runner(root, shelf)
     try:
         yield runner.train(runner.configure("run", changes))
     finally:
         runner.stop_all()
-
-
-@pytest.fixture(scope="session")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of 1F1B that nobody disturbs, traced; tests copy what they change."""
-    changes = {**PLAIN, "observability": {"trace": True}}
-    yield from trained(tmp_path_factory.mktemp("plain"), changes)
-
-
-@pytest.fixture(scope="session")
-def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of SPipe that nobody disturbs, with clipping in some steps but not in all."""
-    for run_dir in trained(tmp_path_factory.mktemp("clipped"), CLIPPED):
-        assert {m["decision"] for m in metrics(run_dir)} == {"commit", "amend"}
-        yield run_dir

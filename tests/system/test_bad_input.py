@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.conftest import PLAIN, prepared
+from tests.shelf import prepared
+from tests.system.conftest import PLAIN
 
 SHORT = {"train": {"steps": 3}}
 

@@ -17,6 +17,7 @@ from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.simulate import simulate
 from penstock.protocol.run.rundir import RunDirectory
+from tests.shelf import Shelf
 from tests.system import conftest as H
 
 STEPS = 6
@@ -53,9 +54,9 @@ def configure(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def emulated_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Any:
     """Run directory of 1F1B that nobody disturbs."""
-    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"))
+    runner = H.Runner(tmp_path_factory.mktemp("emulated"), shelf)
     yield runner.train(configure(runner, "run", scheme="1f1b"))
     runner.stop_all()
 
@@ -69,22 +70,22 @@ def measured_over_simulated(run_dir: Path) -> float:
     return float(step_s / emulation.time_scale / simulation.makespan_s)
 
 
-def test_steps_take_as_long_as_simulated_and_say_that_they_are_emulated(undisturbed: Path) -> None:
-    lines = H.metrics(undisturbed)
+def test_steps_take_as_long_as_simulated_and_say_that_they_are_emulated(emulated_run: Path) -> None:
+    lines = H.metrics(emulated_run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["emulated"] is True for line in lines)
     assert {line["decision"] for line in lines} == {"commit"}
-    assert 0.9 < measured_over_simulated(undisturbed) < 1.15
-    run = RunDirectory(undisturbed)
+    assert 0.9 < measured_over_simulated(emulated_run) < 1.15
+    run = RunDirectory(emulated_run)
     assert 0 < len(run.plan.settled_early) < run.plan.num_blocks, "auto tells blocks apart"
     planned = max(p.total_bytes for p in device_peaks(run.plan, Emulation.of(run.config).costs))
     for line in lines:
         assert line["peak_device_bytes"] == pytest.approx(planned, rel=0.05)
 
 
-def test_a_trace_is_in_the_seconds_of_the_cluster(undisturbed: Path) -> None:
+def test_a_trace_is_in_the_seconds_of_the_cluster(emulated_run: Path) -> None:
     """And beside what the costs of the emulation lead to."""
-    report = make_trace_report(undisturbed, None, None, TraceOutputs())
+    report = make_trace_report(emulated_run, None, None, TraceOutputs())
     assert report.costs == "analytic:V100-32:gpt3-1.3b"
     assert abs(report.error) < 0.05
     assert all(abs(device.error) < 0.05 for device in report.memory)
@@ -92,7 +93,7 @@ def test_a_trace_is_in_the_seconds_of_the_cluster(undisturbed: Path) -> None:
 
 @pytest.mark.slow
 def test_another_schedule_and_a_killed_worker_leave_the_same_bytes(
-    runner: Any, undisturbed: Path
+    runner: Any, emulated_run: Path
 ) -> None:
     """Gradients follow from the weights and tensors that an instruction saw: if one were of
     another version or micro-batch, the bytes would differ.
@@ -106,7 +107,7 @@ def test_another_schedule_and_a_killed_worker_leave_the_same_bytes(
     code, output = run.wait(120)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     assert H.metrics(run.run_dir)[-1]["epoch"] > 1, "the run has recovered from the kill"
-    assert H.state_bytes(run.run_dir) == H.state_bytes(undisturbed)
+    assert H.state_bytes(run.run_dir) == H.state_bytes(emulated_run)
     assert 0.9 < measured_over_simulated(run.run_dir) < 1.15
 
 
@@ -121,10 +122,10 @@ def test_another_schedule_and_a_killed_worker_leave_the_same_bytes(
     ],
 )
 def test_every_kind_of_instruction_leaves_the_same_bytes(
-    runner: Any, undisturbed: Path, schedule: dict[str, Any]
+    runner: Any, emulated_run: Path, schedule: dict[str, Any]
 ) -> None:
     run_dir = runner.train(configure(runner, "run", **schedule))
-    assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
+    assert H.state_bytes(run_dir) == H.state_bytes(emulated_run)
     assert 0.9 < measured_over_simulated(run_dir) < 1.15
 
 
@@ -132,10 +133,10 @@ def test_every_kind_of_instruction_leaves_the_same_bytes(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", [{"scheme": "spipe"}, {"scheme": "chimera"}])
 def test_nodes_read_from_each_other(
-    runner: Any, undisturbed: Path, schedule: dict[str, Any]
+    runner: Any, emulated_run: Path, schedule: dict[str, Any]
 ) -> None:
     """Weights with spipe, gradients with chimera; both routes' gradients round apart."""
     run_dir = runner.train(configure(runner, "run", TWO_NODES, **schedule))
     if schedule["scheme"] == "spipe":
-        assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
+        assert H.state_bytes(run_dir) == H.state_bytes(emulated_run)
     assert 0.9 < measured_over_simulated(run_dir) < 1.15

@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
-from tests.system.conftest import PLAIN, Runner, merge, prepared, segments_of, state_bytes
+from tests.shelf import prepared
+from tests.system.conftest import PLAIN, Runner, merge, segments_of, state_bytes
 from tests.system.small_disk import SmallDisk, small_disk
 
 DEADLINE_S = 120.0

@@ -8,7 +8,8 @@ import pytest
 
 from tests.integration.netbed import NetBed, missing
 from tests.integration.nodes import BedRun, bed_cluster
-from tests.system.conftest import CLIPPED, Runner, merge, prepared, state_bytes
+from tests.shelf import prepared
+from tests.system.conftest import CLIPPED, Runner, merge, state_bytes
 
 pytestmark = pytest.mark.skipif(missing() != "", reason=missing())
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.shelf import prepared
 from tests.system import conftest as H
 from tests.system.faults import Cast, draw
 from tests.system.striking import DisturbedRun
@@ -182,7 +183,7 @@ def test_random_faults_leave_the_undisturbed_bytes(
     )
     source = random.Random(f"{seed} {name} {number}")
     path = runner.configure("run", changes)
-    H.prepared(reference, runner.root / "run")
+    prepared(reference, runner.root / "run")
     run = DisturbedRun(runner, path, STEPS, source)
     try:
         for fault in draw(source, cast, fault_count):
