@@ -168,16 +168,6 @@ def test_life_of_a_run(run: Run) -> None:
     assert training.returncode == 130, output
     assert "the same command goes on from" in output
 
-    # killed again while it goes on from memory or disk: all processes die with it
-    reached = run.step()
-    training = run.start()
-    run.wait_past(reached, training)
-    pids = list(run.pids().values())
-    training.kill()
-    training.communicate(timeout=30)
-    wait_dead(pids)
-    assert run.segments()
-
     # Stopped by command: saved, and nothing is left.
     reached = run.step()
     training = run.start()

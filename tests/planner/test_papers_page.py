@@ -108,7 +108,10 @@ def test_missing_papers_are_named_at_the_end(
     assert command.main([]) == 2
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "obscura" else n for n in PAPERS],
+)
 def test_the_documents_numbers_are_those_computed_now(name: str) -> None:
     """Every number of the paper's section: whoever changes one, changes the document."""
     tables = import_module(f"bench.papers.{name}").tables()

@@ -107,14 +107,19 @@ class Limited:
 
 
 @pytest.mark.timeout(600)
-def test_obscura_and_selective_recomputation_run_within_their_limits(runner: Runner) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "limit"),
+    [
+        pytest.param(OBSCURA, 18_000_000, id="obscura"),
+        pytest.param(SELECTIVE, 19_500_000, id="selective", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_stays_within_its_limit(runner: Runner, schedule: dict[str, Any], limit: int) -> None:
     """Limits between what full recomputation and none would need; Obscura swaps and recomputes."""
-    limited = Limited.measured(runner, "llama")
-    for schedule, limit in ((OBSCURA, 18_000_000), (SELECTIVE, 19_500_000)):
-        outcome = limited.train(schedule, limit)
-        assert outcome.measured <= limit, (schedule, outcome)
-        assert outcome.planned <= limit
-        assert 0.9 * outcome.measured <= outcome.planned, "the model is not far below"
+    outcome = Limited.measured(runner, "llama").train(schedule, limit)
+    assert outcome.measured <= limit, outcome
+    assert outcome.planned <= limit
+    assert 0.9 * outcome.measured <= outcome.planned, "the model is not far below"
 
 
 @pytest.mark.slow

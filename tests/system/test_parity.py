@@ -29,12 +29,9 @@ def case(scheme: str, nodes: int, workers: int, clip: bool, tied: bool) -> dict[
     }
 
 
-GATE = [
-    ("spipe", 2, 1, True, True),
-    ("chimera", 2, 1, True, True),
-]
-"""Few: that schedules compute the same is shown in tests/worker/test_parity_matrix.py. 1F1B without
-clipping on one node: ``plain_run``.
+GATE = [("chimera", 2, 1, True, True)]
+"""Few: that schedules compute the same is shown in tests/worker/test_parity_matrix.py. On one node,
+1F1B without clipping: ``plain_run``, SPipe with clipping: ``clipped_run``.
 """
 OTHER_SCHEMES = [
     ("chimera", 2, 2, True, False),
@@ -111,6 +108,10 @@ def compare_weights(
 
 def test_parity_of_a_plain_run(plain_run: Path) -> None:
     check_parity_of(plain_run, clip=False)
+
+
+def test_parity_of_a_clipped_run(clipped_run: Path) -> None:
+    check_parity_of(clipped_run, clip=True)
 
 
 @pytest.mark.timeout(300)

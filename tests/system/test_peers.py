@@ -87,6 +87,7 @@ def impostors(run_id: str, members: list[str]) -> Iterator[pb.MemberMessage]:
         yield pb.MemberMessage(hello=pb.Hello(run_id=run_id, member=member, pid=1, nonce=1))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_nodes_train_on_among_hostile_peers(runner: Any, tmp_path: Path) -> None:
     nodes = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}

@@ -147,6 +147,7 @@ def test_evaluation_snapshot_and_scheme_change_on_resume(runner: Any) -> None:
     assert commits[-1]["loss"] < commits[0]["loss"] - 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_export_loads_in_transformers(runner: Any, plain_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "hf"

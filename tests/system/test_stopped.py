@@ -110,7 +110,7 @@ def test_stopped_while_the_run_is_stopping(runner: Any, cluster: dict[str, Any],
 @pytest.mark.parametrize(
     ("name", "wakes"),
     [
-        pytest.param("node.b", False, id="node-never-wakes"),
+        pytest.param("node.b", False, id="node-never-wakes", marks=pytest.mark.slow),
         pytest.param("node.b", True, id="node-wakes-late", marks=pytest.mark.slow),
         pytest.param("memoryd.b", False, id="memoryd-never-wakes", marks=pytest.mark.slow),
         pytest.param("worker.1", False, id="worker-never-wakes", marks=pytest.mark.slow),
