@@ -137,9 +137,17 @@ class SchedulerEffects:
 
     def _reply(self, effect: Reply | ReplyError) -> None:
         if isinstance(effect, Reply) and isinstance(effect.reply, pb.StatusReply):
-            effect.reply.members.insert(0, self._myself)
-            effect.reply.inputs = self._inputs
+            self._complete(effect.reply)
         self._service.answer(effect)
+
+    def bid_farewell(self, status: pb.StatusReply) -> None:
+        """Show the end of the run to those who watch it; takes a second at most."""
+        self._complete(status)
+        self._service.bid_farewell(status)
+
+    def _complete(self, status: pb.StatusReply) -> None:
+        status.members.insert(0, self._myself)
+        status.inputs = self._inputs
 
     def _say(self, effect: Say) -> None:
         _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)

@@ -247,6 +247,7 @@ class SchedulerLoop:
         metrics: SchedulerMetrics,
     ) -> None:
         self._machine = machine
+        self._effects = effects
         self._loop = Loop(machine, effects, story=Story(routine=is_routine, abridged=abridged))
         self._events = events
         self._metrics = metrics
@@ -272,6 +273,7 @@ class SchedulerLoop:
                 if home.moved():
                     return ExitCode.INTERRUPTED
         ended = self._loop.exit
+        self._effects.bid_farewell(status_reply(self._machine, monotonic_s()))
         if ended.reason:
             _log.error("stopping: %s", ended.reason)
             sys.stderr.write(f"penstock: {ended.reason}\n")

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent import futures
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -56,6 +57,10 @@ was cut.
 """
 LAST_WORDS_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 5.0
+WATCHED_S = 2.0
+"""Who asked for the status so lately asks again and again, and is to hear how the run ended."""
+FAREWELL_S = 1.0
+"""The end waits so long for those."""
 SNAPSHOT_TIMEOUT_S = 3600.0
 MAX_CALLS = 16
 MAX_SNAPSHOTS = 4
@@ -133,6 +138,9 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         self._next_stream = self._next_ticket = 1
         self.streams: dict[int, _MemberStream] = {}
         self.calls: dict[int, asyncio.Future[Any]] = {}
+        self._watchers: dict[str, float] = {}
+        self._last_status: pb.StatusReply | None = None
+        self._all_told = asyncio.Event()
 
     # ---- members ----
 
@@ -232,8 +240,25 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     # ---- control ----
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        if self._last_status is not None:
+            self._watchers.pop(context.peer(), None)
+            if not self._watchers:
+                self._all_told.set()
+            return self._last_status
+        now_s = time.monotonic()
+        recent = {p: at_s for p, at_s in self._watchers.items() if now_s - at_s < WATCHED_S}
+        self._watchers = {**recent, context.peer(): now_s}
         reply: pb.StatusReply = await self._ask(ControlCall.STATUS, context)
         return reply
+
+    async def bid_farewell(self, status: pb.StatusReply) -> None:
+        """Answer Status with ``status`` from now on; returns when who watches the run has it."""
+        self._last_status = status
+        now_s = time.monotonic()
+        self._watchers = {p: s for p, s in self._watchers.items() if now_s - s < WATCHED_S}
+        if self._watchers:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_told.wait(), FAREWELL_S)
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.ControlReply:
         reply: pb.ControlReply = await self._ask(ControlCall.PAUSE, context)
@@ -404,6 +429,11 @@ class SchedulerServer:
     def disconnect(self, stream: int) -> None:
         """End a stream now."""
         self._do(self._servicer.disconnect, stream)
+
+    def bid_farewell(self, status: pb.StatusReply) -> None:
+        """The run is over, as ``status`` says: wait a moment for those who watch it to ask."""
+        told = self._servicer.bid_farewell(status)
+        asyncio.run_coroutine_threadsafe(told, self._loop).result()
 
     def answer(self, effect: Reply | ReplyError) -> None:
         """Answer a control call."""

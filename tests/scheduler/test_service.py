@@ -18,6 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.client.watching.control import WATCH_INTERVAL_S
 from penstock.protocol.errors import CapacityError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
@@ -106,6 +107,22 @@ def test_a_whole_run(make_fake_run: Callable[..., FakeRun]) -> None:
     assert set(shutdowns) == set(expected_members(run.directory.config))
     assert not any(shutdown.keep_memory for shutdown in shutdowns.values())
     assert [attempt.base_version for attempt in run.cluster.attempts] == [0, 1, 2, 3, 4]
+
+
+def test_who_watches_a_run_sees_its_end(make_fake_run: Callable[..., FakeRun]) -> None:
+    """Asking as ``penstock watch`` does; one that has stopped asking holds nothing up for long."""
+    run = make_fake_run(train={"steps": 60})
+    scheduler = run.schedule()
+    run.cluster.start()
+    seen = []
+    wait_for(run.cluster.status, "status")
+    with run.cluster.control() as gone, run.cluster.control() as client:
+        gone.status()
+        while not seen or seen[-1].phase not in ("done", "failed"):
+            seen.append(client.status())
+            time.sleep(WATCH_INTERVAL_S)
+    assert (seen[-1].phase, seen[-1].version) == ("done", 60)
+    assert scheduler.wait() == (0, "")
 
 
 def test_a_killed_scheduler_comes_back_and_goes_on(make_fake_run: Callable[..., FakeRun]) -> None:

@@ -101,6 +101,7 @@ class ReferenceLoop:
 
 def reference_loop(run_dir: Path, steps: int) -> ReferenceResult:
     """Train the run's model on its data for ``steps`` steps."""
+    torch.set_num_threads(1)  # several wait for each other when other tests have the cores
     loop = ReferenceLoop(run_dir)
     train, result = loop.config.train, ReferenceResult([], [], {}, 0.0)
     for step in range(1, steps + 1):

@@ -37,14 +37,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "gpt2": {**_SIZES, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3_moe"]
+CASES = [
+    pytest.param("qwen3_moe", False, id="qwen3_moe"),
+    *(pytest.param(name, True, id=f"{name}-resumed", marks=pytest.mark.slow) for name in FAMILIES),
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", *SLOW])
-def test_fine_tuning_a_folder(runner: Any, tmp_path: Path, model_type: str) -> None:
-    """Own tokenizer, same losses and weights as plain PyTorch, over a resume, and an export that
-    transformers loads; the folder is needed no more by then.
+@pytest.mark.parametrize(("model_type", "resumed"), CASES)
+def test_fine_tuning_a_folder(runner: Any, tmp_path: Path, model_type: str, resumed: bool) -> None:
+    """Own tokenizer, same losses and weights as plain PyTorch, also over a resume, and an export
+    that transformers loads; the folder is needed no more by then.
     """
     logging.disable_progress_bar()
     folder = tmp_path / "model"
@@ -53,12 +56,13 @@ def test_fine_tuning_a_folder(runner: Any, tmp_path: Path, model_type: str) -> N
     changes = {
         "model": {"hf": None, "path": str(folder)},
         "data": {"tokenizer": None},
-        "train": {"steps": 6, "clip_grad_norm": None},
+        "train": {"steps": 12, "clip_grad_norm": None},
         "optimizer": {"schedule": "constant"},
     }
     config = runner.configure("run", changes)
-    runner.train(config)
-    run_dir = runner.train(config, "--set", "train.steps=12")
+    if resumed:
+        runner.train(config, "--set", "train.steps=6")
+    run_dir = runner.train(config)
     assert RunDirectory(run_dir).config.data.tokenizer == str(folder)
     check_parity_of(run_dir, clip=False)
     text = "def penstock():\n    return '<|im_end|>'\n"

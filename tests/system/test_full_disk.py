@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 from tests.shelf import prepared
@@ -83,6 +85,7 @@ class RunOnDisk:
         return segments_of(self.disk.seen)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_again_and_again(
     runner: Runner, tmp_path: Path, plain_run: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
     check_parity(runner, cell)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bf16_parity(runner: Any) -> None:
     """bf16 weights and gradients beside a loop that rounds in the same places.

@@ -75,6 +75,7 @@ def wait_for_children(run: Any) -> None:
     assert not run.members(), "children outlived penstock train"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_another_weight_decay_acts_from_the_next_step_on(runner: Any, plain_run: Path) -> None:
     """Beside the same step with the old one: moments and what does not decay are the same bytes,
