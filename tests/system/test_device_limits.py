@@ -106,12 +106,13 @@ class Limited:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("schedule", "limit"),
     [
         pytest.param(OBSCURA, 18_000_000, id="obscura"),
-        pytest.param(SELECTIVE, 19_500_000, id="selective", marks=pytest.mark.slow),
+        pytest.param(SELECTIVE, 19_500_000, id="selective"),
     ],
 )
 def test_a_run_stays_within_its_limit(runner: Runner, schedule: dict[str, Any], limit: int) -> None:
