@@ -245,20 +245,23 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             if not self._watchers:
                 self._all_told.set()
             return self._last_status
-        now_s = time.monotonic()
-        recent = {p: at_s for p, at_s in self._watchers.items() if now_s - at_s < WATCHED_S}
-        self._watchers = {**recent, context.peer(): now_s}
+        self._forget_watchers()
+        self._watchers[context.peer()] = time.monotonic()
         reply: pb.StatusReply = await self._ask(ControlCall.STATUS, context)
         return reply
 
     async def bid_farewell(self, status: pb.StatusReply) -> None:
         """Answer Status with ``status`` from now on; returns when who watches the run has it."""
         self._last_status = status
-        now_s = time.monotonic()
-        self._watchers = {p: s for p, s in self._watchers.items() if now_s - s < WATCHED_S}
+        self._forget_watchers()
         if self._watchers:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._all_told.wait(), FAREWELL_S)
+
+    def _forget_watchers(self) -> None:
+        """Forget those that have not asked lately."""
+        since_s = time.monotonic() - WATCHED_S
+        self._watchers = {p: at_s for p, at_s in self._watchers.items() if at_s > since_s}
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.ControlReply:
         reply: pb.ControlReply = await self._ask(ControlCall.PAUSE, context)
