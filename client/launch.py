@@ -35,6 +35,7 @@ PROCESSES = {
         module="penstock.daemons.optimizer.main", arguments=("node", "scheduler")
     ),
     "fetchd": ProcessKind(module="penstock.daemons.fetch.main", arguments=("node",)),
+    "observerd": ProcessKind(module="penstock.daemons.observer.main", arguments=()),
     "schedulerd": ProcessKind(
         module="penstock.daemons.scheduler.main", arguments=("port", "grace_seconds")
     ),

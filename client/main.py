@@ -333,6 +333,12 @@ def fetchd(
 
 
 @app.command()
+def observerd(config: ProcessConfig, parent_pid: ParentOption = None) -> None:
+    """Analyse samples of a run from its files, in the foreground."""
+    _launch("observerd", config, parent_pid)
+
+
+@app.command()
 def schedulerd(
     config: ProcessConfig,
     port: Annotated[int, typer.Option(help="Port to listen on.")],

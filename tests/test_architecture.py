@@ -63,7 +63,7 @@ FLOORS = {
         runtime
         profiling""",
     "daemons": """kit
-        memory fetch
+        memory fetch observer
         node optimizer scheduler""",
     "workers": """waiting data platforms.base
         telemetry
@@ -103,6 +103,7 @@ LIGHT_MODULES = (
     "penstock.daemons.memory.main",
     "penstock.daemons.fetch.main",
     "penstock.daemons.node.main",
+    "penstock.daemons.observer.main",
     "penstock.daemons.node.preparing.prepare",
     "penstock.daemons.optimizer.main",
     "penstock.daemons.scheduler.main",

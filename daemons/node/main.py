@@ -22,11 +22,13 @@ from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_mem
 from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
 from penstock.daemons.node.service import StopSettings, Supervisor
 from penstock.daemons.node.service_manager import NodeReports, ServiceManager
+from penstock.daemons.observer.need import is_observed
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.run.ended import EndWatch, RunEnd, forget_end
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
+    OBSERVERD,
     SCHEDULERD,
     devices_of_node,
     fetchd_name,
@@ -67,6 +69,8 @@ def child_specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ..
             () if settings.grace_seconds is None else (f"--grace-seconds={settings.grace_seconds}",)
         )
         specs.insert(0, _spec(SCHEDULERD, "schedulerd", *common, "--port", port, *grace))
+        if is_observed(config):
+            specs.append(replace(_spec(OBSERVERD, "observerd", *common), is_helper=True))
     for device in devices_of_node(config, node_index(config, settings.node)):
         specs.append(_spec(worker_name(device), "worker", *joined, "--device", str(device)))
     if config.cluster.fetches_one_sidedly:

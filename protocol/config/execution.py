@@ -397,6 +397,12 @@ class ObservabilityConfig(Section):
     trace: bool = Field(
         default=False, description="Records what every process does when, for `penstock trace`."
     )
+    sample_every: int = Field(
+        default=50,
+        ge=0,
+        description="Every so many attempts one is recorded and analysed, off the step's path:"
+        " which resource it spent its time on, and what would be saved without; 0: none.",
+    )
     memory: bool = Field(
         default=False,
         description="CPU workers count the bytes of live tensors, some 10 µs an operator; GPUs and"

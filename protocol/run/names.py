@@ -13,6 +13,8 @@ from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
 
 SCHEDULERD = "schedulerd"
 """Name of the scheduler's process; it is no member of its own run."""
+OBSERVERD = "observerd"
+"""Name of the process on the first node that analyses the run; it is no member."""
 
 
 def memoryd_name(node: str) -> str:
@@ -85,7 +87,7 @@ def place_of_member(config: Config, member: str) -> tuple[str, int | None]:
     """Returns the node that a process runs on, and the device of a worker."""
     nodes = config.cluster.nodes
     kind, _, where = member.partition(".")
-    if member == SCHEDULERD:
+    if member in (SCHEDULERD, OBSERVERD):
         return nodes[0].name, None
     if kind == "worker":
         return nodes[node_of_device(config, int(where))].name, int(where)
@@ -100,7 +102,7 @@ def metrics_port(config: Config, member: str) -> int:
     """
     first = config.observability.metrics_port
     fetchds = (fetchd_name(node.name) for node in config.cluster.nodes)
-    members = (SCHEDULERD, *expected_members(config), *fetchds)
+    members = (SCHEDULERD, *expected_members(config), *fetchds, OBSERVERD)
     return first + members.index(member) if first else 0
 
 

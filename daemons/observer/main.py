@@ -1,0 +1,42 @@
+"""``penstock observerd``: wires a run's observer together and runs it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from penstock.daemons.observer.consumer import MakeConsumer, run_consumers
+from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.names import OBSERVERD
+from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import StopSignal
+
+LOWEST_PRIORITY = 19
+
+CONSUMERS: tuple[MakeConsumer, ...] = ()
+"""What observerd does; :mod:`penstock.daemons.observer.need` says when there is anything to do."""
+
+
+def main(run_dir: Path, parent_pid: int | None) -> int:
+    """Observe the run in ``run_dir`` until told to stop; returns the exit code."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    stop = StopSignal().install(parent_pid)
+    # For all threads to come: the step's processes go first wherever there is a core.
+    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
+    run = RunDirectory(run_dir.absolute())
+    return run_main(lambda: _run(run, stop), run.path)
+
+
+def _run(run: RunDirectory, stop: StopSignal) -> None:
+    configure_logging(OBSERVERD, run.path, run.config.observability.log_level)
+    registry = CollectorRegistry()
+    consumers = [make(run, registry) for make in CONSUMERS]
+    server = serve_metrics(registry, run, OBSERVERD)
+    try:
+        run_consumers(consumers, stop)
+    finally:
+        server.close()

@@ -1,0 +1,81 @@
+"""What observerd's threads do when a consumer fails, or does not come to an end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.daemons.observer import consumer
+from penstock.daemons.observer.consumer import run_consumers
+from penstock.daemons.observer.need import is_observed
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.run.stopping import StopSignal
+
+
+@dataclass
+class Failing:
+    """Fails as often as it is told, then works until the end."""
+
+    failures: int
+    works: threading.Event = field(default_factory=threading.Event)
+    name: str = "failing"
+
+    def run(self, stop: StopSignal) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the disk is gone")
+        self.works.set()
+        stop.wait(10.0)
+
+
+@dataclass
+class Slow:
+    """Takes no notice of the end for a while."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    name: str = "slow"
+
+    def run(self, stop: StopSignal) -> None:
+        self.over.wait(10.0)
+
+
+def test_a_consumer_that_fails_begins_anew_and_a_slow_one_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(consumer, "AGAIN_S", 0.01)
+    stop, failing, slow = StopSignal(), Failing(failures=2), Slow()
+    begun_s = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        keywords = {"finish_s": 0.1}
+        observer = threading.Thread(
+            target=run_consumers, args=([failing, slow], stop), kwargs=keywords
+        )
+        observer.start()
+        assert failing.works.wait(10.0), "it worked at the third time"
+        stop.set()
+        observer.join(10.0)
+    slow.over.set()
+    assert time.monotonic() - begun_s < 5.0
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["failing failed"] * 2 + ["slow is not done 0.1 s after the end of the run"]
+
+
+def observed(**observability: int) -> Config:
+    return parse_config(
+        {
+            "model": {"hf": {"model_type": "llama"}},
+            "data": {"path": "@stdlib"},
+            "train": {"steps": 40},
+            "observability": observability,
+        }
+    )
+
+
+def test_a_run_has_an_observer_where_attempts_may_be_sampled() -> None:
+    assert [is_observed(observed(sample_every=n)) for n in (0, 1, 40, 41)] == [
+        *(False, True, True, False)
+    ]
