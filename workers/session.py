@@ -163,6 +163,7 @@ class Session:
                 wall_seconds=result.wall_s,
                 tail_seconds=result.tail_s,
                 peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
+                device_limit_bytes=round(context.meter.limit_bytes or 0),
             )
             self._link.send(pb.MemberMessage(attempt_done=done))
         context.trace.flush()  # while the optimizer works

@@ -53,12 +53,26 @@ def status_dict(status: pb.StatusReply) -> dict[str, Any]:
     fields: dict[str, Any] = MessageToDict(
         status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    # Protobuf's JSON writes 64-bit numbers as strings.
-    for name in ("epoch", "version", "attempt", "steps", "saved_version"):
-        fields[name] = int(fields[name])
+    _with_numbers(fields)
     last = fields.pop("last_metrics_json")
     fields["last_metrics"] = json.loads(last) if last else None
     return fields
+
+
+_WIDE = frozenset(
+    "epoch version attempt steps saved_version number step steps_lost sequence progress loss_tokens"
+    " peak_device_bytes device_limit_bytes".split()
+)
+
+
+def _with_numbers(fields: dict[str, Any]) -> None:
+    """Makes numbers of 64 bits numbers again, which protobuf's JSON writes as strings."""
+    for name, value in fields.items():
+        if name in _WIDE:
+            fields[name] = int(value)
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, dict):
+                _with_numbers(inner)
 
 
 def show_status(client: ControlClient, *, as_json: bool, console: Console) -> None:

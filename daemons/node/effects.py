@@ -170,7 +170,7 @@ class NodeEffects:
     def _send_fenced(self, effect: SendFenced) -> None:
         _log.info("fenced %s", effect.member, extra={"child_pid": effect.pid})
         self._metrics.fenced(effect.member)
-        fenced = pb.Fenced(member=effect.member, pid=effect.pid)
+        fenced = pb.Fenced(member=effect.member, pid=effect.pid, death=effect.death)
         self._send(pb.MemberMessage(fenced=fenced))
 
     def _answer(self, effect: SendDrained | SendReady | SendFailed) -> None:

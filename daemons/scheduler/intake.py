@@ -112,8 +112,7 @@ def malformed(hello: pb.Hello) -> str:
 def cut_short(message: pb.MemberMessage) -> pb.MemberMessage:
     """Returns a message whose free texts have a length that can be logged and shown."""
     kind = message.WhichOneof("body")
-    name, limit = _TEXTS.get(kind or "", ("", 0))
-    if name:
+    for name, limit in _TEXTS.get(kind or "", {}).items():
         body = getattr(message, str(kind))
         text = getattr(body, name)
         if len(text) > limit:
@@ -122,13 +121,13 @@ def cut_short(message: pb.MemberMessage) -> pb.MemberMessage:
 
 
 _TEXTS = {
-    "heartbeat": ("activity", 4 * MAX_NAME),
-    "failed": ("error", MAX_TEXT),
-    "saved": ("error", MAX_TEXT),
-    "fenced": ("member", MAX_NAME),
-    "cut_off": ("loss", 4 * MAX_NAME),
+    "heartbeat": {"activity": 4 * MAX_NAME},
+    "failed": {"error": MAX_TEXT},
+    "saved": {"error": MAX_TEXT},
+    "fenced": {"member": MAX_NAME, "death": MAX_NAME},
+    "cut_off": {"loss": 4 * MAX_NAME},
 }
-"""Kind of message -> its field with a free text, and how long that may be."""
+"""Kind of message -> its fields with free texts, and how long these may be."""
 
 
 if TYPE_CHECKING:

@@ -77,12 +77,14 @@ class Heartbeat(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., activity: _Optional[str] = ..., waiting: _Optional[bool] = ..., progress: _Optional[int] = ...) -> None: ...
 
 class Fenced(_message.Message):
-    __slots__ = ("member", "pid")
+    __slots__ = ("member", "pid", "death")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    DEATH_FIELD_NUMBER: _ClassVar[int]
     member: str
     pid: int
-    def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    death: str
+    def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ..., death: _Optional[str] = ...) -> None: ...
 
 class MemoryState(_message.Message):
     __slots__ = ("incarnation", "committed")
@@ -131,7 +133,7 @@ class BlockStatus(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., block: _Optional[int] = ..., finite: _Optional[bool] = ..., sum_squares: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class AttemptDone(_message.Message):
-    __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds", "peak_device_bytes", "tail_seconds")
+    __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds", "peak_device_bytes", "tail_seconds", "device_limit_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +142,7 @@ class AttemptDone(_message.Message):
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PEAK_DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TAIL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     loss_sum: float
@@ -148,7 +151,8 @@ class AttemptDone(_message.Message):
     wall_seconds: float
     peak_device_bytes: int
     tail_seconds: float
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., wall_seconds: _Optional[float] = ..., peak_device_bytes: _Optional[int] = ..., tail_seconds: _Optional[float] = ...) -> None: ...
+    device_limit_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., wall_seconds: _Optional[float] = ..., peak_device_bytes: _Optional[int] = ..., tail_seconds: _Optional[float] = ..., device_limit_bytes: _Optional[int] = ...) -> None: ...
 
 class Amended(_message.Message):
     __slots__ = ("epoch", "attempt")
@@ -435,23 +439,45 @@ class SnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "metrics_port")
+    __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "metrics_port", "doing", "report")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     member: str
     state: str
     pid: int
     silent_seconds: float
     restarts: int
     metrics_port: int
-    def __init__(self, member: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., silent_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+    doing: Heartbeat
+    report: AttemptDone
+    def __init__(self, member: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., silent_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., metrics_port: _Optional[int] = ..., doing: _Optional[_Union[Heartbeat, _Mapping]] = ..., report: _Optional[_Union[AttemptDone, _Mapping]] = ...) -> None: ...
+
+class Happening(_message.Message):
+    __slots__ = ("number", "age_seconds", "kind", "step", "seconds", "text", "steps_lost")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_LOST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    age_seconds: float
+    kind: str
+    step: int
+    seconds: float
+    text: str
+    steps_lost: int
+    def __init__(self, number: _Optional[int] = ..., age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ..., text: _Optional[str] = ..., steps_lost: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "run_name", "phase", "epoch", "version", "attempt", "steps", "last_metrics_json", "members", "message", "eta_seconds", "plan_scheme", "saved_version", "has_saved", "inputs")
+    __slots__ = ("run_id", "run_name", "phase", "epoch", "version", "attempt", "steps", "last_metrics_json", "members", "message", "eta_seconds", "plan_scheme", "saved_version", "has_saved", "inputs", "happenings", "pausing", "phase_seconds")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_NAME_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +493,9 @@ class StatusReply(_message.Message):
     SAVED_VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_SAVED_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
+    PAUSING_FIELD_NUMBER: _ClassVar[int]
+    PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     run_name: str
     phase: str
@@ -482,7 +511,10 @@ class StatusReply(_message.Message):
     saved_version: int
     has_saved: bool
     inputs: str
-    def __init__(self, run_id: _Optional[str] = ..., run_name: _Optional[str] = ..., phase: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., steps: _Optional[int] = ..., last_metrics_json: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., message: _Optional[str] = ..., eta_seconds: _Optional[float] = ..., plan_scheme: _Optional[str] = ..., saved_version: _Optional[int] = ..., has_saved: _Optional[bool] = ..., inputs: _Optional[str] = ...) -> None: ...
+    happenings: _containers.RepeatedCompositeFieldContainer[Happening]
+    pausing: bool
+    phase_seconds: float
+    def __init__(self, run_id: _Optional[str] = ..., run_name: _Optional[str] = ..., phase: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., steps: _Optional[int] = ..., last_metrics_json: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., message: _Optional[str] = ..., eta_seconds: _Optional[float] = ..., plan_scheme: _Optional[str] = ..., saved_version: _Optional[int] = ..., has_saved: _Optional[bool] = ..., inputs: _Optional[str] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., pausing: _Optional[bool] = ..., phase_seconds: _Optional[float] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ("message",)

@@ -125,7 +125,7 @@ def test_fence_of_a_replaced_process_is_answered_at_once(machine: Machine) -> No
 def test_fence_of_a_dead_process_that_waits_for_its_restart(machine: Machine) -> None:
     machine.exit("worker.0", -9)
     assert machine.feed(FenceAsked(member="worker.0", pid=12)) == [
-        SendFenced(member="worker.0", pid=12)
+        SendFenced(member="worker.0", pid=12, death="was killed by signal 9")
     ]
     assert machine.feed(Tick()) == [Start(name="worker.0")]
 

@@ -110,10 +110,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendFenced:
-    """Tell the scheduler that the process is dead and reaped."""
+    """Tell the scheduler that the process is dead and reaped. ``death``: how it died of its own
+    accord.
+    """
 
     member: str
     pid: int
+    death: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

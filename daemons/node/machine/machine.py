@@ -103,7 +103,8 @@ class NodeLimits:
 class Child:
     """One supervised process. ``pid`` is None while it is dead; ``start_at_s``: when it is due.
 
-    ``is_helper``: it is no member of the run, which goes on without it.
+    ``is_helper``: it is no member of the run, which goes on without it. ``died``: pid and words of
+    its last death, if that was not ordered.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Child:
     quick_deaths: int = 0
     fence_pid: int | None = None
     is_helper: bool = False
+    died: tuple[int, str] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,6 +205,8 @@ class NodeMachine:
         lived_s = now_s - child.started_s if child.pid is not None else 0.0
         child.quick_deaths = 0 if lived_s >= self.limits.quick_death_s else child.quick_deaths + 1
         fenced, child.fence_pid = child.fence_pid, None
+        if child.pid is not None and fenced is None:
+            child.died = child.pid, describe_exit(event.code)
         child.pid, child.starting = None, False
         effects: list[Effect] = []
         if fenced is not None:
@@ -239,7 +243,9 @@ class NodeMachine:
     def _on_fence(self, event: FenceAsked, now_s: float) -> list[Effect]:
         child = self.children.get(event.member)
         if child is None or child.pid is None or child.pid != event.pid:
-            return [SendFenced(member=event.member, pid=event.pid)]  # replaced already
+            pid, death = (child.died if child is not None else None) or (0, "")
+            death = death if pid == event.pid else ""
+            return [SendFenced(member=event.member, pid=event.pid, death=death)]  # replaced already
         child.fence_pid = event.pid
         return [Kill(name=event.member)]
 

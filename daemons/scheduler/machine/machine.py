@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import EffectFailed, Say, StopAsked, Tick
@@ -38,13 +39,20 @@ from penstock.daemons.scheduler.machine.mirror import JournalMirror, SavedState
 from penstock.daemons.scheduler.machine.requests import Next, Requests, SavePace, choose, is_last
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.daemons.scheduler.machine.save_evaluate_shutdown import Evaluation, Saving, Shutdown
-from penstock.daemons.scheduler.machine.status import status_reply
+from penstock.daemons.scheduler.machine.status import Chronicle, Kind, status_reply
 from penstock.daemons.scheduler.machine.transaction import Transaction
 from penstock.protocol.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd
 
 ETA_WINDOW = 20
+_NOTED = MappingProxyType(
+    {
+        ControlCall.PAUSE: Kind.PAUSED,
+        ControlCall.RESUME: Kind.RESUMED,
+        ControlCall.STOP: Kind.STOPPING,
+    }
+)
 
 _Handler = Callable[["SchedulerMachine", Any, float], list[Effect]]
 
@@ -70,7 +78,10 @@ class SchedulerMachine:
         """Why the last epoch or save broke, or how the run ends."""
         self.attempt_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
         """How long the last attempts took."""
-        self._hangs = Hangs(rules.config.cluster.attempt_timeout_s)
+        self.reports: Mapping[str, pb.AttemptDone] = {}
+        """Of workers, on the last attempt."""
+        self.chronicle = Chronicle()
+        self.hangs = Hangs(rules.config.cluster.attempt_timeout_s)
         self._pace = SavePace(rules.state_bytes, len(rules.memoryds))
         self._now_s = now_s
         self._beat_s = now_s
@@ -111,7 +122,7 @@ class SchedulerMachine:
         if gap_s <= self.rules.config.cluster.heartbeat_timeout_s / 2:
             return
         self.members.forgive(now_s)
-        self._hangs.moved(now_s)
+        self.hangs.moved(now_s)
         if self.activity is not None and self.activity.deadline_s is not None:
             self.activity.deadline_s += gap_s
         if self._requests.stop_by_s is not None:
@@ -136,19 +147,19 @@ class SchedulerMachine:
 
     def _end_hang(self, now_s: float) -> list[Effect]:
         """Give up whoever holds up what is going on; the run, when it happens again and again."""
-        if self.activity is None or not self._hangs.suspected(now_s):
+        if self.activity is None or not self.hangs.suspected(now_s):
             return []
-        hung = self._hangs.overdue(self.activity.unfinished, now_s)
+        hung = self.hangs.overdue(self.activity.unfinished, now_s)
         if not hung:
             return []
         what = self.activity.title
         names = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
-        self._hangs.in_a_row += 1
+        self.hangs.in_a_row += 1
         self._break_epoch(f"{what} hung: {names}", now_s)
         effects = [effect for name in hung for effect in self._lose(name, hung[name])]
-        if self._hangs.in_a_row >= MAX_IN_A_ROW:
+        if self.hangs.in_a_row >= MAX_IN_A_ROW:
             error = (
-                f"{what} after step {self.mirror.version} hung {self._hangs.in_a_row} times in a"
+                f"{what} after step {self.mirror.version} hung {self.hangs.in_a_row} times in a"
                 f" row, the last time {names}; look at logs/ and at that machine, or, if a single"
                 " instruction takes that long, raise cluster.attempt_timeout_s ="
                 f" {self.rules.config.cluster.attempt_timeout_s:g}"
@@ -181,14 +192,16 @@ class SchedulerMachine:
             return general(self, name, body, now_s)
         if self.activity is None or body.epoch != self.mirror.epoch:
             return []
-        self._hangs.moved(now_s)
+        self.hangs.moved(now_s)
         return self.activity.receive(name, kind, body, now_s)
 
     def _on_heartbeat(self, name: str, body: pb.Heartbeat, now_s: float) -> list[Effect]:
-        self._hangs.heard(name, body, now_s)
+        self.hangs.heard(name, body, now_s)
         return []
 
     def _on_fenced(self, name: str, body: pb.Fenced, now_s: float) -> list[Effect]:
+        if body.death:
+            self.chronicle.died(body.member, body.death)
         return self.members.fenced(name, body.member, body.pid)
 
     def _on_failed(self, name: str, body: pb.Failed, now_s: float) -> list[Effect]:
@@ -226,6 +239,8 @@ class SchedulerMachine:
         """Drop what was going on; only what is journaled counts."""
         if isinstance(self.activity, Shutdown) or (self.activity is None and not self.live):
             return
+        if self.live:
+            self.chronicle.broke(self.mirror.version, reason, now_s)
         self.live = False
         self.activity = None
         self.message = reason
@@ -246,7 +261,7 @@ class SchedulerMachine:
                 return effects
             if not self.activity.started:
                 self.activity.started, self.activity.started_s = True, now_s
-                self._hangs.started(now_s)
+                self.hangs.started(now_s)
                 effects += self.activity.start(now_s)
             if isinstance(self.activity, Shutdown):
                 return effects + self.activity.look(now_s)
@@ -351,31 +366,44 @@ class SchedulerMachine:
             self.activity = self._over(reason)
             return []
         self.live = True
+        self.chronicle.lives(self.mirror.version, self._now_s)
         self._requests.stop_by_s = None
         self.message = ""
         return []
 
     def _transaction_done(self, transaction: Transaction) -> list[Effect]:
         self.attempt_seconds.append(transaction.seconds)
-        self._hangs.finished(transaction.seconds)
+        self.reports = transaction.reports
+        self.hangs.finished(transaction.seconds)
         if transaction.failure:
             return self._fail(transaction.failure, ExitCode.LOST_MEMBERS)
         return []
 
     def _saving_done(self, saving: Saving) -> list[Effect]:
-        self._hangs.finished(0.0)
+        self.hangs.finished(0.0)
         if not saving.error:
             self._pace.finished(self._now_s - saving.started_s)
+            self._note_save(saving)
             return []
         error = f"saving step {saving.version} failed: {saving.error}"
+        self.chronicle.add(Kind.SAVE_FAILED, saving.version, self._now_s, text=saving.error)
         effects = self._requests.answer_snapshots(self.mirror, error)
         if self._requests.stop_reason or is_last(self.rules, self.mirror):
             return effects + self._fail(f"{error}; its memory is kept", ExitCode.NO_MEMORY)
         self.message, self._requests.save_failed_at = error, saving.version
         return [*effects, Say(text=f"{error}; training goes on", warning=True)]
 
+    def _note_save(self, saving: Saving) -> None:
+        self.chronicle.add(
+            Kind.SAVED,
+            saving.version,
+            self._now_s,
+            seconds=self._now_s - saving.started_s,
+            text="" if self.mirror.saved is None else self.mirror.saved.directory,
+        )
+
     def _evaluation_done(self, evaluation: Evaluation) -> list[Effect]:
-        self._hangs.finished(evaluation.seconds)
+        self.hangs.finished(evaluation.seconds)
         return []
 
     def _on_save_prepared(self, event: SavePrepared, now_s: float) -> list[Effect]:
@@ -410,10 +438,16 @@ class SchedulerMachine:
         if event.call is ControlCall.STATUS:
             return [Reply(ticket=event.ticket, reply=status_reply(self, now_s))]
         attempting = isinstance(self.activity, Transaction)
-        return self._requests.answer(event, attempting=attempting, now_s=now_s)
+        before = self._requests.paused, self._requests.stop_reason
+        effects = self._requests.answer(event, attempting=attempting, now_s=now_s)
+        if event.call in _NOTED and before != (self._requests.paused, self._requests.stop_reason):
+            self.chronicle.add(_NOTED[event.call], self.mirror.version, now_s)
+        return effects
 
     def _on_stop_signal(self, event: StopAsked, now_s: float) -> list[Effect]:
         if not event.again:
+            if not self._requests.stop_reason:
+                self.chronicle.add(Kind.STOPPING, self.mirror.version, now_s)
             self._requests.stop("stopped by a signal", event.within_s, now_s)
             return []
         if not isinstance(self.activity, Shutdown):
@@ -428,6 +462,11 @@ class SchedulerMachine:
         return self._fail(f"{event.error}; the memory is kept", event.code)
 
     # ---- status ----
+
+    @property
+    def pausing(self) -> bool:
+        """Whether it is paused, or will be after the attempt under way."""
+        return self._requests.paused
 
     @property
     def phase(self) -> RunPhase:

@@ -438,6 +438,11 @@ class Hangs:
         self._reports[member] = _Report(beat, now_s)
         self.moved(now_s)
 
+    def beat_of(self, member: str) -> pb.Heartbeat | None:
+        """Returns a member's last heartbeat, if there was one."""
+        report = self._reports.get(member)
+        return None if report is None else report.beat
+
     def finished(self, seconds: float) -> None:
         """An attempt or evaluation came to its end."""
         self.in_a_row = 0

@@ -1,15 +1,112 @@
-"""What ``penstock status`` shows: the machine's state as a message."""
+"""What ``penstock status`` shows: the machine's state as a message, with what happened lately:
+losses, saves, pauses. (Steps are not among it: ``metrics.jsonl`` has a line of each.) Nothing is
+decided by what is kept for this, and a scheduler that is replaced begins anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from penstock.daemons.scheduler.machine.activity import Activity
-from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.membership import Hangs, Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
+
+KEPT = 24
+
+
+class Kind(StrEnum):
+    """What happened; it says what ``seconds`` and ``text`` of a :class:`Happening` are.
+
+    ``BEGAN``: the first epoch of this scheduler. ``BROKEN``: all go back to the committed step;
+    ``text`` is why, ``seconds`` until attempts went on. Where memory had to be filled from a saved
+    state, ``step`` is that of the state in the end, and ``steps_lost`` how many were committed
+    after it. ``SAVED``: in the directory ``text``.
+    ``SAVE_FAILED``: why. ``PAUSED``, ``RESUMED``, ``STOPPING``: on whose request.
+    """
+
+    BEGAN = "began"
+    BROKEN = "broken"
+    SAVED = "saved"
+    SAVE_FAILED = "save failed"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True, kw_only=True)
+class Happening:
+    """One of them, at ``at_s`` of the machine's clock, when ``step`` was committed."""
+
+    number: int
+    at_s: float
+    kind: Kind
+    step: int
+    seconds: float = 0.0
+    text: str = ""
+    steps_lost: int = 0
+
+
+class Chronicle:
+    """The last :data:`KEPT` happenings."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Happening] = deque(maxlen=KEPT)
+        self._number = 0
+        self._broken: Happening | None = None
+
+    def add(
+        self, kind: Kind, step: int, now_s: float, *, seconds: float = 0.0, text: str = ""
+    ) -> Happening:
+        """Notes what happened just now; ``seconds`` is how long it took."""
+        self._number += 1
+        happening = Happening(
+            number=self._number, at_s=now_s, kind=kind, step=step, seconds=seconds, text=text
+        )
+        self._kept.append(happening)
+        return happening
+
+    def broke(self, step: int, why: str, now_s: float) -> None:
+        """An epoch was broken. What breaks the next one before it lives is of the same happening:
+        the reason that came first counts.
+        """
+        if self._broken is None:
+            self._broken = self.add(Kind.BROKEN, step, now_s, text=why)
+
+    def died(self, member: str, death: str) -> None:
+        """It is known how a member died by whose loss an epoch was broken."""
+        if self._broken is not None and self._broken.text == f"{member} was lost":
+            self._broken.text += f" ({death})"
+
+    def lives(self, step: int, now_s: float) -> None:
+        """An epoch begins."""
+        if self._broken is not None:
+            self._broken.seconds = now_s - self._broken.at_s
+            self._broken.steps_lost = max(0, self._broken.step - step)
+            self._broken.step = step
+            self._broken = None
+        elif not self._number:
+            self.add(Kind.BEGAN, step, now_s)
+
+    def messages(self, now_s: float) -> list[pb.Happening]:
+        """For a status, the latest last."""
+        return [
+            pb.Happening(
+                number=kept.number,
+                age_seconds=max(0.0, now_s - kept.at_s),
+                kind=kept.kind,
+                step=kept.step,
+                seconds=kept.seconds,
+                text=kept.text,
+                steps_lost=kept.steps_lost,
+            )
+            for kept in self._kept
+        ]
 
 
 class Observable(Protocol):
@@ -21,6 +118,9 @@ class Observable(Protocol):
     activity: Activity | None
     live: bool
     message: str
+    chronicle: Chronicle
+    hangs: Hangs
+    reports: Mapping[str, pb.AttemptDone]
 
     @property
     def attempt_seconds(self) -> Sequence[float]:
@@ -30,10 +130,14 @@ class Observable(Protocol):
     def phase(self) -> RunPhase:
         """What the run is doing."""
 
+    @property
+    def pausing(self) -> bool:
+        """Whether it is paused, or will be."""
+
 
 def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
     """Returns the answer to a Status call."""
-    rules, mirror = machine.rules, machine.mirror
+    rules, mirror, activity = machine.rules, machine.mirror, machine.activity
     return pb.StatusReply(
         run_id=rules.run_id,
         run_name=rules.config.run.name,
@@ -43,13 +147,28 @@ def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
         attempt=mirror.next_attempt - 1,
         steps=rules.config.train.steps,
         last_metrics_json=mirror.last_metrics_json,
-        members=machine.members.status(now_s, machine.live),
+        members=_members(machine, now_s),
         message=_explanation(machine),
         eta_seconds=_eta_s(machine),
         plan_scheme=rules.plan_scheme,
         saved_version=mirror.saved_version,
         has_saved=mirror.saved is not None,
+        happenings=machine.chronicle.messages(now_s),
+        pausing=machine.pausing,
+        phase_seconds=now_s - activity.started_s if activity and activity.started else 0.0,
     )
+
+
+def _members(machine: Observable, now_s: float) -> list[pb.MemberStatus]:
+    """Returns who is there, and what each of them is at."""
+    members = machine.members.status(now_s, machine.live)
+    for member in members:
+        beat, report = machine.hangs.beat_of(member.member), machine.reports.get(member.member)
+        if beat is not None and member.state in ("joining", "ready"):
+            member.doing.CopyFrom(beat)
+        if report is not None:
+            member.report.CopyFrom(report)
+    return members
 
 
 def _explanation(machine: Observable) -> str:

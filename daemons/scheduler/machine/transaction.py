@@ -57,6 +57,7 @@ class Transaction(Activity):
     """One attempt, from RunAttempt to Commit or Skip.
 
     ``seconds``: how long it took, once it is done. ``failure``: why no other may follow.
+    ``reports``: of workers, by name.
     """
 
     title = "the attempt"
@@ -73,8 +74,8 @@ class Transaction(Activity):
         self._learning_rate = learning_rate(
             rules.config.optimizer, rules.config.train.steps, mirror.version + 1
         )
+        self.reports: dict[str, pb.AttemptDone] = {}
         self._statuses: dict[int, pb.BlockStatus] = {}
-        self._reports: dict[str, pb.AttemptDone] = {}
         self._computed_s = 0.0
         self._decided: tuple[Verdict, CommitRecord] | None = None
 
@@ -116,7 +117,7 @@ class Transaction(Activity):
     def _on_attempt_done(self, member: str, body: pb.AttemptDone, now_s: float) -> list[Effect]:
         if body.attempt != self.attempt or member not in self.waiting:
             return []
-        self._reports[member] = body
+        self.reports[member] = body
         self._computed_s = max(self._computed_s, now_s - body.tail_seconds)
         if self.answered(member):
             self.phase = RunPhase.DECIDING
@@ -226,7 +227,7 @@ class Transaction(Activity):
         self.mirror.costs.add(verdict.decision, self.seconds, held=self._hold)
         return attempt_line(
             record=record,
-            reports=[self._reports[worker] for worker in self.rules.workers],
+            reports=[self.reports[worker] for worker in self.rules.workers],
             grad_norm=verdict.grad_norm,
             learning_rate=self._learning_rate,
             loss_scale=self._position.loss_scale,

@@ -1,0 +1,77 @@
+"""What a status says of the members' work, and of what happened lately."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.daemons.scheduler.machine.events import ControlAsked, ControlCall
+from penstock.protocol.generated import scheduler_pb2 as pb
+from tests.scheduler.conftest import Driver
+
+MakeDriver = Callable[..., Driver]
+
+
+def happenings(driver: Driver) -> list[tuple[str, int, float, str]]:
+    """Kind, step, seconds, text."""
+    return [(h.kind, h.step, round(h.seconds, 3), h.text) for h in driver.status.happenings]
+
+
+def member(driver: Driver, name: str) -> pb.MemberStatus:
+    """What the status says of a member."""
+    return next(m for m in driver.status.members if m.member == name)
+
+
+def test_a_status_has_what_members_are_at_and_their_last_reports(live_with: MakeDriver) -> None:
+    driver = live_with()
+    beat = pb.Heartbeat(activity="B 1 0 of train 1, waiting for x", waiting=True, progress=7)
+    driver.say("worker.1", heartbeat=beat)
+    assert member(driver, "worker.1").doing == beat
+    assert not member(driver, "worker.0").HasField("doing")
+    assert not member(driver, "worker.1").HasField("report")
+    for block in (0, 1):
+        status = pb.BlockStatus(epoch=driver.epoch, attempt=1, block=block, finite=True)
+        driver.say("optimizerd.a", block_status=status)
+    driver.done("worker.0")
+    driver.done("worker.1", peak_device_bytes=5, device_limit_bytes=9)
+    report = member(driver, "worker.1").report
+    assert (report.busy_seconds, report.wall_seconds) == (1.0, 2.0)
+    assert (report.peak_device_bytes, report.device_limit_bytes) == (5, 9)
+    driver.close("worker.1")
+    assert not member(driver, "worker.1").HasField("doing")
+
+
+def test_a_loss_is_told_once_with_its_cause_and_how_long_it_took(live_with: MakeDriver) -> None:
+    driver = live_with()
+    began = ("began", 0, 0.0, "")
+    assert happenings(driver) == [began]
+    pid = driver.pids["worker.1"]
+    driver.close("worker.1")
+    fenced = pb.Fenced(member="worker.1", pid=pid, death="was killed by signal 9")
+    driver.say("node.a", fenced=fenced)
+    said = "worker.1 was lost (was killed by signal 9)"
+    assert happenings(driver) == [began, ("broken", 0, 0.0, said)]
+    driver.tick(2.0)
+    driver.join("worker.1")
+    driver.close("worker.0")  # before the new epoch lives
+    driver.fenced("worker.0", driver.pids["worker.0"])
+    driver.join("worker.0")
+    driver.drained(0)
+    driver.ready()
+    assert happenings(driver) == [began, ("broken", 0, 2.0, said)]
+    assert [h.number for h in driver.status.happenings] == [1, 2]
+
+
+def test_a_pause_is_told_when_it_is_asked_for(live_with: MakeDriver) -> None:
+    driver = live_with()
+    for ticket, call in enumerate((ControlCall.PAUSE, ControlCall.PAUSE, ControlCall.RESUME)):
+        driver.feed(ControlAsked(ticket=ticket, call=call))
+        assert driver.status.pausing == (call is ControlCall.PAUSE)
+    assert [kind for kind, *_ in happenings(driver)] == ["began", "paused", "resumed"]
+
+
+def test_steps_that_must_be_computed_again_are_counted(live_with: MakeDriver) -> None:
+    chronicle = live_with().machine.chronicle
+    chronicle.broke(41, "memoryd.a was lost", 100.0)
+    chronicle.lives(30, 103.5)
+    last = chronicle.messages(104.0)[-1]
+    assert (last.step, last.steps_lost, last.seconds, last.age_seconds) == (30, 11, 3.5, 4.0)
