@@ -33,7 +33,7 @@ from penstock.planner.traces.overlap import overlap
 from penstock.planner.traces.traced import TracedRun
 from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.trace import read_traces
+from penstock.protocol.run.trace_reading import read_traces
 from penstock.workers.data import TokenDataset, micro_batches
 
 WARMUP_STEPS = 3

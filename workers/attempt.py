@@ -25,7 +25,7 @@ from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
-from penstock.protocol.run.trace import TraceEvent, TraceLane
+from penstock.protocol.run.trace import TraceLane
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, TransferKind
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
@@ -467,12 +467,4 @@ class Attempt:
         self.timeline.loaded(lane, text, start, end)
 
     def _trace(self, lane: TraceLane, text: str, start: float, end: float) -> None:
-        event = TraceEvent(
-            lane=lane,
-            text=text,
-            phase=self.job.phase,
-            attempt=self.job.number,
-            start_s=start,
-            end_s=end,
-        )
-        self.context.trace.add(event)
+        self.context.trace.record(lane, text, self.job.phase, self.job.number, start, end)

@@ -137,7 +137,7 @@ class EpochBuilder:
         self._transport = transport
         self._progress = progress
         log = TraceLog.of_run(
-            files.path, worker_name(device_index), files.config.observability.trace
+            files.path, worker_name(device_index), files.config.observability.traced_every
         )
         self._trace = TraceRing(log)
         self._runtime: Runtime | None = None

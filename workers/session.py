@@ -8,6 +8,7 @@ they are queued.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Opcode, Program
 from penstock.protocol.plan.step import OptimizerStep
+from penstock.protocol.run.trace import TraceLane
 from penstock.workers.attempt import EpochContext, Job, JobPhase
 from penstock.workers.data import job_number
 from penstock.workers.handlers import HANDLERS, Handler
@@ -141,7 +143,10 @@ class Session:
         if context is None:
             return
         context.progress.begin("reading the batch", "train", message.attempt)
+        begun_s = time.perf_counter()
         batches, counted_tokens = self._builder.batches("train", message.data_position)
+        read_s = time.perf_counter()
+        context.trace.record(TraceLane.DATA, "batch", "train", message.attempt, begun_s, read_s)
         job = Job(
             phase="train",
             number=message.attempt,

@@ -23,7 +23,7 @@ from penstock.planner.traces.measured import MeasuredAttempt, Measurement, measu
 from penstock.planner.traces.traced import TracedRun
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.trace import read_traces
+from penstock.protocol.run.trace_reading import read_traces
 
 WARM_UP = 3
 """Figures leave out so many attempts at the start of a trace: they fault pages in and fill

@@ -26,7 +26,7 @@ from penstock.planner.traces.overlap import copies_behind_compute, optimizer_beh
 from penstock.planner.traces.traced import Peak
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.trace import RunTrace
+from penstock.protocol.run.trace_reading import RunTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

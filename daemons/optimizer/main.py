@@ -134,7 +134,7 @@ def _build(
         puller=puller,
         metrics=metrics,
         stop=stop,
-        trace=TraceLog.of_run(run.path, member, config.observability.trace),
+        trace=TraceLog.of_run(run.path, member, config.observability.traced_every),
     )
     machine = OptimizerMachine(blocks, together=config.emulation.optimizer_start == "flush")
     service = OptimizerService(machine=machine, inbox=inbox, parts=parts)

@@ -48,7 +48,7 @@ from penstock.protocol.errors import (
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.step import SweepStatus
 from penstock.protocol.run.stopping import StopSignal
-from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, now_s
+from penstock.protocol.run.trace import TraceLane, TraceLog, now_s
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady
 from penstock.protocol.wire.member import Doing
 from penstock.shm.control import INVALID_VERSION, ControlView
@@ -286,8 +286,8 @@ class OptimizerService:
     def _trace(
         self, lane: TraceLane, text: str, attempt: int, start_s: float, end_s: float
     ) -> None:
-        event = TraceEvent(lane=lane, text=text, attempt=attempt, start_s=start_s, end_s=end_s)
-        self._parts.trace.add(event)
+        if self._parts.trace.keeps(attempt):
+            self._parts.trace.record(lane, text, "train", attempt, start_s, end_s)
 
     def _on_lost(self, lost: Lost) -> None:
         raise LostMemberError(f"link to the scheduler: {lost.error}") from lost.error

@@ -198,7 +198,9 @@ def _open(
         metrics=metrics,
         myself=_status_of_scheduler(server.port),
         inputs=seal_digest(run.path) or "",
-        trace=DecisionTrace(TraceLog.of_run(run.path, SCHEDULERD, run.config.observability.trace)),
+        trace=DecisionTrace(
+            TraceLog.of_run(run.path, SCHEDULERD, run.config.observability.traced_every)
+        ),
     )
     mirror = JournalMirror(rules, facts, newest, _draw_incarnation)
     machine = SchedulerMachine(

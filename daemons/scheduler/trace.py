@@ -4,6 +4,9 @@ effects that are carried out.
 One thing follows the other, so each ends where the next begins::
 
     attempt (announced) | amending | commit, amend, skip (journaled, announced) | attempt …
+
+Where attempts are sampled, what follows one of them is traced as well: the step ends where that
+begins.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from penstock.daemons.scheduler.machine.events import (
     PrepareSave,
     Send,
 )
-from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, now_s
+from penstock.protocol.run.trace import TraceLane, TraceLog, now_s
 
 
 class DecisionTrace:
@@ -30,6 +33,7 @@ class DecisionTrace:
         self._log = log
         self._open: tuple[str, int, float] | None = None  # what, attempt, since
         self._ends = False  # whether it ends with the list of effects
+        self._follows = False  # whether what was last told belongs to a traced attempt
 
     def begins(self, effect: Effect) -> None:
         """An effect is about to be carried out."""
@@ -52,14 +56,12 @@ class DecisionTrace:
     def _close(self, what: str = "") -> None:
         if self._open is not None:
             named, attempt, since_s = self._open
-            event = TraceEvent(
-                lane=TraceLane.SCHEDULER,
-                text=what or named,
-                attempt=attempt,
-                start_s=since_s,
-                end_s=now_s(),
-            )
-            self._log.add(event)
+            keeps = self._log.is_complete or (attempt > 0 and self._log.keeps(attempt))
+            if keeps or self._follows:
+                self._log.record(
+                    TraceLane.SCHEDULER, what or named, "train", attempt, since_s, now_s()
+                )
+            self._follows = keeps
         self._open, self._ends = None, False
 
     def _on_send(self, effect: Send) -> None:

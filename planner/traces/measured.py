@@ -251,10 +251,12 @@ def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
     found: list[MeasuredAttempt] = []
     left_out: Counter[str] = Counter()
     for announced, judged, following in _decided(run.scheduled):
+        trace = run.attempts.get(("train", announced.attempt))
+        if judged is None and trace is None and announced.text != "broken":
+            continue  # it followed a sampled one, whose step it ends
         if announced.text == "broken" or judged is None:
             left_out["broken off"] += 1
             continue
-        trace = run.attempts.get(("train", announced.attempt))
         reason = _why_not(trace, plan)
         if trace is None or reason:
             left_out[reason] += 1
@@ -297,7 +299,9 @@ def _decided(
 
 def _why_not(trace: AttemptTrace | None, plan: Plan) -> str:
     """Returns why an attempt is no complete one of the plan, or an empty text."""
-    if trace is None or set(trace.devices) != set(range(plan.num_devices)):
+    if trace is None:
+        return "without the events of any device"
+    if set(trace.devices) != set(range(plan.num_devices)):
         return "without the events of some device"
     if any(trace.devices[d].program != list(p) for d, p in enumerate(plan.programs)):
         return "of another plan"

@@ -24,7 +24,8 @@ from penstock.protocol.plan.instructions import (
     SendGradient,
     parse_instruction,
 )
-from penstock.protocol.run.trace import RunTrace, TraceEvent, TraceLane
+from penstock.protocol.run.trace import TraceEvent, TraceLane
+from penstock.protocol.run.trace_reading import RunTrace
 
 _SENDS = (SendActivation, SendGradient, SendCheckpoint)
 _RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
@@ -93,7 +94,7 @@ class DeviceTrace:
     weights were done by the interpreter within a wait, ``fetches`` beside it; ``arrivals`` by
     tensor, ``sums`` by the backward stage that sent its gradients; ``published`` are (block,
     contribution) with the moment; ``updates`` are previews; ``copies``, of offloads and swaps, are
-    known of some devices.
+    known of some devices; ``batch``: it was read.
     """
 
     computed: list[TracedInstruction] = field(default_factory=list)
@@ -107,6 +108,7 @@ class DeviceTrace:
     copies: list[TracedInstruction] = field(default_factory=list)
     program: list[Instruction] = field(default_factory=list)
     peak: Peak | None = None
+    batch: TraceEvent | None = None
 
 
 @dataclass(kw_only=True)
@@ -239,6 +241,8 @@ class _Sorter:
                 trace.published[block, contribution] = event.end_s
             elif event.lane is TraceLane.MEMORY:
                 trace.peak = Peak.of(event)
+            elif event.lane is TraceLane.DATA:
+                trace.batch = event
             else:
                 self._of_interpreter(trace, event)
         except (ProtocolError, ValueError):

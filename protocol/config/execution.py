@@ -403,6 +403,12 @@ class ObservabilityConfig(Section):
         description="Every so many attempts one is recorded and analysed, off the step's path:"
         " which resource it spent its time on, and what would be saved without; 0: none.",
     )
+
+    @property
+    def traced_every(self) -> int:
+        """Of so many attempts one is recorded: 1 is all of them, and evaluations; 0 is none."""
+        return 1 if self.trace else self.sample_every
+
     memory: bool = Field(
         default=False,
         description="CPU workers count the bytes of live tensors, some 10 µs an operator; GPUs and"

@@ -10,9 +10,9 @@ The first of every life of a process says whose clock follows, all others are ev
 of CLOCK_MONOTONIC, which all processes of a machine share, and which nobody sets. ``waited``, the
 seconds at the start that were spent waiting for input, is left out where it is 0.
 
-Between machines there is no common clock: :func:`read_traces` moves those of other boot ids by the
-difference of their first lines' times since 1970, so they are as wrong as the machines' clocks
-(milliseconds with NTP). On one machine nothing is moved.
+Between machines there is no common clock: readers (:mod:`penstock.protocol.run.trace_reading`)
+move those of other boot ids by the difference of their first lines' times since 1970, so they are
+as wrong as the machines' clocks (milliseconds with NTP). On one machine nothing is moved.
 
 Events are kept in memory and appended with one ``write`` when an attempt is over, so a killed
 process leaves whole lines but possibly the last, which readers skip; what it had not written yet is
@@ -28,18 +28,19 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.run.files import append_whole, parse_json
+from penstock.protocol.run.files import append_whole
 
 FORMAT = 1
 MAX_EVENTS = 32768
 """At most so many events are kept in memory. One more, and all are written, attempt or not."""
+MAX_REMEMBERED = 32768
+"""So many starts of lines are remembered."""
 MAX_FILE_BYTES = 64 << 20
 """At most twice as many bytes of a process are on disk: the file, and the one before."""
 
@@ -58,6 +59,8 @@ class TraceLane(StrEnum):
     """Weights are copied to the device, beside the interpreter: ``FW 3 phase=forward``."""
     OFFLOAD = "offload"
     """Nothing was busy: the moment at which gradients were published, ``block contribution``."""
+    DATA = "data"
+    """The batch of an attempt is read, before its first instruction: ``batch``."""
     COPY = "copy"
     """A copy runs that an instruction started beside the interpreter, on a device that knows when
     it ran: ``OG 3``, ``SO 3 0 fraction=0.5``.
@@ -97,10 +100,10 @@ class TraceEvent:
     waited_s: float = 0.0
 
     def to_line(self) -> str:
-        """Returns a line of the file. It is written by hand: this is most of what tracing costs."""
+        """Returns a line of the file."""
         waited = f",{self.waited_s:.6f}" if self.waited_s else ""
         return (
-            f'["{self.lane}",{json.dumps(self.text)},"{self.phase}",{self.attempt},'
+            f'{_start_of_line(self.lane, self.text)}{self.phase}",{self.attempt},'
             f"{self.start_s:.6f},{self.end_s:.6f}{waited}]\n"
         )
 
@@ -175,6 +178,14 @@ class TraceOrigin:
         )
 
 
+def _start_of_line(lane: TraceLane, text: str) -> str:
+    return f'["{lane.value}",{json.dumps(text)},"'
+
+
+_Row: TypeAlias = tuple[TraceLane, str, str, int, float, float, float]
+"""The fields of an event, as :meth:`TraceLog.record` has them."""
+
+
 def now_s() -> float:
     """Returns the clock of traces in seconds; on Linux ``time.perf_counter`` reads the same one."""
     return time.monotonic()
@@ -183,47 +194,102 @@ def now_s() -> float:
 class TraceLog:
     """The trace of this process. Any thread may add to it."""
 
-    def __init__(self, path: Path | None, member: str) -> None:
-        """Appends to ``path``; without one nothing is kept."""
-        self._path = path
+    def __init__(self, path: Path | None, member: str, every: int = 1) -> None:
+        """Appends to ``path``; without one nothing is kept. ``every``: of so many attempts one is
+        traced, those with a multiple of it for number; 1: all, and evaluations.
+        """
+        self._path = path if every else None
         self._member = member
-        self._events: deque[TraceEvent] = deque()
+        self._every = every
+        self._rows: deque[_Row] = deque()
+        self._starts: dict[tuple[str, str], str] = {}
         self._lock = threading.Lock()
         self._begun = False
 
     @classmethod
-    def of_run(cls, run_dir: Path, member: str, enabled: bool) -> TraceLog:
-        """Returns the log of a member of a run; it keeps nothing unless ``enabled``."""
-        return cls(run_dir / "trace" / f"{member}.jsonl" if enabled else None, member)
+    def of_run(cls, run_dir: Path, member: str, every: int) -> TraceLog:
+        """Returns the log of a member of a run; it keeps nothing where ``every`` is 0."""
+        return cls(run_dir / "trace" / f"{member}.jsonl", member, every)
 
     @property
     def enabled(self) -> bool:
         """Whether anything is kept."""
         return self._path is not None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is kept."""
+        return self._path is not None and self._every == 1
+
+    def keeps(self, attempt: int, phase: str = "train") -> bool:
+        """Returns whether events of an attempt (or of an evaluation) are kept: ask before they are
+        made.
+        """
+        if self._path is None:
+            return False
+        return self._every == 1 or (phase == "train" and attempt % self._every == 0)
+
     def add(self, event: TraceEvent) -> None:
         """Keeps an event until the next :meth:`flush`."""
+        self.record(
+            event.lane,
+            event.text,
+            event.phase,
+            event.attempt,
+            event.start_s,
+            event.end_s,
+            event.waited_s,
+        )
+
+    def record(
+        self,
+        lane: TraceLane,
+        text: str,
+        phase: str,
+        attempt: int,
+        start_s: float,
+        end_s: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        """Keeps what :class:`TraceEvent` has, without making one: a tuple is all that is made while
+        an attempt runs.
+        """
         if self._path is None:
             return
         # Appending to a deque is atomic. Without a lock the interpreter waits for the disk only
         # when the buffer is full.
-        self._events.append(event)
-        if len(self._events) > MAX_EVENTS:
+        self._rows.append((lane, text, phase, attempt, start_s, end_s, waited_s))
+        if len(self._rows) > MAX_EVENTS:
             self.flush()
 
     def flush(self) -> None:
         """Appends all events to the file."""
-        if self._path is None or not self._events:
+        if self._path is None or not self._rows:
             return
         with self._lock:
             # popleft, not iteration: other threads may be adding.
-            events = [self._events.popleft() for _ in range(len(self._events))]
+            rows = [self._rows.popleft() for _ in range(len(self._rows))]
             try:
-                self._append(self._path, [event.to_line() for event in events])
+                self._append(self._path, self._lines(rows))
             except OSError as error:
                 _log.warning("%s: cannot write it, no trace from here on: %s", self._path, error)
                 self._path = None  # a full disk must not end a run for the sake of its trace
-                self._events.clear()
+                self._rows.clear()
+
+    def _lines(self, rows: Iterable[_Row]) -> list[str]:
+        """Returns lines of the file. They are written by hand: this is most of what tracing costs.
+        Instructions come again in every attempt, so how their lines start is remembered.
+        """
+        starts, lines = self._starts, []
+        for lane, text, phase, attempt, start_s, end_s, waited_s in rows:
+            start = starts.get((lane, text))
+            if start is None:
+                if len(starts) >= MAX_REMEMBERED:
+                    starts.clear()
+                start = starts[lane, text] = _start_of_line(lane, text)
+            waited = f",{waited_s:.6f}" if waited_s else ""
+            lines.append(f'{start}{phase}",{attempt},{start_s:.6f},{end_s:.6f}{waited}]\n')
+        return lines
 
     def _append(self, path: Path, lines: list[str]) -> None:
         if not self._begun:
@@ -243,113 +309,3 @@ class TraceLog:
             append_whole(descriptor, (start + "".join(lines)).encode())
         finally:
             os.close(descriptor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberTrace:
-    """Events of one life of a process, on the common clock, in the order of the file."""
-
-    member: str
-    pid: int
-    events: tuple[TraceEvent, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTrace:
-    """All traces of a run. ``skipped_lines``: lines that were cut short or damaged. ``machines``:
-    how many machines wrote them.
-    """
-
-    members: tuple[MemberTrace, ...]
-    skipped_lines: int
-    machines: int
-
-    def slowed(self, factor: float) -> RunTrace:
-        """Returns all times multiplied by ``factor``: the clock of an emulated cluster runs
-        faster.
-        """
-        members = (
-            replace(member, events=tuple(_stretched(member.events, factor)))
-            for member in self.members
-        )
-        return replace(self, members=tuple(members))
-
-
-def read_traces(run_dir: Path) -> RunTrace:
-    """Reads and merges all traces of a run.
-
-    Raises:
-        ConfigError: it is no run directory, or has no trace; the message says how to get one.
-    """
-    if not (run_dir / "run.json").exists():
-        raise ConfigError(f"{run_dir}: no run directory (it has no run.json)")
-    files = sorted((run_dir / "trace").glob("*.jsonl"), key=lambda p: (".old." not in p.name, p))
-    lives: list[tuple[TraceOrigin, list[TraceEvent]]] = []
-    skipped = 0
-    for path in files:
-        found, damaged = _read(path)
-        lives += found
-        skipped += damaged
-    if not lives:
-        raise ConfigError(
-            f"{run_dir}: this run has no trace; turn it on with --set observability.trace=true (on"
-            " a new run or a resume)"
-        )
-    return RunTrace(
-        members=tuple(_on_common_clock(lives)),
-        skipped_lines=skipped,
-        machines=len({origin.boot_id for origin, _ in lives}),
-    )
-
-
-def _read(path: Path) -> tuple[list[tuple[TraceOrigin, list[TraceEvent]]], int]:
-    lives: list[tuple[TraceOrigin, list[TraceEvent]]] = []
-    skipped = 0
-    try:
-        text = path.read_bytes().decode(errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
-    for line in filter(None, text.split("\n")):
-        try:
-            values = parse_json(line)
-            if values[0] == "trace":
-                lives.append((TraceOrigin.from_list(values), []))
-            else:
-                lives[-1][1].append(TraceEvent.from_list(values))
-        except (ValueError, OverflowError, TypeError, KeyError, IndexError):
-            skipped += 1
-    return lives, skipped
-
-
-def _on_common_clock(
-    lives: Iterable[tuple[TraceOrigin, list[TraceEvent]]],
-) -> Iterator[MemberTrace]:
-    """Yields traces on the clock of the first machine, with one offset for each machine, so that
-    its order is kept.
-    """
-    offsets: dict[str, float] = {}
-    first: float | None = None
-    for origin, events in lives:
-        offset_s = offsets.setdefault(origin.boot_id, origin.offset_s)
-        first = offset_s if first is None else first
-        shift_s = offset_s - first
-        yield MemberTrace(
-            member=origin.member,
-            pid=origin.pid,
-            events=tuple(events) if shift_s == 0.0 else tuple(_moved(events, shift_s)),
-        )
-
-
-def _stretched(events: Iterable[TraceEvent], factor: float) -> Iterator[TraceEvent]:
-    for event in events:
-        yield replace(
-            event,
-            start_s=event.start_s * factor,
-            end_s=event.end_s * factor,
-            waited_s=event.waited_s * factor,
-        )
-
-
-def _moved(events: Iterable[TraceEvent], shift_s: float) -> Iterator[TraceEvent]:
-    for event in events:
-        yield replace(event, start_s=event.start_s + shift_s, end_s=event.end_s + shift_s)

@@ -32,7 +32,8 @@ from penstock.planner.traces.traced import Peak, TracedRun
 from penstock.protocol.plan.instructions import OffloadGradients, parse_instruction
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
-from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, read_traces
+from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog
+from penstock.protocol.run.trace_reading import read_traces
 
 NUM_BLOCKS = 8
 BLOCK = BlockCost(
@@ -98,7 +99,7 @@ class FakeRun:
         )
         members = [f"worker.{d}" for d in range(plan.num_devices)]
         members += [*(f"optimizerd.{node}" for node in nodes), "schedulerd"]
-        self.logs = {member: TraceLog.of_run(path, member, enabled=True) for member in members}
+        self.logs = {member: TraceLog.of_run(path, member, every=1) for member in members}
 
     def write(self, attempt: int, *, decided: bool = True, share: float = 1.0) -> None:
         """Of an attempt that is broken off after a ``share`` of its time, what ended before."""

@@ -11,13 +11,11 @@ import pytest
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run import trace
-from penstock.protocol.run.trace import (
+from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, TraceOrigin
+from penstock.protocol.run.trace_reading import (
     MemberTrace,
     RunTrace,
-    TraceEvent,
-    TraceLane,
-    TraceLog,
-    TraceOrigin,
+    TraceFollower,
     read_traces,
 )
 
@@ -40,7 +38,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def write(run: Path, member: str, *events: TraceEvent) -> Path:
-    log = TraceLog.of_run(run, member, enabled=True)
+    log = TraceLog.of_run(run, member, every=1)
     for each in events:
         log.add(each)
     log.flush()
@@ -120,15 +118,43 @@ def test_a_later_life_on_one_machine_is_not_moved(run: Path) -> None:
 
 
 def test_nothing_is_kept_unless_enabled(run: Path) -> None:
-    log = TraceLog.of_run(run, "worker.0", enabled=False)
+    log = TraceLog.of_run(run, "worker.0", every=0)
     log.add(event(1))
     log.flush()
     assert not (run / "trace").exists()
 
 
+def test_of_so_many_attempts_one_is_kept_and_no_evaluation(run: Path) -> None:
+    log = TraceLog.of_run(run, "worker.0", every=3)
+    assert [attempt for attempt in range(1, 10) if log.keeps(attempt)] == [3, 6, 9]
+    assert not log.keeps(3, "eval") and not log.is_complete
+    whole = TraceLog.of_run(run, "worker.0", every=1)
+    assert whole.keeps(7) and whole.keeps(7, "eval") and whole.is_complete
+
+
+def test_what_is_added_is_read_once_and_what_nobody_wants_is_not(run: Path) -> None:
+    follower = TraceFollower(run, lambda member, attempt: attempt % 2 == 0)
+    assert follower.look() == []
+    path = write(run, "worker.0", event(1), event(2), replace(event(4), phase="eval"))
+    (life,) = follower.look()
+    assert (life.origin.member, life.events) == ("worker.0", (event(2),))
+    line = replace(event(6), text='odd "," \\ text').to_line()
+    with path.open("a") as file:
+        file.write(line[:30])
+    assert follower.look() == []
+    with path.open("a") as file:
+        file.write(line[30:] + "nonsense\n" + '["a","b",3,4]\n')
+    (life,) = follower.look()
+    assert [(e.attempt, e.text) for e in life.events] == [(6, 'odd "," \\ text')]
+    assert follower.skipped_lines == 2
+    path.rename(path.with_suffix(".old.jsonl"))
+    write(run, "worker.0", event(8))
+    assert [life.events for life in follower.look()] == [(event(8),)]
+
+
 def test_memory_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MAX_EVENTS", 10)
-    log = TraceLog.of_run(run, "worker.0", enabled=True)
+    log = TraceLog.of_run(run, "worker.0", every=1)
     for attempt in range(25):
         log.add(event(attempt))
     path = run / "trace" / "worker.0.jsonl"
@@ -140,7 +166,7 @@ def test_memory_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_disk_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MAX_FILE_BYTES", 300)
-    log = TraceLog.of_run(run, "worker.0", enabled=True)
+    log = TraceLog.of_run(run, "worker.0", every=1)
     for attempt in range(40):
         log.add(event(attempt))
         log.flush()
@@ -154,7 +180,7 @@ def test_disk_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_may_add_while_another_writes(run: Path) -> None:
-    log = TraceLog.of_run(run, "worker.0", enabled=True)
+    log = TraceLog.of_run(run, "worker.0", every=1)
 
     def add() -> None:
         for attempt in range(2000):
@@ -175,7 +201,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run / "trace").write_text("a file where the directory should be")
-    log = TraceLog.of_run(run, "worker.0", enabled=True)
+    log = TraceLog.of_run(run, "worker.0", every=1)
     log.add(event(1))
     log.flush()
     assert not log.enabled
@@ -185,5 +211,5 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
 def test_no_run_and_no_trace_are_errors_that_help(tmp_path: Path, run: Path) -> None:
     with pytest.raises(ConfigError, match=r"elsewhere: no run directory \(it has no run.json\)"):
         read_traces(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="no trace; turn it on with --set"):
+    with pytest.raises(ConfigError, match=r"no trace; observability\.sample_every says"):
         read_traces(run)

@@ -17,7 +17,8 @@ from penstock.daemons.scheduler.machine.events import (
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.trace import TraceLog, read_traces
+from penstock.protocol.run.trace import TraceEvent, TraceLog
+from penstock.protocol.run.trace_reading import read_traces
 from penstock.shm.control import CommitRecord, Decision
 
 
@@ -48,27 +49,38 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_thing_ends_where_the_next_begins(run: Path) -> None:
-    log = TraceLog.of_run(run, "schedulerd", enabled=True)
-    trace = DecisionTrace(log)
-    for effects in (
-        send(run_attempt=pb.RunAttempt(attempt=1)),
-        [decision(1, Decision.COMMIT), *send(commit=pb.Commit())],
-        send(run_attempt=pb.RunAttempt(attempt=2)),
-        send(amend=pb.Amend(attempt=2)),
-        [decision(2, Decision.AMEND), *send(commit=pb.Commit())],
-        send(evaluate=pb.Evaluate(evaluation=1)),
-        [JournalEvaluation(version=2, evaluation=1, metrics_json="")],
-        send(run_attempt=pb.RunAttempt(attempt=3)),
-        [JournalEpoch(epoch=2, next_attempt=4, pids=())],
-        send(run_attempt=pb.RunAttempt(attempt=4)),
-        [decision(4, Decision.SKIP), *send(skip=pb.Skip(attempt=4))],
-    ):
+STORY: list[list[Effect]] = [
+    send(run_attempt=pb.RunAttempt(attempt=1)),
+    [decision(1, Decision.COMMIT), *send(commit=pb.Commit())],
+    send(run_attempt=pb.RunAttempt(attempt=2)),
+    send(amend=pb.Amend(attempt=2)),
+    [decision(2, Decision.AMEND), *send(commit=pb.Commit())],
+    send(evaluate=pb.Evaluate(evaluation=1)),
+    [JournalEvaluation(version=2, evaluation=1, metrics_json="")],
+    send(run_attempt=pb.RunAttempt(attempt=3)),
+    [JournalEpoch(epoch=2, next_attempt=4, pids=())],
+    send(run_attempt=pb.RunAttempt(attempt=4)),
+    [decision(4, Decision.SKIP), *send(skip=pb.Skip(attempt=4))],
+    send(run_attempt=pb.RunAttempt(attempt=5)),
+    [decision(5, Decision.COMMIT), *send(commit=pb.Commit())],
+    send(run_attempt=pb.RunAttempt(attempt=6)),
+    [decision(6, Decision.COMMIT), *send(commit=pb.Commit())],
+]
+
+
+def traced(run: Path, every: int) -> list[TraceEvent]:
+    trace = DecisionTrace(TraceLog.of_run(run, "schedulerd", every=every))
+    for effects in STORY:
         for effect in effects:
             trace.begins(effect)
         trace.done()
     (life,) = read_traces(run).members
-    assert [(event.text, event.attempt) for event in life.events] == [
+    return list(life.events)
+
+
+def test_one_thing_ends_where_the_next_begins(run: Path) -> None:
+    events = traced(run, every=1)
+    assert [(event.text, event.attempt) for event in events] == [
         ("attempt", 1),
         ("commit", 1),
         ("attempt", 2),
@@ -78,14 +90,33 @@ def test_one_thing_ends_where_the_next_begins(run: Path) -> None:
         ("broken", 3),
         ("attempt", 4),
         ("skip", 4),
+        ("attempt", 5),
+        ("commit", 5),
+        ("attempt", 6),
+        ("commit", 6),
     ]
-    ends = [event.end_s for event in life.events]
-    starts = [event.start_s for event in life.events]
+    ends = [event.end_s for event in events]
+    starts = [event.start_s for event in events]
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
 
 
+def test_of_a_sampled_attempt_what_follows_is_told_as_well(run: Path) -> None:
+    """The step ends where that begins."""
+    assert [(event.text, event.attempt) for event in traced(run, every=2)] == [
+        ("attempt", 2),
+        ("amending", 2),
+        ("amend", 2),
+        ("evaluation", 0),
+        ("attempt", 4),
+        ("skip", 4),
+        ("attempt", 5),
+        ("attempt", 6),
+        ("commit", 6),
+    ]
+
+
 def test_nothing_is_looked_at_unless_traced(run: Path) -> None:
-    trace = DecisionTrace(TraceLog.of_run(run, "schedulerd", enabled=False))
+    trace = DecisionTrace(TraceLog.of_run(run, "schedulerd", every=0))
     for effect in send(run_attempt=pb.RunAttempt(attempt=1)):
         trace.begins(effect)
     trace.done()

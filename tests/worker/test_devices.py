@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.planner.schedule import lower, schedule_of
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
+from penstock.protocol.run.trace import TraceLane, TraceLog
+from penstock.protocol.run.trace_reading import read_traces
 from penstock.protocol.security.sockets import OPEN
 from penstock.shm.table import DType
 from penstock.workers.channels.inbox import Inbox
@@ -199,7 +200,7 @@ def test_the_trace_of_a_gpu_is_of_what_it_did(make_cluster: Any, tmp_path: Path)
     """Not of when that was issued: nothing overlaps on a stream, weights are there before use."""
     cluster = make_cluster(scheme="mobius", workers=1, device="cuda", transport="zmq")
     (worker,) = cluster.workers
-    ring = TraceRing(TraceLog.of_run(tmp_path, "worker.0", True))
+    ring = TraceRing(TraceLog.of_run(tmp_path, "worker.0", 1))
     worker.context = replace(worker.context, trace=ring)
     (tmp_path / "run.json").write_text("{}")
     cluster.train(cluster.job(attempt=1))

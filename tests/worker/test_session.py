@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
+from penstock.protocol.run.trace import TraceLane, TraceLog
+from penstock.protocol.run.trace_reading import read_traces
 from penstock.workers.attempt import EpochContext
 from penstock.workers.data import job_number
 from penstock.workers.session import Session, fence_listener

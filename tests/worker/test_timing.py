@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from penstock.protocol.plan.instructions import Opcode, parse_instruction
-from penstock.protocol.run.trace import TraceLane, TraceLog, read_traces
+from penstock.protocol.run.trace import TraceLane, TraceLog
+from penstock.protocol.run.trace_reading import read_traces
 from penstock.workers.platforms.cuda import clock
 from penstock.workers.platforms.cuda.clock import EventClock
 from penstock.workers.telemetry.timing import Tally, Timeline
@@ -39,7 +40,7 @@ class LateDevice:
 @pytest.fixture
 def ring(tmp_path: Path) -> TraceRing:
     (tmp_path / "run.json").write_text("{}")
-    return TraceRing(TraceLog.of_run(tmp_path, "worker.0", True))
+    return TraceRing(TraceLog.of_run(tmp_path, "worker.0", 1))
 
 
 def test_stamps_become_seconds_when_the_attempt_is_over(ring: TraceRing, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from penstock.protocol.plan.instructions import Instruction, Opcode
 from penstock.protocol.plan.semantics import COMPUTES
-from penstock.protocol.run.trace import TraceEvent, TraceLane
+from penstock.protocol.run.trace import TraceLane
 from penstock.workers.platforms.base import Device, Stamp
-from penstock.workers.telemetry.trace import Executed, TraceRing
+from penstock.workers.telemetry.trace import TraceRing
 
 
 @dataclass(slots=True)
@@ -80,6 +80,7 @@ class Timeline:
         stamps = [stamp for _, *three in executed for stamp in three]
         stamps += [stamp for _, _, *two in loads for stamp in two]
         seconds = iter(self._device.seconds(stamps))
+        traced = self._ring.keeps(self._attempt, self._phase)
         for instruction, *_ in executed:
             start, ready, end = next(seconds), next(seconds), next(seconds)
             opcode = instruction.opcode
@@ -88,24 +89,9 @@ class Timeline:
             if isinstance(instruction, COMPUTES):
                 tally.busy_s += end - ready
                 tally.computed_at = max(tally.computed_at, end)
-            self._ring.executed(
-                Executed(
-                    self._phase,
-                    self._attempt,
-                    instruction,
-                    min(start, ready),
-                    end,
-                    max(0.0, ready - start),
-                )
-            )
+            if traced:
+                begun, waited = min(start, ready), max(0.0, ready - start)
+                self._ring.executed(self._phase, self._attempt, instruction, begun, end, waited)
         for lane, text, *_ in loads:
-            self._ring.add(
-                TraceEvent(
-                    lane=lane,
-                    text=text,
-                    phase=self._phase,
-                    attempt=self._attempt,
-                    start_s=next(seconds),
-                    end_s=next(seconds),
-                )
-            )
+            start, end = next(seconds), next(seconds)
+            self._ring.record(lane, text, self._phase, self._attempt, start, end)

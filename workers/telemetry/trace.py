@@ -1,77 +1,67 @@
-"""What a worker did when: its instructions, the last of them for errors, all of them for traces.
+"""What a worker did when: its instructions, the last of them for errors, and those of attempts that
+are traced.
 
-Readings of ``time.perf_counter`` throughout. The file form, and who reads it, is in
+Readings of ``time.perf_counter`` throughout. The file form, and which attempts are traced, is in
 :mod:`penstock.protocol.run.trace`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.semantics import COMPUTES
-from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog
+from penstock.protocol.run.trace import TraceLane, TraceLog
 
 REMEMBERED = 16
 """Instructions kept for error messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Executed:
-    """One executed instruction; the first ``waited_s`` seconds of it went by waiting for input."""
-
-    phase: str
-    attempt: int
-    instruction: Instruction
-    start_s: float
-    end_s: float
-    waited_s: float
-
-
 class TraceRing:
-    """The last instructions, and the log that gets all events if the run is traced."""
+    """The last instructions, and the log that gets all events of traced attempts."""
 
     def __init__(self, log: TraceLog | None = None) -> None:
         self._log = log or TraceLog(None, "worker")
         self._recent: deque[Instruction] = deque(maxlen=REMEMBERED)
-        self._unwritten: deque[Executed] = deque()
-        self._texts: dict[Instruction, str] = {}
+        self._named: dict[int, tuple[Instruction, TraceLane, str]] = {}
+
+    def keeps(self, attempt: int, phase: str) -> bool:
+        """Returns whether an attempt, or a batch of an evaluation, is traced."""
+        return self._log.keeps(attempt, phase)
 
     def remember(self, instruction: Instruction) -> None:
         """An instruction was issued, for errors that come soon."""
         self._recent.append(instruction)
 
-    def executed(self, event: Executed) -> None:
-        """It is known when an instruction ran."""
-        if self._log.enabled:
-            self._unwritten.append(event)
+    def executed(
+        self,
+        phase: str,
+        attempt: int,
+        instruction: Instruction,
+        start_s: float,
+        end_s: float,
+        waited_s: float,
+    ) -> None:
+        """An instruction ran; the first ``waited_s`` seconds of it went by waiting for input."""
+        # A plan's instructions come again in every attempt. Their hash costs more than their text;
+        # an id that was used before belongs to another object.
+        known = self._named.get(id(instruction))
+        if known is None or known[0] is not instruction:
+            lane = TraceLane.COMPUTE if isinstance(instruction, COMPUTES) else TraceLane.ISSUE
+            known = self._named[id(instruction)] = instruction, lane, str(instruction)
+        self._log.record(known[1], known[2], phase, attempt, start_s, end_s, waited_s)
 
     def last(self, count: int) -> tuple[Instruction, ...]:
         """The newest ``count`` instructions, oldest first; :data:`REMEMBERED` at most."""
         return tuple(self._recent)[-count:]
 
-    def add(self, event: TraceEvent) -> None:
+    def record(
+        self, lane: TraceLane, text: str, phase: str, attempt: int, start_s: float, end_s: float
+    ) -> None:
         """Anything else that happened; from any thread."""
-        self._log.add(event)
+        if self._log.keeps(attempt, phase):
+            self._log.record(lane, text, phase, attempt, start_s, end_s)
 
     def flush(self) -> None:
-        """Write all events since the last time, if the run is traced."""
-        while self._unwritten:
-            self._log.add(self._event(self._unwritten.popleft()))
+        """Write all events since the last time, if there are any."""
         self._log.flush()
-
-    def _event(self, executed: Executed) -> TraceEvent:
-        instruction = executed.instruction
-        text = self._texts.get(instruction)
-        if text is None:  # a plan's instructions come again in every attempt
-            text = self._texts[instruction] = str(instruction)
-        return TraceEvent(
-            lane=TraceLane.COMPUTE if isinstance(instruction, COMPUTES) else TraceLane.ISSUE,
-            text=text,
-            phase=executed.phase,
-            attempt=executed.attempt,
-            start_s=executed.start_s,
-            end_s=executed.end_s,
-            waited_s=executed.waited_s,
-        )
