@@ -53,6 +53,7 @@ papers: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/penstock config --markdown > docs/CONFIGURATION.md
 	$(BIN)/penstock config --json-schema > docs/penstock.schema.json
+	$(BIN)/python -m penstock.protocol.metrics.reference > docs/METRICS.md
 
 ## Generated code of the wire protocol, after an edit of protocol/scheduler.proto.
 proto: $(STAMP)

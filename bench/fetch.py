@@ -40,7 +40,7 @@ from penstock.daemons.fetch.clients import Listener
 from penstock.daemons.fetch.peers import Peers
 from penstock.daemons.fetch.service import FetchMetrics, FetchService
 from penstock.daemons.fetch.serving import Serving, draw_generation
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.security.authority import make

@@ -33,7 +33,7 @@ MAY_IMPORT = {
 """Beside itself. The client starts what needs torch (workers, models) as processes."""
 
 FLOORS = {
-    "protocol": """errors
+    "protocol": """errors metrics
         platforms.registry
         config
         plan security

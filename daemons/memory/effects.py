@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
 from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
 from penstock.daemons.kit.messages import answer
 from penstock.daemons.memory import snapshot
@@ -29,82 +27,13 @@ from penstock.daemons.memory.machine.events import (
     StartSave,
     UnlinkMemory,
 )
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.restore import Filling, restore
 from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.member import Doing
 from penstock.shm.memory import NodeMemory
-
-
-class MemoryMetrics:
-    """Prometheus metrics, whose names carry their unit and the prefix ``penstock_memoryd_``.
-
-    The loop and the block server write them; each metric has one writing thread.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "penstock_memoryd_requests",
-            "Answered lease and block requests",
-            ["kind", "status"],
-            registry=registry,
-        )
-        self.malformed = Counter(
-            "penstock_memoryd_malformed_messages",
-            "Messages that were no valid request",
-            registry=registry,
-        )
-        self.served_bytes = Counter(
-            "penstock_memoryd_served_bytes",
-            "Bytes of blocks sent to clients",
-            ["array"],
-            registry=registry,
-        )
-        self.waiting = Gauge(
-            "penstock_memoryd_waiting_requests",
-            "Block requests held back until the array is complete",
-            registry=registry,
-        )
-        self.leases = Gauge(
-            "penstock_memoryd_leases", "Living processes that hold a lease", registry=registry
-        )
-        self.job_seconds = Counter(
-            "penstock_memoryd_job_seconds", "Seconds spent", ["job"], registry=registry
-        )
-        self.saved_bytes = Counter(
-            "penstock_memoryd_saved_bytes", "Bytes of saved state written", registry=registry
-        )
-        self._segment_bytes = Gauge(
-            "penstock_memoryd_segment_bytes",
-            "Size of shared-memory segments",
-            ["segment"],
-            registry=registry,
-        )
-        self._huge_bytes = Gauge(
-            "penstock_memoryd_huge_page_bytes",
-            "What of shared-memory segments lay in huge pages when they were mapped",
-            ["segment"],
-            registry=registry,
-        )
-        self._committed = Gauge(
-            "penstock_memoryd_committed_version", "Committed version in memory", registry=registry
-        )
-        self._holds_model = Gauge(
-            "penstock_memoryd_holds_model",
-            "1 while there is a model in the memory, else 0",
-            registry=registry,
-        )
-
-    def watch(self, memory: NodeMemory) -> None:
-        """Report the memory's sizes, and its versions at every scrape."""
-        for name, size in memory.spec.sizes().items():
-            self._segment_bytes.labels(name.rpartition("-")[2]).set(size)
-        for kind, size in memory.huge_bytes().items():
-            self._huge_bytes.labels(kind).set(size)
-        self._committed.set_function(lambda: float(memory.control.committed))
-        self._holds_model.set_function(lambda: float(memory.control.incarnation != 0))
-
 
 _log = logging.getLogger(__name__)
 
@@ -243,7 +172,7 @@ class MemoryEffects:
             started_s = time.monotonic()
             restore(self._memory, filling, self._load_initial, cancelled, self._cores)
             seconds = time.monotonic() - started_s
-            self._metrics.job_seconds.labels("restore").inc(seconds)
+            self._metrics.job_done("restore", seconds)
             _log.info("restored %s in %.2f s", filling, seconds)
             return Restored()
 
@@ -254,8 +183,7 @@ class MemoryEffects:
             started_s = time.monotonic()
             files = snapshot.save(self._memory, Path(effect.directory), effect.version, cancelled)
             seconds = time.monotonic() - started_s
-            self._metrics.job_seconds.labels("save").inc(seconds)
-            self._metrics.saved_bytes.inc(sum(file.num_bytes for file in files))
+            self._metrics.job_done("save", seconds)
             _log.info("saved version %d in %.2f s", effect.version, seconds)
             return Saved(files=files)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.memory.effects import JobThread, LoadInitial, MemoryEffects, MemoryMetrics
+from penstock.daemons.memory.effects import JobThread, LoadInitial, MemoryEffects
 from penstock.daemons.memory.machine.machine import MemoryMachine
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
 from penstock.daemons.memory.server import BlockServer

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import zmq
 
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.security.sockets import ENCRYPTION_BYTES, OPEN, Door, SocketAccess
 from penstock.protocol.wire.addresses import HomeSocket
@@ -197,7 +197,7 @@ class BlockServer:
                     raise ProtocolError(f"a request has one frame, got {len(frames)}")
                 request: Any = decode(frames[0], *_HANDLERS)
             except ProtocolError as error:
-                self._metrics.malformed.inc()
+                self._metrics.malformed()
                 _log.debug("dropped a message: %s", error)
                 continue
             _HANDLERS[type(request)](self, socket, client, request)
@@ -225,7 +225,7 @@ class BlockServer:
                 undo_bytes=spec.undo_bytes,
                 error="",
             )
-        self._metrics.requests.labels("lease", "error" if error else "ok").inc()
+        self._metrics.answered("lease", "error" if error else "ok")
         socket.send_multipart([client, encode(reply)])
 
     def _lease_error(self, request: LeaseRequest) -> str:
@@ -237,7 +237,7 @@ class BlockServer:
         if len(self._leases) >= MAX_LEASES:
             return f"{MAX_LEASES} processes hold a lease already"
         self._leases[request.pid] = Lease(member=request.member, process=process)
-        self._metrics.leases.set(len(self._leases))
+        self._metrics.leases(len(self._leases))
         return ""
 
     def _foreign(self, run_id: str) -> str:
@@ -247,7 +247,7 @@ class BlockServer:
         """Only of this node: what is offered elsewhere is no business of ours."""
         process = ProcessIdentity.of(offer.pid)
         if socket is not self._local or offer.run_id != self._run_id or process is None:
-            self._metrics.malformed.inc()
+            self._metrics.malformed()
             return
         self._offer = (offer, process)
 
@@ -259,12 +259,12 @@ class BlockServer:
             self._offer = None
             error = "no fetchd runs on this node now"
         offers = () if self._offer is None or error else (self._offer[0],)
-        self._metrics.requests.labels("agent", "error" if error else "ok").inc()
+        self._metrics.answered("agent", "error" if error else "ok")
         socket.send_multipart([client, encode(AgentReply(offers=offers, error=error))])
 
     def _prune_leases(self) -> None:
         self._leases = {p: lease for p, lease in self._leases.items() if lease.process.alive()}
-        self._metrics.leases.set(len(self._leases))
+        self._metrics.leases(len(self._leases))
 
     def _on_block(self, socket: zmq.Socket[bytes], client: bytes, request: BlockRequest) -> None:
         held = _Held(
@@ -291,7 +291,7 @@ class BlockServer:
             else:
                 still.append(held)
         self._held = still
-        self._metrics.waiting.set(len(still))
+        self._metrics.waiting(len(still))
 
     def _block_error(self, request: BlockRequest) -> str:
         """Returns why the request can never be answered, or an empty text."""
@@ -328,7 +328,7 @@ class BlockServer:
         raw = self._memory.raw(request.key)
         size = self._remote_chunk_bytes if held.socket is self._remote else CHUNK_BYTES
         chunks = [raw[start : min(start + size, end)] for start in range(request.offset, end, size)]
-        self._metrics.served_bytes.labels(request.array).inc(request.num_bytes)
+        self._metrics.served(request.num_bytes)
         self._reply(held, "ok", chunks=chunks)
 
     def _reply(
@@ -349,7 +349,7 @@ class BlockServer:
             array_bytes=0 if error else self._array_bytes(request),
             error=error,
         )
-        self._metrics.requests.labels(request.array, status).inc()
+        self._metrics.answered(request.array, status)
         # A ROUTER never blocks: answers to clients that are gone, or read nothing, are dropped.
         held.socket.send_multipart([held.client, encode(reply), *(chunks or ())], copy=False)
 

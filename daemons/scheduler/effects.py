@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import EffectFailed, Exit, Say
+from penstock.daemons.scheduler.effect_times import EffectTimes
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import (
     Accept,
@@ -59,6 +60,7 @@ class SchedulerEffects:
         saved: SavedStates,
         metrics_file: MetricsFile,
         metrics: SchedulerMetrics,
+        times: EffectTimes,
         trace: DecisionTrace,
         myself: pb.MemberStatus,
         inputs: str,
@@ -72,6 +74,7 @@ class SchedulerEffects:
         self._saved = saved
         self._metrics_file = metrics_file
         self._metrics = metrics
+        self._times = times
         self._trace = trace
 
     def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
@@ -82,6 +85,7 @@ class SchedulerEffects:
         """
         events: list[Event] = []
         for effect in effects:
+            self._times.begins(effect)
             self._trace.begins(effect)
             try:
                 event = self._HANDLERS[type(effect)](self, effect)
@@ -90,6 +94,7 @@ class SchedulerEffects:
                 return [*events, EffectFailed(code=error.exit_code, error=str(error))]
             if event is not None:
                 events.append(event)
+        self._times.done()
         self._trace.done()
         return events
 
@@ -133,6 +138,7 @@ class SchedulerEffects:
             directory = self._saved.complete(effect)
         except PenstockError as error:
             return SaveFinished(version=effect.version, directory="", error=str(error))
+        self._metrics.saved(time.time())
         return SaveFinished(version=effect.version, directory=str(directory))
 
     def _reply(self, effect: Reply | ReplyError) -> None:
@@ -156,6 +162,7 @@ class SchedulerEffects:
             sys.stderr.flush()
 
     def _note_end(self, effect: NoteEnd) -> None:
+        self._metrics.ended(effect.code)
         leave_word(self._run_dir, effect)
 
     def _exit(self, effect: Exit) -> None:

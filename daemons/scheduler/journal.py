@@ -150,6 +150,19 @@ class Journal:
             )
             self._append_line(effect.metrics_json)
 
+    def newest_line(self, phase: str) -> str:
+        """Returns the last metrics line of a phase, ``train`` or ``eval``; empty without one.
+
+        Raises:
+            StateError: the journal cannot be read.
+        """
+        query = "SELECT line FROM metrics WHERE line LIKE ? ORDER BY seq DESC LIMIT 1"
+        try:
+            found = self._connection.execute(query, (f'%"phase": "{phase}"%',)).fetchone()
+        except sqlite3.Error as error:
+            raise self._explained("cannot be read", error) from error
+        return found[0] if found else ""
+
     def lines_after(self, line: str) -> list[str] | None:
         """Returns the metrics lines newer than ``line`` (all if it is empty); None: it is unknown.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -15,6 +16,7 @@ from pathlib import Path
 from penstock.daemons.kit.events import StopAsked, Tick
 from penstock.daemons.kit.loop import Loop
 from penstock.daemons.kit.story import Story
+from penstock.daemons.scheduler.effect_times import EffectTimes
 from penstock.daemons.scheduler.effects import SchedulerEffects, leave_word
 from penstock.daemons.scheduler.intake import EventQueue
 from penstock.daemons.scheduler.journal import Journal
@@ -26,7 +28,7 @@ from penstock.daemons.scheduler.machine.rules import Rules, member_specs, saved_
 from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
-from penstock.daemons.scheduler.saved import SavedStates
+from penstock.daemons.scheduler.saved import SavedStates, saved_at_s
 from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
@@ -42,7 +44,7 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, monotonic_s, run_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import seal_digest
+from penstock.protocol.run.seal import read_sealed, seal_digest
 from penstock.protocol.run.stopping import Demand, Grace, StopRequests
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.security.admission import scheduler_admission
@@ -144,6 +146,7 @@ def read_rules(run: RunDirectory) -> Rules:
         plan_scheme=run.plan.scheme,
         state_dir=str(run.state_dir.absolute()),
         state_bytes=saved_bytes(run.table),
+        since_1970_s=time.time() - monotonic_s(),
     )
 
 
@@ -181,7 +184,13 @@ def _open(
     journal = Journal(run.path / "journal.sqlite", run.run_id)
     stack.callback(journal.close)
     facts = journal.load()
-    metrics = SchedulerMetrics()
+    metrics = SchedulerMetrics(rules.config, data_samples(run))
+    metrics.recall(
+        journal.newest_line("train"),
+        journal.newest_line("eval"),
+        saved_at_s(newest),
+        facts.position,
+    )
     server = serve_metrics(metrics.registry, run, SCHEDULERD)
     stack.callback(server.close)
     _log.info("serving metrics", extra={"metrics_port": server.port})
@@ -198,6 +207,7 @@ def _open(
         metrics=metrics,
         myself=_status_of_scheduler(server.port),
         inputs=seal_digest(run.path) or "",
+        times=EffectTimes(metrics),
         trace=DecisionTrace(
             TraceLog.of_run(run.path, SCHEDULERD, run.config.observability.traced_every)
         ),
@@ -207,6 +217,18 @@ def _open(
         rules, mirror, Membership(rules, facts.pids), monotonic_s(), RunEnd.read(run.path)
     )
     return SchedulerLoop(machine, effects, events, metrics)
+
+
+def data_samples(run: RunDirectory) -> int | None:
+    """Returns the samples of one pass over the training data; None where data are made up.
+
+    Raises:
+        StateError: the data's description is damaged.
+    """
+    if not (run.path / "data" / "meta.json").exists():
+        return None
+    split = json.loads(read_sealed(run.path, "data/meta.json"))["train"]
+    return max(0, (int(split["num_tokens"]) - 1) // run.config.data.sequence_length)
 
 
 def _status_of_scheduler(metrics_port: int) -> pb.MemberStatus:
@@ -271,10 +293,11 @@ class SchedulerLoop:
                 self._loop.feed(Tick())
             if now_s >= status_due_s:
                 status_due_s = now_s + STATUS_INTERVAL_S
-                self._metrics.status(status_reply(self._machine, now_s))
+                self._metrics.update(self._machine, status_reply(self._machine, now_s))
                 if home.moved():
                     return ExitCode.INTERRUPTED
         ended = self._loop.exit
+        self._metrics.update(self._machine, status_reply(self._machine, monotonic_s()))
         self._effects.bid_farewell(status_reply(self._machine, monotonic_s()))
         if ended.reason:
             _log.error("stopping: %s", ended.reason)

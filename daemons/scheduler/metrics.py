@@ -1,4 +1,4 @@
-"""The scheduler's Prometheus metrics."""
+"""What a scheduler counts; names and meanings are in :mod:`penstock.protocol.metrics.scheduler`."""
 
 from __future__ import annotations
 
@@ -6,103 +6,141 @@ import json
 from collections import Counter as CountBy
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
+from penstock.daemons.scheduler.machine.position import Position
+from penstock.daemons.scheduler.machine.status import Observable, step_seconds
+from penstock.daemons.scheduler.machine.tally import BreakCause, Tally
+from penstock.protocol.config.schema import Config
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.metrics import LateGauge
+from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.scheduler import MEMBER_STATES, PHASES, SCHEDULER
+from penstock.shm.table import DType
 
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-_MEMBER_STATES = ("missing", "joining", "ready", "fencing")
 _GAUGES = {
-    "loss": ("penstock_scheduler_loss_nats", "Mean loss per counted token of the last attempt"),
-    "grad_norm": (
-        "penstock_scheduler_gradient_norm",
-        "Unclipped global gradient norm of the last attempt",
-    ),
-    "lr": ("penstock_scheduler_learning_rate", "Learning rate of the last attempt"),
-    "loss_scale": ("penstock_scheduler_loss_scale", "Loss scale of the last attempt"),
-    "tokens_per_second": (
-        "penstock_scheduler_tokens_per_second",
-        "Counted tokens per second of the last attempt",
-    ),
-    "bubble_ratio": (
-        "penstock_scheduler_bubble_ratio",
-        "Share of the workers' time without computation in the last attempt",
-    ),
-    "optimizer_tail_seconds": (
-        "penstock_scheduler_optimizer_tail_seconds",
-        "From the last worker's end to the decision, in the last attempt",
-    ),
+    "loss": "penstock_loss",
+    "grad_norm": "penstock_gradient_norm",
+    "lr": "penstock_learning_rate",
+    "loss_scale": "penstock_loss_scale",
 }
+"""Fields of a line of metrics, and the gauges that show the last attempt's."""
 
 
 class SchedulerMetrics:
-    """All metrics of one scheduler, in a registry of their own."""
+    """All metrics of one scheduler, in a registry of their own. Counters start at 0 with each
+    process; gauges come back from the journal.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config, data_samples: int | None) -> None:
         self.registry = CollectorRegistry()
-        self._values = {
-            key: LateGauge(name, text, self.registry) for key, (name, text) in _GAUGES.items()
-        }
-        self._eval_loss = self._gauge("evaluation_loss_nats", "Mean loss on held-out data")
-        self._version = self._gauge("committed_version", "Committed step")
-        self._epochs = Counter(
-            "penstock_scheduler_epochs",
-            "Epochs begun by this process",
-            registry=self.registry,
-        )
+        self._page = MetricPage(SCHEDULER, self.registry)
+        self._save_every = config.train.save_every
         self._epoch = 0
-        self._saved = self._gauge("saved_version", "Step of the newest saved state")
-        self._eta = self._gauge("eta_seconds", "Estimated time to the last step")
-        self._members = Gauge(
-            "penstock_scheduler_members",
-            "Members by state",
-            ["state"],
-            registry=self.registry,
-        )
-        self._attempts = Counter(
-            "penstock_scheduler_attempts",
-            "Decided attempts by decision",
-            ["decision"],
-            registry=self.registry,
-        )
-        self._tokens = Counter(
-            "penstock_scheduler_tokens", "Counted tokens of all attempts", registry=self.registry
-        )
-        self._seconds = Histogram(
-            "penstock_scheduler_attempt_seconds",
-            "Duration of attempts",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
+        self._counted = Tally()
+        self._page.set("penstock_steps", config.train.steps)
+        if data_samples is not None:
+            self._page.set("penstock_data_samples", data_samples)
+        if config.train.clip_grad_norm is not None:
+            self._page.set("penstock_clip_limit", config.train.clip_grad_norm)
+        if config.model.dtype is DType.FP16:
+            self._page.set("penstock_loss_scale_floor", config.optimizer.loss_scale_min)
+
+    def recall(
+        self, train_line: str, eval_line: str, saved_at_s: float | None, position: Position | None
+    ) -> None:
+        """Show what a scheduler before this one has left: its last lines (empty: there is none),
+        when its newest saved state was complete, and how far it came.
+        """
+        if train_line:
+            fields = json.loads(train_line)
+            self._show(fields)
+            if "time" in fields:  # lines of an older Penstock have none
+                self._page.set("penstock_last_commit_timestamp_seconds", fields["time"])
+        if eval_line:
+            self._show_evaluation(json.loads(eval_line))
+        if saved_at_s is not None:
+            self._page.set("penstock_last_snapshot_timestamp_seconds", saved_at_s)
+        if position is not None:
+            self._page.set("penstock_step", position.version)
+            self._page.set("penstock_data_position_samples", position.data_position)
 
     def line(self, metrics_json: str) -> None:
         """An attempt was decided, or an evaluation is done."""
         fields: dict[str, Any] = json.loads(metrics_json)
         if fields["phase"] == "eval":
-            if fields["loss"] is not None:
-                self._eval_loss.set(fields["loss"])
+            self._show_evaluation(fields)
+            self._page.add("penstock_evaluation_seconds", fields["seconds"])
             return
-        for key, gauge in self._values.items():
-            if fields[key] is not None:
-                gauge.set(fields[key])
-        self._attempts.labels(decision=fields["decision"]).inc()
-        self._tokens.inc(fields["tokens"])
-        self._seconds.observe(fields["seconds"])
+        self._show(fields)
+        self._page.add("penstock_attempts", 1, fields["decision"])
+        self._page.add("penstock_tokens", fields["tokens"])
+        self._page.observe("penstock_attempt_seconds", fields["seconds"])
+        self._page.add("penstock_optimizer_tail_seconds", fields["optimizer_tail_seconds"])
+        if fields["decision"] != "skip":
+            self._page.set("penstock_step", fields["step"])
+            self._page.set("penstock_last_commit_timestamp_seconds", fields["time"])
 
-    def status(self, status: pb.StatusReply) -> None:
-        """What holds now."""
-        self._version.set(status.version)
+    def announced(self, seconds: float) -> None:
+        """A decision was journaled and announced, so long after the attempt's last report."""
+        self._page.observe("penstock_commit_latency_seconds", seconds)
+
+    def went_on(self, seconds: float) -> None:
+        """The run went on, so long after a decision."""
+        self._page.add("penstock_between_attempts_seconds", seconds)
+
+    def saved(self, time_s: float) -> None:
+        """A state was saved, at ``time_s`` since 1970."""
+        self._page.set("penstock_last_snapshot_timestamp_seconds", time_s)
+
+    def ended(self, code: int) -> None:
+        """The run ends with an exit code."""
+        self._page.set("penstock_run_ended", code)
+
+    def update(self, machine: Observable, status: pb.StatusReply) -> None:
+        """Show what holds now."""
+        self._page.set("penstock_step", status.version)
+        if machine.mirror.position is not None:
+            position = machine.mirror.position.data_position
+            self._page.set("penstock_data_position_samples", position)
         if status.epoch != self._epoch:
             self._epoch = status.epoch
-            self._epochs.inc()
+            self._page.add("penstock_epochs", 1)
         if status.has_saved:
-            self._saved.set(status.saved_version)
+            self._page.set("penstock_saved_step", status.saved_version)
         if status.eta_seconds >= 0:
-            self._eta.set(status.eta_seconds)
+            self._page.set("penstock_eta_seconds", status.eta_seconds)
+        seconds = step_seconds(machine)
+        if self._save_every and seconds is not None:
+            self._page.set("penstock_save_interval_seconds", self._save_every * seconds)
         states = CountBy(member.state for member in status.members)
-        for state in _MEMBER_STATES:
-            self._members.labels(state=state).set(states[state])
+        for state in MEMBER_STATES:
+            self._page.set("penstock_members", states[state], state)
+        for phase in PHASES:
+            self._page.set("penstock_phase", float(phase == status.phase), phase)
+        self._count(machine.tally)
 
-    def _gauge(self, name: str, text: str) -> LateGauge:
-        return LateGauge(f"penstock_scheduler_{name}", text, self.registry)
+    def _count(self, tally: Tally) -> None:
+        """Add what happened since the last time."""
+        before = self._counted
+        for cause in BreakCause:
+            more = tally.broken[cause] - before.broken[cause]
+            self._page.add("penstock_attempts_broken", more, cause)
+        for seconds in tally.recoveries_s[len(before.recoveries_s) :]:
+            self._page.observe("penstock_recovery_seconds", seconds)
+        add = self._page.add
+        add("penstock_paused_seconds", tally.paused_s - before.paused_s)
+        add("penstock_saves", tally.saves_done - before.saves_done, "done")
+        add("penstock_saves", tally.saves_failed - before.saves_failed, "failed")
+        add("penstock_save_seconds", tally.save_s - before.save_s)
+        add("penstock_save_blocked_seconds", tally.save_blocked_s - before.save_blocked_s)
+        add("penstock_save_bytes", tally.saved_bytes - before.saved_bytes)
+        self._counted = tally.copy()
+
+    def _show(self, fields: dict[str, Any]) -> None:
+        for field, name in _GAUGES.items():
+            if fields[field] is not None:
+                self._page.set(name, fields[field])
+
+    def _show_evaluation(self, fields: dict[str, Any]) -> None:
+        if fields["loss"] is not None:
+            self._page.set("penstock_evaluation_loss", fields["loss"])

@@ -162,3 +162,10 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def saved_at_s(state: SavedState | None) -> float | None:
+    """Returns when a saved state was complete, in seconds since 1970; None without one."""
+    if state is None:
+        return None
+    return (Path(state.directory) / MANIFEST_NAME).stat().st_mtime

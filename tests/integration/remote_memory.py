@@ -18,7 +18,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from bench.fetch import SIZES, ZmqFetcher, memory_spec
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.run.names import ipc_address
 from penstock.shm.memory import NodeMemory

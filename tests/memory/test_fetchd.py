@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.daemons.fetch.agent import find_module, why_not
 from penstock.daemons.fetch.peers import Peers
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import LostMemberError, ProtocolError
 from penstock.protocol.run.names import ipc_address

@@ -114,8 +114,8 @@ def test_hello_names_the_process_and_its_ports(
     with page:
         text = page.read().decode()
     assert "penstock_memoryd_holds_model 0.0" in text
-    assert 'penstock_memoryd_segment_bytes{segment="weights"} 24576.0' in text
-    assert 'penstock_memoryd_huge_page_bytes{segment="weights"} 0.0' in text  # smaller than one
+    assert 'penstock_shm_segment_bytes{segment="weights"} 24576.0' in text
+    assert 'penstock_shm_huge_page_bytes{segment="weights"} 0.0' in text  # smaller than one
 
 
 def test_sigterm_keeps_the_memory(make_run: Any, scheduler: Any, start_memoryd: Any) -> None:

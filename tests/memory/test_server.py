@@ -19,7 +19,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
@@ -107,7 +107,7 @@ def test_weights_over_both_sockets(served: Served, client: BlockClient) -> None:
         client.fetch(address, served.request(), out, timeout_s=5.0)
         assert np.array_equal(out, expected)
     assert served.server.endpoint.startswith("tcp://127.0.0.1:")
-    assert served.value("served_bytes_total", array="weights") == 2 * expected.nbytes
+    assert served.value("served_bytes_total") == 2 * expected.nbytes
     assert served.value("requests_total", kind="weights", status="ok") == 2
 
 

@@ -23,7 +23,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from penstock import _native
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb

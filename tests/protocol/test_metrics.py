@@ -13,10 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
-from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.metrics import LateGauge, listen, serve_metrics
 from penstock.protocol.run.names import expected_members
 from penstock.protocol.run.rundir import RunDirectory
@@ -142,25 +140,10 @@ def test_what_was_not_measured_is_absent() -> None:
     worker.set_peak(7)
     assert registry.get_sample_value("penstock_worker_peak_device_bytes") == 7
 
-    scheduler = SchedulerMetrics()
-    scheduler.status(pb.StatusReply(version=0, epoch=1, eta_seconds=-1))
-    text = generate_latest(scheduler.registry).decode()
-    absent = ("loss", "gradient_norm", "learning_rate", "evaluation", "eta", "saved_version")
-    assert [word for word in absent if f"penstock_scheduler_{word}" in text] == []
-    scheduler.status(pb.StatusReply(version=3, epoch=1, eta_seconds=9, has_saved=True))
-    assert scheduler.registry.get_sample_value("penstock_scheduler_eta_seconds") == 9
-    assert scheduler.registry.get_sample_value("penstock_scheduler_saved_version") == 0
-
 
 def test_epochs_are_counted_not_measured() -> None:
-    scheduler = SchedulerMetrics()
-    for epoch in (41, 41, 42):
-        scheduler.status(pb.StatusReply(epoch=epoch, eta_seconds=-1))
-    assert scheduler.registry.get_sample_value("penstock_scheduler_epochs_total") == 2
     registry = CollectorRegistry()
     optimizer = OptimizerMetrics(registry)
     for epoch in (0, 7, 7, 9):
         optimizer.in_epoch(epoch)
     assert registry.get_sample_value("penstock_optimizer_epochs_total") == 2
-    for found in (registry, scheduler.registry):
-        assert "_epoch " not in generate_latest(found).decode()

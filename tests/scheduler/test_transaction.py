@@ -291,6 +291,7 @@ def test_metrics_line(live: Driver) -> None:
         "epoch": 1,
         "bubble_ratio": 1.0 - 1.5 / 4.0,
         "optimizer_tail_seconds": 3.25,  # since the later one's last gradient
+        "time": 1004.0,
     }
     assert live.status.eta_seconds == 99 * 4.0
     live.run_attempt(math.nan)

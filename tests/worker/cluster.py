@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from penstock._native import undo_bytes
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.models.binding import pack
 from penstock.models.checkpoints.initial import initial_blocks

@@ -19,7 +19,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.memory.effects import MemoryMetrics
+from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.models.data.batch import MicroBatch
 from penstock.planner.configured import build_plan

@@ -40,6 +40,7 @@ from penstock.daemons.scheduler.machine.requests import Next, Requests, SavePace
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.daemons.scheduler.machine.save_evaluate_shutdown import Evaluation, Saving, Shutdown
 from penstock.daemons.scheduler.machine.status import Chronicle, Kind, status_reply
+from penstock.daemons.scheduler.machine.tally import BreakCause, Tally
 from penstock.daemons.scheduler.machine.transaction import Transaction
 from penstock.protocol.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -81,6 +82,7 @@ class SchedulerMachine:
         self.reports: Mapping[str, pb.AttemptDone] = {}
         """Of workers, on the last attempt."""
         self.chronicle = Chronicle()
+        self.tally = Tally()
         self.hangs = Hangs(rules.config.cluster.attempt_timeout_s)
         self._pace = SavePace(rules.state_bytes, len(rules.memoryds))
         self._now_s = now_s
@@ -119,6 +121,8 @@ class SchedulerMachine:
     def _notice_jump(self, now_s: float) -> None:
         """After the scheduler itself was stopped, everyone gets a full deadline again."""
         gap_s, self._now_s = now_s - self._now_s, now_s
+        if self.live and self.activity is None:
+            self.tally.paused_s += gap_s
         if gap_s <= self.rules.config.cluster.heartbeat_timeout_s / 2:
             return
         self.members.forgive(now_s)
@@ -135,14 +139,18 @@ class SchedulerMachine:
             effects.append(Beat())
         if isinstance(self.activity, Shutdown):
             return effects
-        lost = self.members.overdue(now_s)
+        lost = {
+            name: (BreakCause.SILENT if name in self.members.present else BreakCause.LOST, reason)
+            for name, reason in self.members.overdue(now_s).items()
+        }
         activity = self.activity
         if activity is not None and activity.deadline_s is not None:
             if now_s > activity.deadline_s:
-                late = dict.fromkeys(activity.waiting, f"no answer while {activity.phase.value}")
+                reason = f"no answer while {activity.phase.value}"
+                late = dict.fromkeys(activity.waiting, (BreakCause.HUNG, reason))
                 lost = late | lost
         for name in sorted(lost):
-            effects += self._lose(name, lost[name])
+            effects += self._lose(name, *lost[name])
         return effects + self._end_hang(now_s)
 
     def _end_hang(self, now_s: float) -> list[Effect]:
@@ -155,8 +163,10 @@ class SchedulerMachine:
         what = self.activity.title
         names = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
         self.hangs.in_a_row += 1
-        self._break_epoch(f"{what} hung: {names}", now_s)
-        effects = [effect for name in hung for effect in self._lose(name, hung[name])]
+        self._break_epoch(BreakCause.HUNG, f"{what} hung: {names}", now_s)
+        effects = [
+            effect for name in hung for effect in self._lose(name, BreakCause.HUNG, hung[name])
+        ]
         if self.hangs.in_a_row >= MAX_IN_A_ROW:
             error = (
                 f"{what} after step {self.mirror.version} hung {self.hangs.in_a_row} times in a"
@@ -177,7 +187,7 @@ class SchedulerMachine:
             return effects + self.activity.joined(name)
         if self.members.role_of(name) is not Role.NODE:
             # In a live epoch everyone was there: this process is new, or missed messages.
-            self._break_epoch(f"{name} joined anew", now_s)
+            self._break_epoch(BreakCause.LOST, f"{name} joined anew", now_s)
         return effects
 
     def _on_received(self, event: Received, now_s: float) -> list[Effect]:
@@ -207,6 +217,7 @@ class SchedulerMachine:
     def _on_failed(self, name: str, body: pb.Failed, now_s: float) -> list[Effect]:
         if isinstance(self.activity, Shutdown):
             return []
+        self._count_break(BreakCause.FAILED, now_s)
         return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))
 
     def _on_cut_off(self, name: str, body: pb.CutOff, now_s: float) -> list[Effect]:
@@ -215,11 +226,11 @@ class SchedulerMachine:
         if ending or body.epoch != self.mirror.epoch or not (self.live or self.activity):
             return []
         said = f"{name}: {body.loss}"
-        self._break_epoch(said, now_s)
+        self._break_epoch(BreakCause.OTHER, said, now_s)
         return [Say(text=said, warning=True)]
 
     def _on_hello(self, name: str, body: pb.Hello, now_s: float) -> list[Effect]:
-        return self._lose(name, "a second Hello on one stream")
+        return self._lose(name, BreakCause.OTHER, "a second Hello on one stream")
 
     def _on_closed(self, event: StreamClosed, now_s: float) -> list[Effect]:
         if isinstance(self.activity, Shutdown):
@@ -227,24 +238,30 @@ class SchedulerMachine:
             return []
         name, effects = self.members.closed(event.stream, now_s)
         if name is not None and self.members.role_of(name) is not Role.NODE:
-            self._break_epoch(f"{name} was lost", now_s)
+            self._break_epoch(BreakCause.LOST, f"{name} was lost", now_s)
         return effects
 
-    def _lose(self, name: str, reason: str) -> list[Effect]:
+    def _lose(self, name: str, cause: BreakCause, reason: str) -> list[Effect]:
         if self.members.role_of(name) is not Role.NODE:
-            self._break_epoch(f"{name} was lost: {reason}", self._now_s)
+            self._break_epoch(cause, f"{name} was lost: {reason}", self._now_s)
         return self.members.lose(name, reason, self._now_s)
 
-    def _break_epoch(self, reason: str, now_s: float) -> None:
+    def _break_epoch(self, cause: BreakCause, reason: str, now_s: float) -> None:
         """Drop what was going on; only what is journaled counts."""
         if isinstance(self.activity, Shutdown) or (self.activity is None and not self.live):
             return
+        self._count_break(cause, now_s)
         if self.live:
             self.chronicle.broke(self.mirror.version, reason, now_s)
         self.live = False
         self.activity = None
         self.message = reason
         self._requests.epoch_broke(now_s)
+
+    def _count_break(self, cause: BreakCause, now_s: float) -> None:
+        if self.live:
+            attempting = isinstance(self.activity, Transaction)
+            self.tally.epoch_broke(cause, now_s, attempting=attempting)
 
     # ---- what next ----
 
@@ -262,6 +279,8 @@ class SchedulerMachine:
             if not self.activity.started:
                 self.activity.started, self.activity.started_s = True, now_s
                 self.hangs.started(now_s)
+                if isinstance(self.activity, Transaction):
+                    self.tally.attempt_began(now_s)
                 effects += self.activity.start(now_s)
             if isinstance(self.activity, Shutdown):
                 return effects + self.activity.look(now_s)
@@ -318,7 +337,8 @@ class SchedulerMachine:
         elif isinstance(activity, (Transaction, Evaluation)):
             expected_s = activity.started_s + max(self.attempt_seconds, default=0.0)
             if self._pace.forgoes(max(now_s, expected_s), deadline):
-                self._break_epoch(f"{activity.title} was dropped: the time to stop is short", now_s)
+                reason = f"{activity.title} was dropped: the time to stop is short"
+                self._break_epoch(BreakCause.ASKED, reason, now_s)
 
     def _out_of_time(self) -> Shutdown:
         if not self.mirror.unsaved:
@@ -381,14 +401,17 @@ class SchedulerMachine:
 
     def _saving_done(self, saving: Saving) -> list[Effect]:
         self.hangs.finished(0.0)
+        last = bool(self._requests.stop_reason) or is_last(self.rules, self.mirror)
+        seconds = self._now_s - saving.started_s
+        self.tally.saved(saving.num_bytes, seconds, blocked=not last, error=saving.error)
         if not saving.error:
-            self._pace.finished(self._now_s - saving.started_s)
+            self._pace.finished(seconds)
             self._note_save(saving)
             return []
         error = f"saving step {saving.version} failed: {saving.error}"
         self.chronicle.add(Kind.SAVE_FAILED, saving.version, self._now_s, text=saving.error)
         effects = self._requests.answer_snapshots(self.mirror, error)
-        if self._requests.stop_reason or is_last(self.rules, self.mirror):
+        if last:
             return effects + self._fail(f"{error}; its memory is kept", ExitCode.NO_MEMORY)
         self.message, self._requests.save_failed_at = error, saving.version
         return [*effects, Say(text=f"{error}; training goes on", warning=True)]
@@ -451,6 +474,7 @@ class SchedulerMachine:
             self._requests.stop("stopped by a signal", event.within_s, now_s)
             return []
         if not isinstance(self.activity, Shutdown):
+            self._count_break(BreakCause.ASKED, now_s)
             reason = "stopped by a second signal; the memory is kept for the next start"
             self.activity = self._shut_down(
                 keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED

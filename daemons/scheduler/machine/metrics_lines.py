@@ -18,11 +18,14 @@ from penstock.shm.control import CommitRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptTimes:
-    """Clock readings of one attempt: start, end of the last compute instruction, decision."""
+    """Clock readings of one attempt: start, end of the last compute instruction, decision;
+    ``since_1970_s`` is what the clock lacks to seconds since 1970.
+    """
 
     started_s: float
     computed_s: float
     decided_s: float
+    since_1970_s: float = 0.0
 
 
 def attempt_line(
@@ -45,7 +48,8 @@ def attempt_line(
     the slowest, in which they computed nothing. ``peak_device_bytes`` is that of the device that
     held most, left out where none was measured. ``optimizer_tail_seconds`` runs from the end of the
     last compute instruction of any worker, when the last gradient is there, to the decision: copies
-    to the host, sweeps, messages, amends. Values that are no finite number become null.
+    to the host, sweeps, messages, amends. ``time`` is when it was decided, in seconds since 1970.
+    Values that are no finite number become null.
     """
     done = list(reports)
     tokens = sum(report.loss_tokens for report in done)
@@ -68,6 +72,7 @@ def attempt_line(
         epoch=epoch,
         bubble_ratio=max(0.0, 1.0 - busy / (len(done) * wall)) if wall > 0 else 0.0,
         optimizer_tail_seconds=max(0.0, times.decided_s - times.computed_s),
+        time=round(times.decided_s + times.since_1970_s, 3),
         **({"peak_device_bytes": peak_bytes} if peak_bytes else {}),
         **_mark(emulated),
     )
@@ -80,9 +85,12 @@ def evaluation_line(
     reports: Iterable[pb.EvaluationDone],
     epoch: int,
     seconds: float,
+    time_s: float,
     emulated: bool = False,
 ) -> str:
-    """Returns the line of an evaluation: loss and perplexity on held-out data at ``version``."""
+    """Returns the line of an evaluation: loss and perplexity on held-out data at ``version``, done
+    at ``time_s`` since 1970.
+    """
     done = list(reports)
     tokens = sum(report.loss_tokens for report in done)
     loss = _mean_loss(done, tokens)
@@ -102,6 +110,7 @@ def evaluation_line(
         epoch=epoch,
         bubble_ratio=None,
         optimizer_tail_seconds=None,
+        time=round(time_s, 3),
         **_mark(emulated),
     )
 

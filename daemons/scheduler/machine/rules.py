@@ -74,7 +74,8 @@ class Deadlines:
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
-    optimizerd of every block; ``state_bytes``: of a saved state, over all nodes.
+    optimizerd of every block; ``state_bytes``: of a saved state, over all nodes; ``since_1970_s``:
+    what to add to the machine's clock for seconds since 1970.
     """
 
     run_id: str
@@ -86,6 +87,7 @@ class Rules:
     plan_scheme: str
     state_dir: str
     state_bytes: int = 0
+    since_1970_s: float = 0.0
     deadlines: Deadlines = Deadlines()
 
     @cached_property

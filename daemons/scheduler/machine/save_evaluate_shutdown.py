@@ -40,6 +40,11 @@ class Saving(Activity):
         self._files: list[tuple[str, int, str]] = []
 
     @property
+    def num_bytes(self) -> int:
+        """What was written so far."""
+        return sum(size for _, size, _ in self._files)
+
+    @property
     def unfinished(self) -> tuple[str, ...]:
         """optimizerds that settle, then memoryds that write."""
         return tuple(sorted(self.waiting))
@@ -144,6 +149,7 @@ class Evaluation(Activity):
             reports=[self._reports[worker] for worker in self.rules.workers],
             epoch=self.mirror.epoch,
             seconds=self.seconds,
+            time_s=now_s + self.rules.since_1970_s,
             emulated=self.rules.emulated,
         )
         return [self.mirror.evaluate(self._number, line), AppendMetrics(metrics_json=line)]

@@ -15,6 +15,7 @@ from penstock.daemons.scheduler.machine.activity import Activity
 from penstock.daemons.scheduler.machine.membership import Hangs, Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
+from penstock.daemons.scheduler.machine.tally import Tally
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 KEPT = 24
@@ -122,6 +123,8 @@ class Observable(Protocol):
     hangs: Hangs
     reports: Mapping[str, pb.AttemptDone]
 
+    tally: Tally
+
     @property
     def attempt_seconds(self) -> Sequence[float]:
         """How long the last attempts took."""
@@ -182,7 +185,14 @@ def _explanation(machine: Observable) -> str:
 
 def _eta_s(machine: Observable) -> float:
     """Returns the seconds to the last step at the pace of the last attempts; negative: unknown."""
-    if not machine.attempt_seconds:
+    seconds = step_seconds(machine)
+    if seconds is None:
         return -1.0
-    left = max(0, machine.rules.config.train.steps - machine.mirror.version)
-    return left * sum(machine.attempt_seconds) / len(machine.attempt_seconds)
+    return max(0, machine.rules.config.train.steps - machine.mirror.version) * seconds
+
+
+def step_seconds(machine: Observable) -> float | None:
+    """Returns the mean of the last attempts' seconds; None before the first."""
+    if not machine.attempt_seconds:
+        return None
+    return sum(machine.attempt_seconds) / len(machine.attempt_seconds)

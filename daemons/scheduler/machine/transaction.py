@@ -236,6 +236,7 @@ class Transaction(Activity):
                 started_s=self.started_s,
                 computed_s=self._computed_s,
                 decided_s=now_s,
+                since_1970_s=self.rules.since_1970_s,
             ),
             emulated=self.rules.emulated,
         )

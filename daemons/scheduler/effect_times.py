@@ -1,0 +1,88 @@
+"""How long the scheduler takes to decide and to go on, told from the effects that are carried out.
+
+The machine's clock stands still while it decides; what takes time is the journal, and messages::
+
+    last report | (amending …) journal, announce | metrics | next attempt announced
+                |--------- commit latency -------|
+                               |--------- between attempts ----------|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from penstock.daemons.scheduler.machine.events import (
+    AppendMetrics,
+    Effect,
+    JournalDecision,
+    JournalEpoch,
+    PrepareSave,
+    Send,
+)
+from penstock.daemons.scheduler.metrics import SchedulerMetrics
+from penstock.protocol.run.process import monotonic_s
+
+_GOING_ON = frozenset({"run_attempt", "evaluate"})
+
+
+class EffectTimes:
+    """Counts into ``metrics``."""
+
+    def __init__(self, metrics: SchedulerMetrics, clock: Callable[[], float] = monotonic_s) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._reported_s: float | None = None
+        self._decided_s: float | None = None
+        self._settling_s: float | None = None
+
+    def begins(self, effect: Effect) -> None:
+        """An effect is about to be carried out."""
+        handler = self._HANDLERS.get(type(effect))
+        if handler is not None:
+            handler(self, effect)
+
+    def done(self) -> None:
+        """A list of effects was carried out. Who has nothing to announce now, waits for a call."""
+        if self._settling_s is None:
+            self._go_on(self._clock())
+
+    def _on_send(self, effect: Send) -> None:
+        kind = effect.message.WhichOneof("body")
+        if kind == "amend" and self._reported_s is None:
+            self._reported_s = self._clock()
+        elif kind == "settle" and self._settling_s is None:
+            self._settling_s = self._clock()
+        elif kind in _GOING_ON:
+            self._go_on(self._clock())
+
+    def _on_decision(self, effect: JournalDecision) -> None:
+        if effect.metrics_json:  # a RESTORE decides about no attempt
+            self._decided_s = self._clock()
+            if self._reported_s is None:
+                self._reported_s = self._decided_s
+
+    def _on_metrics(self, effect: AppendMetrics) -> None:
+        if self._reported_s is not None:
+            self._metrics.announced(self._clock() - self._reported_s)
+            self._reported_s = None
+
+    def _on_save(self, effect: PrepareSave) -> None:
+        """Members settled for a save, not to take back a step."""
+        self._go_on(self._settling_s)
+
+    def _on_epoch(self, effect: JournalEpoch) -> None:
+        self._reported_s = self._decided_s = self._settling_s = None
+
+    def _go_on(self, now_s: float | None) -> None:
+        if self._decided_s is not None and now_s is not None:
+            self._metrics.went_on(now_s - self._decided_s)
+        self._decided_s = self._settling_s = None
+
+    _HANDLERS: ClassVar[Mapping[type, Callable[[EffectTimes, Any], None]]] = {
+        Send: _on_send,
+        JournalDecision: _on_decision,
+        AppendMetrics: _on_metrics,
+        PrepareSave: _on_save,
+        JournalEpoch: _on_epoch,
+    }
