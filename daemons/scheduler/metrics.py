@@ -9,8 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.scheduler.machine.position import Position
-from penstock.daemons.scheduler.machine.status import Observable, step_seconds
-from penstock.daemons.scheduler.machine.tally import BreakCause, Tally
+from penstock.daemons.scheduler.machine.status import BreakCause, Observable, Tally, step_seconds
 from penstock.protocol.config.schema import Config
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.page import MetricPage

@@ -60,8 +60,9 @@ class Metric:
     def make(self) -> MetricWrapperBase:
         """Returns the metric itself, with the samples that it has from the start."""
         options = {"buckets": self.buckets} if self.buckets else {}
+        labels = () if self.kind is Kind.INFO else tuple(self.labels)
         made: MetricWrapperBase = self.kind.value(
-            self.name, self.text, tuple(self.labels), registry=None, **options
+            self.name, self.text, labels, registry=None, **options
         )
         if self.labels and self.kind is Kind.COUNTER and not self.sparse:
             for values in self.combinations():

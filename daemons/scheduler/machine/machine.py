@@ -39,8 +39,13 @@ from penstock.daemons.scheduler.machine.mirror import JournalMirror, SavedState
 from penstock.daemons.scheduler.machine.requests import Next, Requests, SavePace, choose, is_last
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.daemons.scheduler.machine.save_evaluate_shutdown import Evaluation, Saving, Shutdown
-from penstock.daemons.scheduler.machine.status import Chronicle, Kind, status_reply
-from penstock.daemons.scheduler.machine.tally import BreakCause, Tally
+from penstock.daemons.scheduler.machine.status import (
+    BreakCause,
+    Chronicle,
+    Kind,
+    Tally,
+    status_reply,
+)
 from penstock.daemons.scheduler.machine.transaction import Transaction
 from penstock.protocol.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb

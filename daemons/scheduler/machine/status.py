@@ -1,13 +1,14 @@
 """What ``penstock status`` shows: the machine's state as a message, with what happened lately:
 losses, saves, pauses. (Steps are not among it: ``metrics.jsonl`` has a line of each.) Nothing is
-decided by what is kept for this, and a scheduler that is replaced begins anew.
+decided by what is kept for this, and a scheduler that is replaced begins anew. So does what is
+counted for metrics (:class:`Tally`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -15,7 +16,6 @@ from penstock.daemons.scheduler.machine.activity import Activity
 from penstock.daemons.scheduler.machine.membership import Hangs, Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
-from penstock.daemons.scheduler.machine.tally import Tally
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 KEPT = 24
@@ -108,6 +108,65 @@ class Chronicle:
             )
             for kept in self._kept
         ]
+
+
+class BreakCause(StrEnum):
+    """Why an attempt was dropped undecided. ``LOST``: a process died, or its stream ended;
+    ``SILENT``: it says nothing any more; ``HUNG``: it lives and gets nowhere; ``FAILED``: it said
+    itself that it cannot go on; ``ASKED``: somebody stops the run, and time is short.
+    """
+
+    LOST = "lost_member"
+    SILENT = "silent_member"
+    HUNG = "hung_member"
+    FAILED = "failed_member"
+    ASKED = "asked"
+    OTHER = "other"
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """``broken``: attempts; ``recoveries_s``: how long each took, from the break of an epoch to the
+    next attempt; ``save_blocked_s``: of saves while more steps waited; ``broke_at_s``: while no
+    attempt has begun since.
+    """
+
+    broken: Counter[BreakCause] = field(default_factory=Counter)
+    recoveries_s: list[float] = field(default_factory=list)
+    paused_s: float = 0.0
+    saves_done: int = 0
+    saves_failed: int = 0
+    save_s: float = 0.0
+    save_blocked_s: float = 0.0
+    saved_bytes: int = 0
+    broke_at_s: float | None = None
+
+    def epoch_broke(self, cause: BreakCause, now_s: float, *, attempting: bool) -> None:
+        """An epoch is over before its time; ``attempting``: with an attempt under way."""
+        if attempting:
+            self.broken[cause] += 1
+        if self.broke_at_s is None:
+            self.broke_at_s = now_s
+
+    def attempt_began(self, now_s: float) -> None:
+        """The run goes on."""
+        if self.broke_at_s is not None:
+            self.recoveries_s.append(now_s - self.broke_at_s)
+            self.broke_at_s = None
+
+    def saved(self, num_bytes: int, seconds: float, *, blocked: bool, error: str) -> None:
+        """A save is over; ``blocked``: more steps waited for it."""
+        self.save_s += seconds
+        self.save_blocked_s += seconds if blocked else 0.0
+        if error:
+            self.saves_failed += 1
+        else:
+            self.saves_done += 1
+            self.saved_bytes += num_bytes
+
+    def copy(self) -> Tally:
+        """Returns what there is now."""
+        return replace(self, broken=Counter(self.broken), recoveries_s=list(self.recoveries_s))
 
 
 class Observable(Protocol):
