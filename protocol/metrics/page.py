@@ -116,7 +116,8 @@ class MetricPage(Collector):
 
     def __init__(self, metrics: Iterable[Metric], registry: CollectorRegistry) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
-        self._made = {m.name: m.make() for m in self._metrics.values() if not m.absent}
+        there = (m for m in self._metrics.values() if not m.absent and m.kind is not Kind.INFO)
+        self._made = {metric.name: metric.make() for metric in there}
         self._lock = threading.Lock()
         self._refreshing: list[Callable[[], None]] = []
         registry.register(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.metrics.memory import MEMORY
@@ -23,8 +24,8 @@ Written by `make docs` from `protocol/metrics/`: what each process of a run tell
   process; rates are made in queries: `rate(penstock_tokens_total[1m])` are tokens per second.
 * To every sample the node's exporter adds `run`, `node`, `process` and, of workers, `device`.
 * What is not known is absent, not 0.
-* *Series* is how many a process has at most: labels have the values listed, and no others. No step,
-  attempt, block or stage is a label.
+* The number of series is what a process has at most: labels have the values listed, and no others.
+  No step, attempt, block or stage is a label.
 """
 
 
@@ -32,29 +33,28 @@ def markdown() -> str:
     """Returns the page."""
     parts = [_HEAD]
     for process, metrics in PROCESSES.items():
-        parts.append(f"\n## {process}\n\n| metric | type | labels | series | what it says |\n")
-        parts.append("| --- | --- | --- | --- | --- |\n")
-        parts += [_row(metric) for metric in metrics]
+        parts.append(f"\n## {process}\n\n")
+        parts += [_entry(metric) for metric in metrics]
     return "".join(parts)
 
 
-def _row(metric: Metric) -> str:
-    labels = "<br>".join(
-        f"`{label}`: {values if isinstance(values, str) else ', '.join(values)}"
-        for label, values in metric.labels.items()
-    )
-    text = metric.text + (f" Absent {metric.absent}." if metric.absent else "")
-    cells = (f"`{metric.full_name}`", metric.kind.name.lower(), labels, _series(metric), text)
-    return f"| {' | '.join(cells)} |\n"
+def _entry(metric: Metric) -> str:
+    said = [f"* `{metric.full_name}`: {metric.kind.name.lower()}, {_series(metric)}. {metric.text}"]
+    if metric.absent:
+        said.append(f"Absent {metric.absent}.")
+    for label, values in metric.labels.items():
+        named = values if isinstance(values, str) else ", ".join(values)
+        said.append(f"Label `{label}`: {named}.")
+    return textwrap.fill(" ".join(said), 100, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
 def _series(metric: Metric) -> str:
     if any(isinstance(values, str) for values in metric.labels.values()):
-        return "few"
-    combinations = len(list(metric.combinations()))
+        return "a few series"
+    count = len(list(metric.combinations()))
     if metric.kind is Kind.HISTOGRAM:
-        return str(combinations * (len(metric.buckets) + 3))  # the infinite one, sum, count
-    return str(combinations)
+        count *= len(metric.buckets) + 3  # the infinite one, sum, count
+    return "1 series" if count == 1 else f"{count} series"
 
 
 if __name__ == "__main__":
