@@ -10,9 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
-PYTHON_PATHS := client daemons deploy models planner protocol shm workers src tests bench
+PYTHON_PATHS := client daemons deploy grafana models planner protocol shm workers src tests bench
 
-.PHONY: train test check integration soak bench papers docs proto format clean
+.PHONY: train test check integration soak bench papers docs dashboards proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -54,6 +54,10 @@ docs: $(STAMP)
 	$(BIN)/penstock config --markdown > docs/CONFIGURATION.md
 	$(BIN)/penstock config --json-schema > docs/penstock.schema.json
 	$(BIN)/python -m penstock.protocol.metrics.reference > docs/METRICS.md
+
+## Grafana's dashboards, after an edit of grafana/dashboards/.
+dashboards: $(STAMP)
+	$(BIN)/python -m penstock.grafana.dashboards grafana/generated
 
 ## Generated code of the wire protocol, after an edit of protocol/scheduler.proto.
 proto: $(STAMP)

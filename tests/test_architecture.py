@@ -18,7 +18,17 @@ import pytest
 from penstock.protocol.platforms.registry import PLATFORMS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("shm", "protocol", "planner", "daemons", "workers", "models", "deploy", "client")
+FOLDERS = (
+    "shm",
+    "protocol",
+    "planner",
+    "daemons",
+    "workers",
+    "models",
+    "deploy",
+    "grafana",
+    "client",
+)
 
 MAY_IMPORT = {
     "shm": set(),
@@ -28,7 +38,8 @@ MAY_IMPORT = {
     "daemons": {"shm", "protocol", "planner"},
     "workers": {"shm", "protocol", "planner", "models"},
     "deploy": {"shm", "protocol"},
-    "client": {"shm", "protocol", "planner", "daemons", "deploy"},
+    "grafana": {"protocol"},
+    "client": {"shm", "protocol", "planner", "daemons", "deploy", "grafana"},
 }
 """Beside itself. The client starts what needs torch (workers, models) as processes."""
 
@@ -75,6 +86,12 @@ FLOORS = {
         peers session
         epoch_builder
         main""",
+    "grafana": """dashboards.colors dashboards.queries
+        dashboards.panels
+        dashboards.frame dashboards.shared
+        dashboards.overview dashboards.time dashboards.memory dashboards.recovery dashboards.node
+        dashboards.generating
+        dashboards.__main__""",
     "client": """cli launch
         planning
         watching placement capacity

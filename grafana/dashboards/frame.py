@@ -1,0 +1,130 @@
+"""What all dashboards have around their panels: variables, links to each other, annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models import dashboard as model
+
+from penstock.grafana.dashboards.panels import DATASOURCE
+from penstock.grafana.dashboards.queries import RUN
+
+Panels: TypeAlias = list[Builder[Any]]
+
+TAG = "penstock"
+WINDOWS = "15s,30s,1m,2m,5m,15m,1h,6h"
+PUBLISHED = {
+    "NVIDIA GPUs (DCGM exporter)": "https://grafana.com/grafana/dashboards/12239",
+    "The machine (node exporter)": "https://grafana.com/grafana/dashboards/1860",
+}
+"""Dashboards of others that show what Penstock does not measure, by their page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A row of a dashboard with its panels; ``folded`` ones are opened by a click."""
+
+    title: str
+    panels: Sequence[Builder[Any]]
+    folded: bool = False
+
+
+def dashboard(
+    name: str, title: str, why: str, sections: Sequence[Section], *, published: bool = False
+) -> model.Dashboard:
+    """Returns a dashboard; ``name`` is the end of its id and of its file's name. With ``published``
+    it has links to the dashboards of others.
+    """
+    made = build.Dashboard(f"Penstock / {title}").uid(f"penstock-{name}").description(why)
+    made.tags([TAG]).timezone("browser").time("now-1h", "now").refresh("10s")
+    made.tooltip(model.DashboardCursorSync.CROSSHAIR).readonly()
+    for variable in _variables():
+        made.with_variable(variable)
+    for annotation in _annotations():
+        made.annotation(annotation)
+    made.link(
+        build.DashboardLink("Penstock")
+        .type(model.DashboardLinkType.DASHBOARDS)
+        .tags([TAG])
+        .as_dropdown(False)
+        .include_vars(True)
+        .keep_time(True)
+    )
+    for text, url in PUBLISHED.items() if published else ():
+        link = build.DashboardLink(text).type(model.DashboardLinkType.LINK).url(url)
+        made.link(link.icon("external link").target_blank(True).tooltip(f"Import by its id: {url}"))
+    for section in sections:
+        row = build.Row(section.title)
+        if section.folded:
+            for panel in section.panels:
+                row.with_panel(panel)
+            made.with_row(row.collapsed(True))
+            continue
+        made.with_row(row)
+        for panel in section.panels:
+            made.with_panel(panel)
+    return _numbered(made.build())
+
+
+def _numbered(made: model.Dashboard) -> model.Dashboard:
+    """Gives panels their numbers, which links to a single panel use."""
+    number = 0
+    for panel in made.panels or []:
+        number += 1
+        panel.id_val = number
+        for inner in panel.panels if isinstance(panel, model.RowPanel) else ():
+            number += 1
+            inner.id_val = number
+    return made
+
+
+def _variables() -> list[Builder[model.VariableModel]]:
+    """Data source, run, nodes of the run, and the window of averages."""
+    source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
+    run = build.QueryVariable("run").label("Run").datasource(DATASOURCE)
+    run.query("label_values(penstock_step, run)").refresh(
+        model.VariableRefresh.ON_TIME_RANGE_CHANGED
+    )
+    run.sort(model.VariableSort.ALPHABETICAL_ASC)
+    node = build.QueryVariable("node").label("Nodes").datasource(DATASOURCE)
+    node.query(f"label_values(penstock_build_info{{{RUN}}}, node)").multi(True).include_all(True)
+    node.all_value(".*").refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    node.current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    node.sort(model.VariableSort.NATURAL_ASC)
+    window = build.IntervalVariable("window").label("Averaged over").values(WINDOWS)
+    window.auto(True).step_count(60).min_interval("1m")
+    automatic = "$__auto_interval_window"
+    window.current(model.VariableOption(selected=True, text="auto", value=automatic))
+    window.description("Rates are averages over this time: let it hold several steps")
+    return [source, run, node, window]
+
+
+def _annotations() -> list[Builder[model.AnnotationQuery]]:
+    """What happened, as marks in all panels over time."""
+    happened = (
+        (
+            "Broken attempts",
+            "red",
+            f"sum by (cause) (increase(penstock_attempts_broken_total{{{RUN}}}[$__rate_interval]))"
+            " > 0",
+        ),
+        ("Saves", "blue", f"changes(penstock_saved_step{{{RUN}}}[$__rate_interval]) > 0"),
+        (
+            "Alerts",
+            "orange",
+            f'ALERTS{{{RUN}, alertstate="firing", alertname!="PenstockWatchdog"}}',
+        ),
+    )
+    return [
+        build.AnnotationQuery()
+        .name(name)
+        .datasource(DATASOURCE)
+        .enable(name != "Saves")
+        .icon_color(color)
+        .expr(expr)
+        for name, color, expr in happened
+    ]
