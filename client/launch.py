@@ -36,6 +36,9 @@ PROCESSES = {
     ),
     "fetchd": ProcessKind(module="penstock.daemons.fetch.main", arguments=("node",)),
     "observerd": ProcessKind(module="penstock.daemons.observer.main", arguments=()),
+    "metricsd": ProcessKind(
+        module="penstock.daemons.metrics.main", arguments=("node", "processes")
+    ),
     "schedulerd": ProcessKind(
         module="penstock.daemons.scheduler.main", arguments=("port", "grace_seconds")
     ),
@@ -73,6 +76,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("process", choices=sorted(PROCESSES))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--node")
+    parser.add_argument("--processes")
     parser.add_argument("--device", type=int)
     parser.add_argument("--port", type=int)
     parser.add_argument("--scheduler")

@@ -339,6 +339,19 @@ def observerd(config: ProcessConfig, parent_pid: ParentOption = None) -> None:
 
 
 @app.command()
+def metricsd(
+    config: ProcessConfig,
+    node_name: NodeOption,
+    processes: Annotated[
+        str | None, typer.Option(help="Names of the node's processes, with commas between them.")
+    ] = None,
+    parent_pid: ParentOption = None,
+) -> None:
+    """Serve the metrics of one node's processes, in the foreground."""
+    _launch("metricsd", config, parent_pid, node=node_name, processes=processes)
+
+
+@app.command()
 def schedulerd(
     config: ProcessConfig,
     port: Annotated[int, typer.Option(help="Port to listen on.")],
@@ -386,7 +399,7 @@ def status(
         from penstock.protocol.security.identity import Role
 
         with connect(run_dir, endpoint, keys, Role.LOOK) as client:
-            show_status(client, as_json=as_json, console=Console())
+            show_status(client, as_json=as_json, console=Console(), run_dir=run_dir)
 
 
 @app.command("list", epilog="Example: penstock list --json")

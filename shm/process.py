@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -55,6 +57,45 @@ def is_stopped(pid: int) -> bool:
     """
     fields = _stat(pid)
     return fields is not None and fields[0] == "T"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUsage:
+    """What a living process has used: CPU time of all its threads, and memory of its own (what it
+    maps of /dev/shm is left out), when it was started in seconds since 1970.
+    """
+
+    cpu_s: float
+    resident_bytes: int
+    started_s: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessUsage | None:
+        """Returns that of a process; None: it is gone, or dead."""
+        fields = _stat(pid)
+        if fields is None or fields[0] in "ZX":
+            return None
+        try:
+            memory = Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        kib = {name: int(size) for name, size in _RESIDENT.findall(memory)}
+        ticks = os.sysconf("SC_CLK_TCK")
+        return cls(
+            cpu_s=(int(fields[11]) + int(fields[12])) / ticks,
+            resident_bytes=1024 * (kib.get("RssAnon", 0) + kib.get("RssFile", 0)),
+            started_s=_boot_s() + int(fields[19]) / ticks,
+        )
+
+
+_RESIDENT = re.compile(r"^(RssAnon|RssFile):\s+(\d+) kB$", re.MULTILINE)
+
+
+@cache
+def _boot_s() -> float:
+    """When the machine was started, in seconds since 1970."""
+    found = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -19,7 +19,9 @@ from tests.shelf import Shelf
 
 T = TypeVar("T")
 
-APART = frozenset({"client", "data", "models", "native", "planner", "protocol", "scheduler"})
+APART = frozenset(
+    {"client", "data", "metrics", "models", "native", "planner", "protocol", "scheduler"}
+)
 NOT_APART = frozenset({"test_doctor.py", "test_life_of_a_run.py", "test_loader.py"})
 """Folders whose tests create no segments, and files there that do."""
 

@@ -74,7 +74,7 @@ FLOORS = {
         runtime
         profiling""",
     "daemons": """kit
-        memory fetch observer
+        memory fetch metrics observer
         node optimizer scheduler""",
     "workers": """waiting data platforms.base
         telemetry
@@ -119,6 +119,7 @@ LIGHT_MODULES = (
     "penstock.client.export",
     "penstock.daemons.memory.main",
     "penstock.daemons.fetch.main",
+    "penstock.daemons.metrics.main",
     "penstock.daemons.node.main",
     "penstock.daemons.observer.main",
     "penstock.daemons.node.preparing.prepare",

@@ -88,7 +88,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
         access = socket_access(config, files.path, node)
         transport = bind_transport(files, device, metrics, Inbox(), access)
         stack.callback(transport.close)
-        link = _connect(files, device, scheduler, fence, progress, transport, server.port)
+        link = _connect(files, device, scheduler, fence, progress, transport)
         stack.callback(link.close)
         stack.enter_context(_reported_failure(link, fence))
         platform = open_platform(
@@ -127,7 +127,6 @@ def _connect(
     fence: EpochFence,
     progress: Progress,
     transport: Transport,
-    port: int,
 ) -> MemberLink:
     cluster = files.config.cluster
     node, _ = place_of_member(files.config, worker_name(device))
@@ -140,7 +139,6 @@ def _connect(
             pid=os.getpid(),
             epoch=fence.epoch,
             data_endpoint=transport.address,
-            metrics_port=port,
             peers=_peers(files, device),
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from penstock.client.watching.display import Interactive, Plain, describe, duration, member_table
 from penstock.client.watching.snapshots import ENDED_PHASES, RunView, saved_states
+from penstock.daemons.metrics.targets import addresses
 from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.security.access import named_access
@@ -75,11 +76,15 @@ def _with_numbers(fields: dict[str, Any]) -> None:
                 _with_numbers(inner)
 
 
-def show_status(client: ControlClient, *, as_json: bool, console: Console) -> None:
-    """Prints the status once."""
+def show_status(
+    client: ControlClient, *, as_json: bool, console: Console, run_dir: Path | None
+) -> None:
+    """Prints the status once, and where metrics are served, which files in ``run_dir`` say."""
     status = client.status()
+    served = {} if run_dir is None else addresses(run_dir)
     if as_json:
-        console.out(json.dumps(status_dict(status), indent=1), highlight=False)
+        fields = {**status_dict(status), "metrics": served}
+        console.out(json.dumps(fields, indent=1), highlight=False)
         return
     saved = f"step {status.saved_version}" if status.has_saved else "nothing yet"
     eta = f", ETA {duration(status.eta_seconds)}" if status.eta_seconds >= 0 else ""
@@ -94,6 +99,8 @@ def show_status(client: ControlClient, *, as_json: bool, console: Console) -> No
     if status.last_metrics_json:
         console.print(describe(json.loads(status.last_metrics_json), None), highlight=False)
     console.print(member_table(status))
+    for node, address in served.items():
+        console.print(f"metrics of {node}: {address}", highlight=False, soft_wrap=True)
 
 
 def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:

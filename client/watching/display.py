@@ -265,9 +265,9 @@ def _speed(entry: Metrics, view: RunView) -> str:
 
 
 def member_table(status: Any) -> Table:
-    """Returns one row for each process: state, pid, restarts, silence, metrics port."""
+    """Returns one row for each process: state, pid, restarts, silence."""
     table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for title in ("process", "state", "pid", "restarts", "silent", "metrics"):
+    for title in ("process", "state", "pid", "restarts", "silent"):
         table.add_column(title, style=None, header_style="dim")
     for member in status.members:
         table.add_row(
@@ -276,7 +276,6 @@ def member_table(status: Any) -> Table:
             str(member.pid or "-"),
             "-" if member.member == SCHEDULERD else str(member.restarts),  # its node counts them
             f"{member.silent_seconds:.1f} s",
-            f":{member.metrics_port}" if member.metrics_port else "-",
         )
     return table
 

@@ -80,7 +80,7 @@ def _run(
             access=socket_access(config, directory.path, node),
         )
         cleanup.callback(server.close)
-        link = _link(directory, node, scheduler, machine, jobs, server, exporter.port)
+        link = _link(directory, node, scheduler, machine, jobs, server)
         link.start()
         cleanup.callback(link.close)
         try:
@@ -116,7 +116,6 @@ def _link(
     machine: MemoryMachine,
     jobs: JobThread,
     server: BlockServer,
-    port: int,
 ) -> MemberLink:
     cluster = directory.config.cluster
     return MemberLink(
@@ -129,7 +128,6 @@ def _link(
             epoch=machine.epoch,
             data_endpoint=server.endpoint,
             peers=pb.Peers(),  # it contacts nobody
-            metrics_port=port,
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,
         silence_timeout_s=cluster.heartbeat_timeout_s,

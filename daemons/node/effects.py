@@ -8,9 +8,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter
 
 from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
 from penstock.daemons.kit.messages import answer
@@ -40,44 +41,63 @@ from penstock.protocol.wire.member import MemberLink
 _log = logging.getLogger(__name__)
 
 
+class RestartCause(StrEnum):
+    """Why a child had to be started again."""
+
+    EXITED = "exited"
+    KILLED = "killed"
+    FENCED = "fenced"
+    """By order of the scheduler."""
+    HUNG = "hung"
+    """It stood still, or said nothing: the node killed it."""
+
+
 class NodeMetrics:
-    """Prometheus metrics of one supervisor, in their own registry."""
+    """Prometheus metrics of one supervisor of ``members``, in their own registry. All begin at 0:
+    the increase of a counter that begins at 1 is not seen.
+    """
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, members: Sequence[str]) -> None:
         self.registry = CollectorRegistry()
-        self.restarts = Counter(
-            "penstock_node_restarts_total",
-            "Times a child process was started again after it had ended.",
-            ("node", "process"),
+        self._restarts = Counter(
+            "penstock_restarts_total",
+            "Times a process was started again, by why it had ended.",
+            ("member", "cause"),
             registry=self.registry,
         )
-        self.fences = Counter(
-            "penstock_node_fences_total",
-            "Child processes killed and reaped by order of the scheduler.",
-            ("node", "process"),
+        self._fences = Counter(
+            "penstock_fences_total",
+            "Processes killed and reaped by order of the scheduler.",
+            ("member",),
             registry=self.registry,
         )
-        self.up = Gauge(
-            "penstock_node_process_up",
-            "1 while the child process runs, else 0.",
-            ("node", "process"),
-            registry=self.registry,
-        )
-        self._node = node
+        for member in members:
+            self._fences.labels(member)
+            for cause in RestartCause:
+                self._restarts.labels(member, cause)
+        self._causes: dict[str, RestartCause] = {}
+        """Of the last death of each that was started; HUNG already while it is being killed."""
 
-    def started(self, process: str, *, again: bool) -> None:
-        """A child runs."""
-        self.up.labels(self._node, process).set(1)
-        if again:
-            self.restarts.labels(self._node, process).inc()
+    def started(self, member: str) -> None:
+        """A child runs, perhaps again."""
+        cause = self._causes.pop(member, None)
+        if cause is not None:
+            self._restarts.labels(member, cause).inc()
 
-    def exited(self, process: str) -> None:
-        """A child is dead and reaped."""
-        self.up.labels(self._node, process).set(0)
+    def killed(self, member: str) -> None:
+        """The node has killed a child."""
+        self._causes[member] = RestartCause.HUNG
 
-    def fenced(self, process: str) -> None:
+    def exited(self, member: str, code: int) -> None:
+        """A child is dead and reaped. ``code``: exit code, or minus the signal that killed it."""
+        cause = RestartCause.KILLED if code < 0 else RestartCause.EXITED
+        self._causes.setdefault(member, cause)
+
+    def fenced(self, member: str) -> None:
         """A fence was answered."""
-        self.fences.labels(self._node, process).inc()
+        self._fences.labels(member).inc()
+        if self._causes.get(member) is RestartCause.HUNG:
+            self._causes[member] = RestartCause.FENCED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +108,6 @@ class LinkSettings:
     access: Access
     run_id: str
     member: str
-    metrics_port: int
     heartbeat_interval_s: float
     silence_timeout_s: float
 
@@ -118,7 +137,6 @@ class NodeEffects:
         self._epoch = epoch
         self._announce = announce
         self._metrics = metrics
-        self._started: set[str] = set()
 
     def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
         """Carry out effects in order; returns what became of children and of a stop."""
@@ -136,7 +154,6 @@ class NodeEffects:
                 member=settings.member,
                 pid=os.getpid(),
                 epoch=self._epoch(),
-                metrics_port=settings.metrics_port,
             ),
             heartbeat_interval_s=settings.heartbeat_interval_s,
             silence_timeout_s=settings.silence_timeout_s,
@@ -155,16 +172,17 @@ class NodeEffects:
             pid = self._children.start(effect.name)
         except OSError as error:
             self._say(f"cannot start {effect.name}: {error}")
+            self._metrics.exited(effect.name, 1)
             return Exited(name=effect.name, pid=0, code=1)
         _log.info("started %s", effect.name, extra={"child_pid": pid})
-        self._metrics.started(effect.name, again=effect.name in self._started)
-        self._started.add(effect.name)
+        self._metrics.started(effect.name)
         return Started(name=effect.name, pid=pid)
 
     def _terminate(self, effect: Terminate) -> None:
         self._children.signal(effect.name, STOP_ORDER)
 
     def _kill(self, effect: Kill) -> None:
+        self._metrics.killed(effect.name)
         self._children.signal(effect.name, signal.SIGKILL)
 
     def _send_fenced(self, effect: SendFenced) -> None:

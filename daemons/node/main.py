@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.daemons.fetch.agent import why_not
+from penstock.daemons.metrics.serving import check_port
+from penstock.daemons.metrics.targets import remove_targets
 from penstock.daemons.node.children import Children, ProcessSpec
 from penstock.daemons.node.effects import LinkSettings, NodeMetrics
 from penstock.daemons.node.endpoint import (
@@ -33,6 +35,7 @@ from penstock.protocol.run.names import (
     devices_of_node,
     fetchd_name,
     memoryd_name,
+    metricsd_name,
     node_index,
     node_member_name,
     optimizerd_name,
@@ -75,7 +78,15 @@ def child_specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ..
         specs.append(_spec(worker_name(device), "worker", *joined, "--device", str(device)))
     if config.cluster.fetches_one_sidedly:
         specs += _fetchd(config, settings.node, common)
+    specs.append(_metricsd(settings.node, specs, common))
     return tuple(specs)
+
+
+def _metricsd(node: str, specs: list[ProcessSpec], common: tuple[str, ...]) -> ProcessSpec:
+    """Returns the node's metricsd, which asks the node itself and all others of its processes."""
+    names = ",".join((node_member_name(node), *(spec.name for spec in specs)))
+    argv = (*common, "--node", node, "--processes", names)
+    return replace(_spec(metricsd_name(node), "metricsd", *argv), is_helper=True)
 
 
 def _fetchd(config: Config, node: str, common: tuple[str, ...]) -> list[ProcessSpec]:
@@ -152,6 +163,7 @@ def _run(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ):
         check(directory, node)
+        check_port(config, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, starts_run=starts_run, alone=stops.parent_pid is None)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
@@ -161,7 +173,7 @@ def _run(
             return _clean_up(directory, node, ending)
         settings = replace(found, grace_seconds=stops.grace.seconds)
         children = specs(config, settings)
-        metrics = NodeMetrics(node)
+        metrics = NodeMetrics(tuple(spec.name for spec in children))
         server = serve_metrics(metrics.registry, directory, member)
         supervisor = Supervisor(
             _machine(children, _limits(config)),
@@ -171,7 +183,6 @@ def _run(
                 access=access,
                 run_id=run_id,
                 member=member,
-                metrics_port=server.port,
                 heartbeat_interval_s=config.cluster.heartbeat_interval_s,
                 silence_timeout_s=config.cluster.heartbeat_timeout_s,
             ),
@@ -185,12 +196,18 @@ def _run(
                 write_endpoint(run_dir, settings.scheduler)
             return supervisor.run()
         finally:
-            if settings.hosts:
-                remove_endpoint(run_dir)
-            if settings.claim is not None:
-                settings.claim.release()
+            _retract(directory, settings)
             server.close()
             _clean_up(directory, node, ending)
+
+
+def _retract(directory: RunDirectory, settings: NodeSettings) -> None:
+    """Take back what was told to others: nobody listens any more."""
+    if settings.hosts:
+        remove_endpoint(directory.path)
+    if settings.claim is not None:
+        settings.claim.release()
+    remove_targets(directory, settings.node)
 
 
 def _machine(children: tuple[ProcessSpec, ...], limits: NodeLimits) -> NodeMachine:

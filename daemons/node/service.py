@@ -113,7 +113,7 @@ class Supervisor:
         for pidfd in ready & pidfds.keys():
             name = pidfds[pidfd]
             pid, code = self._children.reap(name)
-            self._metrics.exited(name)
+            self._metrics.exited(name, code)
             _log.info("%s ended", name, extra={"child_pid": pid, "exit_code": code})
             self._loop.feed(Exited(name=name, pid=pid, code=code))
         if self._stops in ready:

@@ -118,7 +118,7 @@ def _build(
     link = MemberLink(
         address=scheduler,
         access=member_access(config, run.path, node),
-        hello=lambda: service.hello(server.port, member, gradients.endpoint),
+        hello=lambda: service.hello(member, gradients.endpoint),
         heartbeat_interval_s=config.cluster.heartbeat_interval_s,
         silence_timeout_s=config.cluster.heartbeat_timeout_s,
         doing=lambda: service.doing(sweeps.running),

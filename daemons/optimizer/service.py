@@ -141,7 +141,7 @@ class OptimizerService:
         self._parts.trace.flush()
         self._leave(self._loop.exit)
 
-    def hello(self, metrics_port: int, member: str, endpoint: str) -> pb.Hello:
+    def hello(self, member: str, endpoint: str) -> pb.Hello:
         """Returns how this process introduces itself on every new stream."""
         return pb.Hello(
             run_id=self._parts.run_id,
@@ -149,7 +149,6 @@ class OptimizerService:
             pid=os.getpid(),
             epoch=self._machine.joined_epoch,
             data_endpoint=endpoint,
-            metrics_port=metrics_port,
             peers=pb.Peers(members=self._parts.puller.sources if self._parts.puller else ()),
         )
 

@@ -171,7 +171,6 @@ def _open(
 
     Raises:
         StateError: journal or saved state are damaged or foreign; nothing was touched.
-        ConfigError: the port for metrics is in use.
     """
     saved_states = SavedStates(
         run.state_dir,
@@ -193,7 +192,6 @@ def _open(
     )
     server = serve_metrics(metrics.registry, run, SCHEDULERD)
     stack.callback(server.close)
-    _log.info("serving metrics", extra={"metrics_port": server.port})
     metrics_file = MetricsFile(run.path / "metrics.jsonl", journal)
     stack.callback(metrics_file.close)
     metrics_file.reconcile()
@@ -205,7 +203,7 @@ def _open(
         saved=saved_states,
         metrics_file=metrics_file,
         metrics=metrics,
-        myself=_status_of_scheduler(server.port),
+        myself=pb.MemberStatus(member=SCHEDULERD, state="ready", pid=os.getpid()),
         inputs=seal_digest(run.path) or "",
         times=EffectTimes(metrics),
         trace=DecisionTrace(
@@ -229,13 +227,6 @@ def data_samples(run: RunDirectory) -> int | None:
         return None
     split = json.loads(read_sealed(run.path, "data/meta.json"))["train"]
     return max(0, (int(split["num_tokens"]) - 1) // run.config.data.sequence_length)
-
-
-def _status_of_scheduler(metrics_port: int) -> pb.MemberStatus:
-    """Returns the line of ``penstock status`` for the process that answers it."""
-    return pb.MemberStatus(
-        member=SCHEDULERD, state="ready", pid=os.getpid(), metrics_port=metrics_port
-    )
 
 
 def _turn_away(

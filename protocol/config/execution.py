@@ -384,8 +384,9 @@ class ObservabilityConfig(Section):
         default=0,
         ge=0,
         le=65535,
-        description="Prometheus port of the scheduler, those of the others follow; 0 lets each"
-        " process choose a free one (`penstock status` lists them).",
+        description="Prometheus asks each node here for the metrics of all its processes; nodes on"
+        " one machine have ports that follow each other. With 0 each takes a free one, which"
+        " `penstock status` and `RUN_DIR/metrics/` show.",
     )
     metrics_host: Annotated[
         str, Accepts("an address of the machine, such as 127.0.0.1 or 0.0.0.0")
@@ -393,6 +394,11 @@ class ObservabilityConfig(Section):
         default="127.0.0.1",
         description="Where metrics are served, on every node; 0.0.0.0 for a Prometheus on another"
         " machine: with `cluster.security: tls` they are served with TLS and a password.",
+    )
+    targets: Path | None = Field(
+        default=None,
+        description="A folder that Prometheus' file_sd watches: nodes write into it where they"
+        " serve metrics, and remove that when they end. Runs may share it.",
     )
     trace: bool = Field(
         default=False, description="Records what every process does when, for `penstock trace`."

@@ -39,13 +39,12 @@ class MemberMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cut_off: _Optional[_Union[CutOff, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "metrics_port", "nonce", "peers")
+    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "nonce", "peers")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DATA_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
-    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
@@ -53,10 +52,9 @@ class Hello(_message.Message):
     pid: int
     epoch: int
     data_endpoint: str
-    metrics_port: int
     nonce: int
     peers: Peers
-    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., metrics_port: _Optional[int] = ..., nonce: _Optional[int] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., nonce: _Optional[int] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
 
 class Peers(_message.Message):
     __slots__ = ("members",)
@@ -439,13 +437,12 @@ class SnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "metrics_port", "doing", "report")
+    __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "doing", "report")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
-    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     member: str
@@ -453,10 +450,9 @@ class MemberStatus(_message.Message):
     pid: int
     silent_seconds: float
     restarts: int
-    metrics_port: int
     doing: Heartbeat
     report: AttemptDone
-    def __init__(self, member: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., silent_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., metrics_port: _Optional[int] = ..., doing: _Optional[_Union[Heartbeat, _Mapping]] = ..., report: _Optional[_Union[AttemptDone, _Mapping]] = ...) -> None: ...
+    def __init__(self, member: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., silent_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., doing: _Optional[_Union[Heartbeat, _Mapping]] = ..., report: _Optional[_Union[AttemptDone, _Mapping]] = ...) -> None: ...
 
 class Happening(_message.Message):
     __slots__ = ("number", "age_seconds", "kind", "step", "seconds", "text", "steps_lost")

@@ -32,6 +32,11 @@ def fetchd_name(node: str) -> str:
     return f"fetchd.{node}"
 
 
+def metricsd_name(node: str) -> str:
+    """Name of a node's metricsd; it is no member: a run goes on without it."""
+    return f"metricsd.{node}"
+
+
 def node_member_name(node: str) -> str:
     """Member name of a node's supervisor."""
     return f"node.{node}"
@@ -94,16 +99,14 @@ def place_of_member(config: Config, member: str) -> tuple[str, int | None]:
     return where, None
 
 
-def metrics_port(config: Config, member: str) -> int:
-    """Returns where a process serves its metrics; 0: the system chooses.
+def metrics_port(config: Config, node: int) -> int:
+    """Returns where a node's metricsd is to listen; 0: the system chooses.
 
-    When ``observability.metrics_port`` is set, it is the scheduler's, and members follow in the
-    order of :func:`expected_members`, so that processes of one machine do not collide.
+    ``observability.metrics_port`` is the port on every machine; nodes that share one follow each
+    other from there.
     """
     first = config.observability.metrics_port
-    fetchds = (fetchd_name(node.name) for node in config.cluster.nodes)
-    members = (SCHEDULERD, *expected_members(config), *fetchds, OBSERVERD)
-    return first + members.index(member) if first else 0
+    return first + nodes_beside(config, node).index(node) if first else 0
 
 
 def ipc_address(run_id: str, node: str, name: str) -> str:

@@ -36,7 +36,7 @@ _FILES = (
     *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
     *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
 )
-_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated")
+_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated", "metrics")
 
 
 def run_of(config: Path) -> Path | None:

@@ -96,8 +96,8 @@ STATUS = pb.StatusReply(
     version=5,
     eta_seconds=75.0,
     members=[
-        pb.MemberStatus(member="schedulerd", state="ready", pid=41, metrics_port=4100),
-        pb.MemberStatus(member="worker.0", state="ready", pid=42, restarts=1, metrics_port=4200),
+        pb.MemberStatus(member="schedulerd", state="ready", pid=41),
+        pb.MemberStatus(member="worker.0", state="ready", pid=42, restarts=1),
         pb.MemberStatus(member="worker.1", state="missing"),
     ],
 )
@@ -118,10 +118,10 @@ def test_the_picture_has_progress_figures_and_processes_in_short() -> None:
     assert [w for w in ("memory", "device", "clipped") if w in unmeasured] == []
 
 
-def test_status_lists_processes_with_pids_and_ports() -> None:
+def test_status_lists_processes_with_pids() -> None:
     rows = [line.split() for line in printed(member_table(STATUS)).splitlines()[1:]]
-    assert rows[0] == ["schedulerd", "ready", "41", "-", "0.0", "s", ":4100"]
-    assert rows[1] == ["worker.0", "ready", "42", "1", "0.0", "s", ":4200"]
+    assert rows[0] == ["schedulerd", "ready", "41", "-", "0.0", "s"]
+    assert rows[1] == ["worker.0", "ready", "42", "1", "0.0", "s"]
 
 
 def test_a_smoothed_loss_follows_slowly_and_starts_at_the_first() -> None:

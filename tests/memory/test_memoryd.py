@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from penstock.protocol.wire.frames import BlockRequest
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.segment import Segment, list_segments, unlink
+from tests.pages import page_of
 
 A, B = "memoryd.a", "memoryd.b"
 WAIT_S = 20.0
@@ -100,7 +100,7 @@ def test_killed_memoryd_is_replaced_and_every_byte_stays(
     memory.close()
 
 
-def test_hello_names_the_process_and_its_ports(
+def test_hello_names_the_process_and_its_port(
     make_run: Any, scheduler: Any, start_memoryd: Any
 ) -> None:
     run = make_run()
@@ -110,9 +110,7 @@ def test_hello_names_the_process_and_its_ports(
     assert hello.data_endpoint.startswith("tcp://127.0.0.1:")
     scheduler.send(A, drain=pb.Drain(epoch=1))
     scheduler.wait_for(A, pb.Drained)
-    page = urllib.request.urlopen(f"http://127.0.0.1:{hello.metrics_port}/metrics", timeout=5)
-    with page:
-        text = page.read().decode()
+    text = page_of(run.run_id, A)
     assert "penstock_memoryd_holds_model 0.0" in text
     assert 'penstock_shm_segment_bytes{segment="weights"} 24576.0' in text
     assert 'penstock_shm_huge_page_bytes{segment="weights"} 0.0' in text  # smaller than one

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from penstock.protocol.wire.frames import (
 from penstock.shm.table import BlockTable, DType
 from penstock.shm.topology import Topology, format_cpus
 from tests.optimizer.rig import LEARNING_RATE, WAIT_S, Node, Rig, small_table, wait_until
+from tests.pages import page_of
 
 RigFactory = Callable[..., Rig]
 
@@ -70,13 +70,13 @@ def test_a_life_without_accidents(new_rig: RigFactory, tools: Any) -> None:
         rig.commit()
         rig.await_weights()
     rig.settle_and_compare()
-    metrics = urllib.request.urlopen(f"http://127.0.0.1:{hello.metrics_port}", timeout=5).read()
-    assert b'penstock_optimizer_parameters_total{pass="advance"}' in metrics
-    assert b"penstock_optimizer_committed_version 4.0" in metrics
+    metrics = page_of(rig.run.run_id, hello.member)
+    assert 'penstock_optimizer_parameters_total{pass="advance"}' in metrics
+    assert "penstock_optimizer_committed_version 4.0" in metrics
     cores = format_cpus(place(rig.config, 0).optimizer)
-    assert f'optimizer="{cores}"'.encode() in metrics
+    assert f'optimizer="{cores}"' in metrics
     if len(Topology.read().nodes) == 1:
-        assert b"penstock_optimizer_local_state_ratio 1.0" in metrics
+        assert "penstock_optimizer_local_state_ratio 1.0" in metrics
     rig.say_all(shutdown=pb.Shutdown(keep_memory=True, reason="done"))
     assert node.process.wait(timeout=WAIT_S) == 0
 
@@ -89,10 +89,10 @@ def test_garbage_strangers_and_lies_on_the_local_socket(new_rig: RigFactory, too
     rig.begin()
     for data in (b"", b"\xff" * 100, os.urandom(1000)):
         rig.push(node, data)
-    url = f"http://127.0.0.1:{node.stream.hello.metrics_port}"
+    member = node.stream.hello.member
 
     def counted(reason: str) -> bool:
-        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        text = page_of(rig.run.run_id, member)
         return f'dropped_messages_total{{reason="{reason}"}}' in text
 
     rig.attempt = 1
@@ -125,10 +125,10 @@ def test_a_workers_updates_count_and_lies_about_them_do_not(
     assert node.stream is not None
     rig.begin()
     control = node.memory.control
-    url = f"http://127.0.0.1:{node.stream.hello.metrics_port}"
+    member = node.stream.hello.member
 
     def dropped(reason: str) -> bool:
-        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        text = page_of(rig.run.run_id, member)
         return f'dropped_messages_total{{reason="{reason}"}}' in text
 
     for base in (0, 1):

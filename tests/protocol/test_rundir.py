@@ -103,8 +103,14 @@ def test_names() -> None:
     assert ipc_address("0123456789ab", "a", "memory") == "ipc://@penstock-0123456789ab-a-memory"
 
 
-def test_fixed_metrics_ports_do_not_collide() -> None:
-    assert metrics_port(make_config(), "worker.3") == 0
+def test_nodes_on_one_machine_have_metrics_ports_in_a_row() -> None:
+    assert metrics_port(make_config(), 1) == 0
     config = make_config(metrics_port=9000)
-    ports = [metrics_port(config, name) for name in ("schedulerd", *expected_members(config))]
-    assert ports == list(range(9000, 9011))
+    assert [metrics_port(config, node) for node in (0, 1)] == [9000, 9001]
+    apart = [
+        node.model_copy(update={"host": f"10.0.0.{i}"})
+        for i, node in enumerate(config.cluster.nodes)
+    ]
+    cluster = config.cluster.model_copy(update={"nodes": tuple(apart)})
+    config = config.model_copy(update={"cluster": cluster})
+    assert [metrics_port(config, node) for node in (0, 1)] == [9000, 9000]

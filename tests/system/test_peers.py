@@ -54,13 +54,10 @@ class Attack:
     looks how much memory they take.
     """
 
-    def __init__(self, members: dict[str, int], spared: set[int], token: str) -> None:
-        """``spared``: ports on which nobody speaks ZMTP. With the run's ``token`` even they get no
-        further.
-        """
+    def __init__(self, members: dict[str, int], token: str) -> None:
+        """With the run's ``token`` even they get no further."""
         self._access = PlainAccess(token)
         self.members = members
-        self._spared = spared
         self.num_cut = dict.fromkeys(members, 0)
         self.grown = dict.fromkeys(members, 0)
         self._before = {name: private_bytes(pid) for name, pid in members.items()}
@@ -68,7 +65,7 @@ class Attack:
     def round(self, part_bytes: int) -> None:
         """One connection to every socket."""
         for name, pid in self.members.items():
-            for port in set(listening_ports(pid)) - self._spared:
+            for port in listening_ports(pid):
                 password = self._access.password(f"tcp://127.0.0.1:{port}")
                 kind = KINDS[name.partition(".")[0]]
                 with pytest.raises(OSError):
@@ -99,7 +96,7 @@ def test_two_nodes_train_on_among_hostile_peers(runner: Any, tmp_path: Path) -> 
     token = read_token(token_path(run.run_dir))
     shown = ((TOKEN_KEY, token),)
     with ControlClient.for_run(run.run_dir) as client:
-        attack = Attack(members, {m.metrics_port for m in client.status().members}, token)
+        attack = Attack(members, token)
         address = client.address
     with grpc.insecure_channel(address) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]  # generated

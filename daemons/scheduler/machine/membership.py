@@ -144,7 +144,6 @@ class Membership:
                 pid=m.pid,
                 silent_seconds=max(0.0, now_s - m.heard_s) if m.stream is not None else 0.0,
                 restarts=m.restarts,
-                metrics_port=m.hello.metrics_port if m.hello is not None else 0,
             )
             for name, m in self.members.items()
         ]

@@ -1,7 +1,7 @@
-"""Serves metrics over HTTP: plain on loopback, with TLS and a password where there are keys.
+"""Serves pages over HTTP: plain on loopback, with TLS and a password where there are keys.
 
-``prometheus_client`` makes the page. Its own server shakes hands on the thread that accepts, where
-one stranger who says nothing would keep everybody out, and has no passwords.
+The server of ``prometheus_client`` shakes hands on the thread that accepts, where one stranger who
+says nothing would keep everybody out, and has no passwords.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.security.folders import KeyFolder, read_private
 
@@ -36,18 +34,15 @@ _log = logging.getLogger(__name__)
 
 
 class Exporter:
-    """A page of metrics on ``port``, served by threads of its own until :meth:`close`."""
+    """An application on ``port``, served by threads of its own until :meth:`close`."""
 
-    def __init__(
-        self, registry: CollectorRegistry, host: str, port: int, keys: Path | None
-    ) -> None:
-        """Serve ``registry``; with ``keys``, a node's folder, over TLS to who knows the password.
+    def __init__(self, app: App, host: str, port: int, keys: Path | None) -> None:
+        """Serve ``app``; with ``keys``, a node's folder, over TLS to who knows the password.
 
         Raises:
             OSError: it cannot listen there.
             ConfigError: the keys cannot be used.
         """
-        app: App = make_wsgi_app(registry)
         shield = None if keys is None else _Shield(keys)
         self._server = _Server(host, port, shield)
         self._server.set_app(app if keys is None else _with_password(app, keys / "metrics.sha256"))

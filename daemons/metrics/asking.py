@@ -1,0 +1,117 @@
+"""Asks the processes of a node for their pages, all at once, each within one deadline.
+
+The processes' end, and what goes over the socket, is :mod:`penstock.protocol.run.pages`.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.protocol.run.logs import Complaints
+from penstock.protocol.run.pages import LENGTH_BYTES, is_own_user
+from penstock.protocol.security.token import peer_process
+
+MAX_PAGE_BYTES = 16 * 2**20
+_READ_BYTES = 2**18
+
+_log = logging.getLogger(__name__)
+_complaints = Complaints(_log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one process said. ``page``: None, if it did not answer in time. ``pid``: who listens
+    there; None, if nobody does. ``seconds``: how long the answer took.
+    """
+
+    page: bytes | None
+    pid: int | None
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """A connection whose page is being read."""
+
+    connection: socket.socket
+    pid: int
+    read: bytearray = field(default_factory=bytearray)
+
+    def advance(self) -> bool:
+        """Read what is there; returns whether the other side has ended, or says too much."""
+        try:
+            part = self.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self.read += part
+        return not part or len(self.read) > MAX_PAGE_BYTES
+
+    def page(self) -> bytes | None:
+        """Returns the page, if it is whole."""
+        length = int.from_bytes(self.read[:LENGTH_BYTES], "big")
+        whole = len(self.read) >= LENGTH_BYTES and len(self.read) - LENGTH_BYTES == length
+        return bytes(self.read[LENGTH_BYTES:]) if whole else None
+
+
+def ask(addresses: Mapping[str, str], deadline_s: float) -> dict[str, Answer]:
+    """Returns what the processes said that listen at ``addresses`` (process -> abstract socket);
+    those that take longer than ``deadline_s`` have said nothing.
+    """
+    begun_s = time.monotonic()
+    answers: dict[str, Answer] = {}
+    with selectors.DefaultSelector() as selector:
+        for process, address in addresses.items():
+            call = _call(address)
+            if call is None:
+                answers[process] = Answer(page=None, pid=None, seconds=0.0)
+            else:
+                selector.register(call.connection, selectors.EVENT_READ, (process, call))
+        try:
+            while selector.get_map():
+                ready = selector.select(max(0.0, begun_s + deadline_s - time.monotonic()))
+                if not ready:
+                    break
+                for key, _ in ready:
+                    process, call = key.data
+                    if call.advance():
+                        answers[process] = _answer(selector, call, begun_s, page=call.page())
+        finally:
+            for key in tuple(selector.get_map().values()):
+                process, call = key.data
+                answers[process] = _answer(selector, call, begun_s, page=None)
+    return answers
+
+
+def _answer(
+    selector: selectors.BaseSelector, call: _Call, begun_s: float, page: bytes | None
+) -> Answer:
+    """Hang up, and say what came of it."""
+    selector.unregister(call.connection)
+    call.connection.close()
+    return Answer(page=page, pid=call.pid, seconds=time.monotonic() - begun_s)
+
+
+def _call(address: str) -> _Call | None:
+    """Returns a connection to a process of this user; None: nobody listens, it has too many
+    connections to answer already, or it is somebody else's.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        connection.connect(address)
+        pid, user = peer_process(connection)
+    except OSError:
+        connection.close()
+        return None
+    if not is_own_user(user):
+        connection.close()
+        _complaints.say(f"@{address[1:]}: process {pid} of user {user} listens there: not asked")
+        return None
+    return _Call(connection=connection, pid=pid)

@@ -1,0 +1,153 @@
+"""What metricsd serves, and where.
+
+``/metrics``: all processes of the node. ``/targets``: where all nodes of the run serve theirs, for
+Prometheus' HTTP service discovery. ``/``: says so to people.
+"""
+
+from __future__ import annotations
+
+import errno
+import html
+import json
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from penstock.daemons.metrics.collection import DEADLINE_S, Collection
+from penstock.daemons.metrics.exporter import App, Exporter
+from penstock.daemons.metrics.targets import addresses, read_targets
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.run.names import metrics_port, node_index
+from penstock.protocol.security.access import keys_of
+from penstock.protocol.security.addresses import check_addresses
+from penstock.protocol.security.folders import KeyFolder
+
+PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus' text format."""
+_TIMEOUT_HEADER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
+
+
+def application(collection: Collection, config: Config, run_dir: Path) -> App:
+    """Returns the application that serves the pages of a node."""
+
+    def metrics(environ: dict[str, Any]) -> tuple[str, bytes]:
+        return PAGE_TYPE, collection.page(_deadline_s(environ.get(_TIMEOUT_HEADER, "")))
+
+    def targets(environ: dict[str, Any]) -> tuple[str, bytes]:
+        return "application/json", json.dumps(read_targets(run_dir)).encode()
+
+    def front(environ: dict[str, Any]) -> tuple[str, bytes]:
+        return "text/html; charset=utf-8", _front_page(config, run_dir).encode()
+
+    pages: dict[str, Callable[[dict[str, Any]], tuple[str, bytes]]] = {
+        "/metrics": metrics,
+        "/targets": targets,
+        "/": front,
+    }
+
+    def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        page = pages.get(environ.get("PATH_INFO", ""))
+        if page is None:
+            start("404 Not Found", [("Content-Type", "text/plain")])
+            return [f"there are {', '.join(pages)}\n".encode()]
+        kind, body = page(environ)
+        start("200 OK", [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return serve
+
+
+def listen(app: App, registry: CollectorRegistry, config: Config, node: str) -> Exporter:
+    """Serves ``app`` where ``observability`` says. With ``cluster.security: tls``, with the keys of
+    ``node``, and says in ``registry`` when they expire.
+
+    Raises:
+        ConfigError: it cannot listen there, or must not; the message names the key.
+    """
+    check_addresses(config)
+    host, port = config.observability.metrics_host, metrics_port(config, node_index(config, node))
+    keys = None
+    if config.cluster.security == "tls":
+        keys = keys_of(config) / f"node.{node}"
+        _say_expiry(registry, KeyFolder(keys))
+    try:
+        return Exporter(app, host, port, keys)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def check_port(config: Config, node: str) -> None:
+    """Refuse a configured port that something else on this machine has.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    host, port = config.observability.metrics_host, metrics_port(config, node_index(config, node))
+    if not port:
+        return
+    try:
+        [found, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(found[0]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(found[4])
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    port_taken = error.errno == errno.EADDRINUSE
+    elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    key = f"metrics_host = {host!r}" if elsewhere else f"metrics_port = {port}"
+    remedy = (
+        "; another run on this machine may have it: choose another port for this one, or 0, with"
+        " which Penstock finds a free one and tells Prometheus (observability.targets)"
+    )
+    return ConfigError(
+        f"observability.{key}: cannot listen on {host}:{port}: {reason(error)}"
+        f"{remedy if port_taken else ''}"
+    )
+
+
+def _say_expiry(registry: CollectorRegistry, folder: KeyFolder) -> None:
+    """Adds when the keys that are there expire; 0 when they cannot be read."""
+
+    def expires_s() -> float:
+        try:
+            return folder.peek().expires.timestamp()
+        except ConfigError:
+            return 0.0
+
+    Gauge(
+        "penstock_keys_expire_timestamp_seconds",
+        "When the certificate of this node expires, in seconds since 1970.",
+        registry=registry,
+    ).set_function(expires_s)
+
+
+def _deadline_s(timeout: str) -> float:
+    """Returns how long processes may take when Prometheus waits for ``timeout`` seconds, as its
+    header says: half of that, so that those that answer are heard in time.
+    """
+    try:
+        seconds = float(timeout)
+    except ValueError:
+        return DEADLINE_S
+    return seconds / 2 if 0 < seconds < 2 * DEADLINE_S else DEADLINE_S
+
+
+def _front_page(config: Config, run_dir: Path) -> str:
+    nodes = "".join(
+        f"<li>{html.escape(node)}: <code>{html.escape(address)}</code></li>"
+        for node, address in addresses(run_dir).items()
+    )
+    name = html.escape(config.run.name)
+    return (
+        f"<!doctype html><title>penstock: {name}</title><h1>penstock: {name}</h1>"
+        '<p><a href="/metrics">/metrics</a>: this node, for Prometheus.'
+        ' <a href="/targets">/targets</a>: all nodes, for its HTTP service discovery.'
+        f"</p><ul>{nodes}</ul>\n"
+    )

@@ -1,0 +1,114 @@
+"""How a process hands its metrics to metricsd of its node: over an abstract Unix socket.
+
+Whoever connects gets the page, and need not say anything::
+
+    8 bytes   length of the page, big-endian
+    n bytes   the page, in Prometheus' text format
+
+The thread that answers does nothing else, so that no scrape waits for the process's work or holds
+it up. The kernel gives the name to one process and takes it back at its death. Processes of other
+users are sent away at both ends; who does not read is given up after :data:`PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+
+from penstock.protocol.run.logs import Complaints
+from penstock.protocol.security.token import peer_process
+
+LENGTH_BYTES = 8
+PATIENCE_S = 1.0
+"""How long a client may take to read what does not fit into the socket's buffer."""
+RETRY_S = 0.5
+"""A name that is taken is tried again: a process that was replaced may be dying still."""
+BACKLOG = 4
+"""Connections that wait. What stands still has them full soon, and is then refused at once."""
+
+_log = logging.getLogger(__name__)
+
+
+def page_address(run_id: str, member: str) -> str:
+    """Returns the name of the abstract socket where a process of a run hands out its page."""
+    return f"\0penstock/{run_id}/{member}/metrics"
+
+
+def is_own_user(user: int) -> bool:
+    """Returns whether a process of ``user`` may see, or say, what this one measures."""
+    return user in (0, os.geteuid())
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """Returns the page of a registry, in Prometheus' text format."""
+    # When a counter began says nothing that its resets do not, and would double the page.
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # of the library
+    return generate_latest(registry)
+
+
+class PageServer:
+    """Hands out the page of ``registry`` at ``address`` until :meth:`close`."""
+
+    def __init__(self, registry: CollectorRegistry, address: str) -> None:
+        self._registry, self._address = registry, address
+        self._complaints = Complaints(_log)
+        self._closing = threading.Event()
+        self._listener = self._bound()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._closing.set()
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(timeout=2 * PATIENCE_S)
+
+    def _bound(self) -> socket.socket | None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(self._address)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return None
+        listener.listen(BACKLOG)
+        return listener
+
+    def _run(self) -> None:
+        while self._listener is None and not self._closing.wait(RETRY_S):
+            self._listener = self._bound()
+            if self._listener is None:
+                self._complaints.say(f"@{self._address[1:]}: another process has that name")
+        if self._listener is None:
+            return
+        with self._listener:
+            # Bound while it was being closed, nobody wakes it: it must look itself.
+            while not self._closing.is_set():
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:  # closed, the client is gone, or no descriptor is free
+                    self._closing.wait(RETRY_S)
+                    continue
+                with connection:
+                    self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            pid, user = peer_process(connection)
+            if not is_own_user(user):
+                self._complaints.say(f"process {pid} of user {user} asked for metrics: refused")
+                return
+            page = render(self._registry)
+            connection.settimeout(PATIENCE_S)
+            connection.sendall(len(page).to_bytes(LENGTH_BYTES, "big") + page)
+        except OSError as error:
+            _log.debug("metrics: a client is gone: %r", error)
+        except Exception:  # a collector's mistake must not end the thread
+            _log.exception("the page of metrics cannot be made")

@@ -1,0 +1,19 @@
+"""The page of metrics that a process of a run hands out."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.daemons.metrics.asking import ask
+from penstock.protocol.run.pages import page_address
+
+
+def page_of(run_id: str, member: str, within_s: float = 10.0) -> str:
+    """The page, as soon as the process has one."""
+    deadline = time.monotonic() + within_s
+    while True:
+        answer = ask({member: page_address(run_id, member)}, 5.0)[member]
+        if answer.page is not None:
+            return answer.page.decode()
+        assert time.monotonic() < deadline, f"{member} hands out no page: {answer}"
+        time.sleep(0.05)
