@@ -513,6 +513,29 @@ def trace(
         typer.echo(json.dumps(report.to_dict()) if as_json else report.to_text())
 
 
+@app.command(
+    epilog="\b\nExamples:\n  penstock report runs/tiny --open\n"
+    "  penstock report runs/tiny --compare runs/other --out compared.html\n\n"
+    "The page needs no network and no other file. It works for runs that still go on."
+)
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to; default: RUN/report.html."),
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", metavar="RUN2", help="Show RUN2 beside it.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Write one page of HTML about a run, or about two side by side."""
+    with errors_explained():
+        from penstock.client.reporting.command import write_report
+
+        typer.echo(str(write_report(run, out, compare, show=show)))
+
+
 @app.command(epilog="--clean removes only what belongs to dead processes, and says what was in it.")
 def doctor(
     config: Annotated[

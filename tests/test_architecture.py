@@ -95,7 +95,7 @@ FLOORS = {
     "client": """cli launch
         planning
         watching placement capacity
-        doctor export supervision deploying keys
+        doctor export supervision deploying keys reporting
         train
         api configuration
         main""",

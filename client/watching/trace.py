@@ -17,6 +17,7 @@ from penstock.client.watching.trace_report import TraceReport, compare_memory
 from penstock.planner.configured import config_prices, optimizer_of
 from penstock.planner.render import Caption
 from penstock.planner.render.as_files import compared_png, compared_svg
+from penstock.planner.render.chart import Panel
 from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, Measurement, measure
@@ -133,14 +134,18 @@ def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
     return simulate(fit.plan, prices.costs, prices.cluster, optimizer=optimizer, stops_early=True)
 
 
-def _draw(report: TraceReport, outputs: TraceOutputs) -> None:
+def panels(report: TraceReport) -> tuple[Panel, Panel]:
+    """Returns what to draw: a typical attempt, and its simulation."""
     name = f"measured, attempt {report.typical.number}: {heading(report.fit.plan)}"
     costs = report.costs or "its own costs"
-    panels = (
+    return (
         (report.typical, Caption(heading=name)),
         (report.simulation, Caption(heading=f"simulated with {costs}")),
     )
+
+
+def _draw(report: TraceReport, outputs: TraceOutputs) -> None:
     if outputs.svg is not None:
-        write_file(outputs.svg, compared_svg(*panels).encode())
+        write_file(outputs.svg, compared_svg(*panels(report)).encode())
     if outputs.png is not None:
-        write_file(outputs.png, compared_png(*panels))
+        write_file(outputs.png, compared_png(*panels(report)))

@@ -31,6 +31,7 @@ from penstock.daemons.node.preparing.changes import (
 )
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.prospect import Progress, look_ahead
+from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.schema import Config, load_config
@@ -116,6 +117,7 @@ def _prepare(
             directory.unseal()
             write_atomically(run_dir / name, text)
     directory.seal(fixed_values(config))
+    Software.here().write(run_dir)
     return directory
 
 

@@ -1,0 +1,94 @@
+"""What a page is made of: sections with paragraphs, tables, pictures, folded parts, code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A figure in large letters. ``note`` stands below it in small ones."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A paragraph."""
+
+    text: str
+    kind: str = "words"
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """What a page does not know: why, and how to get it."""
+
+    text: str
+    kind: str = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines to copy."""
+
+    text: str
+    kind: str = "code"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of texts. Columns from ``numbers`` on hold numbers: they end at one line."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: int = 99
+    kind: str = "table"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """An inline SVG with a caption. ``paper``: its colours are for white paper."""
+
+    image: Markup
+    caption: str = ""
+    paper: bool = False
+    kind: str = "picture"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """What is shown when a reader asks for it."""
+
+    title: str
+    blocks: Sequence[Block]
+    kind: str = "folded"
+
+
+Block = Words | Unknown | Code | Table | Picture | Folded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """A part of a page with a heading. ``name``: what links lead to."""
+
+    name: str
+    heading: str
+    blocks: Sequence[Block] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A whole page. ``state`` is a word about the run, such as ``running``."""
+
+    title: str
+    subtitle: str
+    state: str
+    tiles: Sequence[Tile]
+    sections: Sequence[Chapter]
+    made: str

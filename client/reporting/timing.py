@@ -1,0 +1,122 @@
+"""Where the time of a run went: what metrics say of every step, and what a trace says of a few."""
+
+from __future__ import annotations
+
+from markupsafe import Markup
+
+from penstock.client.reporting.blocks import Block, Chapter, Folded, Picture, Table, Unknown, Words
+from penstock.client.reporting.charts import Bar, bars
+from penstock.client.reporting.facts import RunFacts
+from penstock.client.watching.trace import panels
+from penstock.client.watching.trace_report import TraceReport
+from penstock.planner.render import SECONDS
+from penstock.planner.render.as_files import compared_svg
+
+MAX_PICTURE_BYTES = 3 << 20
+"""Pages with larger pictures are slow to open."""
+
+
+def where_time_went(facts: RunFacts) -> Chapter:
+    """Bubbles and the optimizer's tail of all steps, then a step of the trace."""
+    blocks = [*_of_all_steps(facts)]
+    traced = facts.traced
+    if isinstance(traced, str):
+        blocks.append(Unknown(traced))
+    else:
+        blocks += _instructions(traced)
+    return Chapter(name="time", heading="Where the time went", blocks=blocks)
+
+
+def simulated(facts: RunFacts) -> Chapter:
+    """The measured step beside the simulated one, in figures and as a picture."""
+    traced = facts.traced
+    heading = "Simulated beside measured"
+    if isinstance(traced, str):
+        return Chapter(name="simulated", heading=heading, blocks=[Unknown(traced)])
+    return Chapter(
+        name="simulated", heading=heading, blocks=[*_figures(traced), *_picture(traced, facts)]
+    )
+
+
+def _of_all_steps(facts: RunFacts) -> list[Block]:
+    readings = facts.readings
+    seconds = readings.typical("seconds")
+    if not seconds:
+        return [Unknown("No step is decided yet.")]
+    tail = readings.typical("optimizer_tail_seconds") or 0.0
+    bubble = readings.typical("bubble_ratio") or 0.0
+    computing = max(0.0, seconds - tail)
+    shares = (
+        ("devices compute", computing * (1.0 - bubble)),
+        ("devices wait (bubbles)", computing * bubble),
+        ("optimizer's tail", min(tail, seconds)),
+    )
+    rows = [
+        Bar(
+            name=name, value=value, text=f"{SECONDS.format(value, digits=3)}, {value / seconds:.0%}"
+        )
+        for name, value in shares
+    ]
+    words = (
+        f"Of a median step of {SECONDS.format(seconds, digits=3)}. Bubbles are the devices' time"
+        " between the first instruction and the last in which they computed nothing; the tail runs"
+        " from the last gradient to the commit."
+    )
+    return [Picture(image=bars(rows, "where the time of a step went"), caption=words)]
+
+
+def _instructions(traced: TraceReport) -> list[Block]:
+    rows = [
+        (
+            times.opcode.name.lower().replace("_", " "),
+            f"{times.count:,}",
+            SECONDS.format(times.seconds, digits=3),
+            SECONDS.format(times.waited_s, digits=3),
+        )
+        for times in traced.opcodes
+    ]
+    headings = ("instruction", "in an attempt", "median", "of it waited for input")
+    table = Table(headings=headings, rows=rows, numbers=1)
+    return [Folded(title=f"By instruction, in {len(traced.chosen)} traced steps", blocks=[table])]
+
+
+def _figures(traced: TraceReport) -> list[Block]:
+    measured, simulation = traced.measured, traced.simulated
+    pairs = (
+        ("step", traced.step_s, traced.simulated_step_s),
+        ("attempt", measured.makespan_s, simulation.makespan_s),
+        ("until the last computation", measured.pipeline_s, simulation.pipeline_s),
+        ("optimizer's tail", measured.optimizer_tail_s, simulation.optimizer_tail_s),
+    )
+    rows = [(name, *(SECONDS.format(value) for value in both)) for name, *both in pairs]
+    shares = (
+        ("bubbles", measured.bubble_ratio, simulation.bubble_ratio),
+        ("copies hidden behind computation", measured.copies_hidden, simulation.copies_hidden),
+        (
+            "sweeps hidden behind computation",
+            measured.optimizer_hidden,
+            simulation.optimizer_hidden,
+        ),
+    )
+    rows += [(name, *(map(_share, both))) for name, *both in shares]
+    costs = traced.costs or "costs that are fitted to this trace"
+    return [
+        Words(f"The simulated step is {traced.error:+.1%} beside the measured one, with {costs}."),
+        Table(headings=("", "measured", "simulated"), rows=rows, numbers=1),
+    ]
+
+
+def _picture(traced: TraceReport, facts: RunFacts) -> list[Block]:
+    image = compared_svg(*panels(traced))
+    if len(image) > MAX_PICTURE_BYTES:
+        command = f"penstock trace {facts.run.path} --svg picture.svg"
+        return [Unknown(f"The picture of a step is too large for this page: {command}")]
+    caption = (
+        "A typical step as it was, above its simulation. Point at a box to see what it is. Rows are"
+        " devices, thin ones their copies and sends; the optimizer follows."
+    )
+    return [Picture(image=Markup(image), caption=caption, paper=True)]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
