@@ -1,4 +1,4 @@
-"""``penstock deploy``: files for the engine that starts the nodes of a run."""
+"""``penstock deploy``: files for the engine that starts a run's nodes, and for what watches it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from penstock.protocol.config.schema import Config
 
 app = command_group(
-    "deploy", "Write what Slurm, systemd or Kubernetes need to run one penstock node a machine."
+    "deploy",
+    "Write what Slurm, systemd or Kubernetes need to run one penstock node a machine, and what"
+    " Prometheus and Grafana need to watch runs.",
 )
 
 ConfigOption = Annotated[
@@ -197,6 +199,23 @@ def kubernetes(
         for file, text in files.items():
             write_atomically(out / file, text)
         typer.echo(f"{out} has {', '.join(files)}; next:\n{next_commands(order, loaded, out)}")
+
+
+@app.command(
+    epilog="Dashboards, alert rules, and configurations of Prometheus, Alertmanager and Grafana"
+    " with a compose file that starts them. It can be repeated: what you have edited"
+    " stays. See docs/DASHBOARDS.md."
+)
+def monitoring(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+) -> None:
+    """Write dashboards and alerts for Prometheus and Grafana."""
+    with errors_explained():
+        from penstock.grafana import files
+
+        for line in files.write(folder):
+            typer.echo(line)
+        typer.echo(files.next_commands(folder))
 
 
 def known_node(config: Config, name: str) -> str:

@@ -86,7 +86,7 @@ FLOORS = {
         peers session
         epoch_builder
         main""",
-    "grafana": """dashboards.colors dashboards.queries
+    "grafana": """files dashboards.colors dashboards.queries
         dashboards.panels
         dashboards.frame dashboards.shared
         dashboards.overview dashboards.time dashboards.memory dashboards.recovery dashboards.node
