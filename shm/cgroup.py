@@ -109,6 +109,13 @@ class ControlGroups:
         ]
         return min(quotas, default=None)
 
+    def cpu_throttled_s(self) -> float | None:
+        """Returns the seconds in which a quota of the groups was used up, of all of them together;
+        None: no group counts them.
+        """
+        counted = [group.cpu_throttled_s() for group in self._groups("cpu")]
+        return sum(known) if (known := [s for s in counted if s is not None]) else None
+
     def cpuset(self) -> tuple[frozenset[int], str] | None:
         """Returns the CPUs that the process's nearest group with a list of them has, and its
         name.
@@ -195,6 +202,12 @@ class _Group:
         cached = sum(int(fields.get(prefix + name, 0)) for name in names)
         return max(0, cached - sum(int(fields.get(prefix + name, 0)) for name in dirty))
 
+    def cpu_throttled_s(self) -> float | None:
+        fields = dict(line.split() for line in self.text("cpu.stat").splitlines())
+        if "throttled_usec" in fields:
+            return int(fields["throttled_usec"]) / 1e6
+        return int(fields["throttled_time"]) / 1e9 if "throttled_time" in fields else None
+
     def cpu_quota(self) -> float | None:
         words = self.text("cpu.max").split()
         if not words:
@@ -243,6 +256,12 @@ def cpu_limit(root: Path = ROOT, allowed: Collection[int] | None = None) -> CpuL
 def usable_cpus() -> int:
     """Returns the number of threads of this process that can run all the time."""
     return cpu_limit().count
+
+
+def stolen_s(root: Path = ROOT) -> float:
+    """Returns the CPU time that a hypervisor gave to others, of all CPUs of the machine."""
+    words = _text(root / "proc/stat").partition("\n")[0].split()
+    return int(words[8]) / os.sysconf("SC_CLK_TCK") if len(words) > 8 else 0.0
 
 
 def _machine_memory(root: Path) -> MemoryLimit:

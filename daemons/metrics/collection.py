@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
-
-from prometheus_client import CollectorRegistry
+from collections.abc import Callable, Mapping
 
 from penstock.daemons.metrics.asking import Answer, ask
-from penstock.daemons.metrics.merging import MergedPage, family_text
+from penstock.daemons.metrics.merging import MergedPage
+from penstock.daemons.metrics.sheet import Sheet
 from penstock.protocol.config.schema import Config
+from penstock.protocol.metrics.node import (
+    COLLECT_SECONDS,
+    PROCESS,
+    PROCESS_CPU,
+    PROCESS_MEMORY,
+    PROCESS_START,
+    PROCESS_UP,
+)
 from penstock.protocol.run.names import place_of_member
-from penstock.protocol.run.pages import page_address, render
+from penstock.protocol.run.pages import page_address
 from penstock.shm.process import ProcessUsage
 
 DEADLINE_S = 1.0
@@ -31,17 +38,17 @@ def labels_of(config: Config, node: str, process: str) -> dict[str, str]:
 
 class Collection:
     """The page of a node's ``processes`` (name -> labels), to which that of this process,
-    ``registry``, is added under the labels ``ours``. Any thread may ask for it.
+    ``own_page``, is added under the labels ``ours``. Any thread may ask for it.
     """
 
     def __init__(
         self,
         run_id: str,
         processes: Mapping[str, Mapping[str, str]],
-        registry: CollectorRegistry,
+        own_page: Callable[[], bytes],
         ours: Mapping[str, str],
     ) -> None:
-        self._processes, self._registry, self._ours = processes, registry, ours
+        self._processes, self._own_page, self._ours = processes, own_page, ours
         self._addresses = {name: page_address(run_id, name) for name in processes}
         self._lock = threading.Lock()
         self._page, self._made_s = b"", float("-inf")
@@ -65,7 +72,7 @@ class Collection:
             merged.add(_said_of(answer), labels)
             if answer.page is not None:
                 merged.add(answer.page, labels)
-        merged.add(render(self._registry), self._ours)
+        merged.add(self._own_page(), self._ours)
         own = Answer(page=b"", pid=os.getpid(), seconds=time.monotonic() - begun_s)
         merged.add(_said_of(own), self._ours)
         return merged.text()
@@ -73,43 +80,12 @@ class Collection:
 
 def _said_of(answer: Answer) -> bytes:
     """Returns what is to be said of a process itself, as a page."""
-    families = [
-        family_text(
-            "penstock_process_up",
-            "gauge",
-            "1 if the process handed out its metrics in time, else 0.",
-            [({}, float(answer.page is not None))],
-        ),
-        family_text(
-            "penstock_collect_seconds",
-            "gauge",
-            "How long the process took to hand out its metrics, or was waited for.",
-            [({}, answer.seconds)],
-        ),
-    ]
+    sheet = Sheet(PROCESS)
+    sheet.put(PROCESS_UP.name, answer.page is not None)
+    sheet.put(COLLECT_SECONDS.name, answer.seconds)
     usage = None if answer.pid is None else ProcessUsage.of(answer.pid)
     if usage is not None:
-        families += [
-            family_text(name, kind, text, [({}, value)])
-            for name, kind, text, value in (
-                (
-                    "penstock_process_cpu_seconds_total",
-                    "counter",
-                    "CPU time of all threads of the process.",
-                    usage.cpu_s,
-                ),
-                (
-                    "penstock_process_resident_bytes",
-                    "gauge",
-                    "Memory that is the process's own: what it maps of /dev/shm is left out.",
-                    usage.resident_bytes,
-                ),
-                (
-                    "penstock_process_start_time_seconds",
-                    "gauge",
-                    "When the process was started, in seconds since 1970.",
-                    usage.started_s,
-                ),
-            )
-        ]
-    return "".join(families).encode()
+        sheet.put(PROCESS_CPU.name, usage.cpu_s)
+        sheet.put(PROCESS_MEMORY.name, usage.resident_bytes)
+        sheet.put(PROCESS_START.name, usage.started_s)
+    return sheet.page()

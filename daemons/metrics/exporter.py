@@ -15,7 +15,7 @@ import socket
 import socketserver
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -36,8 +36,11 @@ _log = logging.getLogger(__name__)
 class Exporter:
     """An application on ``port``, served by threads of its own until :meth:`close`."""
 
-    def __init__(self, app: App, host: str, port: int, keys: Path | None) -> None:
-        """Serve ``app``; with ``keys``, a node's folder, over TLS to who knows the password.
+    def __init__(
+        self, app: App, host: str, port: int, keys: Path | None, public: Collection[str] = ()
+    ) -> None:
+        """Serve ``app``; with ``keys``, a node's folder, over TLS to who knows the password. The
+        paths in ``public`` are for everybody.
 
         Raises:
             OSError: it cannot listen there.
@@ -45,7 +48,9 @@ class Exporter:
         """
         shield = None if keys is None else _Shield(keys)
         self._server = _Server(host, port, shield)
-        self._server.set_app(app if keys is None else _with_password(app, keys / "metrics.sha256"))
+        if keys is not None:
+            app = _with_password(app, keys / "metrics.sha256", public)
+        self._server.set_app(app)
         self.port = self._server.server_port
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
@@ -139,13 +144,15 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         _log.debug("metrics: a request broke", exc_info=True)
 
 
-def _with_password(app: App, path: Path) -> App:
-    """Returns ``app`` for those who know the password whose SHA-256 is in ``path``. A password of
+def _with_password(app: App, path: Path, public: Collection[str]) -> App:
+    """Returns ``app`` for those who know the password whose SHA-256 is in ``path``; what is at the
+    paths ``public``, for all. A password of
     256 random bits cannot be guessed from that, so it needs no slow hash.
     """
 
     def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        if _knows(environ.get("HTTP_AUTHORIZATION", ""), path):
+        known = _knows(environ.get("HTTP_AUTHORIZATION", ""), path)
+        if known or environ.get("PATH_INFO", "") in public:
             return app(environ, start)
         start("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="penstock"')])
         return [b""]

@@ -6,35 +6,35 @@ import importlib.metadata
 import importlib.util
 import platform
 
-from prometheus_client import CollectorRegistry, Info
-
 import penstock
+from penstock.daemons.metrics.sheet import Sheet
 from penstock.protocol.config.schema import Config
+from penstock.protocol.metrics.node import BUILD, RUN
 from penstock.protocol.run.rundir import RunDirectory
 
 
-def add_facts(registry: CollectorRegistry, run: RunDirectory) -> None:
-    """Adds ``penstock_build_info`` and ``penstock_run_info``."""
-    Info("penstock_build", "What the node's processes are made of.", registry=registry).info(
-        {
-            "version": penstock.__version__,
-            "python": platform.python_version(),
-            "torch": _version("torch"),
-            "native": _vectors(),
-        }
-    )
+def put_facts(sheet: Sheet, run: RunDirectory) -> None:
+    """Write down ``penstock_build_info`` and ``penstock_run_info``."""
     config = run.config
-    Info("penstock_run", "What the run is.", registry=registry).info(
-        {
-            "run_id": run.run_id,
-            "scheme": run.plan.scheme,
-            "model": model_name(config),
-            "devices": str(len(config.cluster.nodes) * config.cluster.workers),
-            "nodes": str(len(config.cluster.nodes)),
-            "micro_batches": str(config.train.num_microbatches),
-            "optimizer": config.optimizer.name,
-            "platform": config.cluster.platform.name,
-        }
+    sheet.put(
+        BUILD.name,
+        1,
+        version=penstock.__version__,
+        python=platform.python_version(),
+        torch=_version("torch"),
+        native=_vectors(),
+    )
+    sheet.put(
+        RUN.name,
+        1,
+        run_id=run.run_id,
+        scheme=run.plan.scheme,
+        model=model_name(config),
+        devices=str(len(config.cluster.nodes) * config.cluster.workers),
+        nodes=str(len(config.cluster.nodes)),
+        micro_batches=str(config.train.num_microbatches),
+        optimizer=config.optimizer.name,
+        platform=config.cluster.platform.name,
     )
 
 

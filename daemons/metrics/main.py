@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from penstock.daemons.metrics.clocks import ClockWatch
 from penstock.daemons.metrics.collection import Collection, labels_of
-from penstock.daemons.metrics.facts import add_facts
+from penstock.daemons.metrics.facts import put_facts
+from penstock.daemons.metrics.resources import NodeResources
 from penstock.daemons.metrics.serving import application, listen
+from penstock.daemons.metrics.sheet import Sheet
 from penstock.daemons.metrics.targets import remove_targets, write_targets
 from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.metrics.node import KEYS_EXPIRE, OWN
 from penstock.protocol.run.logs import DroppedLines
 from penstock.protocol.run.names import (
     SCHEDULERD,
@@ -24,9 +30,12 @@ from penstock.protocol.run.names import (
     optimizerd_name,
     worker_name,
 )
+from penstock.protocol.run.pages import render
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
+from penstock.protocol.security.access import keys_of
+from penstock.protocol.security.folders import KeyFolder
 
 WAKE_S = 60.0
 
@@ -46,22 +55,54 @@ def _run(run: RunDirectory, node: str, processes: str | None, stop: StopSignal) 
     config, member = run.config, metricsd_name(node)
     configure_logging(member, run.path, config.observability.log_level)
     names = _usual(config, node) if processes is None else processes.split(",")
-    registry = CollectorRegistry()
-    registry.register(DroppedLines())
-    add_facts(registry, run)
-    collection = Collection(
-        run.run_id,
-        {name: labels_of(config, node, name) for name in names},
-        registry,
-        labels_of(config, node, member),
-    )
     with ExitStack() as stack:
-        server = listen(application(collection, config, run.path), registry, config, node)
+        collection = Collection(
+            run.run_id,
+            {name: labels_of(config, node, name) for name in names},
+            _own_page(run, node, stack),
+            labels_of(config, node, member),
+        )
+        server = listen(application(collection, config, run.path), config, node)
         stack.callback(server.close)
         write_targets(run, node, server.port)
         stack.callback(remove_targets, run, node)
         while not stop.wait(WAKE_S):
             pass
+
+
+def _own_page(run: RunDirectory, node: str, stack: ExitStack) -> Callable[[], bytes]:
+    """Returns what makes the page of metricsd itself; ``stack`` ends what measures for it."""
+    config, first = run.config, run.config.cluster.nodes[0].name
+    registry = CollectorRegistry()
+    registry.register(DroppedLines())
+    facts = Sheet(OWN)
+    put_facts(facts, run)
+    resources = NodeResources(run, node)
+    stack.callback(resources.close)
+    measuring = [resources.put]
+    if node != first:
+        clocks = ClockWatch(run, first, node)
+        stack.callback(clocks.close)
+        measuring.append(clocks.put)
+    if config.cluster.security == "tls":
+        measuring.append(partial(_put_expiry, KeyFolder(keys_of(config) / f"node.{node}")))
+
+    def page() -> bytes:
+        sheet = Sheet(OWN)
+        for put in measuring:
+            put(sheet)
+        return facts.page() + sheet.page() + render(registry)
+
+    return page
+
+
+def _put_expiry(folder: KeyFolder, sheet: Sheet) -> None:
+    """Write down when the keys that are there expire; 0 when they cannot be read."""
+    try:
+        expires_s = folder.peek().expires.timestamp()
+    except ConfigError:
+        expires_s = 0.0
+    sheet.put(KEYS_EXPIRE.name, expires_s)
 
 
 def _usual(config: Config, node: str) -> Sequence[str]:

@@ -9,10 +9,10 @@ left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.utils import floatToGoString
+from penstock.daemons.metrics.sheet import label_text
 
 _FAMILY = re.compile(
     rb"([a-zA-Z_:][a-zA-Z0-9_:]*)(?: [^\n]*)?\n"
@@ -22,33 +22,6 @@ _FAMILY = re.compile(
 _SAMPLE = re.compile(
     rb"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? ([-+0-9.eE]+|[-+]?Inf|NaN)$", re.MULTILINE
 )
-
-
-def escaped(value: str) -> str:
-    """Returns a label's value as it stands between quotes."""
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def label_text(labels: Mapping[str, str]) -> str:
-    """Returns labels as they stand between braces."""
-    return ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items())
-
-
-def family_text(
-    name: str, kind: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]
-) -> str:
-    """Returns a family as it stands on a page: its header, and a line for each of ``samples``
-    (labels, value).
-    """
-    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-    for labels, value in samples:
-        braces = f"{{{label_text(labels)}}}" if labels else ""
-        lines.append(f"{name}{braces} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: float) -> str:
-    return str(floatToGoString(value))  # type: ignore[no-untyped-call]  # of the library
 
 
 @dataclass(slots=True)

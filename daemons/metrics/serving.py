@@ -1,7 +1,8 @@
 """What metricsd serves, and where.
 
 ``/metrics``: all processes of the node. ``/targets``: where all nodes of the run serve theirs, for
-Prometheus' HTTP service discovery. ``/``: says so to people.
+Prometheus' HTTP service discovery. ``/clock``: the time here, for other nodes; everybody may know
+it. ``/``: says so to people.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import errno
 import html
 import json
 import socket
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge
-
+from penstock.daemons.metrics.clocks import CLOCK_PATH, clock_page
 from penstock.daemons.metrics.collection import DEADLINE_S, Collection
 from penstock.daemons.metrics.exporter import App, Exporter
 from penstock.daemons.metrics.targets import addresses, read_targets
@@ -24,7 +25,6 @@ from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.names import metrics_port, node_index
 from penstock.protocol.security.access import keys_of
 from penstock.protocol.security.addresses import check_addresses
-from penstock.protocol.security.folders import KeyFolder
 
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus' text format."""
@@ -46,6 +46,7 @@ def application(collection: Collection, config: Config, run_dir: Path) -> App:
     pages: dict[str, Callable[[dict[str, Any]], tuple[str, bytes]]] = {
         "/metrics": metrics,
         "/targets": targets,
+        CLOCK_PATH: lambda environ: ("application/json", clock_page(time.time())),
         "/": front,
     }
 
@@ -61,21 +62,18 @@ def application(collection: Collection, config: Config, run_dir: Path) -> App:
     return serve
 
 
-def listen(app: App, registry: CollectorRegistry, config: Config, node: str) -> Exporter:
+def listen(app: App, config: Config, node: str) -> Exporter:
     """Serves ``app`` where ``observability`` says. With ``cluster.security: tls``, with the keys of
-    ``node``, and says in ``registry`` when they expire.
+    ``node``.
 
     Raises:
         ConfigError: it cannot listen there, or must not; the message names the key.
     """
     check_addresses(config)
     host, port = config.observability.metrics_host, metrics_port(config, node_index(config, node))
-    keys = None
-    if config.cluster.security == "tls":
-        keys = keys_of(config) / f"node.{node}"
-        _say_expiry(registry, KeyFolder(keys))
+    keys = keys_of(config) / f"node.{node}" if config.cluster.security == "tls" else None
     try:
-        return Exporter(app, host, port, keys)
+        return Exporter(app, host, port, keys, public=(CLOCK_PATH,))
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
 
@@ -110,22 +108,6 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
         f"observability.{key}: cannot listen on {host}:{port}: {reason(error)}"
         f"{remedy if port_taken else ''}"
     )
-
-
-def _say_expiry(registry: CollectorRegistry, folder: KeyFolder) -> None:
-    """Adds when the keys that are there expire; 0 when they cannot be read."""
-
-    def expires_s() -> float:
-        try:
-            return folder.peek().expires.timestamp()
-        except ConfigError:
-            return 0.0
-
-    Gauge(
-        "penstock_keys_expire_timestamp_seconds",
-        "When the certificate of this node expires, in seconds since 1970.",
-        registry=registry,
-    ).set_function(expires_s)
 
 
 def _deadline_s(timeout: str) -> float:

@@ -1,8 +1,9 @@
 """Where metrics are served: files that Prometheus' file_sd reads, one for each node of a run.
 
 ``RUN_DIR/metrics/NODE.json`` is there while the node's metricsd serves, and the same in the folder
-``observability.targets``, which runs may share, as ``RUN_ID.NODE.json``. The labels that say whose
-samples are come with the samples; those that stand here are gone after relabelling.
+``observability.targets``, which runs may share, as ``RUN_ID.NODE.json``. The labels ``run`` and
+``node`` say whose ``up`` is; all other samples come with their labels, which Prometheus keeps with
+``honor_labels: true``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def target(run: RunDirectory, node: str, port: int) -> dict[str, Any]:
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     labels = {
         "__scheme__": "https" if config.cluster.security == "tls" else "http",
-        "__meta_penstock_run": config.run.name,
         "__meta_penstock_run_id": run.run_id,
-        "__meta_penstock_node": node,
+        "run": config.run.name,
+        "node": node,
     }
     return {"targets": [place], "labels": labels}
 
@@ -69,7 +70,7 @@ def read_targets(run_dir: Path) -> list[dict[str, Any]]:
 def addresses(run_dir: Path) -> dict[str, str]:
     """Returns where metrics are served: node -> URL."""
     return {
-        str(entry["labels"]["__meta_penstock_node"]): (
+        str(entry["labels"]["node"]): (
             f"{entry['labels']['__scheme__']}://{entry['targets'][0]}/metrics"
         )
         for entry in read_targets(run_dir)
@@ -80,7 +81,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     try:
         for entry in parse_json(path.read_bytes()):
             labels = entry["labels"]
-            if entry["targets"] and {"__scheme__", "__meta_penstock_node"} <= labels.keys():
+            if entry["targets"] and {"__scheme__", "node"} <= labels.keys():
                 yield entry
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # being replaced, or none of ours

@@ -8,10 +8,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
 from penstock.daemons.kit.messages import answer
@@ -32,6 +31,8 @@ from penstock.daemons.node.machine.events import (
 )
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.metrics.node import NODE, RestartCause
+from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.stopping import STOP_ORDER
 from penstock.protocol.security.access import Access
@@ -40,16 +41,7 @@ from penstock.protocol.wire.member import MemberLink
 
 _log = logging.getLogger(__name__)
 
-
-class RestartCause(StrEnum):
-    """Why a child had to be started again."""
-
-    EXITED = "exited"
-    KILLED = "killed"
-    FENCED = "fenced"
-    """By order of the scheduler."""
-    HUNG = "hung"
-    """It stood still, or said nothing: the node killed it."""
+_RESTARTS, _FENCES = (metric.name for metric in NODE)
 
 
 class NodeMetrics:
@@ -59,22 +51,11 @@ class NodeMetrics:
 
     def __init__(self, members: Sequence[str]) -> None:
         self.registry = CollectorRegistry()
-        self._restarts = Counter(
-            "penstock_restarts_total",
-            "Times a process was started again, by why it had ended.",
-            ("member", "cause"),
-            registry=self.registry,
-        )
-        self._fences = Counter(
-            "penstock_fences_total",
-            "Processes killed and reaped by order of the scheduler.",
-            ("member",),
-            registry=self.registry,
-        )
+        self._page = MetricPage(NODE, self.registry)
         for member in members:
-            self._fences.labels(member)
+            self._page.add(_FENCES, 0, member)
             for cause in RestartCause:
-                self._restarts.labels(member, cause)
+                self._page.add(_RESTARTS, 0, member, cause)
         self._causes: dict[str, RestartCause] = {}
         """Of the last death of each that was started; HUNG already while it is being killed."""
 
@@ -82,7 +63,7 @@ class NodeMetrics:
         """A child runs, perhaps again."""
         cause = self._causes.pop(member, None)
         if cause is not None:
-            self._restarts.labels(member, cause).inc()
+            self._page.add(_RESTARTS, 1, member, cause)
 
     def killed(self, member: str) -> None:
         """The node has killed a child."""
@@ -95,7 +76,7 @@ class NodeMetrics:
 
     def fenced(self, member: str) -> None:
         """A fence was answered."""
-        self._fences.labels(member).inc()
+        self._page.add(_FENCES, 1, member)
         if self._causes.get(member) is RestartCause.HUNG:
             self._causes[member] = RestartCause.FENCED
 

@@ -174,12 +174,17 @@ class Emulation:
 
     def reads(self, run_dir: Path, config: Config, node: int) -> NodeReads:
         """The time of what a node's processes read from other nodes."""
-        growth = self.table.num_parameters / self.stored.num_parameters if self.offloaded else 0.0
         return NodeReads(
             board=NicReservations.of_run(run_dir, len(config.cluster.nodes)),
             node=node,
-            bytes_per_s=self.cluster.nic_bandwidth / max(growth, 1e-9) / self.time_scale,
+            bytes_per_s=self.reads_bytes_per_s,
         )
+
+    @property
+    def reads_bytes_per_s(self) -> float:
+        """How many stored bytes a node reads from others in a second of the clock."""
+        growth = self.table.num_parameters / self.stored.num_parameters if self.offloaded else 0.0
+        return self.cluster.nic_bandwidth / max(growth, 1e-9) / self.time_scale
 
     def sweep_work(self, name: str, block: int) -> SweepWork | None:
         """An optimizer sweep (its name as in its class) over a block, in seconds of the clock."""

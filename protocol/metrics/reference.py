@@ -7,12 +7,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.metrics.memory import MEMORY
+from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.page import Kind, Metric
 from penstock.protocol.metrics.scheduler import SCHEDULER
 
 PROCESSES: Mapping[str, Sequence[Metric]] = {
     "schedulerd": SCHEDULER,
     "memoryd": MEMORY,
+    "node": NODE,
+    "metricsd": METRICSD,
 }
 """All metrics, by the process that has them."""
 

@@ -137,7 +137,7 @@ def test_the_living_are_heard_beside_one_that_stands_still(run_id: str, served: 
         assert other.stdout.readline() == "ready\n"
 
         def samples() -> dict[tuple[str, str], float]:
-            collection = Collection(run_id, names, CollectorRegistry(), {"process": "metricsd.a"})
+            collection = Collection(run_id, names, bytes, {"process": "metricsd.a"})
             text = collection.page(0.3).decode()
             found = {}
             for family in text_string_to_metric_families(text):
@@ -174,7 +174,7 @@ def test_however_many_scrape_processes_are_asked_once_a_second(
     run_id: str, served: PageServer
 ) -> None:
     names = {"memoryd.a": {"node": "a"}}
-    collection = Collection(run_id, names, CollectorRegistry(), {"node": "a"})
+    collection = Collection(run_id, names, bytes, {"node": "a"})
     first = collection.page()
     assert b'penstock_test{node="a"} 5.0' in first
     assert collection.page() is first

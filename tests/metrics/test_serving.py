@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
+from penstock.daemons.metrics.clocks import compare, context_of
 from penstock.daemons.metrics.collection import Collection, labels_of
 from penstock.daemons.metrics.exporter import Exporter
 from penstock.daemons.metrics.serving import application, check_port, listen
@@ -41,14 +41,13 @@ def config(**observability: object) -> Config:
 
 def serve(settings: Config, run_dir: Path = Path(), node: str = "a") -> Exporter:
     """A metricsd's pages; none of the node's processes runs."""
-    registry = CollectorRegistry()
     names: Mapping[str, Mapping[str, str]] = {
         "worker.1": labels_of(settings, node, "worker.1"),
         f"node.{node}": labels_of(settings, node, f"node.{node}"),
     }
     ours = labels_of(settings, node, f"metricsd.{node}")
-    collection = Collection(RUN_ID, names, registry, ours)
-    return listen(application(collection, settings, run_dir), registry, settings, node)
+    collection = Collection(RUN_ID, names, bytes, ours)
+    return listen(application(collection, settings, run_dir), settings, node)
 
 
 def page(port: int, host: str = "127.0.0.1", path: str = "/metrics") -> str:
@@ -85,9 +84,9 @@ def test_prometheus_is_told_where_metrics_are_as_long_as_they_are(tmp_path: Path
             "targets": [f"127.0.0.1:{port}"],
             "labels": {
                 "__scheme__": "http",
-                "__meta_penstock_run": "served",
                 "__meta_penstock_run_id": run.run_id,
-                "__meta_penstock_node": node,
+                "run": "served",
+                "node": node,
             },
         }
         for node, port in (("a", 4100), ("b", 4200))
@@ -167,10 +166,12 @@ def test_with_keys_metrics_take_tls_and_a_password(tmp_path: Path) -> None:
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
     try:
         status, text = get("penstock", password)
-        assert status == 200 and "penstock_keys_expire_timestamp_seconds{" in text
+        assert status == 200 and "penstock_process_up{" in text
         for user, word in (("penstock", password[:-1]), ("root", password), ("penstock", "")):
             status, text = get(user, word)
-            assert status == 401 and "penstock_keys" not in text
+            assert status == 401 and "penstock_" not in text
+        there = compare(f"https://127.0.0.1:{server.port}", context_of(keys / "node.a"))
+        assert abs(there.offset_s) <= there.error_s < 2, "another node needs no password for that"
         silent[0].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         silent[0].settimeout(5)
         assert b"HTTP/1." not in silent[0].recv(100), "nothing is said in plain text"
