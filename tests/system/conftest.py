@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,29 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+MEMBER_KINDS = ("memoryd", "optimizerd", "schedulerd", "worker", "node")
+
+
+def processes_of(run_dir: Path, kinds: Sequence[str]) -> dict[str, int]:
+    """Name -> pid of a run's living processes of some kinds, read from their command lines."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if not any(str(run_dir) in word for word in words):
+            continue
+        for kind in kinds:
+            if kind in words:
+                device = words[words.index("--device") + 1] if "--device" in words else ""
+                node = words[words.index("--node") + 1] if "--node" in words else ""
+                found[f"{kind}{'.' if device or node else ''}{device or node}"] = int(entry.name)
+    return found
+
+
 @dataclass
 class TrainProcess:
     """A running ``penstock train`` in its own process group."""
@@ -66,24 +89,7 @@ class TrainProcess:
 
     def members(self) -> dict[str, int]:
         """Member name -> pid of the run's living processes, read from their command lines."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if not any(str(self.run_dir) in word for word in words):
-                continue
-            for kind in ("memoryd", "optimizerd", "schedulerd", "worker", "node"):
-                if kind in words:
-                    device = words[words.index("--device") + 1] if "--device" in words else ""
-                    node = words[words.index("--node") + 1] if "--node" in words else ""
-                    found[f"{kind}{'.' if device or node else ''}{device or node}"] = int(
-                        entry.name
-                    )
-        return found
+        return processes_of(self.run_dir, MEMBER_KINDS)
 
 
 @dataclass
