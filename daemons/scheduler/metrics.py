@@ -37,6 +37,7 @@ class SchedulerMetrics:
         self._epoch = 0
         self._counted = Tally()
         self._page.set("penstock_steps", config.train.steps)
+        self._page.set("penstock_data_passes", config.data.passes)
         if data_samples is not None:
             self._page.set("penstock_data_samples", data_samples)
         if config.train.clip_grad_norm is not None:

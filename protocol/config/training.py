@@ -120,6 +120,12 @@ class DataConfig(Section):
         default=True,
         description="Each pass over the data takes the sequences in an order of its own.",
     )
+    passes: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Training is meant to take each sequence so many times. It goes on beyond that;"
+        " an alert says so (docs/RUNBOOK.md).",
+    )
     document_masks: bool = Field(
         default=False,
         description="Tokens attend to those of their own document only. A model type that cannot"

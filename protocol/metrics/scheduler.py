@@ -75,6 +75,7 @@ TRAINING = (
         " order.",
         absent="where data are made up",
     ),
+    gauge("penstock_data_passes", "Passes over the data that are meant: data.passes."),
 )
 
 ATTEMPTS = (

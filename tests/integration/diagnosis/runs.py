@@ -69,7 +69,7 @@ REAL: dict[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``shm_mib``: size of its /dev/shm. ``disk_mib``: its run directory is on a disk so small; 0:
-    where all others are. ``memory_mib``: its control group may have so much; 0: as much as it wants.
+    where all others are. ``memory_mib``: its control group may have so much; 0: what it wants.
     ``by_hand``: each node is started by itself, and nobody starts it again.
     """
 
