@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SAMPLES = 40
+COMMITTED = 'penstock_last_commit_timestamp_seconds{process="schedulerd"}'
+SAVED = 'penstock_last_snapshot_timestamp_seconds{process="schedulerd"}'
 
 HEALTHY: dict[str, str] = {
     'up{job="penstock"}': "1x40",
@@ -19,8 +20,8 @@ HEALTHY: dict[str, str] = {
     'penstock_phase{phase="paused"}': "0x40",
     'penstock_phase{phase="saving"}': "0x40",
     'penstock_phase{phase="evaluating"}': "0x40",
-    'penstock_last_commit_timestamp_seconds{process="schedulerd"}': "0+15x40",
-    'penstock_last_snapshot_timestamp_seconds{process="schedulerd"}': "0+15x40",
+    COMMITTED: "0+15x40",
+    SAVED: "0+15x40",
     "penstock_save_interval_seconds": "60x40",
     "penstock_attempt_seconds_sum": "0+15x40",
     "penstock_attempt_seconds_count": "0+15x40",
@@ -92,7 +93,7 @@ STOPS = {
     "penstock_attempt_seconds_count": "0+15x16 240x24",
     'penstock_attempts_total{decision="commit"}': "0+13x16 208x24",
     'penstock_attempts_total{decision="amend"}': "0+2x16 32x24",
-    'penstock_last_commit_timestamp_seconds{process="schedulerd"}': "0+15x16 240x24",
+    COMMITTED: "0+15x16 240x24",
     "penstock_sweep_seconds_total": "0+3x16 48x24",
     "penstock_sweep_bytes_total": "0+6e10x16 96e10x24",
 }
@@ -131,7 +132,7 @@ CASES = (
             'penstock_phase{phase="running"}': "1x16 0x23",
             'penstock_phase{phase="done"}': "0x16 1x23",
             "penstock_run_ended": "_x17 0x22",
-            'penstock_last_snapshot_timestamp_seconds{process="schedulerd"}': "0+15x16 240x23",
+            SAVED: "0+15x16 240x23",
         },
         fires={240: NOTHING, 360: NOTHING, 600: NOTHING},
     ),
@@ -141,8 +142,8 @@ CASES = (
             **{name: f"0+{s:g}x10 {10 * s:g}x19 {10 * s:g}+{s:g}x9" for name, s in DEVICES.items()},
             'penstock_phase{phase="running"}': "1x10 0x19 1x9",
             'penstock_phase{phase="paused"}': "0x10 1x19 0x9",
-            'penstock_last_commit_timestamp_seconds{process="schedulerd"}': "0+15x10 150x19 465+15x9",
-            'penstock_last_snapshot_timestamp_seconds{process="schedulerd"}': "0+15x10 150x29",
+            COMMITTED: "0+15x10 150x19 465+15x9",
+            SAVED: "0+15x10 150x29",
             "penstock_optimizer_busy_seconds_total": "0+6x10 60x19 60+6x9",
             "penstock_attempt_seconds_sum": "0+15x10 150x19 150+15x9",
             "penstock_attempt_seconds_count": "0+15x10 150x19 150+15x9",
@@ -161,7 +162,7 @@ CASES = (
     Case(
         name="a long evaluation",
         changed={
-            'penstock_last_commit_timestamp_seconds{process="schedulerd"}': "0+15x16 240x24",
+            COMMITTED: "0+15x16 240x24",
             'penstock_phase{phase="running"}': "1x16 0x24",
             'penstock_phase{phase="evaluating"}': "0x16 1x24",
             "penstock_attempt_seconds_sum": "0+15x16 240x24",
@@ -184,7 +185,7 @@ CASES = (
             "penstock_attempt_seconds_sum": "0x19 300x19 600x2",
             "penstock_attempt_seconds_count": "0x19 1x19 2x2",
             "penstock_simulated_step_seconds": "290x40",
-            'penstock_last_commit_timestamp_seconds{process="schedulerd"}': "_x20 300x19 600x1",
+            COMMITTED: "_x20 300x19 600x1",
             'penstock_expected_busy_seconds{device="0"}': "165x40",
             'penstock_expected_busy_seconds{device="1"}': "120x40",
             "penstock_save_interval_seconds": "3000x40",
@@ -200,8 +201,8 @@ CASES = (
         name="stuck in its first step",
         changed={
             **dict.fromkeys(STOPS, "0x40"),
-            'penstock_last_commit_timestamp_seconds{process="schedulerd"}': "",
-            'penstock_last_snapshot_timestamp_seconds{process="schedulerd"}': "",
+            COMMITTED: "",
+            SAVED: "",
             "penstock_save_interval_seconds": "",
         },
         fires={45: NOTHING, 120: alerts("Stuck")},
@@ -355,14 +356,12 @@ CASES = (
     ),
     Case(
         name="saves do not come to their end",
-        changed={
-            'penstock_last_snapshot_timestamp_seconds{process="schedulerd"}': "0+15x16 240x23"
-        },
+        changed={SAVED: "0+15x16 240x23"},
         fires={240: NOTHING, 390: NOTHING, 450: alerts("SaveTooOld")},
     ),
     Case(
         name="the first save does not come",
-        changed={'penstock_last_snapshot_timestamp_seconds{process="schedulerd"}': ""},
+        changed={SAVED: ""},
         fires={150: NOTHING, 240: alerts("SaveTooOld")},
     ),
     _steady("keys", "penstock_keys_expire_timestamp_seconds", "1e6x40", "KeysExpire", 60),
