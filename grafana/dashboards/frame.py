@@ -11,7 +11,7 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import dashboard as model
 
 from penstock.grafana.dashboards.panels import DATASOURCE
-from penstock.grafana.dashboards.queries import RUN
+from penstock.grafana.dashboards.queries import RUN, WINDOW
 
 Panels: TypeAlias = list[Builder[Any]]
 
@@ -103,28 +103,36 @@ def _variables() -> list[Builder[model.VariableModel]]:
     return [source, run, node, window]
 
 
+class _Mark(model.AnnotationQuery):
+    """An annotation that says what happened: the data source's own fields are not in the types."""
+
+    words: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the JSON, with ``words`` over the mark."""
+        return {**super().to_json(), "titleFormat": self.words}
+
+
+class _Marks(Builder[model.AnnotationQuery]):
+    """Builds a mark; ``words`` may name labels, ``{{cause}}``."""
+
+    def __init__(self, name: str, color: str, expr: str, words: str) -> None:
+        self._made = _Mark(name=name, datasource=DATASOURCE, enable=True, icon_color=color)
+        self._made.expr = expr
+        self._made.words = words
+
+    def build(self) -> model.AnnotationQuery:
+        """Returns the mark."""
+        return self._made
+
+
 def _annotations() -> list[Builder[model.AnnotationQuery]]:
     """What happened, as marks in all panels over time."""
-    happened = (
-        (
-            "Broken attempts",
-            "red",
-            f"sum by (cause) (increase(penstock_attempts_broken_total{{{RUN}}}[$__rate_interval]))"
-            " > 0",
-        ),
-        ("Saves", "blue", f"changes(penstock_saved_step{{{RUN}}}[$__rate_interval]) > 0"),
-        (
-            "Alerts",
-            "orange",
-            f'ALERTS{{{RUN}, alertstate="firing", alertname!="PenstockWatchdog"}}',
-        ),
-    )
+    broken = f"sum by (cause) (increase(penstock_attempts_broken_total{{{RUN}}}[{WINDOW}])) > 0"
+    saved = f"changes(penstock_saved_step{{{RUN}}}[{WINDOW}]) > 0"
+    firing = f'ALERTS{{{RUN}, alertstate="firing", alertname!="PenstockWatchdog"}}'
     return [
-        build.AnnotationQuery()
-        .name(name)
-        .datasource(DATASOURCE)
-        .enable(name != "Saves")
-        .icon_color(color)
-        .expr(expr)
-        for name, color, expr in happened
+        _Marks("Broken attempts", "red", broken, "Attempt broken: {{cause}}"),
+        _Marks("Saves", "blue", saved, "Saved"),
+        _Marks("Alerts", "orange", firing, "{{alertname}} {{node}} {{process}}"),
     ]

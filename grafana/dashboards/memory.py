@@ -82,14 +82,15 @@ def _full() -> Panels:
 
 
 def _shared() -> Panels:
-    huge = highest("penstock_shm_huge_page_bytes", NODES, "node")
+    huge = total("penstock_shm_huge_page_bytes", NODES, "node")
     segments = total("penstock_shm_segment_bytes", NODES, "node")
     return [
         lines(
             "Used, and the limit",
-            "Bytes in /dev/shm by node. They are constant while a run trains; growth means another"
-            " run, or files that somebody else puts there.",
+            "Bytes in /dev/shm by node, of all and of this run. The run's are constant while it"
+            " trains; growth of the others is another run, or files that somebody puts there.",
             each(highest(SHARED_USED, NODES, "node"), "{{node}} used"),
+            each(highest("penstock_node_shm_run_bytes", NODES, "node"), "{{node}} by this run"),
             each(highest(SHARED_LIMIT, NODES, "node"), "{{node}} limit"),
             unit="bytes",
             limits=(0, None),

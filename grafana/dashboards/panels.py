@@ -107,9 +107,8 @@ def _target(query: Query, letter: str) -> source.Dataquery:
     target.legend_format(query.legend or "__auto")
     if query.heatmap:
         return target.range().format(source_model.PromQueryFormat.HEATMAP)
-    if query.instant:
-        return target.instant().format(source_model.PromQueryFormat.TABLE)
-    return target.range().format(source_model.PromQueryFormat.TIME_SERIES)
+    target.format(source_model.PromQueryFormat.TIME_SERIES)
+    return target.instant() if query.instant else target.range()
 
 
 def thresholds(steps: Steps) -> build.ThresholdsConfig:
@@ -348,14 +347,16 @@ def grid(
     unit: str = "none",
     size: tuple[int, int] = (12, 8),
     empty: str = "",
-    steps: Steps = (),
+    decimals: int | None = None,
 ) -> table.Panel:
     """Returns a table of an instant query's series. ``columns``: the labels that are shown, in
     order, and their headings; ``Value`` is the value.
     """
     panel = _dressed(
-        table.Panel(), title, why, [query], unit=unit, size=size, empty=empty, steps=steps
+        table.Panel(), title, why, [], unit=unit, size=size, empty=empty, decimals=decimals
     )
+    # One row a series, and a column a label; other panels want series, which have names.
+    panel.with_target(_target(query, "A").format(source_model.PromQueryFormat.TABLE))
     shown = {name: index for index, name in enumerate(columns)}
     chosen = {"include": {"names": list(columns)}}
     panel.with_transformation(

@@ -19,7 +19,7 @@ WINDOW = "$window"
 class Query:
     """``legend`` names a series by its labels, ``{{device}}``; without one, Grafana shows them all.
 
-    An ``instant`` query is asked for the end of the time shown only, as a table.
+    An ``instant`` query is asked for the end of the time shown only.
     """
 
     expr: str

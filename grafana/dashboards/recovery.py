@@ -116,9 +116,10 @@ def _alive() -> Panels:
         ),
         states(
             "Phases",
-            "What the run does: one lane a phase, coloured while it lasts.",
-            each(highest("penstock_phase", RUN, "phase"), "{{phase}}"),
-            names={1: ("now", "blue"), 0: (" ", "transparent")},
+            "What the run does: one lane a phase that it was in, coloured while it lasts. Short"
+            " phases are seen now and then only.",
+            each(f"{highest('penstock_phase', RUN, 'phase')} == 1", "{{phase}}"),
+            names={1: ("in this phase", "blue")},
             size=(8, 9),
         ),
         states(
@@ -170,14 +171,17 @@ def _broken() -> Panels:
             " again: look into its log (`penstock logs`, or logs/ in the run directory).",
             last(f"{restarts} > 0"),
             columns={"node": "Node", "member": "Process", "cause": "Cause", "Value": "Restarts"},
+            decimals=0,
             size=(12, 7),
             empty="nothing was started again",
         ),
         grid(
             "Fenced processes",
-            "Processes that were made sure to be dead, because they had gone silent.",
+            "Processes that their node made sure to be dead before it started others in their"
+            " place, killed and silent ones.",
             last(f"{fences} > 0"),
             columns={"node": "Node", "member": "Process", "Value": "Times"},
+            decimals=0,
             size=(12, 7),
             empty="nothing was fenced",
         ),
@@ -298,8 +302,8 @@ def _data() -> Panels:
     return [
         lines(
             "Position in the data",
-            "Samples used so far over the samples that there are. What happens at 100 % is in"
-            " docs/MONITORING.md.",
+            "Samples used so far over the samples that there are. At 100 % a next pass over the"
+            " data begins, in another order.",
             each(f"{position} / {size}", "used"),
             unit="percentunit",
             limits=(0, None),

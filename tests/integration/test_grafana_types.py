@@ -29,7 +29,7 @@ PANEL_TYPES = {
     "text": "Text",
     "timeseries": "TimeSeries",
 }
-UNTYPED = ("auto", "auto_count", "auto_min", "expr")
+UNTYPED = ("auto", "auto_count", "auto_min", "expr", "titleFormat")
 """What Grafana reads of variables and annotations although its types leave it out."""
 HEAD = """import type { Dashboard, Panel } from '@grafana/schema';
 type Json<T> = T extends string ? `${T}`

@@ -1,0 +1,96 @@
+"""What panels must show: which may be empty and why, and what a fault changes.
+
+Panels that are not named have an answer in a clean run on CPUs, finite numbers throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tests.integration.dashboards.answers import Answer
+
+NEEDS_GPUS = "needs devices whose peak and limits are known: answers in the emulated run"
+NEEDS_FAULTS = "nothing to show unless something went wrong"
+
+EMPTY_WHEN_CLEAN: Mapping[str, str] = {
+    "overview: Alerts": NEEDS_FAULTS,
+    "overview: Firing alerts": NEEDS_FAULTS,
+    "recovery: Mean recovery": NEEDS_FAULTS,
+    "recovery: Recovery": NEEDS_FAULTS,
+    "recovery: Restarts by process": NEEDS_FAULTS,
+    "recovery: Fenced processes": NEEDS_FAULTS,
+}
+"""Panels that no clean run has an answer to, by meaning; a faulty one must have."""
+
+NEVER_HERE: Mapping[str, str] = {
+    "node: Share of the interface's speed": "loopback interfaces state no speed",
+}
+"""Panels that a machine of these tests cannot answer."""
+
+Shown = Callable[[Answer, Answer], bool]
+"""Given the answers of the clean and of the faulty run on CPUs: whether the fault shows."""
+
+
+def _grows(name: str = "") -> Shown:
+    return lambda clean, faulty: faulty.greatest(name) > clean.greatest(name)
+
+
+def _sum(answer: Answer, name: str) -> float:
+    return sum(sum(line.values) for line in answer.lines if line.name == name)
+
+
+def _present(clean: Answer, faulty: Answer) -> bool:
+    return not clean.lines and bool(faulty.lines)
+
+
+def _value_seen(value: float) -> Shown:
+    """A state that no clean run has."""
+
+    def shown(clean: Answer, faulty: Answer) -> bool:
+        in_clean = any(value in line.values for line in clean.lines)
+        return not in_clean and any(value in line.values for line in faulty.lines)
+
+    return shown
+
+
+def _more(name: str, than: float) -> Shown:
+    """A line that is nothing when clean, and over a value at some time when faulty."""
+    return lambda clean, faulty: clean.greatest(name) == 0.0 and faulty.greatest(name) > than
+
+
+def _phase(name: str) -> Shown:
+    return lambda clean, faulty: _sum(clean, name) < _sum(faulty, name)
+
+
+CHANGES: Mapping[str, tuple[str, Shown]] = {
+    "overview: Decisions": ("clipping", _more("amend", 0.0)),
+    "overview: Gradient norm": (
+        "clipping",
+        lambda clean, faulty: (
+            clean.line("limit").values[-1] > clean.greatest("gradient norm")
+            and faulty.line("limit").values[-1] < faulty.greatest("gradient norm")
+        ),
+    ),
+    "overview: Processes": ("stopped worker", _value_seen(0.0)),
+    "overview: Alerts": ("killed and stopped processes", _present),
+    "overview: Firing alerts": ("killed and stopped processes", _present),
+    "time: Time outside of computation": ("pause", _more("paused", 0.0)),
+    "recovery: Broken attempts": ("killed and stopped processes", _grows()),
+    "recovery: Restarts": ("killed and stopped processes", _grows()),
+    "recovery: Mean recovery": ("killed and stopped processes", _present),
+    "recovery: Recovery": ("killed and stopped processes", _present),
+    "recovery: Since the last commit": ("killed and stopped processes", _grows()),
+    "recovery: Since the last save": ("saves that fail", _grows()),
+    "recovery: Members by state": ("killed worker", _grows("missing")),
+    "recovery: Phases": ("pause", _phase("paused")),
+    "recovery: Processes": ("stopped worker", _value_seen(0.0)),
+    "recovery: Broken attempts by cause": ("killed worker", _more("lost_member", 0.0)),
+    "recovery: Epochs": ("killed worker", _grows()),
+    "recovery: Restarts by process": ("killed worker", _present),
+    "recovery: Fenced processes": ("stopped worker", _present),
+    "recovery: Share of decisions": ("clipping", _more("amend", 0.5)),
+    "recovery: Saves": ("saves that fail", _more("failed", 0.0)),
+    "node: Processes that answer": ("stopped worker", _value_seen(0.0)),
+}
+"""By panel: the fault, and how it shows beside the clean run. Resources that are short (slow
+devices, links, cores) are the diagnosis' business, bench/diagnosis.py."""

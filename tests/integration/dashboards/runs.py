@@ -1,0 +1,199 @@
+"""The runs that the dashboards are looked at with: two undisturbed, two with planted faults.
+
+On each side one runs on this machine's CPUs, as two nodes, and one on emulated GPUs with fp16, for
+what only these have: memory limits, a known peak, a loss scale.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integration.prometheus import Prometheus
+from tests.system.conftest import Runner, TrainProcess, merge, metrics
+
+SCRAPE_S = 1.0
+WINDOW_S = 10
+RULES = Path(__file__).parents[3] / "grafana" / "alerts" / "penstock.rules.yml"
+CLI = (sys.executable, "-m", "penstock.client.main")
+
+COMMON: dict[str, Any] = {
+    "train": {"eval_every": 40, "eval_batches": 2, "save_every": 60},
+    "observability": {"sample_every": 5},
+    "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 3.0},
+}
+TWO_NODES: dict[str, Any] = {
+    "train": {"clip_grad_norm": 100.0, "global_batch": 16},
+    "cluster": {"workers": 1, "nodes": [{"name": "alpha"}, {"name": "beta"}]},
+    "optimizer": {"threads": 1},
+}
+EMULATED: dict[str, Any] = {
+    "model": {"hf": None, "dtype": "fp16"},
+    "data": {"sequence_length": 256},
+    "train": {"global_batch": 16, "clip_grad_norm": 100.0, "save_every": 20, "eval_every": 15},
+    "optimizer": {"grad_dtype": "bf16"},
+    "cluster": {"workers": 2, "device": "emulated:analytic:V100-32:gpt3-1.3b"},
+    "emulation": {"scale": "1/1000", "time_scale": 0.2},
+    "observability": {"sample_every": 3},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A run that Prometheus has scraped, from its first sample to its last."""
+
+    name: str
+    run_dir: Path
+    start_s: float
+    end_s: float
+
+    def lines(self, phase: str = "train") -> list[dict[str, Any]]:
+        """Its lines of metrics.jsonl."""
+        return metrics(self.run_dir, phase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run to be: what differs in its configuration, and what is done to it meanwhile."""
+
+    name: str
+    changes: Mapping[str, Any]
+    disturb: Callable[[TrainProcess], None] | None = None
+
+
+def planned(steps: int, emulated_steps: int) -> dict[str, Planned]:
+    """Returns the four runs. Clean ones take so many steps; faulty ones are stopped when their
+    faults are over.
+    """
+    few, many = {"train": {"steps": emulated_steps}}, {"train": {"steps": 100_000}}
+    two_nodes = merge(merge(COMMON, TWO_NODES), {"train": {"steps": steps}})
+    emulated = merge(merge(COMMON, EMULATED), few)
+    clipped = {"train": {"clip_grad_norm": 0.05}}
+    overflowing = {
+        "optimizer": {"initial_loss_scale": 2.0**40, "loss_scale_min": 2.0**30},
+        "emulation": {"instruction_s": 0.05},
+    }
+    plans = (
+        Planned(name="clean", changes=two_nodes),
+        Planned(name="clean-emulated", changes=emulated),
+        Planned(name="faulty", changes=merge(merge(two_nodes, many), clipped), disturb=plague),
+        Planned(
+            name="faulty-emulated",
+            changes=merge(merge(emulated, many), overflowing),
+            disturb=kill_a_worker_of_emulated_ones,
+        ),
+    )
+    return {plan.name: plan for plan in plans}
+
+
+class Watching:
+    """Runs beside a Prometheus that finds them by the files that they write."""
+
+    def __init__(self, folder: Path, runner: Runner, rules: list[Path]) -> None:
+        """Files of Prometheus and of runs lie in ``folder``."""
+        self._runner = runner
+        self._targets = folder / "targets"
+        self._targets.mkdir()
+        job = {
+            "job_name": "penstock",
+            "honor_labels": True,
+            "file_sd_configs": [
+                {"files": [str(self._targets / "*.json")], "refresh_interval": "1s"}
+            ],
+        }
+        self.prometheus = Prometheus(folder / "prometheus", [job], interval_s=SCRAPE_S, rules=rules)
+
+    def watch(self, *plans: Planned, timeout_s: float = 300.0) -> dict[str, Seen]:
+        """Let runs go side by side to their ends; returns what there is to see, by name."""
+        told = {"observability": {"targets": str(self._targets)}}
+        begun_s = time.time()
+        started = {}
+        for plan in plans:
+            config = self._runner.configure(plan.name, merge(dict(plan.changes), told))
+            started[plan.name] = self._runner.start(config)
+        for plan in plans:
+            if plan.disturb is not None:
+                plan.disturb(started[plan.name])
+        seen = {}
+        for name, run in started.items():
+            code, output = run.wait(timeout_s)
+            assert code in (0, 5), f"{name}: exit code {code}\n{output}"
+            seen[name] = self._seen(name, run.run_dir, begun_s)
+        return seen
+
+    def _seen(self, name: str, run_dir: Path, begun_s: float) -> Seen:
+        """The time in which Prometheus knows the run's step; its marks of the end need a scrape."""
+        time.sleep(2 * SCRAPE_S)
+        (known,) = self.prometheus.query_range(
+            f'max(penstock_step{{run="{name}"}})', begun_s, time.time(), 0.5
+        )
+        times = [at_s for at_s, _ in known.points]
+        return Seen(name=name, run_dir=run_dir, start_s=times[0], end_s=times[-1])
+
+
+def ask(run: TrainProcess, command: str) -> None:
+    """``penstock COMMAND``, to a run."""
+    argv = [*CLI, command, "--run-dir", str(run.run_dir)]
+    subprocess.run(argv, check=False, capture_output=True, timeout=120)
+
+
+def wait_for_steps(run: TrainProcess, more: int, timeout_s: float = 120.0) -> None:
+    """Wait until so many more steps are committed."""
+    path = run.run_dir / "metrics.jsonl"
+
+    def decided() -> int:
+        return len(metrics(run.run_dir)) if path.exists() else 0
+
+    wanted, deadline = decided() + more, time.monotonic() + timeout_s
+    while decided() < wanted:
+        assert run.process.poll() is None, "the run ended"
+        assert time.monotonic() < deadline, f"no {more} steps in {timeout_s} s"
+        time.sleep(0.1)
+
+
+def hit(run: TrainProcess, member: str, number: signal.Signals) -> None:
+    """Send a member a signal, if it lives."""
+    with suppress(ProcessLookupError):
+        os.kill(run.members()[member], number)
+
+
+def plague(run: TrainProcess) -> None:
+    """Faults one after the other, with seconds between them: a killed worker, a stopped one, a
+    killed optimizer, a stopped exporter, a pause, saves that fail. Then the run is stopped.
+    """
+    wait_for_steps(run, 100)
+    hit(run, "worker.0", signal.SIGKILL)
+    wait_for_steps(run, 100)
+    hit(run, "worker.1", signal.SIGSTOP)  # fenced, once it has been silent for long enough
+    wait_for_steps(run, 100)
+    hit(run, "optimizerd.alpha", signal.SIGKILL)
+    wait_for_steps(run, 100)
+    ask(run, "pause")
+    time.sleep(4.0)
+    ask(run, "resume")
+    state = run.run_dir / "state"
+    state.rename(state.with_name("state-away"))
+    state.write_text("in the way of saves")
+    ask(run, "snapshot")
+    wait_for_steps(run, 60)
+    state.unlink()
+    state.with_name("state-away").rename(state)
+    ask(run, "snapshot")
+    wait_for_steps(run, 60)
+    ask(run, "stop")
+
+
+def kill_a_worker_of_emulated_ones(run: TrainProcess) -> None:
+    """A killed worker, while every step overflows; then the run is stopped."""
+    wait_for_steps(run, 10)
+    hit(run, "worker.0", signal.SIGKILL)
+    wait_for_steps(run, 15)
+    ask(run, "stop")

@@ -1,0 +1,95 @@
+"""docs/DASHBOARDS.md: every panel with what the real Prometheus answered, clean and faulty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.grafana.reading import Panel, documents
+from tests.integration.dashboards.answers import Answer
+from tests.integration.dashboards.expected import CHANGES, EMPTY_WHEN_CLEAN, NEVER_HERE
+from tests.integration.dashboards.units import written
+
+MAX_CELL = 50
+HEAD = """# Dashboards
+
+Written by `python -m tests.integration.dashboards docs/DASHBOARDS.md`: after an edit there, or of a
+panel, run it again.
+
+Five dashboards for Grafana 11, in `grafana/generated/`. `penstock deploy monitoring DIR` writes
+them, with all that Prometheus and Grafana need, and a compose file. Choose the run at the top, and
+nodes; *Averaged over* is the window of rates: let it hold several steps. Marks in panels over time
+are broken attempts, saves and firing alerts. Each panel explains itself behind the i at its title.
+
+Start with Overview. If steps are slow, *A step would be shorter by* says which resource to look at,
+and *Where time goes* why. If something broke, *Recovery and faults* says what, and what it cost.
+
+Their source is `grafana/dashboards/` (`make dashboards`). GPUs' temperatures, and whatever on a
+machine is not Penstock's, are left to the dashboards 12239 (NVIDIA DCGM exporter) and 1860 (node
+exporter), which Node links to.
+
+The tables have what Debian's Prometheus answered to each panel while it scraped four real runs once
+a second: *clean* ones that save and evaluate, and *faulty* ones with a killed worker, a stopped
+one, a killed optimizer, a pause, saves that fail, gradients over the limit in every step, and, on
+emulated devices, overflows. Of each two, one has two nodes on CPUs and one emulated V100s; *(e)* is
+from the latter, where the former has nothing to say. Numbers are the newest at the run's end, or
+the least and greatest of several lines; behind what the fault is that the panel is held to show.
+
+Grafana itself could not be run: the JSON is held against the types of Grafana 11.6 by their own
+compiler, and the pictures are drawn from Prometheus' answers in Grafana's layout.
+"""
+
+
+def document(answers: Mapping[str, Mapping[str, Answer]], panels: Sequence[Panel]) -> str:
+    """Returns the whole text; ``answers`` are by run and panel."""
+    parts = [HEAD]
+    for name, made in documents().items():
+        title = made["title"].removeprefix("Penstock / ")
+        rows = [_row(panel, answers) for panel in panels if panel.dashboard == name and panel.asked]
+        parts += [
+            f"\n## {title}\n",
+            f"{made['description']}\n",
+            f"![{title}](pictures/dashboard-{name}.png)\n",
+            "| panel | clean | faulty |\n| --- | --- | --- |",
+            *rows,
+        ]
+    return "\n".join([*parts, _reasons()])
+
+
+def _row(panel: Panel, answers: Mapping[str, Mapping[str, Answer]]) -> str:
+    fault = f" ({CHANGES[panel.key][0]})" if panel.key in CHANGES else ""
+    cells = [_cell(panel, answers, side) for side in ("clean", "faulty")]
+    return f"| {panel.title} | {cells[0]} | {cells[1]}{fault} |"
+
+
+def _cell(panel: Panel, answers: Mapping[str, Mapping[str, Answer]], side: str) -> str:
+    own, emulated = answers[side][panel.key], answers[f"{side}-emulated"][panel.key]
+    if own.lines or not emulated.lines:
+        return summary(own)
+    return f"{summary(emulated)} (e)"
+
+
+def summary(answer: Answer) -> str:
+    """Returns an answer in a few words."""
+    unit, lines = answer.panel.unit or "none", answer.lines
+    if not lines:
+        return "-"
+    newest = [line.values[-1] for line in lines]
+    if answer.panel.kind == "table" and "Value" not in _columns(answer.panel):
+        return f"{len(lines)} rows" if len(lines) > 1 else "1 row"
+    one_by_one = "; ".join(
+        f"{line.name} {written(value, unit)}".strip()
+        for line, value in zip(lines, newest, strict=True)
+    )
+    if len(lines) <= 3 and len(one_by_one) <= MAX_CELL:
+        return one_by_one
+    return f"{len(lines)} lines: {written(min(newest), unit)} to {written(max(newest), unit)}"
+
+
+def _columns(panel: Panel) -> Sequence[str]:
+    names: Sequence[str] = panel.raw["transformations"][0]["options"]["include"]["names"]
+    return names
+
+
+def _reasons() -> str:
+    rows = [f"* {key}: {why}." for key, why in {**EMPTY_WHEN_CLEAN, **NEVER_HERE}.items()]
+    return "\n".join(["\n## Empty by meaning\n", *rows, ""])

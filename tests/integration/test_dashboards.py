@@ -1,0 +1,182 @@
+"""Every panel of every dashboard, asked of a real Prometheus that scrapes real runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.grafana.reading import documents, filled, panels
+from tests.integration.dashboards.answers import Answer, Line, answers_of
+from tests.integration.dashboards.expected import CHANGES, EMPTY_WHEN_CLEAN, NEVER_HERE
+from tests.integration.dashboards.pictures import draw
+from tests.integration.dashboards.runs import RULES, Seen, Watching, planned
+from tests.integration.dashboards.table import document
+from tests.integration.prometheus import Prometheus, missing
+from tests.shelf import Shelf
+from tests.system.conftest import Runner, segments_of
+
+pytestmark = [
+    pytest.mark.skipif(missing() != "", reason=missing()),
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+]
+STEPS, EMULATED_STEPS = 500, 60
+LATE_S = 3.0
+"""A value is scraped at most so long after it was known: a scrape, and a page that is cached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Runs, and what was answered about them, by run and panel."""
+
+    prometheus: Prometheus
+    seen: dict[str, Seen]
+    found: dict[str, dict[str, Answer]]
+
+    def line(self, run: str, panel: str, name: str) -> Line:
+        return self.found[run][panel].line(name)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("dashboards")
+    runner = Runner(root, shelf)
+    watching, plans = Watching(root, runner, [RULES]), planned(STEPS, EMULATED_STEPS)
+    try:
+        with watching.prometheus as prometheus:
+            seen = {name: watching.watch(plan)[name] for name, plan in plans.items()}
+            found = {name: answers_of(prometheus, one) for name, one in seen.items()}
+            yield World(prometheus=prometheus, seen=seen, found=found)
+    finally:
+        runner.stop_all()
+    assert segments_of(root) == []
+
+
+def test_every_panel_answers(world: World) -> None:
+    """In a clean run, or in a faulty one where only faults have an answer; with numbers."""
+    empty: dict[str, list[str]] = {"clean": [], "faulty": []}
+    for side, silent in empty.items():
+        for key, answer in world.found[side].items():
+            other = world.found[f"{side}-emulated"][key]
+            for letter, lines in answer.by_query.items():
+                if not lines and not other.by_query[letter]:
+                    silent.append(f"{key} {letter}")
+    by_meaning = {key for key in EMPTY_WHEN_CLEAN} | set(NEVER_HERE)
+    assert {name.rpartition(" ")[0] for name in empty["clean"]} == by_meaning, empty["clean"]
+    assert {name.rpartition(" ")[0] for name in empty["faulty"]} == set(NEVER_HERE), empty["faulty"]
+
+
+@pytest.mark.parametrize("run", ["clean", "faulty", "clean-emulated"])
+@pytest.mark.parametrize(
+    ("panel", "name", "phase", "field"),
+    [
+        ("overview: Loss", "training", "train", "loss"),
+        ("overview: Loss", "evaluation", "eval", "loss"),
+        ("overview: Gradient norm", "gradient norm", "train", "grad_norm"),
+        ("overview: Learning rate", "learning rate", "train", "lr"),
+        ("recovery: Loss scale", "loss scale", "train", "loss_scale"),
+        ("recovery: Committed step by node", "scheduler", "train", "step"),
+    ],
+)
+def test_values_are_those_of_the_metrics_file(
+    world: World, run: str, panel: str, name: str, phase: str, field: str
+) -> None:
+    """Every value that was ever shown stands in metrics.jsonl, and was shown when it was new."""
+    lines = [line for line in world.seen[run].lines(phase) if line[field] is not None]
+    shown = world.line(run, panel, name).points
+    assert len({value for _, value in shown}) > 1 or field in ("loss_scale", "lr")
+    for at_s, value in shown:
+        if field == "step" and value == 0.0:
+            continue  # before the first
+        written = [line["time"] for line in lines if line[field] == value]
+        assert written, f"{value} is in no line"
+        newer = [line["time"] for line in lines if line["time"] > min(written)]
+        replaced = min((t for t in newer if t > max(written)), default=at_s)
+        assert min(written) <= at_s <= replaced + LATE_S, f"{value} at {at_s}: {written[0]}"
+
+
+@pytest.mark.parametrize("run", ["clean", "faulty"])
+def test_counters_are_those_of_the_metrics_file(world: World, run: str) -> None:
+    """Tokens, decisions: what was counted is what some prefix of the lines has."""
+    lines, prometheus = world.seen[run].lines(), world.prometheus
+    tokens = list(itertools.accumulate(line["tokens"] for line in lines))
+    end_s = world.seen[run].end_s
+    counted = prometheus.value(f'sum(penstock_tokens_total{{run="{run}"}})', end_s)
+    assert counted in tokens and counted > 0.9 * tokens[-1]
+    for decision in ("commit", "amend", "skip"):
+        labels = f'{{run="{run}", decision="{decision}"}}'
+        decided = prometheus.value(f"sum(penstock_attempts_total{labels})", end_s)
+        total = sum(line["decision"] == decision for line in lines)
+        assert 0.9 * total <= decided <= total
+    speeds = world.line(run, "overview: Tokens per second", "tokens").values
+    measured = tokens[-1] / (lines[-1]["time"] - lines[0]["time"])
+    assert sum(speeds) / len(speeds) == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize("panel", CHANGES, ids=str)
+def test_panels_change_under_their_fault(world: World, panel: str) -> None:
+    fault, shows = CHANGES[panel]
+    clean, faulty = world.found["clean"][panel], world.found["faulty"][panel]
+    told = [(line.name, max(line.values)) for line in (*clean.lines, *faulty.lines)]
+    assert shows(clean, faulty), f"{fault}: {told}"
+
+
+def test_devices_seconds_and_critical_seconds_add_up(world: World) -> None:
+    """What the panels stack is the whole: shares of a device's time, and of a step."""
+    for run in ("clean", "clean-emulated"):
+        waiting = world.found[run]["time: What devices wait for"].lines
+        computing = world.found[run]["time: What devices compute"].lines
+        together = sum(line.values[-1] for line in (*waiting, *computing))
+        assert together == pytest.approx(1.0, abs=0.02), run
+        (over_step,) = world.found[run]["time: Sum of resources over the step"].lines
+        assert over_step.values[-1] == pytest.approx(1.0, abs=0.05), run
+
+
+def test_annotations_mark_what_happened(world: World) -> None:
+    marks = {
+        annotation["name"]: annotation["expr"]
+        for annotation in documents()["overview"]["annotations"]["list"]
+    }
+    for name, runs in (
+        ("Broken attempts", ["faulty"]),
+        ("Saves", ["clean", "faulty"]),
+        ("Alerts", ["faulty"]),
+    ):
+        for run in ("clean", "faulty"):
+            seen = world.seen[run]
+            expr = filled(marks[name], run, "10s", "1h")
+            found = world.prometheus.query_range(expr, seen.start_s, seen.end_s)
+            assert bool(found) == (run in runs), f"{name}, {run}: {found}"
+
+
+def test_variables_list_runs_and_their_nodes(world: World) -> None:
+    prometheus, seen = world.prometheus, world.seen["clean"]
+    runs = {
+        series.labels["run"]
+        for series in prometheus.query_range("penstock_step", seen.start_s, seen.end_s + 900)
+    }
+    assert runs == set(world.seen)
+    nodes = prometheus.query('group by (node) (penstock_build_info{run="clean"})', seen.end_s)
+    assert {series.labels["node"] for series in nodes} == {"alpha", "beta"}
+
+
+def test_a_run_that_ended_leaves_no_values_behind(world: World) -> None:
+    """Its targets are gone: Prometheus marks its series as stale, and does not draw them on."""
+    for run, seen in world.seen.items():
+        left = world.prometheus.query(f'{{run="{run}"}}', seen.end_s + 15.0)
+        assert [one.labels for one in left if one.labels["__name__"].startswith("penst")] == []
+
+
+def test_the_document_and_pictures_can_be_made(world: World, tmp_path: Path) -> None:
+    text = document(world.found, panels())
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == len([panel for panel in panels() if panel.asked]) + 2 * len(documents())
+    for dashboard in documents():
+        shown = [panel for panel in panels() if panel.dashboard == dashboard]
+        path = tmp_path / f"{dashboard}.png"
+        draw([(panel, world.found["faulty"].get(panel.key)) for panel in shown], path)
+        assert path.stat().st_size > 20_000
