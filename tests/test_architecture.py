@@ -44,10 +44,11 @@ MAY_IMPORT = {
 """Beside itself. The client starts what needs torch (workers, models) as processes."""
 
 FLOORS = {
-    "protocol": """errors metrics
+    "protocol": """errors
         platforms.registry
         config
         plan security
+        metrics
         run
         security.sockets
         plan.cpus plan.executable plan.placement platforms wire""",

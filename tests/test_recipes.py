@@ -88,8 +88,7 @@ USES = {
         from penstock.workers.telemetry.metrics import WorkerMetrics
         from penstock.workers.telemetry.timing import Tally
         registry = CollectorRegistry()
-        result = JobResult(loss_sum=0.0, loss_tokens=0, wall_s=1.0, tail_s=0.25, tally=Tally(),
-                           weights_wait_s=0.0)
+        result = JobResult(loss_sum=0.0, loss_tokens=0, wall_s=1.0, tail_s=0.25, tally=Tally())
         Session._measure(SimpleNamespace(_metrics=WorkerMetrics(registry)), result)
         assert registry.get_sample_value("penstock_worker_tail_seconds_total") == 0.25
     """,

@@ -7,8 +7,8 @@ Everything that must be gone at its end is in :class:`Attempt`; what outlives it
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -39,6 +39,7 @@ from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.stages import Stages
 from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
 from penstock.workers.state.weights import FetchScope, StageKey, WeightLoader
+from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.progress import Progress
 from penstock.workers.telemetry.timing import Tally, Timeline
 from penstock.workers.telemetry.trace import TraceRing
@@ -46,6 +47,12 @@ from penstock.workers.telemetry.usage import MemoryPeak, Meter
 from penstock.workers.waiting import Abort, wait_until
 
 JobPhase = Literal["train", "eval"]
+_CAUSES: Mapping[str, IdleCause] = {
+    "activation": IdleCause.ACTIVATIONS,
+    "checkpoint": IdleCause.ACTIVATIONS,
+    "gradient": IdleCause.GRADIENTS,
+    "reduction": IdleCause.GRADIENTS,
+}
 
 
 class UnusedWorkError(PenstockError):
@@ -78,6 +85,7 @@ class EpochContext:
     abort: Abort
     timeout_s: float
     progress: Progress = field(default_factory=Progress)
+    account: TimeAccount = field(default_factory=TimeAccount)
     updates: BlockUpdates | None = None
     """Where the device's program has UPDATE."""
 
@@ -129,7 +137,9 @@ class Attempt:
         self._facts = context.flow.facts_in(job.phase)
         context.transport.inbox.begin(job.phase, job.number)
         self.tally = Tally()
-        self.timeline = Timeline(context.device, context.trace, job.phase, job.number)
+        self.timeline = Timeline(
+            context.device, context.trace, context.account, job.phase, job.number
+        )
         self.gradients = GradientBook(
             table=context.table,
             reduction=context.flow.reduction,
@@ -153,9 +163,8 @@ class Attempt:
                 version=job.base_version,
                 abort=context.abort,
                 timeout_s=context.timeout_s,
-                progress=context.progress,
                 loaded=self._loaded,
-                acquired=self.timeline.inputs_are_here,
+                awaiting=self._awaiting,
             ),
         )
         self.update_s = 0.0
@@ -329,26 +338,26 @@ class Attempt:
         """Counted tokens of the micro-batches whose loss was computed here."""
         return sum(self.job.batches[m].counted_tokens for m in self._losses)
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds spent waiting for peers and for weights so far."""
-        return sum(self.tally.received_s.values()) + self.stages.waited_s
-
     def finish(self) -> None:
         """Wait for the last offloads and updates and check that everything made was used.
 
         Raises:
             UnusedWorkError: naming what is left.
         """
-        self.context.device.finish()
+        context, start = self.context, time.perf_counter()
+        with context.progress.awaiting("the last gradients to leave", IdleCause.GRADIENTS):
+            context.device.finish()
+        gone = time.perf_counter()
         self.timeline.resolve(self.tally)
-        if self.context.updates is not None:
+        context.account.waited(IdleCause.GRADIENTS, gone - start)
+        if context.updates is not None:
             start = time.perf_counter()
-            with self.context.progress.awaiting(
-                f"updates of blocks {self.context.updates.under_way}"
-            ):
-                self.context.updates.finish(self.context.abort)
-            self.update_s = time.perf_counter() - start
+            awaited = f"updates of blocks {context.updates.under_way}"
+            with context.progress.awaiting(awaited, IdleCause.OPTIMIZER):
+                context.updates.finish(context.abort)
+            end = time.perf_counter()
+            self.update_s = end - start
+            context.account.computed("update", start, end)
         channel = self.context.channel
         channel.check()
         left: dict[str, Sequence[object]] = {
@@ -393,18 +402,27 @@ class Attempt:
 
     def _receive(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> NamedTensors:
         key, context = self._key(kind, stage, micro_batch), self.context
-        start = time.perf_counter()
-        with context.progress.awaiting(f"{key} from worker.{peer}"):
+        with self._awaiting(f"{key} from worker.{peer}", _CAUSES[kind]):
             try:
                 tensors = context.channel.take(key, context.abort, context.timeout_s)
             except LostMemberError as error:
                 raise LostMemberError(f"{error} from worker.{peer}") from error
-        self.tally.received_s[kind] += time.perf_counter() - start
-        self.timeline.inputs_are_here()
         arrived = context.channel.arrival_s(key)
         if arrived is not None:
             self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)
         return tensors
+
+    @contextmanager
+    def _awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
+        """The instruction under way waits inside for what others make."""
+        start = time.perf_counter()
+        try:
+            with self.context.progress.awaiting(what, cause):
+                yield
+        except BaseException:
+            self.timeline.waited_in_vain(cause, time.perf_counter() - start)
+            raise
+        self.timeline.inputs_are_here(cause)
 
     def _key(self, kind: TransferKind, stage: int, micro_batch: int) -> TransferKey:
         return TransferKey(
@@ -440,7 +458,8 @@ class Attempt:
                 f" be overwritten (its state is at {state_version(block)})"
             )
 
-        with context.progress.awaiting(f"block {block} to be settled at version {version}"):
+        awaited = f"block {block} to be settled at version {version}"
+        with self._awaiting(awaited, IdleCause.OPTIMIZER):
             wait_until(
                 lambda: state_version(block) == version, what, context.abort, context.timeout_s
             )

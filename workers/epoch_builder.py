@@ -129,6 +129,7 @@ class EpochBuilder:
         self._files = files
         self._cut_off = cut_off
         self._config = files.config
+        self._timeout_s = PATIENCE * files.config.cluster.attempt_timeout_s
         self._table = files.table
         self._device_index = device_index
         self._node = node_of_device(files.config, device_index)
@@ -136,6 +137,7 @@ class EpochBuilder:
         self._device = platform.device
         self._transport = transport
         self._progress = progress
+        self._metrics = metrics
         log = TraceLog.of_run(
             files.path, worker_name(device_index), files.config.observability.traced_every
         )
@@ -177,7 +179,6 @@ class EpochBuilder:
         )
         if self._updates_blocks(plan):
             self._updates = BlockUpdates(memory, self._platform.previewer(memory, plan))
-        timeout_s = PATIENCE * self._config.cluster.attempt_timeout_s
         self._channel = open_channel(
             config=self._config,
             plan=plan,
@@ -188,7 +189,7 @@ class EpochBuilder:
             transport=self._transport,
             name=self._transport_name,
             abort=abort,
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s,
         )
         return EpochContext(
             run_id=self._files.run_id,
@@ -207,8 +208,9 @@ class EpochBuilder:
             trace=self._trace,
             meter=self._platform.meter,
             progress=self._progress,
+            account=self._metrics.account,
             abort=abort,
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s,
             updates=self._updates,
         )
 

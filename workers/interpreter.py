@@ -35,7 +35,6 @@ class JobResult:
     wall_s: float
     tail_s: float
     tally: Tally
-    weights_wait_s: float
     peak: MemoryPeak | None = None
 
 
@@ -64,7 +63,6 @@ def run_job(
             wall_s=end - start - attempt.update_s,
             tail_s=end - computed_at if computed_at else 0.0,
             tally=attempt.tally,
-            weights_wait_s=attempt.stages.waited_s,
             peak=context.meter.peak,
         )
     except BaseException:
@@ -88,7 +86,7 @@ def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> No
         # A handler may trip over what the abort tore down; then the abort is the reason.
         attempt.context.abort.check()
         raise _failure(instruction, attempt, error) from error
-    attempt.timeline.end(instruction)
+    attempt.timeline.end(instruction, attempt.tally)
 
 
 def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> InstructionError:

@@ -79,8 +79,8 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
     torch.set_num_threads(threads_per_worker(config, device, usable_cpus()))
     torch.set_num_interop_threads(1)
     registry = CollectorRegistry()
-    metrics = WorkerMetrics(registry)
     fence, progress = EpochFence(stopped=lambda: stop.is_set), Progress()
+    metrics = WorkerMetrics(registry, progress)
     with ExitStack() as stack:
         server = serve_metrics(registry, files, name)
         stack.callback(server.close)

@@ -22,6 +22,7 @@ from penstock.workers.attempt import EpochContext, Job, JobPhase
 from penstock.workers.data import job_number
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.interpreter import JobResult, run_job
+from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.waiting import FOREVER, Abort, EpochFence, Interrupted
 
@@ -95,6 +96,8 @@ class Session:
             "begin": self._begin,
             "run_attempt": self._run_attempt,
             "evaluate": self._evaluate,
+            "commit": self._decided,
+            "skip": self._decided,
             "shutdown": self._shutdown,
             "refused": self._refused,
         }
@@ -116,7 +119,7 @@ class Session:
             self._builder.close()
 
     def handle(self, message: pb.SchedulerMessage) -> None:
-        """Act on one message; Commit, Skip and others that do not concern workers are ignored."""
+        """Act on one message; those that do not concern workers are ignored."""
         kind = message.WhichOneof("body") or ""
         handler = self._handlers.get(kind)
         if handler is not None:
@@ -124,6 +127,7 @@ class Session:
 
     def _drain(self, message: pb.Drain) -> None:
         self._fence.fence(message.epoch, f"drained for epoch {message.epoch}")
+        self._metrics.account.turn(IdleCause.RECOVERY)
         self._builder.close()
         # From here on this process writes nothing to shared memory until the next Begin.
         self._link.send(pb.MemberMessage(drained=pb.Drained(epoch=message.epoch)))
@@ -137,14 +141,16 @@ class Session:
             _log.info("epoch %d: not begun: %s", message.epoch, interruption)
             return
         self._link.send(pb.MemberMessage(ready=pb.Ready(epoch=message.epoch)))
+        self._metrics.account.turn(IdleCause.SCHEDULER)
 
     def _run_attempt(self, message: pb.RunAttempt) -> None:
         context = self._current(message.epoch)
         if context is None:
             return
-        context.progress.begin("reading the batch", "train", message.attempt)
         begun_s = time.perf_counter()
-        batches, counted_tokens = self._builder.batches("train", message.data_position)
+        batches, counted_tokens = self._read(
+            context, "train", message.attempt, message.data_position
+        )
         read_s = time.perf_counter()
         context.trace.record(TraceLane.DATA, "batch", "train", message.attempt, begun_s, read_s)
         job = Job(
@@ -181,8 +187,7 @@ class Session:
         for index in range(message.batches):
             position = index * self._global_batch
             number = job_number(message.evaluation, index)
-            context.progress.begin("reading the batch", "eval", number)
-            batches, counted_tokens = self._builder.batches("eval", position)
+            batches, counted_tokens = self._read(context, "eval", number, position)
             job = Job(
                 phase="eval",
                 number=number,
@@ -206,26 +211,34 @@ class Session:
         self._link.send(pb.MemberMessage(evaluation_done=done))
         context.trace.flush()
 
+    def _decided(self, message: pb.Commit | pb.Skip) -> None:
+        self._metrics.account.decided(message.peers_seconds, message.optimizer_seconds)
+
+    def _read(self, context: EpochContext, phase: JobPhase, number: int, position: int) -> Batches:
+        self._metrics.account.turn(IdleCause.DATA)
+        context.progress.begin("reading the batch", phase, number)
+        batches = self._builder.batches(phase, position)
+        self._metrics.account.turn(IdleCause.OVERHEAD)
+        return batches
+
     def _run(self, context: EpochContext, job: Job, program: Program) -> JobResult | None:
         try:
             result = run_job(context, job, program, self._instructions)
         except Interrupted as interruption:
             self._metrics.add_outcome("aborted")
+            self._metrics.account.turn(IdleCause.RECOVERY)
             _log.info("epoch %d, %s %d: %s", context.epoch, job.phase, job.number, interruption)
             return None
         except BaseException:
             self._metrics.add_outcome("failed")
             raise
         self._metrics.add_outcome("done")
+        self._metrics.account.turn(IdleCause.PEERS)
         self._measure(result)
         return result
 
     def _measure(self, result: JobResult) -> None:
-        tally = result.tally
-        self._metrics.add_instructions(tally.seconds, tally.counts)
-        self._metrics.add_times(busy_s=tally.busy_s, wall_s=result.wall_s)
-        self._metrics.add_waits({**tally.received_s, "weights": result.weights_wait_s})
-        self._metrics.add_tokens(result.loss_tokens)
+        self._metrics.add_instructions(result.tally.counts)
         if result.peak is not None:
             self._metrics.set_peak(result.peak.num_bytes)
 

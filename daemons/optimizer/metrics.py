@@ -80,7 +80,7 @@ class OptimizerMetrics:
         )
         self._make_placement(registry)
 
-    def fetched(self, way: str, num_bytes: int) -> None:
+    def fetched(self, way: str, num_bytes: int, seconds: float) -> None:
         """Gradients of another node have come, by ``zmq`` or ``nixl``."""
         self._fetched.labels(way).inc(num_bytes)
 

@@ -359,20 +359,28 @@ class Amend(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "record")
+    __slots__ = ("epoch", "record", "peers_seconds", "optimizer_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    PEERS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     record: Record
-    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
+    peers_seconds: float
+    optimizer_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., peers_seconds: _Optional[float] = ..., optimizer_seconds: _Optional[float] = ...) -> None: ...
 
 class Skip(_message.Message):
-    __slots__ = ("epoch", "attempt")
+    __slots__ = ("epoch", "attempt", "peers_seconds", "optimizer_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PEERS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    peers_seconds: float
+    optimizer_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers_seconds: _Optional[float] = ..., optimizer_seconds: _Optional[float] = ...) -> None: ...
 
 class Settle(_message.Message):
     __slots__ = ("epoch", "version")

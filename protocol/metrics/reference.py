@@ -10,10 +10,12 @@ from penstock.protocol.metrics.memory import MEMORY
 from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.page import Kind, Metric
 from penstock.protocol.metrics.scheduler import SCHEDULER
+from penstock.protocol.metrics.worker import WORKER
 
 PROCESSES: Mapping[str, Sequence[Metric]] = {
     "schedulerd": SCHEDULER,
     "memoryd": MEMORY,
+    "worker": WORKER,
     "node": NODE,
     "metricsd": METRICSD,
 }

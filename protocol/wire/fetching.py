@@ -25,8 +25,8 @@ RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
-Fetched = Callable[[str, int], None]
-"""Called with ``nixl`` or ``zmq``, and the bytes that came that way."""
+Fetched = Callable[[str, int, float], None]
+"""Called with ``nixl`` or ``zmq``, the bytes that came that way, and the seconds that they took."""
 
 
 class Fetcher(Protocol):
@@ -56,7 +56,7 @@ def fetchers(
     run_id: str,
     node: int,
     pace: Pace | None,
-    fetched: Fetched = lambda way, num_bytes: None,
+    fetched: Fetched = lambda way, num_bytes, seconds: None,
     access: SocketAccess = OPEN,
 ) -> OpenFetcher:
     """Returns what makes the fetchers of a process of ``node``; ``access``: what memoryds on TCP
@@ -91,8 +91,9 @@ class CountedFetcher:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         """See :class:`Fetcher`."""
+        start_s = time.monotonic()
         self._blocks.fetch(address, request, out, timeout_s=timeout_s, cancelled=cancelled)
-        self._fetched("zmq", memoryview(out).nbytes)
+        self._fetched("zmq", memoryview(out).nbytes, time.monotonic() - start_s)
 
     def close(self) -> None:
         """See :class:`Fetcher`."""
@@ -138,11 +139,11 @@ class OneSidedFetcher:
                 self._say(address, "nixl", "read from its memory, by NIXL")
                 if self._pace is not None:
                     self._pace(view.nbytes, cancelled)
-                self._fetched("nixl", view.nbytes)
+                self._fetched("nixl", view.nbytes, time.monotonic() - start_s)
                 return
         left_s = max(0.1, timeout_s - (time.monotonic() - start_s))
         self._blocks.fetch(address, request, out, timeout_s=left_s, cancelled=cancelled)
-        self._fetched("zmq", view.nbytes)
+        self._fetched("zmq", view.nbytes, time.monotonic() - start_s)
 
     def close(self) -> None:
         """See :class:`Fetcher`."""

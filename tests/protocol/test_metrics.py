@@ -18,9 +18,9 @@ def test_what_was_not_measured_is_absent() -> None:
     assert registry.get_sample_value("penstock_test_late") == 3
 
     worker = WorkerMetrics(registry)
-    assert "peak_device_bytes" not in generate_latest(registry).decode()
+    assert "memory_peak_bytes" not in generate_latest(registry).decode()
     worker.set_peak(7)
-    assert registry.get_sample_value("penstock_worker_peak_device_bytes") == 7
+    assert registry.get_sample_value("penstock_device_memory_peak_bytes") == 7
 
 
 def test_epochs_are_counted_not_measured() -> None:

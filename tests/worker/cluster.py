@@ -45,6 +45,7 @@ from penstock.workers.platforms.base import ALIGNMENT_BYTES, WorkerSite, as_tens
 from penstock.workers.platforms.registry import WorkerPlatform, open_platform
 from penstock.workers.state.flow import Flow, collective_receives
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
+from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.telemetry.trace import TraceRing
 from penstock.workers.waiting import Abort
@@ -541,4 +542,11 @@ def _context(
         trace=TraceRing(),
         abort=Abort(),
         timeout_s=site.timeout_s,
+        account=_running_account(),
     )
+
+
+def _running_account() -> TimeAccount:
+    account = TimeAccount()
+    account.turn(IdleCause.SCHEDULER)
+    return account

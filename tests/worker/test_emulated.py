@@ -25,6 +25,7 @@ from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
 from penstock.workers.platforms.emulated.device import EmulatedDevice, Sending, SwapKey
 from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
+from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import Abort, Interrupted
 
 CONFIG = parse_config(
@@ -105,11 +106,14 @@ def test_instructions_take_what_the_simulator_gives_them() -> None:
 def test_compute_waits_for_weights_and_messages_on_the_clock(device: EmulatedDevice) -> None:
     device.begin()
     begun = device.compute.free_at
-    device.needs(begun + 0.01)
+    device.needs(begun + 0.01, IdleCause.WEIGHTS)
+    device.needs(begun + 0.005, IdleCause.ACTIVATIONS)
     start, end = device.compute_for(0.005, Abort())
     assert (start, end) == (begun + 0.01, begun + 0.01 + 0.005)
+    assert device.awaited is IdleCause.WEIGHTS
     device.begin()
     assert device.compute_for(0.001, Abort())[0] == end
+    assert device.awaited is None
 
 
 def test_a_fetch_takes_the_bytes_of_the_whole_block(device: EmulatedDevice) -> None:

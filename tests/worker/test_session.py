@@ -63,17 +63,20 @@ class OneWorker:
         self.fence = EpochFence()
         self.scheduler = Scheduler(fence_listener(self.fence))
         self.registry = CollectorRegistry()
+        self.metrics = WorkerMetrics(self.registry)
         self.session = Session(
             link=self.scheduler,
             builder=self,
             fence=self.fence,
-            metrics=WorkerMetrics(self.registry),
+            metrics=self.metrics,
             global_batch=cluster.config.train.global_batch,
         )
 
     def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
         self.cluster.begin(begin.epoch)
-        return replace(self.cluster.workers[0].context, abort=abort, trace=self.trace)
+        context = self.cluster.workers[0].context
+        account = self.metrics.account
+        return replace(context, abort=abort, trace=self.trace, account=account)
 
     def close(self) -> None:
         self.closed += 1

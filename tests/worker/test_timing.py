@@ -15,6 +15,8 @@ from penstock.protocol.run.trace import TraceLane, TraceLog
 from penstock.protocol.run.trace_reading import read_traces
 from penstock.workers.platforms.cuda import clock
 from penstock.workers.platforms.cuda.clock import EventClock
+from penstock.workers.telemetry import timing
+from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.timing import Tally, Timeline
 from penstock.workers.telemetry.trace import TraceRing
 
@@ -33,6 +35,11 @@ class LateDevice:
         self._count += 1
         return f"stamp {self._count - 1}"
 
+    passed_count = 0
+
+    def passed(self, stamp: str) -> bool:
+        return int(stamp.split()[1]) < self.passed_count
+
     def seconds(self, stamps: Sequence[str]) -> list[float]:
         return [self._passed_s[int(stamp.split()[1])] for stamp in stamps]
 
@@ -43,20 +50,32 @@ def ring(tmp_path: Path) -> TraceRing:
     return TraceRing(TraceLog.of_run(tmp_path, "worker.0", 1))
 
 
+def account_since(start_s: float) -> TimeAccount:
+    account = TimeAccount(clock=lambda: start_s)
+    account.turn(IdleCause.SCHEDULER)
+    account.turn(IdleCause.OVERHEAD)
+    return account
+
+
+def told(account: TimeAccount) -> dict[str, float]:
+    return {what: seconds for what, seconds in account.seconds(None).items() if seconds}
+
+
 def test_stamps_become_seconds_when_the_attempt_is_over(ring: TraceRing, tmp_path: Path) -> None:
     forward, offload = parse_instruction("F 0 0 keep=all"), parse_instruction("OG 0")
     device = LateDevice(1.0, 1.25, 3.0, 3.0, 3.5, 0.5, 0.75)
-    timeline, tally = Timeline(cast(Any, device), ring, "train", 7), Tally()
+    account, tally = account_since(0.5), Tally()
+    timeline = Timeline(cast(Any, device), ring, account, "train", 7)
     timeline.begin()
-    timeline.inputs_are_here()
-    timeline.end(forward)
+    timeline.inputs_are_here(IdleCause.ACTIVATIONS)
+    timeline.end(forward, tally)
     timeline.begin()
-    timeline.end(offload)
+    timeline.end(offload, tally)
     timeline.loaded(TraceLane.FETCH, "FW 0 phase=forward", device.stamp(), device.stamp())
     assert (ring.last(2), tally) == ((forward, offload), Tally())
     timeline.resolve(tally)
     timeline.resolve(tally)  # of nothing
-    assert tally.seconds == {Opcode.FORWARD: 2.0, Opcode.OFFLOAD_GRADIENTS: 0.5}
+    assert told(account) == {"overhead": 0.5, "activations": 0.25, "forward": 1.75}
     assert (tally.counts[Opcode.FORWARD], tally.busy_s) == (1, 1.75)
     ring.flush()
     events = [
@@ -72,12 +91,43 @@ def test_stamps_become_seconds_when_the_attempt_is_over(ring: TraceRing, tmp_pat
 
 def test_a_device_may_know_by_itself_when_it_computed(ring: TraceRing) -> None:
     """On its clock it may have begun before Python got round to the instruction."""
-    timeline, tally = Timeline(cast(Any, LateDevice(1.0, 2.0, 0.5, 3.0)), ring, "train", 1), Tally()
+    account, tally = account_since(0.0), Tally()
+    device = LateDevice(1.0, 0.5, 3.0)
+    timeline = Timeline(cast(Any, device), ring, account, "eval", 1)
     timeline.begin()
-    timeline.ran("stamp 2", "stamp 3")
-    timeline.end(parse_instruction("B 0 0"))
+    timeline.ran("stamp 1", "stamp 2", IdleCause.WEIGHTS)
+    timeline.end(parse_instruction("B 0 0"), tally)
     timeline.resolve(tally)
-    assert (tally.busy_s, tally.seconds[Opcode.BACKWARD]) == (2.5, 2.5)
+    assert tally.busy_s == 2.5
+    assert told(account) == {"weights": 0.5, "evaluate": 2.5}
+
+
+def test_a_long_attempt_is_accounted_for_while_it_lasts(
+    ring: TraceRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account, tally, now = account_since(0.0), Tally(), [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    device = LateDevice(0.0, 4.0, 4.0, 5.0, 5.0, 6.0)
+    timeline = Timeline(cast(Any, device), ring, account, "train", 1)
+    for now_s in (1.0, 3.0, 4.0):  # by the second, the device has come to the end of the first
+        timeline.begin()
+        now[0], device.passed_count = now_s, 2
+        timeline.end(parse_instruction("F 0 0 keep=all"), tally)
+    assert told(account) == {"forward": 4.0}
+    timeline.resolve(tally)
+    assert told(account) == {"forward": 6.0}
+
+
+def test_a_wait_that_is_broken_off_counts(ring: TraceRing) -> None:
+    account, tally = account_since(0.0), Tally()
+    timeline = Timeline(cast(Any, LateDevice(0.0, 1.0, 1.0)), ring, account, "train", 1)
+    timeline.begin()
+    timeline.end(parse_instruction("F 0 0 keep=all"), tally)
+    timeline.begin()
+    timeline.waited_in_vain(IdleCause.GRADIENTS, 2.0)
+    timeline.resolve(tally)
+    account.computed("update", 3.5, 3.5)
+    assert told(account) == {"forward": 1.0, "gradients": 2.0, "overhead": 0.5}
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Pair:
         return self.receiver.inbox.take(TransferKey.of(header(**changes)), self.abort, 5.0)
 
     def dropped(self, reason: str) -> float:
-        name = "penstock_worker_dropped_messages_total"
+        name = "penstock_dropped_messages_total"
         return self.registry.get_sample_value(name, {"reason": reason}) or 0.0
 
     def wait_dropped(self, reason: str, count: int) -> None:

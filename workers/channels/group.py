@@ -133,7 +133,7 @@ class GroupChannel:
         packing = Packing(headers)
         if packing.num_bytes:
             self._wire.send(peer, packing.pack(sent), place.tag(key.attempt))
-        self._transport.metrics.transferred("sent", key.kind, packing.num_bytes)
+        self._transport.metrics.transferred("send", key.kind, packing.num_bytes)
 
     def post(self, key: TransferKey) -> None:
         """Post the receive, and those before it, as far as shapes are known."""
@@ -161,7 +161,7 @@ class GroupChannel:
             _shape_key(place.direction, OrderedTransfer.of(key))
         )
         assert packing is not None, f"{key} was posted without its shapes"
-        self._transport.metrics.transferred("received", key.kind, packing.num_bytes)
+        self._transport.metrics.transferred("receive", key.kind, packing.num_bytes)
         return self._wire.incoming(packing.unpack(buffer))
 
     def arrival_s(self, key: TransferKey) -> float | None:

@@ -188,7 +188,7 @@ class Transport:
         )
         what = f"room in the queue to worker {peer} for {header.kind} of stage {header.stage}"
         self._queue(self._peers, peer, [encode(full), *buffers], what, abort, timeout_s)
-        self.metrics.transferred("sent", header.kind, num_bytes(tensors))
+        self.metrics.transferred("send", header.kind, num_bytes(tensors))
 
     def notify(
         self, node: int, message: GradientReady | BlockUpdated, abort: Abort, timeout_s: float
@@ -300,7 +300,7 @@ class Transport:
             return
         tensors = from_frames(header.tensors, [frame.buffer for frame in frames[1:]])
         self.inbox.put(header, tensors)
-        self.metrics.transferred("received", header.kind, num_bytes(tensors))
+        self.metrics.transferred("receive", header.kind, num_bytes(tensors))
 
     def _drop(self, reason: str, detail: str) -> None:
         self.metrics.dropped(reason)

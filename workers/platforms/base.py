@@ -92,6 +92,9 @@ class Device(Protocol):
         each stamp is good for one call.
         """
 
+    def passed(self, stamp: Stamp) -> bool:
+        """Returns whether a stamp is passed."""
+
     def load(self, arrays: Sequence[HostArray]) -> StageBuffer:
         """Bring weights in; host arrays stay unchanged until the buffer is released."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +14,7 @@ from penstock.shm.table import BlockTable
 from penstock.workers.platforms.base import Runtime
 from penstock.workers.state.gradients import GradientBook, Sum
 from penstock.workers.state.weights import FetchScope, LoadedStage, StageKey, WeightLoader, lender
+from penstock.workers.telemetry.account import IdleCause
 
 
 class Stages:
@@ -41,7 +41,6 @@ class Stages:
         self._begun: set[int] = set()
         self._without_sums: dict[int, list[BoundBlock]] = {}
         """By backward stage: bound by forwards, before there is anything to sum."""
-        self.waited_s = 0.0
 
     def blocks(self, key: StageKey) -> range:
         """The blocks of a stage."""
@@ -90,11 +89,9 @@ class Stages:
         """
         found = self._bound.get((key, grads))
         if found is None:
-            start = time.perf_counter()
-            with self._scope.progress.awaiting(f"weights of version {self._scope.version}"):
+            awaited = f"weights of version {self._scope.version}"
+            with self._scope.awaiting(awaited, IdleCause.WEIGHTS):
                 loaded = self._weights.use(key)
-            self.waited_s += time.perf_counter() - start
-            self._scope.acquired()
             # A forward that keeps its graph is of a stage that is the same in both lists.
             found = tuple(self._bind(block, loaded, grads) for block in self.blocks(key))
             self._bound[key, grads] = found

@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,7 @@ from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, BorrowedTensor
 from penstock.workers.platforms.base import BufferPool, Device, HostArray, StageBuffer, Stamp
-from penstock.workers.telemetry.progress import Progress
+from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, wait_until
 
 ArrayName = Literal["weights", "frozen"]
@@ -61,10 +62,9 @@ class FetchScope:
     version: int
     abort: Abort
     timeout_s: float
-    progress: Progress
     loaded: Loaded
-    acquired: Callable[[], None]
-    """Called when an instruction has the weights that it waited for."""
+    awaiting: Callable[[object, IdleCause], AbstractContextManager[None]]
+    """An instruction waits inside for weights, named so."""
 
 
 class LoadedStage:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock.protocol.plan.instructions import Instruction
+from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.wire.member import Doing
+from penstock.workers.telemetry.account import IdleCause, Running
 
 
 class Progress:
@@ -18,12 +22,14 @@ class Progress:
     def __init__(self) -> None:
         self._count = 0
         self._under_way: tuple[object, str, int] | None = None
-        self._awaited: object = None
+        self._awaited: tuple[object, IdleCause, float] | None = None
+        self._since_s = 0.0
 
     def begin(self, what: object, phase: str, number: int) -> None:
         """An instruction (or whatever ``str(what)`` names) of attempt or evaluation batch
         ``number`` begins.
         """
+        self._since_s = time.perf_counter()
         self._under_way = what, phase, number
         self._count += 1
 
@@ -32,12 +38,13 @@ class Progress:
         self._under_way = None
 
     @contextmanager
-    def awaiting(self, what: object) -> Iterator[None]:
+    def awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
         """The instruction waits for what another member makes; ``str(what)`` names it."""
-        self._awaited = what
+        self._awaited = what, cause, time.perf_counter()
         try:
             yield
         finally:
+            self._since_s = time.perf_counter()
             self._awaited = None
 
     def doing(self) -> Doing:
@@ -48,5 +55,23 @@ class Progress:
         what, phase, number = under_way
         activity = f"{what} of {phase} {number}"
         if awaited is not None:
-            activity += f", waiting for {awaited}"
+            activity += f", waiting for {awaited[0]}"
         return Doing(activity=activity, waiting=awaited is not None, progress=count)
+
+    def running(self) -> Running | None:
+        """Returns what the device computes or waits for in an attempt, and since when, as far as
+        the host knows; None between attempts.
+        """
+        under_way, awaited, since_s = self._under_way, self._awaited, self._since_s
+        if under_way is None or not isinstance(under_way[0], Instruction):
+            return None
+        if awaited is not None:
+            return awaited[1:]
+        return busy_with(under_way[0], under_way[1]), since_s
+
+
+def busy_with(instruction: Instruction, phase: str) -> str:
+    """Returns what a device is busy with that executes an instruction, for its account of time."""
+    if not isinstance(instruction, COMPUTES):
+        return IdleCause.OVERHEAD
+    return "evaluate" if phase == "eval" else instruction.opcode.name.lower()

@@ -8,64 +8,112 @@ are turned into seconds of the host's clock, for metrics and for the trace.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.protocol.plan.instructions import Instruction, Opcode
 from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.run.trace import TraceLane
 from penstock.workers.platforms.base import Device, Stamp
+from penstock.workers.telemetry.account import IdleCause, TimeAccount
+from penstock.workers.telemetry.progress import busy_with
 from penstock.workers.telemetry.trace import TraceRing
+
+CATCH_UP_S = 2.0
+"""So often a long attempt is accounted for while it lasts."""
 
 
 @dataclass(slots=True)
 class Tally:
     """What an attempt's instructions took, in seconds. ``busy_s``: computing, without waits;
-    ``received_s``: the host's waits for peers; ``computed_at``: when the last compute instruction
-    ended, by ``time.perf_counter`` (0: there was none).
+    ``computed_at``: when the last compute instruction ended, by ``time.perf_counter`` (0: there was
+    none).
     """
 
-    seconds: defaultdict[Opcode, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[Opcode] = field(default_factory=Counter)
-    received_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     busy_s: float = 0.0
     computed_at: float = 0.0
 
 
-class Timeline:
-    """The stamps of one attempt."""
+@dataclass(slots=True)
+class _Issued:
+    """An instruction's stamps: begun, each time that it had what it waited for, computing from
+    ``ready`` to ``end``. ``awaited``: what it waited for, where the device knows by itself.
+    """
 
-    def __init__(self, device: Device, ring: TraceRing, phase: str, attempt: int) -> None:
+    instruction: Instruction
+    start: Stamp
+    waits: list[tuple[IdleCause, Stamp]]
+    ready: Stamp
+    end: Stamp
+    awaited: IdleCause | None
+
+    @property
+    def stamps(self) -> list[Stamp]:
+        return [self.start, *(stamp for _, stamp in self.waits), self.ready, self.end]
+
+
+class Timeline:
+    """The stamps of one attempt; what they amount to goes into ``account``, and to the trace."""
+
+    def __init__(
+        self, device: Device, ring: TraceRing, account: TimeAccount, phase: str, attempt: int
+    ) -> None:
         self._device = device
         self._ring = ring
+        self._account = account
         self._phase = phase
         self._attempt = attempt
-        self._executed: list[tuple[Instruction, Stamp, Stamp, Stamp]] = []
+        self._issued: list[_Issued] = []
         self._loads: list[tuple[TraceLane, str, Stamp, Stamp]] = []
         self._lock = threading.Lock()
         self._start: Stamp = None
-        self._ready: Stamp = None
-        self._ran: tuple[Stamp, Stamp] | None = None
+        self._waits: list[tuple[IdleCause, Stamp]] = []
+        self._in_vain: list[tuple[IdleCause, float]] = []
+        self._ran: tuple[Stamp, Stamp, IdleCause | None] | None = None
+        self._caught_up_s = time.perf_counter()
         device.start_clock()
 
     def begin(self) -> None:
         """An instruction is issued."""
-        self._start = self._ready = self._device.stamp()
+        self._start = self._device.stamp()
+        self._waits = []
         self._ran = None
 
-    def inputs_are_here(self) -> None:
+    def inputs_are_here(self, cause: IdleCause) -> None:
         """The instruction under way has what it waited for; it may wait for more."""
-        self._ready = self._device.stamp()
+        self._waits.append((cause, self._device.stamp()))
 
-    def ran(self, ready: Stamp, end: Stamp) -> None:
-        """For a device that knows by itself when the instruction under way computed."""
-        self._ran = ready, end
+    def waited_in_vain(self, cause: IdleCause, seconds: float) -> None:
+        """The instruction under way ends in a wait that was broken off."""
+        self._in_vain.append((cause, seconds))
 
-    def end(self, instruction: Instruction) -> None:
+    def ran(self, ready: Stamp, end: Stamp, awaited: IdleCause | None) -> None:
+        """For a device that knows by itself when the instruction under way computed, and what it
+        waited for last, if it had to.
+        """
+        self._ran = ready, end, awaited
+
+    def end(self, instruction: Instruction, tally: Tally) -> None:
         """All of the instruction is issued."""
-        ready, end = self._ran or (self._ready, self._device.stamp())
-        self._executed.append((instruction, self._start, ready, end))
+        start, waits = self._start, self._waits
+        if self._ran is not None:
+            ready, end, awaited = self._ran
+            waits = []
+        else:
+            ready, end = waits[-1][1] if waits else start, self._device.stamp()
+            awaited = None
+        self._issued.append(_Issued(instruction, start, waits, ready, end, awaited))
         self._ring.remember(instruction)
+        now_s = time.perf_counter()
+        if now_s - self._caught_up_s > CATCH_UP_S:
+            self._caught_up_s = now_s
+            done = next(
+                (i for i, each in enumerate(self._issued) if not self._device.passed(each.end)),
+                len(self._issued),
+            )
+            self._settle(self._take(done), tally)
 
     def loaded(self, lane: TraceLane, text: str, start: Stamp, end: Stamp) -> None:
         """Something was brought to the device; from any thread."""
@@ -73,25 +121,40 @@ class Timeline:
             self._loads.append((lane, text, start, end))
 
     def resolve(self, tally: Tally) -> None:
-        """Add all to ``tally`` and to the trace; waits until the device has done it."""
+        """Add all to ``tally``, the account and the trace; waits until the device has done it."""
+        self._settle(self._take(len(self._issued)), tally)
+        for cause, seconds in self._in_vain:
+            self._account.waited(cause, seconds)
+        self._in_vain.clear()
         with self._lock:
-            executed, self._executed = self._executed, []
             loads, self._loads = self._loads, []
-        stamps = [stamp for _, *three in executed for stamp in three]
-        stamps += [stamp for _, _, *two in loads for stamp in two]
-        seconds = iter(self._device.seconds(stamps))
+        moments = iter(self._device.seconds([stamp for _, _, *two in loads for stamp in two]))
+        for lane, text, *_ in loads:
+            start, end = next(moments), next(moments)
+            self._ring.record(lane, text, self._phase, self._attempt, start, end)
+
+    def _take(self, count: int) -> list[_Issued]:
+        taken, self._issued = self._issued[:count], self._issued[count:]
+        return taken
+
+    def _settle(self, issued: list[_Issued], tally: Tally) -> None:
+        seconds = iter(self._device.seconds([stamp for each in issued for stamp in each.stamps]))
         traced = self._ring.keeps(self._attempt, self._phase)
-        for instruction, *_ in executed:
-            start, ready, end = next(seconds), next(seconds), next(seconds)
-            opcode = instruction.opcode
-            tally.seconds[opcode] += end - min(start, ready)
-            tally.counts[opcode] += 1
-            if isinstance(instruction, COMPUTES):
+        for each in issued:
+            start = before = next(seconds)
+            for cause, _ in each.waits:
+                until = next(seconds)
+                self._account.waited(cause, until - before)
+                before = until
+            ready, end = next(seconds), next(seconds)
+            tally.counts[each.instruction.opcode] += 1
+            if isinstance(each.instruction, COMPUTES):
                 tally.busy_s += end - ready
                 tally.computed_at = max(tally.computed_at, end)
+                what = busy_with(each.instruction, self._phase)
+                self._account.computed(what, ready, end, each.awaited)
             if traced:
                 begun, waited = min(start, ready), max(0.0, ready - start)
-                self._ring.executed(self._phase, self._attempt, instruction, begun, end, waited)
-        for lane, text, *_ in loads:
-            start, end = next(seconds), next(seconds)
-            self._ring.record(lane, text, self._phase, self._attempt, start, end)
+                self._ring.executed(
+                    self._phase, self._attempt, each.instruction, begun, end, waited
+                )

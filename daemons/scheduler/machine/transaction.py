@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.daemons.kit.events import Say
 from penstock.daemons.kit.messages import record_message
 from penstock.daemons.scheduler.machine.activity import Activity, send_all
-from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect
+from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect, Send
 from penstock.daemons.scheduler.machine.metrics_lines import AttemptTimes, attempt_line
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.position import learning_rate
@@ -76,6 +76,7 @@ class Transaction(Activity):
         )
         self.reports: dict[str, pb.AttemptDone] = {}
         self._statuses: dict[int, pb.BlockStatus] = {}
+        self._reported_s: dict[str, float] = {}
         self._computed_s = 0.0
         self._decided: tuple[Verdict, CommitRecord] | None = None
 
@@ -117,7 +118,7 @@ class Transaction(Activity):
     def _on_attempt_done(self, member: str, body: pb.AttemptDone, now_s: float) -> list[Effect]:
         if body.attempt != self.attempt or member not in self.waiting:
             return []
-        self.reports[member] = body
+        self.reports[member], self._reported_s[member] = body, now_s
         self._computed_s = max(self._computed_s, now_s - body.tail_seconds)
         if self.answered(member):
             self.phase = RunPhase.DECIDING
@@ -170,11 +171,15 @@ class Transaction(Activity):
 
     def _commit(self, verdict: Verdict, record: CommitRecord, now_s: float) -> list[Effect]:
         line = self._finish(verdict, record, now_s)
-        commit = pb.Commit(epoch=self.mirror.epoch, record=record_message(record))
+        epoch, sealed = self.mirror.epoch, record_message(record)
+        commits = {
+            member: pb.SchedulerMessage(commit=pb.Commit(epoch=epoch, record=sealed, **waits))
+            for member, waits in self._waits(now_s).items()
+        }
         # Journal first: once somebody has heard of a commit, no crash may undo it.
         return [
             self.mirror.decide(record, line),
-            *self._tell_all(pb.SchedulerMessage(commit=commit)),
+            *(Send(member=member, message=commit) for member, commit in commits.items()),
             AppendMetrics(metrics_json=line),
         ]
 
@@ -185,10 +190,14 @@ class Transaction(Activity):
         # As long as the loss scale comes down, it may be all that is wrong.
         if skips > limit and self.rules.loss_scaling.lowest(self._position.loss_scale):
             self.failure = self._why_hopeless(skips, limit)
-        skip = pb.Skip(epoch=self.mirror.epoch, attempt=self.attempt)
+        epoch, attempt = self.mirror.epoch, self.attempt
+        told = {
+            member: pb.SchedulerMessage(skip=pb.Skip(epoch=epoch, attempt=attempt, **waits))
+            for member, waits in self._waits(now_s).items()
+        }
         effects: list[Effect] = [
             journaled,
-            *self._tell_all(pb.SchedulerMessage(skip=skip)),
+            *(Send(member=member, message=skip) for member, skip in told.items()),
             AppendMetrics(metrics_json=line),
         ]
         if self.rules.config.optimizer.rollback == "arithmetic":
@@ -240,6 +249,20 @@ class Transaction(Activity):
             ),
             emulated=self.rules.emulated,
         )
+
+    def _waits(self, now_s: float) -> dict[str, dict[str, float]]:
+        """Returns by member, in the order in which they are told, what a worker waited for since
+        its report: peers that computed, then the optimizer.
+        """
+        waits: dict[str, dict[str, float]] = {name: {} for name in self.rules.optimizerds}
+        for worker in self.rules.workers:
+            reported_s = self._reported_s[worker]
+            computed_s = max(reported_s, self._computed_s)
+            waits[worker] = {
+                "peers_seconds": computed_s - reported_s,
+                "optimizer_seconds": now_s - computed_s,
+            }
+        return waits
 
     def _tell_all(self, message: pb.SchedulerMessage) -> list[Effect]:
         return send_all((*self.rules.optimizerds, *self.rules.workers), message)

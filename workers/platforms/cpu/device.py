@@ -68,6 +68,10 @@ class CpuDevice:
         """Returns the stamps, which are seconds."""
         return list(stamps)
 
+    def passed(self, stamp: Stamp) -> bool:
+        """Returns True, see :meth:`stamp`."""
+        return True
+
     def load(self, arrays: Sequence[HostArray]) -> CpuStageBuffer:
         """Returns flat fp32 tensors: views of the arrays, or copies that the compute threads of the
         calling thread widen.

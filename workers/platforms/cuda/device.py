@@ -244,6 +244,10 @@ class CudaDevice:
         """Of events on any stream."""
         return self._clock.seconds(stamps)
 
+    def passed(self, stamp: Stamp) -> bool:
+        """Returns whether the device has come to an event; does not wait."""
+        return isinstance(stamp, float) or bool(stamp.query())
+
     def load(self, arrays: Sequence[HostArray]) -> CudaStageBuffer:
         """Start the copies of a stage into the free buffer."""
         torch.cuda.set_device(self.torch_device)

@@ -19,6 +19,7 @@ from penstock.protocol.wire.frames import Transfer
 from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.platforms.emulated.clock import EmulatedStream
+from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import POLL_S, WaitBudget
 
 _ENTERED = "entered"
@@ -117,7 +118,7 @@ class Rings:
             stage=number,
             micro_batch=device,
         )
-        with context.progress.awaiting(key):
+        with context.progress.awaiting(key, IdleCause.PEERS):
             tensors = context.transport.inbox.take(key, context.abort, context.timeout_s)
         context.transport.inbox.arrival_s(key)
         return float(tensors[_ENTERED].view(torch.float64)[0])

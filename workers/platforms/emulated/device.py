@@ -23,6 +23,7 @@ from penstock.workers.platforms.base import BufferPool, HostArray, Stamp, as_ten
 from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
 from penstock.workers.platforms.emulated.collectives import Rings, link_bandwidth
 from penstock.workers.platforms.emulated.runtime import Deferred
+from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import Abort
 
 ARRIVAL = "arrival"
@@ -92,7 +93,8 @@ class EmulatedStageBuffer:
 
     def acquire(self) -> None:
         """The instruction under way starts no sooner."""
-        self._device.needs(self.loaded[1] if self._gathered is None else self._gathered())
+        here_at = self.loaded[1] if self._gathered is None else self._gathered()
+        self._device.needs(here_at, IdleCause.WEIGHTS)
 
     def release(self) -> None:
         """Nothing was copied."""
@@ -167,6 +169,9 @@ class EmulatedDevice:
         self._leaving: list[tuple[int, float]] = []
         self._began = 0.0
         self._needed_at = 0.0
+        self.awaited: IdleCause | None = None
+        """What the instruction under way needs that comes last."""
+        self._receives = IdleCause.GRADIENTS
         self.arrived_at: float | None = None
         """When what was received last arrives on the clock, if its sender said so."""
         self._idle = True
@@ -180,17 +185,21 @@ class EmulatedDevice:
             self._durations = facts, Durations(facts, self.emulation.costs)
         return self._durations[1]
 
-    def begin(self) -> None:
-        """An instruction starts to collect what it needs; the first of an attempt starts now."""
-        self._needed_at = 0.0
+    def begin(self, receives: IdleCause = IdleCause.GRADIENTS) -> None:
+        """An instruction starts to collect what it needs; the first of an attempt starts now.
+        ``receives``: what messages bring to it.
+        """
+        self._receives = receives
+        self._needed_at, self.awaited = 0.0, None
         self.copies.clear()
         if self._idle:
             self._idle = False
             self.compute.occupy(time.monotonic(), 0.0)
 
-    def needs(self, at: float) -> None:
-        """The instruction under way starts no sooner than ``at``."""
-        self._needed_at = max(self._needed_at, at)
+    def needs(self, at: float, cause: IdleCause) -> None:
+        """The instruction under way starts no sooner than ``at``, when it has ``cause``."""
+        if at > self._needed_at:
+            self._needed_at, self.awaited = at, cause
 
     def compute_for(self, seconds: float, abort: Abort) -> tuple[float, float]:
         """Spend emulated seconds on the compute stream; start and end on the clock.
@@ -262,7 +271,7 @@ class EmulatedDevice:
 
     def await_swap(self, stage: int, micro_batch: int) -> None:
         """The instruction under way starts no sooner than what was swapped is back."""
-        self.needs(self._back_at.get((stage, micro_batch), 0.0))
+        self.needs(self._back_at.get((stage, micro_batch), 0.0), IdleCause.ACTIVATIONS)
 
     def swapped_share(self, stage: int, micro_batch: int) -> float:
         """How much of what a forward kept has left the device by now."""
@@ -323,6 +332,10 @@ class EmulatedDevice:
         """They are seconds; ``time.perf_counter`` reads the same clock on Linux."""
         return list(stamps)
 
+    def passed(self, stamp: Stamp) -> bool:
+        """Returns True: who computes sleeps until then."""
+        return True
+
     def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
         """A fetch from when it could begin, or from when the one before it ends."""
         num_bytes = sum(array.nbytes for array in arrays) * self._moved
@@ -358,7 +371,7 @@ class EmulatedDevice:
     def await_offloads(self, at_most: int) -> None:
         """The instruction under way starts no sooner."""
         if len(self._leaving) > at_most:
-            self.needs(self._leaving[-1 - at_most][1])
+            self.needs(self._leaving[-1 - at_most][1], IdleCause.GRADIENTS)
 
     def finish(self) -> None:
         """Wait for the last copy."""
@@ -413,7 +426,7 @@ class EmulatedDevice:
         if ARRIVAL not in tensors:
             return dict(tensors)
         self.arrived_at = float(tensors[ARRIVAL][:1].view(torch.float64)[0])
-        self.needs(self.arrived_at)
+        self.needs(self.arrived_at, self._receives)
         return {name: tensor for name, tensor in tensors.items() if name != ARRIVAL}
 
     def arrival_s(self, complete_s: float | None) -> float | None:

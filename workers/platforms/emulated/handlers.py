@@ -8,7 +8,6 @@ take the times of collectives where weights are shared out.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +38,7 @@ from penstock.workers.platforms.emulated.collectives import Rings
 from penstock.workers.platforms.emulated.device import EmulatedDevice, SwapKey
 from penstock.workers.platforms.emulated.runtime import Deferred, EmulatedOutput, EmulatedRuntime
 from penstock.workers.state.weights import StageKey, arrays_of
+from penstock.workers.telemetry.account import IdleCause
 
 
 def device_of(attempt: Attempt) -> EmulatedDevice:
@@ -211,7 +211,7 @@ def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
     device = device_of(attempt)
     scatter = device.scatters.pop(instruction.stage, None)
     if scatter is not None:
-        device.needs(_rings(attempt).end(scatter))
+        device.needs(_rings(attempt).end(scatter), IdleCause.GRADIENTS)
     state.offload_gradients(instruction, attempt)
 
 
@@ -258,15 +258,13 @@ def _computed(handler: Handler) -> Handler:
     """The numbers first: they say what the instruction waits for. Then its time."""
 
     def run(instruction: Instruction, attempt: Attempt) -> None:
-        device, tally = device_of(attempt), attempt.tally
-        begun_at, waited_s = time.monotonic(), attempt.waited_s
-        device.begin()
+        device = device_of(attempt)
+        backward = isinstance(instruction, (Backward, BackwardInput))
+        device.begin(IdleCause.GRADIENTS if backward else IdleCause.ACTIVATIONS)
         handler(instruction, attempt)
         seconds = device.durations(attempt.context.flow.facts).seconds(instruction)
         start, end = device.compute_for(seconds, attempt.context.abort)
-        attempt.timeline.ran(start, end)
-        known_s = attempt.waited_s - waited_s
-        tally.received_s["copies"] += max(0.0, start - begun_at - known_s)
+        attempt.timeline.ran(start, end, device.awaited)
 
     return run
 

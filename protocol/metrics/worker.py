@@ -1,0 +1,115 @@
+"""What a worker measures: a device's time, transfers, memory and work."""
+
+from __future__ import annotations
+
+from penstock.protocol.metrics.page import Metric, counter, gauge
+from penstock.protocol.plan.instructions import Opcode
+
+FETCHES = (
+    counter(
+        "penstock_fetch_bytes",
+        "Bytes that came from other nodes: sent by their memoryd (zmq), or read out of their memory"
+        " (nixl). Weights in workers, gradients in optimizerd.",
+        {"way": ("zmq", "nixl")},
+    ),
+    counter(
+        "penstock_fetch_seconds", "Spent on these fetches, one at a time.", {"way": ("zmq", "nixl")}
+    ),
+)
+DROPPED = (
+    "cut",
+    "doubled",
+    "full",
+    "malformed",
+    "not_local",
+    "not_on_device",
+    "not_ready",
+    "not_settled",
+    "other_attempt",
+    "other_run",
+    "slot_in_use",
+    "stale",
+    "unexpected",
+)
+
+BUSY = (
+    "forward",
+    "recompute",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "update",
+    "evaluate",
+)
+"""What a device computes; names of opcodes, and ``evaluate`` for all of an evaluation."""
+
+IDLE_CAUSES = (
+    "weights",
+    "activations",
+    "gradients",
+    "optimizer",
+    "peers",
+    "data",
+    "scheduler",
+    "recovery",
+    "overhead",
+)
+
+TIME = (
+    counter(
+        "penstock_device_busy_seconds",
+        "Seconds computing since the worker was ready first; with the idle ones they add up to the"
+        " time since then. What has been under way for a second counts.",
+        {"instruction": BUSY},
+    ),
+    counter(
+        "penstock_device_idle_seconds",
+        "All other seconds, by what was waited for: weights, activations, gradients on their way,"
+        " the optimizer to settle or decide, peers that still compute, data to be read, the"
+        " scheduler to say what is next, recovery from one epoch to the next, and the host's"
+        " overhead between instructions.",
+        {"cause": IDLE_CAUSES},
+    ),
+    counter(
+        "penstock_worker_attempts",
+        "Attempts and batches of evaluations, by how they ended here.",
+        {"outcome": ("done", "aborted", "failed")},
+    ),
+    counter(
+        "penstock_instructions",
+        "Executed instructions.",
+        {"instruction": tuple(opcode.name.lower() for opcode in Opcode)},
+        sparse=True,
+    ),
+)
+
+DIRECTIONS = ("h2d", "d2h", "send", "receive")
+KINDS = ("weights", "gradients", "activations", "checkpoints", "swaps", "optimizer_state")
+
+TRANSFERS = (
+    counter(
+        "penstock_transfer_bytes",
+        "Bytes copied from the host to the device (h2d) and back (d2h), sent to other workers and"
+        " received from them. What a device reads where it lies in shared memory is not copied.",
+        {"direction": DIRECTIONS, "kind": KINDS},
+        sparse=True,
+    ),
+    *FETCHES,
+    counter(
+        "penstock_dropped_messages",
+        "Messages on the local socket, or of peers, that were not used.",
+        {"reason": DROPPED},
+        sparse=True,
+    ),
+)
+
+MEMORY = (
+    gauge(
+        "penstock_device_memory_peak_bytes",
+        "The most that the device held in the last attempt.",
+        absent="where it is not measured",
+    ),
+)
+
+WORKER: tuple[Metric, ...] = (*TIME, *TRANSFERS, *MEMORY)
+"""All of a worker's."""
