@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.integration.diagnosis import strikes
@@ -87,11 +88,9 @@ FAULTS = (
     ),
     Fault(
         name="data-used-up",
-        text="a text of a few pages, and data.passes 1",
+        text="a text of a few pages",
         alert="PenstockDataExhausted",
-        settings=_real(
-            data={"path": "@small", "sequence_length": 64},
-        ),
+        settings=_real(data={"path": str(Path(__file__))}),
         step=0,
     ),
     Fault(
