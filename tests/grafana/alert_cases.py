@@ -16,6 +16,7 @@ HEALTHY: dict[str, str] = {
     'up{job="penstock"}': "1x40",
     'penstock_process_up{process="observerd"}': "1x40",
     'penstock_process_start_time_seconds{process="schedulerd"}': "1x40",
+    'penstock_process_start_time_seconds{process="node.a"}': "1x40",
     'penstock_phase{phase="running"}': "1x40",
     'penstock_phase{phase="paused"}': "0x40",
     'penstock_phase{phase="saving"}': "0x40",
@@ -314,6 +315,20 @@ CASES = (
         name="a worker was killed",
         changed={'penstock_restarts_total{member="worker.0", cause="killed"}': "0x16 1x23"},
         fires={240: NOTHING, 270: alerts("MemberLost"), 330: NOTHING},
+    ),
+    Case(
+        name="a node was killed and started again",
+        changed={'penstock_process_start_time_seconds{process="node.a"}': "1x16 _x2 270x21"},
+        fires={255: NOTHING, 285: alerts("MemberLost"), 375: NOTHING},
+    ),
+    Case(
+        name="stopped, and resumed at once",
+        changed={
+            'penstock_process_start_time_seconds{process="node.a"}': "1x16 _x2 270x21",
+            'penstock_phase{phase="running"}': "1x15 0x1 _x2 1x21",
+            'penstock_phase{phase="stopping"}': "0x15 1x1 _x2 0x21",
+        },
+        fires={t: NOTHING for t in (255, 270, 285, 300, 315, 375)},
     ),
     Case(
         name="a helper was killed",

@@ -65,6 +65,12 @@ FAULTS = (
     *_lost("memoryd", "memoryd.a"),
     *_lost("schedulerd", "schedulerd"),
     Fault(
+        name="node-killed",
+        text="penstock node gets SIGKILL, and all its processes end with it",
+        alert="PenstockMemberLost",
+        strike=strikes.killed("node.a"),
+    ),
+    Fault(
         name="node-gone",
         text="one of two nodes dies with all its processes, and nobody starts it again",
         alert="PenstockMemberLost",
