@@ -1,0 +1,184 @@
+"""The process of a tracker as observerd sees it: started, watched, started again, ended in time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.daemons.observer.trackers.following import Place, place_path
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import STOP_ORDER, StopSignal, stop_signals_blocked
+
+LOOK_S = 0.5
+FLUSH_S = 6.0
+"""At the end of the run a tracker has so long for the last lines, less than observerd has."""
+STUCK_S = 120.0
+"""A tracker that takes none of the lines that are there for so long is killed and started again."""
+LONGEST_PAUSE_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class TrackerConsumer:
+    """A consumer of observerd that has a process do its work, since only processes can be killed:
+    a tracker that hangs must not hold up the end of a run.
+    """
+
+    def __init__(self, run: RunDirectory, tracker: str) -> None:
+        self.name = tracker
+        self.up = False
+        """Whether the process lives, and takes lines where there are any."""
+        self._run = run
+        self._notes = place_path(run.path, tracker)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._place, self._moved_s = Place(), 0.0
+        self._starts_s, self._failed = 0.0, 0
+
+    @property
+    def place(self) -> Place:
+        """How far it is."""
+        return Place.read(self._notes)
+
+    def run(self, stop: StopSignal) -> None:
+        """Keeps the process alive until ``stop`` is set, then gives it :data:`FLUSH_S`.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        try:
+            while not stop.is_set:
+                self._look(time.monotonic())
+                stop.wait(LOOK_S)
+            if self._process is None:
+                self._start()  # it was waiting for its next try, or the run was short
+            self._end()
+        finally:
+            self._kill()
+
+    def _look(self, now_s: float) -> None:
+        if self._process is None:
+            if now_s >= self._starts_s:
+                self._start()
+        elif self._process.poll() is not None:
+            self._died(now_s)
+        else:
+            self._watch(now_s)
+
+    def _start(self) -> None:
+        run, pid = self._run, str(os.getpid())
+        arguments = ("--config", str(run.path / "resolved.yaml"), "--parent-pid", pid)
+        launcher = (sys.executable, "-m", "penstock.client.launch", "tracker")
+        with stop_signals_blocked():
+            self._process = subprocess.Popen(
+                (*launcher, *arguments, "--tracker", self.name),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # what the tracker starts itself is killed with it
+            )
+        self._place, self._moved_s = self.place, time.monotonic()
+
+    def _died(self, now_s: float) -> None:
+        assert self._process is not None
+        code = self._process.returncode
+        self._kill()
+        if self.place.offset != self._place.offset:
+            self._failed = 0
+        pause_s = min(LONGEST_PAUSE_S, 2.0**self._failed)
+        self._failed += 1
+        self._starts_s = now_s + pause_s
+        if self._failed == 1:  # and not each time that a server is still away
+            _log.warning(
+                "%s ended with exit code %d; it is tried again, first in %g s, and the run goes on:"
+                " see logs/tracker.%s.jsonl",
+                *(self.name, code, pause_s, self.name),
+            )
+
+    def _watch(self, now_s: float) -> None:
+        place = self.place
+        behind = self._size() > place.offset
+        if place != self._place or not behind:
+            self._place, self._moved_s = place, now_s
+            self._failed = 0 if place.lines else self._failed
+        silent_s = now_s - self._moved_s
+        self.up = silent_s < STUCK_S / 4
+        if silent_s >= STUCK_S:
+            _log.warning("%s took no line for %.0f s: killing it", self.name, silent_s)
+            self._kill()
+            self._starts_s = now_s + LONGEST_PAUSE_S
+
+    def _end(self) -> None:
+        process = self._process
+        assert process is not None
+        with suppress(ProcessLookupError):
+            process.send_signal(STOP_ORDER)
+        try:
+            process.wait(FLUSH_S)
+        except subprocess.TimeoutExpired:
+            pass
+        left = self._size() - self.place.offset
+        if process.returncode is None or left > 0:
+            _log.warning(
+                "%s was not done %g s after the end of the run: %d bytes of metrics.jsonl are left"
+                " for a resume",
+                *(self.name, FLUSH_S, max(0, left)),
+            )
+
+    def _kill(self) -> None:
+        self.up = False
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _size(self) -> int:
+        try:
+            return (self._run.path / "metrics.jsonl").stat().st_size
+        except OSError:
+            return 0
+
+
+class TrackerMetrics(Collector):
+    """What observerd's page says of all trackers."""
+
+    def __init__(self, trackers: tuple[TrackerConsumer, ...]) -> None:
+        self._trackers = trackers
+
+    def collect(self) -> Iterator[Metric]:
+        """Reads each tracker's place."""
+        labels = ["tracker"]
+        lines = CounterMetricFamily(
+            "penstock_tracker_lines", "Lines of metrics.jsonl that the tracker took.", labels=labels
+        )
+        dropped = CounterMetricFamily(
+            "penstock_tracker_dropped", "Lines that the tracker never took.", labels=labels
+        )
+        up = GaugeMetricFamily(
+            "penstock_tracker_up", "Whether it lives and takes what there is.", labels=labels
+        )
+        for tracker in self._trackers:
+            place = tracker.place
+            lines.add_metric([tracker.name], place.lines)
+            dropped.add_metric([tracker.name], place.dropped)
+            up.add_metric([tracker.name], float(tracker.up))
+        yield from (lines, dropped, up)
+
+
+def make_trackers(
+    run: RunDirectory, names: tuple[str, ...], registry: CollectorRegistry
+) -> tuple[TrackerConsumer, ...]:
+    """Returns a consumer for each tracker; their metrics go to ``registry``."""
+    trackers = tuple(TrackerConsumer(run, name) for name in names)
+    if trackers:
+        registry.register(TrackerMetrics(trackers))
+    return trackers
