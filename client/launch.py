@@ -39,6 +39,9 @@ PROCESSES = {
     "metricsd": ProcessKind(
         module="penstock.daemons.metrics.main", arguments=("node", "processes")
     ),
+    "tracker": ProcessKind(
+        module="penstock.daemons.observer.trackers.main", arguments=("tracker",)
+    ),
     "schedulerd": ProcessKind(
         module="penstock.daemons.scheduler.main", arguments=("port", "grace_seconds")
     ),
@@ -81,6 +84,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int)
     parser.add_argument("--scheduler")
     parser.add_argument("--grace-seconds", type=float)
+    parser.add_argument("--tracker")
     parser.add_argument("--parent-pid", type=int)
     given = parser.parse_args(words)
     return launch(given.process, given.config, given.parent_pid, vars(given))

@@ -8,6 +8,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.observer.consumer import MakeConsumer, run_consumers
+from penstock.daemons.observer.trackers.registry import wanted_trackers
+from penstock.daemons.observer.trackers.supervised import make_trackers
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import OBSERVERD
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
@@ -35,6 +37,7 @@ def _run(run: RunDirectory, stop: StopSignal) -> None:
     configure_logging(OBSERVERD, run.path, run.config.observability.log_level)
     registry = CollectorRegistry()
     consumers = [make(run, registry) for make in CONSUMERS]
+    consumers += make_trackers(run, wanted_trackers(run.config), registry)
     server = serve_metrics(registry, run, OBSERVERD)
     try:
         run_consumers(consumers, stop)

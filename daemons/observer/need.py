@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from penstock.daemons.observer.trackers.registry import wanted_trackers
 from penstock.protocol.config.schema import Config
 
 
 def is_observed(config: Config) -> bool:
-    """Returns whether there may be anything for observerd to do: attempts that are sampled."""
+    """Returns whether there may be anything for observerd to do: attempts that are sampled,
+    trackers.
+    """
     every = config.observability.sample_every
-    return 0 < every <= config.train.steps
+    return 0 < every <= config.train.steps or bool(wanted_trackers(config))

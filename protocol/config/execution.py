@@ -415,6 +415,31 @@ class ObservabilityConfig(Section):
         """Of so many attempts one is recorded: 1 is all of them, and evaluations; 0 is none."""
         return 1 if self.trace else self.sample_every
 
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        default=(),
+        description="Where lines of `metrics.jsonl` go as well, each by a process that no step"
+        " waits for.",
+    )
+    tracker_project: str = Field(
+        default="penstock",
+        min_length=1,
+        description="Project of wandb and trackio, experiment of mlflow.",
+    )
+    wandb_mode: Literal["online", "offline"] | None = Field(
+        default=None,
+        description="Offline writes to `RUN_DIR/wandb`; unset, `WANDB_MODE` says it.",
+    )
+    mlflow_uri: str | None = Field(
+        default=None,
+        description="Where mlflow logs to, such as http://host:5000; unset, `MLFLOW_TRACKING_URI`"
+        " says it.",
+    )
+    opentelemetry: Annotated[str | None, Accepts("a URL such as http://127.0.0.1:4318")] = Field(
+        default=None,
+        pattern=r"^https?://.+",
+        description="Collector that takes spans of attempts, evaluations and saves by OTLP over"
+        " HTTP.",
+    )
     memory: bool = Field(
         default=False,
         description="CPU workers count the bytes of live tensors, some 10 µs an operator; GPUs and"

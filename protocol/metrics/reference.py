@@ -10,6 +10,7 @@ from penstock.protocol.metrics.memory import MEMORY
 from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.page import Kind, Metric
 from penstock.protocol.metrics.scheduler import SCHEDULER
+from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.metrics.worker import WORKER
 
 PROCESSES: Mapping[str, Sequence[Metric]] = {
@@ -18,6 +19,7 @@ PROCESSES: Mapping[str, Sequence[Metric]] = {
     "worker": WORKER,
     "node": NODE,
     "metricsd": METRICSD,
+    "observerd": TRACKERS,
 }
 """All metrics, by the process that has them."""
 

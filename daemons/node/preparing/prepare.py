@@ -33,6 +33,7 @@ from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.prospect import Progress, look_ahead
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.observer.trackers.registry import check_trackers
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.config.values import AUTO, BYTE
@@ -71,6 +72,7 @@ def prepare_run(
         StateError: the directory's files are damaged.
     """
     check_addresses(config)
+    check_trackers(config)
     nodes = range(len(config.cluster.nodes)) if nodes is None else nodes
     check_cores(config)
     check_cpus(config, nodes, cpu_limit(), os.environ)

@@ -14,7 +14,7 @@ MAX_BATCH_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Bookmark:
     """How far a tracker is: bytes of the file, lines that it took, lines that it never will.
 
     ``failures``: how often in a row it failed at what comes next.
@@ -26,7 +26,7 @@ class Place:
     failures: int = 0
 
     @classmethod
-    def read(cls, path: Path) -> Place:
+    def read(cls, path: Path) -> Bookmark:
         """Returns what the file says; the beginning where there is none, or it is damaged."""
         try:
             fields = parse_json(path.read_bytes())
@@ -50,8 +50,8 @@ def place_path(run_dir: Path, tracker: str) -> Path:
 
 
 def read_batch(path: Path, offset: int, now_s: float) -> tuple[list[Reading], int]:
-    """Returns the whole lines behind ``offset``, as many as fit in a batch, and where they end. Of a
-    file that is shorter than that (it was moved away) it begins anew.
+    """Returns the whole lines behind ``offset``, as many as fit in a batch, and where they end. A
+    file that is shorter than that was moved away: it begins anew.
 
     Raises:
         OSError: the file cannot be read.

@@ -12,10 +12,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.daemons.observer.trackers.following import Place, place_path, read_batch
+from penstock.daemons.observer.trackers.following import Bookmark, place_path, read_batch
 from penstock.daemons.observer.trackers.registry import TRACKERS
 from penstock.daemons.observer.trackers.sink import Reading, Sink, Subject, settings_of
 from penstock.protocol.errors import ExitCode
+from penstock.protocol.run.files import make_directory
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
@@ -45,6 +46,7 @@ def _run(run: RunDirectory, tracker: str, stop: StopSignal) -> int:
         config=run.config,
         settings=settings_of(run.config),
     )
+    make_directory(place_path(run.path, tracker).parent)
     try:
         sink = TRACKERS[tracker].opener()(subject)
         follow(sink, run.path, tracker, stop)
@@ -61,14 +63,14 @@ def follow(sink: Sink, run_dir: Path, tracker: str, stop: StopSignal) -> None:
         Exception: whatever the tracker raises; the place is noted.
     """
     notes = place_path(run_dir, tracker)
-    place = Place.read(notes)
+    place = Bookmark.read(notes)
     while True:
         last = stop.is_set  # before reading: what was written until then is read
         readings, offset = read_batch(run_dir / "metrics.jsonl", place.offset, time.time())
         if offset != place.offset:
             dropped = _hand_on(sink, readings, place, notes)
             lines = place.lines + len(readings) - dropped
-            place = Place(offset=offset, lines=lines, dropped=place.dropped + dropped)
+            place = Bookmark(offset=offset, lines=lines, dropped=place.dropped + dropped)
             place.write(notes)
         elif last:
             break
@@ -77,7 +79,7 @@ def follow(sink: Sink, run_dir: Path, tracker: str, stop: StopSignal) -> None:
     sink.close()
 
 
-def _hand_on(sink: Sink, readings: list[Reading], place: Place, notes: Path) -> int:
+def _hand_on(sink: Sink, readings: list[Reading], place: Bookmark, notes: Path) -> int:
     """Returns how many readings the tracker will never take."""
     if place.failures < TRIES:
         try:

@@ -1,4 +1,4 @@
-"""MLflow: a run in the experiment ``observability.tracker_project``, found again by our run's id."""
+"""MLflow: a run in the experiment ``observability.tracker_project``, found again by our id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import islice
 # Folders are a store that MLflow keeps but would rather not; who names one wants it.
 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 
-from mlflow.entities import Metric, Param  # noqa: E402
-from mlflow.tracking import MlflowClient  # noqa: E402
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
 
-from penstock.daemons.observer.trackers.sink import Reading, Subject  # noqa: E402
+from penstock.daemons.observer.trackers.sink import Reading, Subject
 
 _TAG = "penstock.run_id"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100

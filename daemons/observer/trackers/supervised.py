@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from penstock.daemons.observer.trackers.following import Place, place_path
+from penstock.daemons.observer.trackers.following import Bookmark, place_path
+from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import STOP_ORDER, StopSignal, stop_signals_blocked
 
@@ -41,13 +40,13 @@ class TrackerConsumer:
         self._run = run
         self._notes = place_path(run.path, tracker)
         self._process: subprocess.Popen[bytes] | None = None
-        self._place, self._moved_s = Place(), 0.0
+        self._place, self._moved_s = Bookmark(), 0.0
         self._starts_s, self._failed = 0.0, 0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Bookmark:
         """How far it is."""
-        return Place.read(self._notes)
+        return Bookmark.read(self._notes)
 
     def run(self, stop: StopSignal) -> None:
         """Keeps the process alive until ``stop`` is set, then gives it :data:`FLUSH_S`.
@@ -126,11 +125,9 @@ class TrackerConsumer:
             pass
         left = self._size() - self.place.offset
         if process.returncode is None or left > 0:
-            _log.warning(
-                "%s was not done %g s after the end of the run: %d bytes of metrics.jsonl are left"
-                " for a resume",
-                *(self.name, FLUSH_S, max(0, left)),
-            )
+            how = "did not end in time; it was killed" if process.returncode is None else "failed"
+            text = "%s %s: %d bytes of metrics.jsonl are left for a resume of the run"
+            _log.warning(text, self.name, how, max(0, left))
 
     def _kill(self) -> None:
         self.up = False
@@ -148,30 +145,22 @@ class TrackerConsumer:
             return 0
 
 
-class TrackerMetrics(Collector):
-    """What observerd's page says of all trackers."""
+class _Reporter:
+    """Brings the page up to date: counters by what was added to the places since the last look."""
 
-    def __init__(self, trackers: tuple[TrackerConsumer, ...]) -> None:
-        self._trackers = trackers
+    def __init__(self, trackers: tuple[TrackerConsumer, ...], page: MetricPage) -> None:
+        self._page = page
+        self._said = dict.fromkeys(trackers, Bookmark())
+        page.refreshed_by(self._report)
+        self._report()
 
-    def collect(self) -> Iterator[Metric]:
-        """Reads each tracker's place."""
-        labels = ["tracker"]
-        lines = CounterMetricFamily(
-            "penstock_tracker_lines", "Lines of metrics.jsonl that the tracker took.", labels=labels
-        )
-        dropped = CounterMetricFamily(
-            "penstock_tracker_dropped", "Lines that the tracker never took.", labels=labels
-        )
-        up = GaugeMetricFamily(
-            "penstock_tracker_up", "Whether it lives and takes what there is.", labels=labels
-        )
-        for tracker in self._trackers:
-            place = tracker.place
-            lines.add_metric([tracker.name], place.lines)
-            dropped.add_metric([tracker.name], place.dropped)
-            up.add_metric([tracker.name], float(tracker.up))
-        yield from (lines, dropped, up)
+    def _report(self) -> None:
+        for tracker, said in self._said.items():
+            name, place = tracker.name, tracker.place
+            self._page.add("penstock_tracker_lines", max(0, place.lines - said.lines), name)
+            self._page.add("penstock_tracker_dropped", max(0, place.dropped - said.dropped), name)
+            self._page.set("penstock_tracker_up", float(tracker.up), name)
+            self._said[tracker] = place
 
 
 def make_trackers(
@@ -180,5 +169,5 @@ def make_trackers(
     """Returns a consumer for each tracker; their metrics go to ``registry``."""
     trackers = tuple(TrackerConsumer(run, name) for name in names)
     if trackers:
-        registry.register(TrackerMetrics(trackers))
+        _Reporter(trackers, MetricPage(TRACKERS, registry))
     return trackers

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams.summary import session_start_pb
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.plugins.hparams.metadata import (
+    PLUGIN_DATA_VERSION,
+    PLUGIN_NAME,
+    SESSION_START_INFO_TAG,
+)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from penstock.daemons.observer.trackers.sink import Reading, Subject
@@ -20,8 +25,7 @@ class TensorBoardSink:
         again = folder.is_dir() and any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
         if not again:
-            settings = session_start_pb(dict(subject.settings), group_name=subject.name)
-            self._writer.add_event(Event(summary=settings))
+            self._writer.add_event(Event(summary=_hyperparameters(subject)))
 
     def log(self, readings: Sequence[Reading]) -> None:
         """Writes one event for each reading."""
@@ -35,3 +39,21 @@ class TensorBoardSink:
     def close(self) -> None:
         """Closes the file."""
         self._writer.close()
+
+
+def _hyperparameters(subject: Subject) -> Summary:
+    """Returns what TensorBoard's page HParams reads; its own maker of that wants TensorFlow."""
+    start = SessionStartInfo(group_name=subject.name)
+    for key, value in subject.settings.items():
+        if isinstance(value, bool):
+            start.hparams[key].bool_value = value
+        elif isinstance(value, str):
+            start.hparams[key].string_value = value
+        else:
+            start.hparams[key].number_value = value
+    content = HParamsPluginData(version=PLUGIN_DATA_VERSION, session_start_info=start)
+    plugin = SummaryMetadata.PluginData(
+        plugin_name=PLUGIN_NAME, content=content.SerializeToString()
+    )
+    value = Summary.Value(tag=SESSION_START_INFO_TAG, metadata=SummaryMetadata(plugin_data=plugin))
+    return Summary(value=[value])

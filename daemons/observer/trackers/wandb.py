@@ -1,5 +1,5 @@
-"""Weights & Biases: a run with our run's id, online, or offline in ``RUN_DIR/wandb`` (``wandb sync``
-sends that later).
+"""Weights & Biases: a run with our run's id, online, or offline in ``RUN_DIR/wandb``, which ``wandb
+sync`` sends later.
 """
 
 from __future__ import annotations
