@@ -64,6 +64,7 @@ def systemd(
             python=Path(sys.executable),
             config=config.absolute(),
             run_dir=loaded.run_dir.absolute(),
+            targets=loaded.observability.targets and loaded.observability.targets.absolute(),
             folder=Path.cwd(),
             gpus=loaded.cluster.platform.pins_host_memory,
             keys=None if keys is None else keys.absolute() / own.folder,

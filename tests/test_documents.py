@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GENERATED = {"PAPERS.md"}
 """Written by ``make papers``, with tables of many columns."""
-FOLDERS = "bench|client|daemons|docs|examples|models|native|planner|protocol|shm|src|tests|workers"
+FOLDERS = (
+    "bench|client|daemons|docs|examples|grafana|models|native|planner|protocol|shm|src|tests"
+    "|workers"
+)
 LONGEST, LONGEST_IN_TABLES = 110, 150
 
 

@@ -15,7 +15,7 @@ from penstock.daemons.metrics.facts import put_facts
 from penstock.daemons.metrics.resources import NodeResources
 from penstock.daemons.metrics.serving import application, listen
 from penstock.daemons.metrics.sheet import Sheet
-from penstock.daemons.metrics.targets import remove_targets, write_targets
+from penstock.daemons.metrics.targets import remove_targets, renew_targets, write_targets
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.node import KEYS_EXPIRE, OWN
@@ -37,7 +37,7 @@ from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.security.access import keys_of
 from penstock.protocol.security.folders import KeyFolder
 
-WAKE_S = 60.0
+RENEW_S = 60.0
 
 
 def main(run_dir: Path, node: str, processes: str | None, parent_pid: int | None) -> int:
@@ -66,8 +66,8 @@ def _run(run: RunDirectory, node: str, processes: str | None, stop: StopSignal) 
         stack.callback(server.close)
         write_targets(run, node, server.port)
         stack.callback(remove_targets, run, node)
-        while not stop.wait(WAKE_S):
-            pass
+        while not stop.wait(RENEW_S):
+            renew_targets(run, node, server.port)
 
 
 def _own_page(run: RunDirectory, node: str, stack: ExitStack) -> Callable[[], bytes]:

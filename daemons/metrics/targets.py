@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,18 @@ def write_targets(run: RunDirectory, node: str, port: int) -> None:
         try:
             make_directory(path.parent)
             write_atomically(path, text)
-        except PenstockError as error:
+            path.chmod(0o644)  # Prometheus may be another user
+        except (OSError, PenstockError) as error:
             _log.warning("Prometheus is not told where metrics are: %s", error)
+
+
+def renew_targets(run: RunDirectory, node: str, port: int) -> None:
+    """Show that the files are no leftovers, by their time; write those again that are gone."""
+    for path in _files(run, node):
+        try:
+            os.utime(path)
+        except OSError:
+            return write_targets(run, node, port)
 
 
 def remove_targets(run: RunDirectory, node: str) -> None:

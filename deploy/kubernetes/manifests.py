@@ -93,7 +93,7 @@ def manifests(
         ConfigError: the configuration cannot run in pods.
     """
     order.check()
-    values = _values(order, config, needs)
+    values = _values(order, config, raw, needs)
     spec = fill(FOLDER / "spec.yaml", values | {"STEP_LABEL": "", "NNODES": _env("NNODES", order)})
     of_runtime = fill(
         FOLDER / "spec.yaml", values | {"STEP_LABEL": _STEP_LABEL, "NNODES": "", "SUSPEND": ""}
@@ -143,7 +143,34 @@ def pod_config(order: Order, config: Config, raw: Mapping[str, Any]) -> dict[str
     if nodes:
         cluster["nodes"] = nodes
     run = {**(raw.get("run") or {}), "dir": f"{RUNS}/{order.name}"}
-    return {**raw, "run": run, "cluster": cluster}
+    found = {**raw, "run": run, "cluster": cluster}
+    if _open(config):  # Prometheus is another pod
+        found["observability"] = {**_METRICS, **(raw.get("observability") or {})}
+    return found
+
+
+def _open(config: Config) -> bool:
+    """Returns whether addresses that other pods reach are allowed."""
+    return config.cluster.security == "tls" or config.cluster.insecure
+
+
+def _annotations(order: Order, config: Config, raw: Mapping[str, Any]) -> str:
+    """Returns those of a pod, under which Prometheus finds its metrics, and Volcano its group."""
+    lines = []
+    served = {**_METRICS, **(raw.get("observability") or {})}
+    if _open(config) and served["metrics_port"] and not is_loopback(served["metrics_host"]):
+        lines = [
+            'prometheus.io/scrape: "true"',
+            f'prometheus.io/port: "{served["metrics_port"]}"',
+            f"prometheus.io/scheme: {'https' if config.cluster.security == 'tls' else 'http'}",
+        ]
+    if order.volcano:
+        lines += [
+            f"scheduling.k8s.io/group-name: {order.name}",
+            f"scheduling.volcano.sh/queue-name: {order.volcano}",
+        ]
+    head = "\n          annotations:" if lines else ""
+    return head + "".join(f"\n            {line}" for line in lines)
 
 
 def next_commands(order: Order, config: Config, out: Path) -> str:
@@ -167,6 +194,7 @@ def next_commands(order: Order, config: Config, out: Path) -> str:
     return "\n".join(lines)
 
 
+_METRICS = {"metrics_port": 29700, "metrics_host": "0.0.0.0"}
 _NEWER = (
     "Needs Kubernetes 1.35, or 1.34 with the feature ContainerRestartRules; for older ones:"
     " --older-cluster."
@@ -197,7 +225,9 @@ _KEYS_MOUNT = """
             - {name: keys, mountPath: /etc/penstock/keys, readOnly: true}"""
 
 
-def _values(order: Order, config: Config, needs: PodNeeds) -> dict[str, str]:
+def _values(
+    order: Order, config: Config, raw: Mapping[str, Any], needs: PodNeeds
+) -> dict[str, str]:
     grace_s = ceil(config.cluster.grace_seconds or SHORTEST_GRACE_S)
     has_keys = config.cluster.security == "tls"
     init = fill(FOLDER / "keys.yaml", {"IMAGE": order.image}) if has_keys else ""
@@ -220,7 +250,7 @@ def _values(order: Order, config: Config, needs: PodNeeds) -> dict[str, str]:
         "JOB_QUEUE": f"\n  labels:\n    {queue}" if order.kueue else "",
         "SUSPEND": "suspend: true  # Kueue starts it\n" if order.kueue else "",
         "SCHEDULER": "\n          schedulerName: volcano" if order.volcano else "",
-        "GROUP_ANNOTATIONS": _group_annotations(order) if order.volcano else "",
+        "ANNOTATIONS": _annotations(order, config, raw),
         "GROUP_POLICY": "\n  podGroupPolicy:\n    volcano: {}" if order.volcano else "",
         "VOLCANO": order.volcano,
         # Kubernetes takes policies for failed pods only where these are never restarted.
@@ -229,14 +259,6 @@ def _values(order: Order, config: Config, needs: PodNeeds) -> dict[str, str]:
         "CONTAINER_RESTARTS": "" if order.older else _CONTAINER_RESTARTS,
         "CLUSTERS": _OLDER if order.older else _NEWER,
     }
-
-
-def _group_annotations(order: Order) -> str:
-    return (
-        "\n          annotations:"
-        f"\n            scheduling.k8s.io/group-name: {order.name}"
-        f"\n            scheduling.volcano.sh/queue-name: {order.volcano}"
-    )
 
 
 def _env(name: str, order: Order) -> str:

@@ -37,6 +37,7 @@ class NodeUnit:
     """One node of a run on this machine. All paths are absolute; ``folder`` is where relative paths
     of the configuration begin. ``gpus``: its workers open NVIDIA devices. ``keys``: the node's own
     folder of keys, if it has one. ``cores``: such as ``0-7,16``; empty: all of the machine's.
+    ``targets``: the folder for Prometheus, if there is one.
     """
 
     run: str
@@ -49,6 +50,7 @@ class NodeUnit:
     gpus: bool
     keys: Path | None = None
     cores: str = ""
+    targets: Path | None = None
 
     def __post_init__(self) -> None:
         if self.cores and not _CORES.fullmatch(self.cores):
@@ -114,6 +116,8 @@ class NodeUnit:
             "CONFIG": command_word(self.config),
             "FOLDER": _specifiers_escaped(str(self.folder)),
             "RUN_DIR": path_word(self.run_dir),
+            # With "-": the node goes on where nobody made that folder.
+            "TARGETS": "" if self.targets is None else f" -{path_word(self.targets)}",
             "RUN_WORD": command_word(self.run_dir),
             "MOUNTS": " ".join(path_word(path) for path in self.paths),
             "DEVICES": _GPU_DEVICES if self.gpus else "PrivateDevices=yes",

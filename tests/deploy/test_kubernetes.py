@@ -96,7 +96,7 @@ def test_manifests_fit_the_real_schema_and_what_the_server_checks_beyond(variant
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     config = parse_config(yaml.safe_load(settings["data"]["config.yaml"]))
     assert str(config.run_dir) == "/runs/tiny"
-    assert "host" not in settings["data"]["config.yaml"]
+    assert " host:" not in settings["data"]["config.yaml"]
 
 
 def check_job(job: dict[str, Any]) -> None:
@@ -121,6 +121,25 @@ def check_job(job: dict[str, Any]) -> None:
     }
     (shm,) = (volume for volume in pod["volumes"] if volume["name"] == "shm")
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "24640Mi"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("plain", {"scrape": "true", "port": "29700", "scheme": "http"}),
+        ("keys", {"scrape": "true", "port": "29700", "scheme": "https"}),
+    ],
+)
+def test_prometheus_finds_a_pods_metrics(variant: str, expected: dict[str, str]) -> None:
+    raw, changes = VARIANTS[variant]
+    files = written(raw, **changes)
+    config = parse_config(yaml.safe_load(files["storage.yaml"][1]["data"]["config.yaml"]))
+    served = config.observability
+    assert (served.metrics_host, served.metrics_port) == ("0.0.0.0", 29700)
+    found = job_of(files["jobset.yaml"][0])["template"]["metadata"]["annotations"]
+    assert found == {f"prometheus.io/{name}": value for name, value in expected.items()}
+    chosen = {**raw, "observability": {"metrics_port": 0}}
+    assert "annotations" not in job_of(written(chosen)["jobset.yaml"][0])["template"]["metadata"]
 
 
 def test_an_unknown_field_is_noticed() -> None:

@@ -28,6 +28,7 @@ UNIT = NodeUnit(
     folder=Path("/srv/my runs"),
     gpus=False,
     cores="0,2-3",
+    targets=Path("/srv/my targets"),
 )
 WORST_SCORE = 2.5
 
@@ -63,7 +64,7 @@ def test_names_with_signs_that_mean_something_to_systemd_are_quoted(tmp_path: Pa
     drop_in = tmp_path / f"etc/systemd/system/{UNIT.service}.d/10-node.conf"
     lines = drop_in.read_text().splitlines()
     place = r'"/srv/my runs/50%% \"new\"/'
-    assert f'ReadWritePaths={place}run"' in lines
+    assert f'ReadWritePaths={place}run" -"/srv/my targets"' in lines
     command = next(line for line in lines if line.startswith("ExecStart="))
     assert command.endswith(f'node --config {place}$$tiny.yaml" --node a-1')
     assert "CPUAffinity=0,2-3" in lines and "User=penstock" in lines

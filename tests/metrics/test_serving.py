@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import ssl
 import time
@@ -18,7 +19,13 @@ from penstock.daemons.metrics.clocks import compare, context_of
 from penstock.daemons.metrics.collection import Collection, labels_of
 from penstock.daemons.metrics.exporter import Exporter
 from penstock.daemons.metrics.serving import application, check_port, listen
-from penstock.daemons.metrics.targets import addresses, read_targets, remove_targets, write_targets
+from penstock.daemons.metrics.targets import (
+    addresses,
+    read_targets,
+    remove_targets,
+    renew_targets,
+    write_targets,
+)
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
@@ -100,6 +107,13 @@ def test_prometheus_is_told_where_metrics_are_as_long_as_they_are(tmp_path: Path
         assert "http://127.0.0.1:4200/metrics" in page(server.port, path="/")
     finally:
         server.close()
+    told = shared / f"{run.run_id}.b.json"
+    os.utime(told, (0, 0))
+    renew_targets(run, "b", 4200)
+    assert told.stat().st_mtime > time.time() - 60, "it is no leftover"
+    told.unlink()
+    renew_targets(run, "b", 4200)
+    assert json.loads(told.read_text()) == found[1:]
     for node in ("a", "b"):
         remove_targets(run, node)
     assert read_targets(run.path) == [] and list(shared.iterdir()) == []

@@ -1,0 +1,166 @@
+"""A real Prometheus finds real runs: by files, by HTTP, by annotations of pods."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tests.system.conftest as H
+from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.rundir import RunDirectory
+from tests.integration.prometheus import Prometheus, missing
+from tests.system.conftest import runner as runner
+
+pytestmark = [
+    pytest.mark.skipif(missing() != "", reason=missing()),
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "grafana" / "prometheus"
+NODES = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}
+MEMBERS = {
+    *(SCHEDULERD, "observerd", "worker.0", "worker.1"),
+    *(f"{kind}.{node}" for kind in ("node", "memoryd", "optimizerd", "metricsd") for node in "ab"),
+}
+
+
+def by_files(folder: Path) -> dict[str, Any]:
+    return {
+        "job_name": "penstock",
+        "honor_labels": True,
+        "file_sd_configs": [{"files": [f"{folder}/*.json"]}],
+    }
+
+
+def pid_of(run_dir: Path, process: str) -> int:
+    """The process id of a helper, which no member list has."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            kind, _, node = process.partition(".")
+            if kind in words and node in words and str(run_dir / "resolved.yaml") in words:
+                return int(entry.name)
+    raise AssertionError(f"{process} does not run")
+
+
+def test_a_prometheus_follows_a_run_from_its_start_to_its_end(runner: Any, tmp_path: Path) -> None:
+    """Every process is seen; a killed metricsd comes back without the run's noticing; what stands
+    still is down, and its samples are gone; after the end nothing is left.
+    """
+    folder = tmp_path / "targets"
+    folder.mkdir()  # what is not there when Prometheus starts it looks for every five minutes
+    changes = {"observability": {"targets": str(folder)}, "train": {"steps": 10**6}}
+    run = runner.start(runner.configure("seen", {**changes, "cluster": NODES}))
+    with Prometheus(tmp_path / "prometheus", [by_files(folder)], interval_s=0.5) as prometheus:
+
+        def up(value: int) -> set[str]:
+            return {
+                s.labels["process"] for s in prometheus.query(f"penstock_process_up == {value}")
+            }
+
+        def soon(condition: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+            deadline = time.monotonic() + within_s
+            while not condition():
+                assert time.monotonic() < deadline, f"{what}: {up(1)} {prometheus.targets()}"
+                time.sleep(0.2)
+
+        H.wait_for_step(run, 2, timeout_s=200)
+        soon(lambda: up(1) == MEMBERS, "all processes are up")
+        assert {(s.labels["run"], s.labels["node"]) for s in prometheus.query("up == 1")} == {
+            ("seen", "a"),
+            ("seen", "b"),
+        }
+        [worker] = prometheus.query('penstock_process_up{process="worker.1"}')
+        assert worker.labels.items() >= {("node", "b"), ("device", "1"), ("run", "seen")}
+        [facts] = prometheus.query('penstock_run_info{node="a"}')
+        assert facts.labels["run_id"] == RunDirectory(run.run_dir).run_id
+        [offset] = prometheus.wait_for("penstock_clock_offset_seconds")
+        bound = prometheus.value("penstock_clock_offset_error_seconds")
+        assert abs(offset.value) <= bound + 1e-3 and offset.labels["peer"] == "a"
+
+        killed = pid_of(run.run_dir, "metricsd.b")
+        os.kill(killed, signal.SIGKILL)
+        counted = 'penstock_restarts_total{member="metricsd.b",cause="killed"} == 1'
+        prometheus.wait_for(counted)
+        soon(lambda: up(1) == MEMBERS, "metricsd came back")
+        assert prometheus.value("sum(penstock_restarts_total)") == 1, "nobody else noticed"
+        assert prometheus.value("penstock_epochs_total") == 1
+
+        still = run.members()["memoryd.a"]
+        os.kill(still, signal.SIGSTOP)
+        try:
+            soon(lambda: up(0) == {"memoryd.a"}, "it is down")
+            assert prometheus.query('penstock_committed_step{process="memoryd.a"}') == []
+            assert prometheus.query("penstock_step") != []
+        finally:
+            os.kill(still, signal.SIGCONT)
+        soon(lambda: up(1) == MEMBERS, "it is back")
+
+        os.kill(run.process.pid, signal.SIGINT)
+        run.wait(90)
+        assert list(folder.iterdir()) == []
+        soon(lambda: not prometheus.query('{__name__=~"penstock_.+"}'), "all is stale at once", 20)
+        soon(lambda: not prometheus.targets(), "nobody is to be scraped any more")
+
+
+def test_one_address_of_a_run_leads_to_all(runner: Any, tmp_path: Path) -> None:
+    run = runner.start(runner.configure("led", {"cluster": NODES, "train": {"steps": 10**6}}))
+    H.wait_for_step(run, 1, timeout_s=200)
+    [entry] = json.loads((run.run_dir / "metrics" / "b.json").read_text())
+    job = yaml.safe_load((EXAMPLES / "http.yml").read_text())["scrape_configs"][0]
+    job["scrape_interval"] = "1s"
+    job["http_sd_configs"] = [{"url": f"http://{entry['targets'][0]}/targets"}]
+    with Prometheus(tmp_path / "prometheus", [job]) as prometheus:
+        found = prometheus.wait_for('up{run="led"} == 1', until=lambda series: len(series) == 2)
+        assert {series.labels["node"] for series in found} == {"a", "b"}
+    os.kill(run.process.pid, signal.SIGINT)
+    run.wait(90)
+
+
+def test_pods_are_found_by_their_annotations(tmp_path: Path) -> None:
+    """The example's rules for labels, with pods as Kubernetes' discovery would describe them."""
+    [job] = yaml.safe_load((EXAMPLES / "kubernetes.yml").read_text())["scrape_configs"]
+    del job["kubernetes_sd_configs"]
+    prefix = "__meta_kubernetes_pod_"
+
+    def pod(ip: str, **changes: str) -> dict[str, Any]:
+        labels = {
+            "label_app_kubernetes_io_name": "penstock",
+            "label_app_kubernetes_io_instance": "tiny",
+            "annotation_prometheus_io_scrape": "true",
+            "annotation_prometheus_io_port": "29700",
+            "annotation_prometheus_io_scheme": "https",
+            "phase": "Running",
+            "ip": ip,
+            **changes,
+        }
+        return {"targets": [ip], "labels": {prefix + name: text for name, text in labels.items()}}
+
+    pods = [
+        pod("127.0.0.8"),
+        pod("127.0.0.9", phase="Succeeded"),
+        pod("127.0.0.10", label_app_kubernetes_io_name="other"),
+        pod("127.0.0.11", annotation_prometheus_io_scrape=""),
+    ]
+    (tmp_path / "pods.json").write_text(json.dumps(pods))
+    job["file_sd_configs"] = [{"files": [str(tmp_path / "pods.json")]}]
+    with Prometheus(tmp_path / "prometheus", [job]) as prometheus:
+        deadline = time.monotonic() + 20
+        while not (targets := prometheus.targets()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    [found] = targets
+    assert found["scrapeUrl"] == "https://127.0.0.8:29700/metrics"
+    assert found["labels"]["run"] == "tiny"
