@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from penstock.daemons.observer.need import is_observed
 from penstock.daemons.observer.trackers import registry, supervised
-from penstock.daemons.observer.trackers.following import Bookmark, place_path, read_batch
+from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path, read_batch
 from penstock.daemons.observer.trackers.main import TRIES, follow
 from penstock.daemons.observer.trackers.registry import check_trackers, wanted_trackers
 from penstock.daemons.observer.trackers.sink import Reading, settings_of
@@ -75,7 +75,7 @@ def test_each_line_is_handed_on_once_also_by_the_next_process(run_dir: Path) -> 
     second = Recording()
     follow(second, run_dir, "wandb", stopped())
     assert second.taken == [3, 4]
-    place = Bookmark.read(place_path(run_dir, "wandb"))
+    place = Bookmark.read(bookmark_path(run_dir, "wandb"))
     assert place == Bookmark(offset=file.stat().st_size, lines=4)
 
 
@@ -87,12 +87,12 @@ def test_what_a_tracker_never_takes_is_left_out_and_counted(run_dir: Path) -> No
     sink = Recording(bad=[3])
     follow(sink, run_dir, "wandb", stopped())
     assert sink.taken == [1, 2, 4, 5]
-    place = Bookmark.read(place_path(run_dir, "wandb"))
+    place = Bookmark.read(bookmark_path(run_dir, "wandb"))
     assert (place.lines, place.dropped, place.failures) == (4, 1, 0)
 
 
 def test_a_place_is_any_bytes_and_a_file_may_be_moved_away(run_dir: Path) -> None:
-    notes = place_path(run_dir, "wandb")
+    notes = bookmark_path(run_dir, "wandb")
     for content in (
         b"",
         b"[]",

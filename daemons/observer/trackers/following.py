@@ -44,7 +44,7 @@ class Bookmark:
         write_atomically(path, json.dumps(asdict(self)))
 
 
-def place_path(run_dir: Path, tracker: str) -> Path:
+def bookmark_path(run_dir: Path, tracker: str) -> Path:
     """Returns where a tracker's place is kept."""
     return run_dir / "trackers" / f"{tracker}.json"
 

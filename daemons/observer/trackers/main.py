@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.daemons.observer.trackers.following import Bookmark, place_path, read_batch
+from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path, read_batch
 from penstock.daemons.observer.trackers.registry import TRACKERS
 from penstock.daemons.observer.trackers.sink import Reading, Sink, Subject, settings_of
 from penstock.protocol.errors import ExitCode
@@ -46,7 +46,7 @@ def _run(run: RunDirectory, tracker: str, stop: StopSignal) -> int:
         config=run.config,
         settings=settings_of(run.config),
     )
-    make_directory(place_path(run.path, tracker).parent)
+    make_directory(bookmark_path(run.path, tracker).parent)
     try:
         sink = TRACKERS[tracker].opener()(subject)
         follow(sink, run.path, tracker, stop)
@@ -62,7 +62,7 @@ def follow(sink: Sink, run_dir: Path, tracker: str, stop: StopSignal) -> None:
     Raises:
         Exception: whatever the tracker raises; the place is noted.
     """
-    notes = place_path(run_dir, tracker)
+    notes = bookmark_path(run_dir, tracker)
     place = Bookmark.read(notes)
     while True:
         last = stop.is_set  # before reading: what was written until then is read
@@ -84,6 +84,8 @@ def _hand_on(sink: Sink, readings: list[Reading], place: Bookmark, notes: Path) 
     if place.failures < TRIES:
         try:
             sink.log(readings)
+        except (ConnectionError, TimeoutError):
+            raise  # no fault of these lines: they wait until somebody is there
         except Exception:
             replace(place, failures=place.failures + 1).write(notes)
             raise
@@ -92,6 +94,8 @@ def _hand_on(sink: Sink, readings: list[Reading], place: Bookmark, notes: Path) 
     for reading in readings:
         try:
             sink.log([reading])
+        except (ConnectionError, TimeoutError):
+            raise
         except Exception as error:
             dropped += 1
             _log.warning("step %d is left out: %r", reading.step, error)

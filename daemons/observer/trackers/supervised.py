@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.observer.trackers.following import Bookmark, place_path
+from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.run.rundir import RunDirectory
@@ -38,7 +38,7 @@ class TrackerConsumer:
         self.up = False
         """Whether the process lives, and takes lines where there are any."""
         self._run = run
-        self._notes = place_path(run.path, tracker)
+        self._notes = bookmark_path(run.path, tracker)
         self._process: subprocess.Popen[bytes] | None = None
         self._place, self._moved_s = Bookmark(), 0.0
         self._starts_s, self._failed = 0.0, 0
