@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import traceback
@@ -14,6 +15,7 @@ from tests.integration.diagnosis.diagnosing import Finding, clean, diagnose
 from tests.integration.diagnosis.faults import FAULTS, Fault
 from tests.integration.diagnosis.watching import Watch
 
+_OWN_NETWORK = 'ip link set lo up && exec "$@"'
 HEAD = """| fault | alert | after | promised | silenced | right |
 | --- | --- | --- | --- | --- | --- |"""
 
@@ -41,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=3, help="so many faults at once")
     parser.add_argument("--clean", type=float, metavar="SECONDS", help="runs without a fault")
     parser.add_argument("--folder", type=Path, help="for what runs leave (default: removed)")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
+    if not asked.inside:
+        again = [sys.executable, "-m", __spec__.name, "--inside", *(arguments or sys.argv[1:])]
+        os.execvp("unshare", ["unshare", "--net", "sh", "-c", _OWN_NETWORK, "sh", *again])
     with tempfile.TemporaryDirectory(dir=asked.folder, prefix="diagnosis-") as name:
         with Watch(Path(name)) as watch:
             if asked.clean is not None:

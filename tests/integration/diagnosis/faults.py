@@ -57,6 +57,12 @@ def _lost(kind: str, name: str) -> tuple[Fault, ...]:
 TWO_NODES = {
     "cluster": {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}], "heartbeat_timeout_s": 5.0}
 }
+SLOW_NODES = {
+    "cluster": {
+        "workers": 1,
+        "nodes": [{"name": "a", "host": "127.7.0.1"}, {"name": "b", "host": "127.7.0.2"}],
+    }
+}
 FP16 = {"model": {"dtype": "fp16"}, "train": {"clip_grad_norm": 1.0}}
 
 FAULTS = (
@@ -183,6 +189,22 @@ FAULTS = (
         alert="PenstockSaveFailing",
         strike=strikes.states_in_the_way,
         step=25,
+    ),
+    Fault(
+        name="state-hangs",
+        text="the file system of saved states hangs",
+        alert="PenstockSaveTooOld",
+        strike=strikes.state_frozen,
+        settings=Settings(own_state=True),
+        step=25,
+    ),
+    Fault(
+        name="network-slow",
+        text="the network between two nodes has 20 Mbit/s",
+        alert="PenstockNetworkSlow",
+        strike=strikes.slow_network("20mbit"),
+        settings=Settings(base=REAL, changes=SLOW_NODES),
+        step=200,
     ),
     Fault(
         name="metricsd-stopped",

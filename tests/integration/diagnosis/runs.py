@@ -23,12 +23,8 @@ from tests.groups import group
 from tests.system.conftest import MEMBER_KINDS, TINY_LLAMA, merge, newest_step, processes_of
 
 KINDS = (*MEMBER_KINDS, "metricsd", "observerd")
-_ENTER = """set -e
-mount -t tmpfs -o size="$1" tmpfs /dev/shm
-if [ -n "$2" ]; then mount -t tmpfs -o size="$3" tmpfs "$2"; fi
-shift 3
-exec "$@"
-"""
+STATE_MIB = 64
+
 
 EMULATED: dict[str, Any] = {
     "model": {"dtype": "fp16"},
@@ -69,7 +65,8 @@ REAL: dict[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``shm_mib``: size of its /dev/shm. ``disk_mib``: its run directory is on a disk so small; 0:
-    where all others are. ``memory_mib``: its control group may have so much; 0: what it wants.
+    where all others are. ``own_state``: saved states are on a disk of their own, which can be
+    frozen. ``memory_mib``: its control group may have so much; 0: what it wants.
     ``by_hand``: each node is started by itself, and nobody starts it again.
     """
 
@@ -77,6 +74,7 @@ class Settings:
     changes: Mapping[str, Any] = field(default_factory=dict)
     shm_mib: int = 512
     disk_mib: int = 0
+    own_state: bool = False
     memory_mib: int = 0
     by_hand: bool = False
 
@@ -130,10 +128,8 @@ class FaultyRun:
             self._start(node["name"], words)
 
     def _start(self, name: str, words: Sequence[str]) -> None:
-        disk = str(self._disk or "")
-        sizes = (f"{self.settings.shm_mib}m", disk, f"{self.settings.disk_mib}m")
         command = ["unshare", "--mount", "--propagation", "private"]
-        command += ["sh", "-c", _ENTER, "sh", *sizes]
+        command += ["sh", "-c", f'set -e; {self._mounts()}; exec "$@"', "sh"]
         command += [sys.executable, "-m", "penstock.client.main", *words]
         with (self.folder / f"{name}.txt").open("ab") as output:
             self.nodes[name] = subprocess.Popen(
@@ -144,6 +140,22 @@ class FaultyRun:
                 start_new_session=True,
                 preexec_fn=self._join_group if self.group is not None else None,
             )
+
+    def _mounts(self) -> str:
+        mounts = [f"mount -t tmpfs -o size={self.settings.shm_mib}m tmpfs /dev/shm"]
+        if self._disk is not None:
+            size = f"{self.settings.disk_mib}m"
+            mounts.append(f"mount -t tmpfs -o size={size} tmpfs {self._disk}")
+        if self.settings.own_state:
+            image, state = self.folder / "state.img", self._named / "state"
+            mounts.append(f"truncate -s {STATE_MIB}M {image}; mkfs.ext4 -q {image}")
+            mounts.append(f"mkdir -p {state}; mount -o loop {image} {state}")
+        return "; ".join(mounts)
+
+    def inside(self, *command: str) -> list[str]:
+        """A command in the run's mount namespace."""
+        process = next(iter(self.nodes.values()))
+        return ["nsenter", f"--target={process.pid}", "--mount", *command]
 
     def _join_group(self) -> None:
         assert self.group is not None
@@ -159,6 +171,11 @@ class FaultyRun:
     def run_dir(self) -> Path:
         """The run directory, as this process sees it."""
         return self._named if self._disk is None else self.root / str(self._named).lstrip("/")
+
+    @property
+    def state(self) -> Path:
+        """Where saved states are, as its processes see it."""
+        return self._named / "state"
 
     @property
     def disk(self) -> Path:

@@ -182,3 +182,45 @@ def tokens_stuck(run: FaultyRun) -> Iterator[None]:
     mended = meta.with_suffix(".mended")
     mended.write_bytes(whole)
     mended.rename(meta)
+
+
+THAWS_AFTER_S = 300
+"""Whatever happens to the test: nobody can kill who writes to a frozen file system."""
+
+
+@contextmanager
+def state_frozen(run: FaultyRun) -> Iterator[None]:
+    """The file system with saved states hangs: whoever writes there waits, for ever."""
+    thaw = run.inside("fsfreeze", "--unfreeze", str(run.state))
+    later = ["sh", "-c", 'sleep "$1"; shift; exec "$@"', "sh", str(THAWS_AFTER_S)]
+    subprocess.run(run.inside("fsfreeze", "--freeze", str(run.state)), check=True)
+    guard = subprocess.Popen([*later, *thaw], start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        subprocess.run(thaw, check=True)
+        os.killpg(guard.pid, signal.SIGKILL)
+        guard.wait()
+
+
+SLOW_ADDRESSES = "127.7.0.0/16"
+_LIMIT = f"""
+tc qdisc add dev lo root handle 1: htb default 10
+tc class add dev lo parent 1: classid 1:10 htb rate 100gbit quantum 60000
+tc class add dev lo parent 1: classid 1:20 htb rate RATE burst 64k
+tc filter add dev lo parent 1: protocol ip u32 match ip dst {SLOW_ADDRESSES} flowid 1:20
+"""
+
+
+def slow_network(rate: str) -> Strike:
+    """What goes to the addresses of the run's nodes goes at ``rate``, as tc has it. In a network
+    namespace of the diagnosis: it is nobody else's loopback device.
+    """
+
+    @contextmanager
+    def strike(run: FaultyRun) -> Iterator[None]:
+        subprocess.run(["sh", "-e", "-c", _LIMIT.replace("RATE", rate)], check=True)
+        yield
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
+
+    return strike
