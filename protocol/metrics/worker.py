@@ -15,6 +15,7 @@ FETCHES = (
     counter(
         "penstock_fetch_seconds", "Spent on these fetches, one at a time.", {"way": ("zmq", "nixl")}
     ),
+    counter("penstock_fetches", "These fetches, an array each.", {"way": ("zmq", "nixl")}),
 )
 DROPPED = (
     "cut",

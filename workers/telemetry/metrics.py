@@ -33,6 +33,7 @@ class WorkerMetrics:
         """An array of another node has come, by ``zmq`` or ``nixl``."""
         self._page.add("penstock_fetch_bytes", num_bytes, way)
         self._page.add("penstock_fetch_seconds", seconds, way)
+        self._page.add("penstock_fetches", 1, way)
 
     def add_instructions(self, counts: Mapping[Opcode, int]) -> None:
         """Add one attempt's instructions."""

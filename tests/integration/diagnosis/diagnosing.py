@@ -14,6 +14,8 @@ from tests.integration.diagnosis.watching import Message, Watch
 ROOT = Path(__file__).parents[3]
 GROUP_WAIT_S = 30.0
 """Alertmanager's, from alertmanager.yml."""
+STARTS_S = 120.0
+"""A run takes so long at most until its first attempt, and Prometheus to hear of it."""
 HEALTHY_S = 15.0
 """A run is watched so long before its fault."""
 LONGER_S = 45.0
@@ -60,6 +62,9 @@ def diagnose(fault: Fault, watch: Watch, folder: Path) -> Finding:
             time.sleep(HEALTHY_S)
             assert not watch.told(fault.name), f"before its fault: {watch.told(fault.name)}"
         with fault.strike(run):
+            if not fault.step:
+                asked = f'penstock_phase{{run="{fault.name}", phase="running"}} == 1'
+                watch.prometheus.wait_for(asked, STARTS_S)
             struck_s = time.time()
             fired_s = _fires(watch, fault, struck_s, begun_s, delay_s)
             time.sleep(GROUP_WAIT_S + LONGER_S)
@@ -73,8 +78,6 @@ def _fires(
 ) -> float | None:
     """When the right alert fired; gives up a while after it should have."""
     deadline = time.time() + delay_s + 30.0
-    if not fault.step:  # its processes have yet to start, and Prometheus to hear of them
-        deadline += 60.0
     while time.time() < deadline:
         fired = watch.fired(fault.name, begun_s)
         if fault.alert in fired:

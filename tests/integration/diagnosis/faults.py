@@ -150,7 +150,7 @@ FAULTS = (
     ),
     Fault(
         name="memory-full",
-        text="the memory limit of the control group is lowered to what is used and 2 %",
+        text="the memory limit of the control group is lowered to what is used and 3 %",
         alert="PenstockMemoryNearlyFull",
         strike=strikes.memory_lowered,
         settings=Settings(memory_mib=6000),

@@ -4,6 +4,7 @@ its own.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -95,6 +96,7 @@ class FaultyRun:
             "run": {"name": name, "dir": str(place / "run")},
             "observability": {"targets": str(targets)},
         }
+        self._targets = targets
         self._named = place / "run"
         changed = merge(dict(settings.base), dict(settings.changes))
         self.config = self.folder / "config.yaml"
@@ -182,6 +184,10 @@ class FaultyRun:
         """The small disk, as this process sees it."""
         return self.root / str(self._disk).lstrip("/")
 
+    def _forget(self, run_id: str) -> None:
+        for path in self._targets.glob(f"{run_id}.*.json"):
+            path.unlink()
+
     def pids(self) -> dict[str, int]:
         """Name -> pid of its living processes."""
         return processes_of(self._named, KINDS)
@@ -221,7 +227,10 @@ class FaultyRun:
         return "\n".join(path.read_text()[-2000:] for path in self.folder.glob("*.txt"))
 
     def kill(self) -> None:
-        """End all of its processes, whatever state they are in."""
+        """End all of its processes, whatever state they are in; its nodes are no targets then."""
+        with suppress(OSError):
+            run_id = json.loads((self.run_dir / "run.json").read_text())["run_id"]
+            self._stack.callback(self._forget, run_id)
         for node in self.nodes.values():
             if node.poll() is None:
                 os.killpg(node.pid, signal.SIGKILL)

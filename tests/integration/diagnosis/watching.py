@@ -130,18 +130,8 @@ class Watch:
 
     def _job(self) -> dict[str, Any]:
         """As in the example prometheus.yml, with targets of a folder of the test's."""
-        names = ("run", "node")
-        return {
-            "job_name": "penstock",
-            "honor_labels": True,
-            "file_sd_configs": [
-                {"files": [str(self.targets / "*.json")], "refresh_interval": "2s"}
-            ],
-            "relabel_configs": [
-                {"source_labels": [f"__meta_penstock_{name}"], "target_label": name}
-                for name in names
-            ],
-        }
+        files = [{"files": [str(self.targets / "*.json")], "refresh_interval": "2s"}]
+        return {"job_name": "penstock", "honor_labels": True, "file_sd_configs": files}
 
     def fired(self, run: str, since_s: float) -> dict[str, float]:
         """Returns the alerts of a run that have fired since, inhibited or not -> when first."""
