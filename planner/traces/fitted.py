@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from statistics import fmean, median
@@ -62,7 +63,7 @@ StageKey = tuple[Opcode, int]
 _Key = TypeVar("_Key")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
     """What a trace says about costs.
 
@@ -151,13 +152,21 @@ class Fit:
         ]
         return Costs(blocks=_with_drops(blocks, plan), instruction_s=self.overhead_s)
 
+    def copied_s(self, phase: str, stage: int) -> float:
+        """Returns the seconds of a fetched stage's copy to the device, without what others' blocks
+        take on their way here.
+        """
+        blocks, remote = self._read((phase, stage))
+        copied = self._copied_by_block
+        return sum(copied.get(block, 0.0) for block in blocks) if remote else inf
+
     def _pass_s(self, block: int) -> float:
         return self.sweeps[block] + self.sweep_hop_s if block in self.sweeps else 0.0
 
     def _of(self, opcode: Opcode) -> dict[int, float]:
         return {stage: seconds for (code, stage), seconds in self.stages.items() if code is opcode}
 
-    @property
+    @cached_property
     def _copied_by_block(self) -> dict[int, float]:
         """Seconds by block of fetches from the node's own memory: means of what the forward and the
         backward buffers say; for blocks that only others own, the mean of all blocks.

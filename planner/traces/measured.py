@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -44,8 +44,10 @@ class MeasuredAttempt:
     """One complete attempt of a plan; all times are on the trace's clock but those of spans.
 
     ``announced_s``: the scheduler tells everyone. ``judged_s``: it has heard all it needs.
+    ``decided_s``: the decision is made, after amends. ``ended_s``: all have been told.
     ``step_s``: until the next attempt is announced, ``None`` where something else came between.
-    ``sweeps`` begin before ``judged_s``, by node. ``copies``: devices copy weights in, which is a
+    ``sweeps`` begin before ``judged_s``, by node, ``amends`` later; ``pulls`` are moments at which
+    gradients of other nodes had arrived. ``copies``: devices copy weights in, which is a
     part of the attempt as it is of simulations; otherwise loads are what waits for the commit.
     """
 
@@ -55,7 +57,11 @@ class MeasuredAttempt:
     decision: str
     announced_s: float
     judged_s: float
+    decided_s: float
+    ended_s: float
     step_s: float | None
+    amends: Mapping[int, tuple[TraceEvent, ...]] = field(default_factory=dict)
+    pulls: Mapping[int, tuple[TraceEvent, ...]] = field(default_factory=dict)
     copies: bool = False
 
     @property
@@ -272,6 +278,16 @@ def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
                 decision=judged.text,
                 announced_s=announced.start_s,
                 judged_s=announced.end_s,
+                decided_s=judged.start_s,
+                ended_s=judged.end_s,
+                amends={
+                    node: tuple(between(sweeps, announced.end_s, judged.start_s))
+                    for node, sweeps in run.sweeps.items()
+                },
+                pulls={
+                    node: tuple(between(pulls, announced.start_s, announced.end_s))
+                    for node, pulls in run.pulls.items()
+                },
                 step_s=None if following is None else following.start_s - announced.start_s,
                 copies=copies,
             )

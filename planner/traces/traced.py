@@ -27,7 +27,8 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.run.trace import TraceEvent, TraceLane
 from penstock.protocol.run.trace_reading import RunTrace
 
-_SENDS = (SendActivation, SendGradient, SendCheckpoint)
+SENDS = (SendActivation, SendGradient, SendCheckpoint)
+"""What hands a tensor over to another device."""
 _RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
 
 
@@ -125,7 +126,7 @@ class AttemptTrace:
         sends: dict[tuple[Tensor, int], tuple[int, TracedInstruction]] = {}
         for device, trace in self.devices.items():
             for work in trace.issued:
-                if isinstance(work.instruction, _SENDS):
+                if isinstance(work.instruction, SENDS):
                     key = transferred(work.instruction), work.instruction.peer
                     sends[key] = device, work
         found: list[Moved] = []
@@ -157,7 +158,8 @@ class AttemptTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """``attempts`` by (phase, number); ``sweeps`` by node; ``scheduled``: the scheduler's events.
+    """``attempts`` by (phase, number); ``sweeps`` and ``pulls`` by node; ``scheduled``: the
+    scheduler's events.
 
     Events that make no sense (an unknown member or instruction) are counted in ``strange``.
     """
@@ -166,6 +168,7 @@ class TracedRun:
     sweeps: Mapping[int, tuple[TraceEvent, ...]]
     scheduled: tuple[TraceEvent, ...]
     strange: int
+    pulls: Mapping[int, tuple[TraceEvent, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: RunTrace, node_names: Sequence[str]) -> TracedRun:
@@ -181,6 +184,7 @@ class TracedRun:
             sweeps={node: _by_start(events) for node, events in sorted(sorter.sweeps.items())},
             scheduled=_by_start(sorter.scheduled),
             strange=sorter.strange,
+            pulls={node: _by_start(events) for node, events in sorted(sorter.pulls.items())},
         )
 
 
@@ -204,6 +208,7 @@ class _Sorter:
     def __init__(self, node_names: Sequence[str]) -> None:
         self.attempts: dict[tuple[str, int], AttemptTrace] = {}
         self.sweeps: dict[int, list[TraceEvent]] = defaultdict(list)
+        self.pulls: dict[int, list[TraceEvent]] = defaultdict(list)
         self.scheduled: list[TraceEvent] = []
         self.strange = 0
         self._nodes = {f"optimizerd.{name}": index for index, name in enumerate(node_names)}
@@ -215,8 +220,9 @@ class _Sorter:
             for event in events:
                 self._of_device(int(number), event)
         elif member in self._nodes:
-            sweeps = (event for event in events if event.lane is TraceLane.OPTIMIZER)
-            self.sweeps[self._nodes[member]] += sweeps
+            for event in events:
+                lists = self.pulls if event.lane is TraceLane.PULL else self.sweeps
+                lists[self._nodes[member]].append(event)
         elif member == "schedulerd":
             self.scheduled += events
         else:
