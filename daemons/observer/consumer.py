@@ -9,12 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry
-
-from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 
 AGAIN_S = 5.0
@@ -34,10 +31,6 @@ class Consumer(Protocol):
 
     def run(self, stop: StopSignal) -> None:
         """Works until ``stop`` is set; then takes what is there already, and returns."""
-
-
-MakeConsumer = Callable[[RunDirectory, CollectorRegistry], Consumer]
-"""Makes a consumer for a run; its metrics go to the registry of the process."""
 
 
 def run_consumers(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.observer.consumer import MakeConsumer, run_consumers
+from penstock.daemons.observer.consumer import Consumer, run_consumers
+from penstock.daemons.observer.sampling import make_sampling
 from penstock.daemons.observer.trackers.registry import wanted_trackers
 from penstock.daemons.observer.trackers.supervised import make_trackers
 from penstock.protocol.run.metrics import serve_metrics
@@ -17,9 +18,6 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
 
 LOWEST_PRIORITY = 19
-
-CONSUMERS: tuple[MakeConsumer, ...] = ()
-"""What observerd does; :mod:`penstock.daemons.observer.need` says when there is anything to do."""
 
 
 def main(run_dir: Path, parent_pid: int | None) -> int:
@@ -36,7 +34,9 @@ def main(run_dir: Path, parent_pid: int | None) -> int:
 def _run(run: RunDirectory, stop: StopSignal) -> None:
     configure_logging(OBSERVERD, run.path, run.config.observability.log_level)
     registry = CollectorRegistry()
-    consumers = [make(run, registry) for make in CONSUMERS]
+    consumers: list[Consumer] = []
+    if run.config.observability.sample_every:
+        consumers.append(make_sampling(run, registry))
     consumers += make_trackers(run, wanted_trackers(run.config), registry)
     server = serve_metrics(registry, run, OBSERVERD)
     try:

@@ -46,7 +46,7 @@ class DecisionTrace:
         """A list of effects was carried out."""
         if self._ends:
             self._close()
-            self._log.flush()
+        self._log.flush()  # of nothing, mostly; a decision and the next attempt come in one list
 
     def _begin(self, what: str, attempt: int, *, ends: bool = False) -> None:
         self._close()

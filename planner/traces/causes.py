@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from penstock.planner.tensors import Tensor, TensorKind, taken_by, transferred
 from penstock.planner.traces.measured import MeasuredAttempt
@@ -28,6 +29,8 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.semantics import row_of
 from penstock.protocol.run.trace import TraceEvent, TraceLane
 
+LATE_S = 0.01
+"""A sweep that begins so long after its block's gradients were there waited for something else."""
 _SETTLING = ("settle", "finish", "cast")
 
 
@@ -228,7 +231,10 @@ class Causes:
                 yield self._sweep(node, index - 1)
             name, _, block = event.text.partition(" ")
             if name not in _SETTLING:
-                yield from self._gradients(node, int(block), event.start_s)
+                own = list(self._gradients(node, int(block), event.start_s))
+                yield from own
+                if all(work.end_s < event.start_s - LATE_S for work in own):
+                    yield from self._last_gradients(node, event.start_s)
 
         return self._sweep_work(node, event, before)
 
@@ -243,6 +249,15 @@ class Causes:
                 for (published, _), moment in device.trace.published.items():
                     if published == block and moment <= until_s:
                         yield self._publication(device, moment, block)
+
+    def _last_gradients(self, node: int, until_s: float) -> Iterator[Work]:
+        """Yields what came last on each device of a node: an optimizer that begins long after the
+        gradients of its first block waited for all of them.
+        """
+        for device in self._devices.values():
+            place = bisect_right(device.offloads, (until_s, inf)) - 1
+            if self._node_of(device.number) == node and place >= 0:
+                yield self._publication(device, *device.offloads[place])
 
     def _pull(self, node: int, index: int) -> Work:
         pulls = self._attempt.pulls[node]

@@ -49,6 +49,8 @@ from penstock.protocol.plan.instructions import (
     Keep,
     OffloadGradients,
     Opcode,
+    SwapIn,
+    SwapOut,
 )
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.plan.reduction import Reduction
@@ -70,7 +72,8 @@ class Fit:
     ``stages``: seconds of each compute opcode and stage (of a BACKWARD_WEIGHT per micro-batch),
     ``overhead_s``, ``latency_s``, ``nic_s`` (the latency between nodes), ``gradients_s`` (published
     to sweep) and ``sweep_hop_s`` as in the module; ``sweeps``: seconds by block; ``settle_speed``:
-    of blocks that are settled first, relative to these.
+    of blocks that are settled first, relative to these; ``swaps``: seconds in which all that a
+    forward of a stage keeps goes, or comes back.
     """
 
     plan: Plan
@@ -85,6 +88,7 @@ class Fit:
     settle_speed: float
     offloads: Mapping[int, float]
     fetches: Mapping[tuple[str, int], float]
+    swaps: Mapping[int, float]
 
     @classmethod
     def of(cls, attempts: Sequence[MeasuredAttempt], devices_per_node: int) -> Fit:
@@ -104,6 +108,7 @@ class Fit:
             settle_speed=_settle_speed(attempts),
             offloads=_medians(map(_offload_seconds, attempts)),
             fetches=_medians(map(_fetch_seconds, attempts)),
+            swaps=_medians(map(_swap_seconds, attempts)),
         )
 
     @property
@@ -137,6 +142,7 @@ class Fit:
         offloads = {s: seconds + self.gradients_s for s, seconds in self.offloads.items()}
         gradients = _shared(offloads, ranges)
         fetched = self._copied_by_block
+        kept = _shared(self.swaps, [stage.blocks for stage in plan.forward_stages])
         blocks = [
             BlockCost(
                 forward_s=forward.get(block, 0.0),
@@ -147,6 +153,7 @@ class Fit:
                 parameters=PARAMETERS_PER_S * self._pass_s(block),
                 gradient_bytes=BYTES_PER_S * gradients.get(block, 0.0),
                 weight_bytes=BYTES_PER_S * fetched.get(block, 0.0),
+                activation_bytes=BYTES_PER_S * kept.get(block, 0.0),
             )
             for block in range(plan.num_blocks)
         ]
@@ -165,6 +172,10 @@ class Fit:
 
     def _of(self, opcode: Opcode) -> dict[int, float]:
         return {stage: seconds for (code, stage), seconds in self.stages.items() if code is opcode}
+
+    @cached_property
+    def _reduction(self) -> Reduction:
+        return Reduction.of(self.plan)
 
     @cached_property
     def _copied_by_block(self) -> dict[int, float]:
@@ -196,7 +207,7 @@ class Fit:
         """Returns the blocks of a fetched stage, and those of them that another node owns."""
         phase, number = fetched
         stages = self.plan.forward_stages if phase == "forward" else self.plan.backward_stages
-        stage, reduction = stages[number], Reduction.of(self.plan)
+        stage, reduction = stages[number], self._reduction
         node = stage.device // self.devices_per_node
         owners = {b: reduction.owner_device(b) // self.devices_per_node for b in stage.blocks}
         return stage.blocks, [block for block, owner in owners.items() if owner != node]
@@ -369,6 +380,17 @@ def _fetch_seconds(attempt: MeasuredAttempt) -> dict[tuple[str, int], float]:
         for trace in attempt.trace.devices.values()
         for work in trace.fetches
     }
+
+
+def _swap_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
+    """Returns, by forward stage, the seconds of a swap of everything, where devices know them."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for trace in attempt.trace.devices.values():
+        for work in trace.copies:
+            swap = work.instruction
+            if isinstance(swap, SwapOut | SwapIn):
+                found[swap.stage].append(work.seconds / swap.fraction)
+    return {stage: fmean(values) for stage, values in found.items()}
 
 
 def _computed_ranges(layout: StageLayout, plan: Plan) -> list[range]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.protocol.metrics.memory import MEMORY
 from penstock.protocol.metrics.node import METRICSD, NODE
+from penstock.protocol.metrics.observer import OBSERVER
 from penstock.protocol.metrics.page import Kind, Metric
 from penstock.protocol.metrics.scheduler import SCHEDULER
 from penstock.protocol.metrics.trackers import TRACKERS
@@ -19,7 +20,7 @@ PROCESSES: Mapping[str, Sequence[Metric]] = {
     "worker": WORKER,
     "node": NODE,
     "metricsd": METRICSD,
-    "observerd": TRACKERS,
+    "observerd": (*OBSERVER, *TRACKERS),
 }
 """All metrics, by the process that has them."""
 

@@ -115,6 +115,17 @@ def test_of_a_sampled_attempt_what_follows_is_told_as_well(run: Path) -> None:
     ]
 
 
+def test_a_decision_that_the_next_attempt_follows_at_once_is_written(run: Path) -> None:
+    trace = DecisionTrace(TraceLog.of_run(run, "schedulerd", every=1))
+    both = [decision(1, Decision.COMMIT), *send(run_attempt=pb.RunAttempt(attempt=2))]
+    for effects in (send(run_attempt=pb.RunAttempt(attempt=1)), both):
+        for effect in effects:
+            trace.begins(effect)
+        trace.done()
+    (life,) = read_traces(run).members
+    assert [(e.text, e.attempt) for e in life.events] == [("attempt", 1), ("commit", 1)]
+
+
 def test_nothing_is_looked_at_unless_traced(run: Path) -> None:
     trace = DecisionTrace(TraceLog.of_run(run, "schedulerd", every=0))
     for effect in send(run_attempt=pb.RunAttempt(attempt=1)):

@@ -1,0 +1,58 @@
+"""What observerd measures: where sampled steps went, and what would be saved."""
+
+from __future__ import annotations
+
+from penstock.protocol.metrics.page import Metric, counter, gauge
+
+RESOURCES = (
+    *("compute", "h2d", "d2h", "peer_links", "network"),
+    *("optimizer", "data", "scheduler", "overhead"),
+)
+_NONE = "before the first sampled attempt is analysed"
+OBSERVER: tuple[Metric, ...] = (
+    counter(
+        "penstock_critical_seconds",
+        "Seconds of analysed steps by what they were spent on, along the critical path; they sum to"
+        " penstock_analysed_step_seconds_total.",
+        {"resource": RESOURCES},
+    ),
+    counter("penstock_analysed_step_seconds", "Seconds of analysed steps."),
+    counter("penstock_analysed_attempts", "Attempts that were analysed."),
+    counter(
+        "penstock_analysis_failures",
+        "Sampled attempts that could not be analysed: broken off or without somebody's events"
+        " (incomplete), of another plan, or by an error, which the log has.",
+        {"reason": ("incomplete", "other_plan", "error")},
+    ),
+    gauge(
+        "penstock_savings_seconds",
+        "So much shorter the last analysed step would have been without the time of a resource. Not"
+        " to be added up: see penstock_savings_together_seconds.",
+        {"resource": RESOURCES},
+        absent=_NONE,
+    ),
+    gauge(
+        "penstock_savings_together_seconds",
+        "So much shorter without all resources that save 1 % of the step or more.",
+        absent=_NONE,
+    ),
+    gauge(
+        "penstock_simulated_step_seconds",
+        "What a step should take by the costs that penstock_simulated_step_info names.",
+        absent=_NONE,
+    ),
+    gauge(
+        "penstock_simulated_step_info",
+        "Always 1. Costs: of the profile or the emulated machine that the run is configured with,"
+        " or fitted to the first attempts that were analysed.",
+        {"costs": "profile, emulated or fitted"},
+        absent=_NONE,
+    ),
+    gauge(
+        "penstock_expected_busy_seconds",
+        "What a device should compute in a step, by the same costs.",
+        {"device": "numbers of the run's devices"},
+        absent=_NONE,
+    ),
+)
+"""All of observerd's own."""
