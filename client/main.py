@@ -147,11 +147,13 @@ def train(
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
     with errors_explained():
+        from penstock.client.screen.following import facts_of
+        from penstock.client.screen.screen import choose_display
         from penstock.client.train import run_training
-        from penstock.client.watching.display import choose_display
         from penstock.daemons.node.joining.rendezvous import check_alone
         from penstock.protocol.run.logs import forgive_streams
         from penstock.protocol.run.rundir import run_of
+        from penstock.protocol.wire.control import ControlClient
 
         forgive_streams()
         advice = check_alone(os.environ)
@@ -161,7 +163,11 @@ def train(
         resolved = load(config, [*(settings or []), *grace])
         moved = any(setting.startswith("run.dir=") for setting in settings or ())
         directory = run_dir or (None if moved else run_of(config)) or resolved.run_dir
-        result = run_training(resolved, directory, choose_display(), process_ends=True)
+        display = choose_display(
+            facts_of(resolved, directory.absolute(), leaves=False),
+            lambda: ControlClient.for_run(directory),
+        )
+        result = run_training(resolved, directory, display, process_ends=True)
         if result.error:
             sys.stderr.write(f"penstock: {result.error}\n")
     raise typer.Exit(result.exit_code)
@@ -426,14 +432,17 @@ def watch(
     """Follow a run until it ends."""
     code = 0
     with errors_explained():
-        from rich.console import Console
-
+        from penstock.client.screen.following import facts_for
+        from penstock.client.screen.following import watch as follow
+        from penstock.client.screen.screen import choose_display
         from penstock.client.watching.control import connect
-        from penstock.client.watching.control import watch as follow
         from penstock.protocol.security.identity import Role
 
         with connect(run_dir, endpoint, keys, Role.LOOK) as client:
-            code = follow(client, Console(), run_dir)
+            display = choose_display(
+                facts_for(run_dir), lambda: connect(run_dir, endpoint, keys, Role.CONTROL)
+            )
+            code = follow(client, display, run_dir)
     raise typer.Exit(code)
 
 

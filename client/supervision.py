@@ -6,12 +6,13 @@ It passes stops on, replaces nodes that die, and waits until all have ended.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -38,6 +39,9 @@ from penstock.protocol.run.stopping import (
 from penstock.shm.process import is_stopped
 
 LOOK_INTERVAL_S = 0.5
+"""Nodes are looked at so often, and the scheduler is asked every other time: a status takes it some
+milliseconds.
+"""
 LINGER_S = 90.0
 """The other nodes may take so long to end after one has."""
 DEATH_WAIT_S = 20.0
@@ -144,6 +148,8 @@ class Interruptions:
         self.asked_s: float | None = None
         self.insisted = False
         self._insistence = Insistence()
+        self._heard: int | None = None  # where the handler writes that there was a signal
+        self._hears: int | None = None
 
     @property
     def state(self) -> tuple[bool, bool]:
@@ -158,6 +164,16 @@ class Interruptions:
             self.asked_s = now_s
         elif demand is Demand.NOW:
             self.insisted = True
+        if self._heard is not None:
+            with suppress(BlockingIOError):
+                os.write(self._heard, b"\0")
+
+    def wait(self, seconds: float, seen: tuple[bool, bool]) -> None:
+        """Waits, but not past a change of ``state`` from ``seen``."""
+        if self._hears is None:
+            time.sleep(seconds)
+        elif self.state == seen and select.select([self._hears], [], [], seconds)[0]:
+            os.read(self._hears, 4096)
 
     @contextmanager
     def installed(self, *, process_ends: bool) -> Iterator[Interruptions]:
@@ -167,12 +183,17 @@ class Interruptions:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
+        self._hears, self._heard = os.pipe()
+        os.set_blocking(self._heard, False)
         before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if process_ends else handler)
+            descriptors, self._hears, self._heard = (self._hears, self._heard), None, None
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 class Supervision:
@@ -201,6 +222,7 @@ class Supervision:
         self._end: RunEnd | None = None
         self._stopping = False
         self._killed = False
+        self._looks = 0
         self._give_up_s: float | None = None
         self._linger_until_s: float | None = None
 
@@ -221,8 +243,10 @@ class Supervision:
                 return exit_code(self._without_stragglers(ended), interrupted=self._stopping)
             if ended:
                 self._linger(ended)
-            self._display.show(self._observer.look())
-            self._doze(seen)
+            self._looks += 1
+            if self._looks % 2:
+                self._display.show(self._observer.look())
+            self._interruptions.wait(LOOK_INTERVAL_S, seen)
 
     def close(self) -> None:
         """Kills what is left, waits until it is dead with all its children, and tidies up
@@ -311,12 +335,6 @@ class Supervision:
             self._display.say(f"other nodes did not end within {LINGER_S:g} s: killing them")
             for node in self._nodes:
                 node.signal(signal.SIGKILL)
-
-    def _doze(self, seen: tuple[bool, bool]) -> None:
-        """Waits for the next look, but not past an interruption."""
-        deadline_s = time.monotonic() + LOOK_INTERVAL_S
-        while self._interruptions.state == seen and time.monotonic() < deadline_s:
-            time.sleep(0.05)
 
 
 def exit_code(codes: list[int], *, interrupted: bool) -> int:

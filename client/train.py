@@ -95,7 +95,7 @@ def _supervise(
     (run_dir / "endpoint.json").unlink(missing_ok=True)
     forget_end(run_dir)
     display.say(f"training {config.run.name}: {config.train.steps} steps in {run_dir}")
-    observer = Observer(run_dir, config.train.steps)
+    observer = Observer(run_dir, config.train.steps, past=display.wants_past)
     supervision = Supervision(
         run_dir,
         config,

@@ -96,6 +96,7 @@ FLOORS = {
     "client": """cli launch
         planning
         watching placement capacity
+        screen
         doctor export supervision deploying keys reporting
         train
         api configuration
@@ -116,6 +117,7 @@ LIGHT_MODULES = (
     "penstock.client.api",
     "penstock.client.doctor",
     "penstock.client.watching.control",
+    "penstock.client.screen.screen",
     "penstock.client.planning.configured",
     "penstock.client.export",
     "penstock.daemons.memory.main",

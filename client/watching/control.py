@@ -1,9 +1,8 @@
-"""``penstock status|watch|pause|resume|snapshot|stop``: talk to the scheduler of an active run."""
+"""``penstock status|pause|resume|snapshot|stop``: talk to the scheduler of an active run."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,13 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from penstock.client.watching.display import Interactive, Plain, describe, duration, member_table
-from penstock.client.watching.snapshots import ENDED_PHASES, RunView, saved_states
+from penstock.client.watching.display import describe, duration, member_table
 from penstock.daemons.metrics.targets import addresses
-from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.security.access import named_access
 from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.control import ControlClient
-
-WATCH_INTERVAL_S = 0.5
-WATCH_PATIENCE_S = 30.0
-"""A scheduler that is being replaced answers again within this time."""
 
 
 def connect(
@@ -101,57 +95,6 @@ def show_status(
     console.print(member_table(status))
     for node, address in served.items():
         console.print(f"metrics of {node}: {address}", highlight=False, soft_wrap=True)
-
-
-def watch(client: ControlClient, console: Console, run_dir: Path | None) -> int:
-    """Shows the status again and again until the run ends. Returns 0 when it is finished, 5 when it
-    was stopped before its last step, 4 when it failed.
-
-    With ``run_dir`` its endpoint file tells an end from a scheduler that is being replaced.
-
-    Raises:
-        LostMemberError: there was no answer for :data:`WATCH_PATIENCE_S`.
-    """
-    display = Interactive(console) if console.is_terminal else Plain(console.file)
-    last_json, heard_s = "", time.monotonic()
-    status = pb.StatusReply()
-    try:
-        while True:
-            try:
-                status = client.status()
-            except LostMemberError:
-                if status.phase in ENDED_PHASES or _has_ended(run_dir):
-                    display.say("the run has ended")
-                    return _end_code(status, run_dir)
-                if time.monotonic() - heard_s > WATCH_PATIENCE_S:
-                    raise
-                time.sleep(WATCH_INTERVAL_S)
-                continue
-            heard_s = time.monotonic()
-            new = status.last_metrics_json not in ("", last_json)
-            last_json = status.last_metrics_json
-            fresh = (json.loads(last_json),) if new else ()
-            display.show(RunView(steps=status.steps, status=status, fresh=fresh))
-            if status.phase in ("done", "failed"):
-                return _end_code(status, run_dir)
-            time.sleep(WATCH_INTERVAL_S)
-    finally:
-        display.close()
-
-
-def _end_code(last: pb.StatusReply, run_dir: Path | None) -> int:
-    """Returns what the last status says about how the run ended; what came after it, saved states
-    say.
-    """
-    if last.phase == "failed":
-        return int(ExitCode.LOST_MEMBERS)
-    saved = [state.version for state in saved_states(run_dir)] if run_dir is not None else []
-    reached = last.saved_version if last.phase == "done" else max([last.version, *saved])
-    return int(ExitCode.DONE if reached >= last.steps else ExitCode.STOPPED)
-
-
-def _has_ended(run_dir: Path | None) -> bool:
-    return run_dir is not None and not (run_dir / "endpoint.json").exists()
 
 
 def snapshot(client: ControlClient) -> str:

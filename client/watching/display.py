@@ -1,25 +1,19 @@
-"""Shows a training: a live picture on a terminal, plain lines elsewhere, nothing for programs.
+"""Shows a training: plain lines for logs, nothing for programs; and a run's figures in words.
 
-The picture has a line of figures, the state of the run, and a table of its processes.
+The screen on a terminal is :mod:`penstock.client.screen`.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from penstock.client.watching.snapshots import Metrics, RunView, numbers
-from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.run.names import SCHEDULERD
 
 PLAIN_INTERVAL_S = 5.0
@@ -33,22 +27,25 @@ _STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencin
 _DECISIONS = {
     "amend": "clipped (amend)",
     "skip": "skipped: gradients are not finite",
-    "hold": "waited for the norm (hold)",
 }
 """Decisions beside the ordinary one, in words."""
-_PHASES = {"no_answer": "no answer from the scheduler"}
 _KEPT = 0.95
 """One more step leaves this share of a smoothed loss as it was: a memory of some 20 steps."""
 
 
 class Display(Protocol):
-    """Where a training is shown."""
+    """Where a training is shown. ``wants_past``: what was before the first view, too."""
+
+    wants_past: bool
 
     def say(self, message: str) -> None:
         """Shows one line that stays."""
 
     def show(self, view: RunView) -> None:
         """Shows the run as it is now."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits, or shorter: it returns true when the user wants to see no more."""
 
     def close(self) -> None:
         """Shows no more."""
@@ -57,11 +54,18 @@ class Display(Protocol):
 class Silent:
     """Shows nothing: for programs."""
 
+    wants_past = False
+
     def say(self, message: str) -> None:
         """Does nothing."""
 
     def show(self, view: RunView) -> None:
         """Does nothing."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits."""
+        time.sleep(seconds)
+        return False
 
     def close(self) -> None:
         """Does nothing."""
@@ -71,6 +75,8 @@ class Plain:
     """Writes lines on a stream: first and last step, between them one every few seconds or ten
     steps.
     """
+
+    wants_past = False
 
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -107,6 +113,11 @@ class Plain:
             if entry["step"] % PLAIN_STEPS == 0 or self._clock() >= self._next_s:
                 self._line(entry, view)
 
+    def wait(self, seconds: float) -> bool:
+        """Waits."""
+        time.sleep(seconds)
+        return False
+
     def close(self) -> None:
         """Writes the last step, if it was not shown."""
         if self._last is not None and self._view is not None and self._last is not self._shown:
@@ -116,48 +127,6 @@ class Plain:
         self.say(describe(entry, view))
         self._shown = entry
         self._next_s = self._clock() + PLAIN_INTERVAL_S
-
-
-class Interactive:
-    """A picture on a terminal that is drawn again with every view."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._last: Metrics | None = None
-        self._loss = Smoothed()
-        self._started = False
-
-    def say(self, message: str) -> None:
-        """Writes one line above the picture."""
-        self._console.print(message, markup=False, highlight=False)
-
-    def show(self, view: RunView) -> None:
-        """Draws the picture."""
-        if not self._started:
-            self._live.start()
-            self._started = True
-        for entry in view.fresh:
-            if entry["phase"] == "eval":
-                self.say(describe(entry, view))
-            else:
-                self._last = entry
-                self._loss.add(entry.get("loss"))
-        self._live.update(render(view, self._last, self._loss.value), refresh=True)
-
-    def close(self) -> None:
-        """Removes the picture; what was said stays."""
-        if self._started:
-            self._live.stop()
-            self._started = False
-        if self._last is not None:
-            self.say(describe(self._last, None))
-
-
-def choose_display() -> Display:
-    """Returns a picture if the output is a terminal, else lines."""
-    console = Console()
-    return Interactive(console) if console.is_terminal else Plain(sys.stdout)
 
 
 @dataclass(slots=True)
@@ -198,69 +167,6 @@ def describe(entry: Metrics, view: RunView | None) -> str:
     parts += _decision(entry)
     if view is not None and view.status is not None and view.status.eta_seconds >= 0:
         parts.append(f"ETA {duration(view.status.eta_seconds)}")
-    return "  ".join(parts)
-
-
-def render(view: RunView, last: Metrics | None, smoothed_loss: float | None) -> RenderableType:
-    """Returns the live picture: progress, figures of the last step, processes in short."""
-    status = view.status
-    step = status.version if status is not None else (last["step"] if last else 0)
-    head = Table.grid(padding=(0, 2))
-    eta = duration(status.eta_seconds) if status is not None and status.eta_seconds >= 0 else "-"
-    head.add_row(
-        Text(f"step {step}/{view.steps}", style="bold"),
-        ProgressBar(total=max(1, view.steps), completed=step, width=40),
-        f"ETA {eta}",
-        Text(_PHASES.get(view.phase, view.phase), style="cyan"),
-    )
-    parts: list[RenderableType] = [head]
-    if last is not None:
-        parts += [Text(_learning(last, smoothed_loss)), Text(_speed(last, view))]
-    if status is not None:
-        parts.append(processes(status))
-        if status.message:
-            parts.append(Text(status.message, style="yellow"))
-    return Group(*parts)
-
-
-def processes(status: Any) -> Text:
-    """Says how many processes there are, and which need a look. Their pids and ports are in
-    ``penstock status``.
-    """
-    states = Counter(member.state for member in status.members)
-    text = Text(f"{len(status.members)} processes")
-    for state, count in states.items():
-        style = _STATE_STYLE.get(state, "")
-        names = [member.member for member in status.members if member.state == state]
-        which = "" if state == "ready" else f" ({', '.join(names)})"
-        text.append(f"  {count} {state}{which}", style=style)
-    again = [f"{m.member} {m.restarts}x" for m in status.members if m.restarts]
-    return text.append(f"  restarted: {', '.join(again)}", style="yellow") if again else text
-
-
-def _learning(entry: Metrics, smoothed_loss: float | None) -> str:
-    """Says what the last step learned."""
-    parts = [
-        f"loss {_number(entry.get('loss'), '.4f')}",
-        f"smoothed {_number(smoothed_loss, '.4f')}",
-        f"learning rate {_number(entry.get('lr'), '.2e')}",
-        f"gradient norm {_number(entry.get('grad_norm'), '.3g')}",
-        *_decision(entry),
-    ]
-    return "  ".join(parts)
-
-
-def _speed(entry: Metrics, view: RunView) -> str:
-    """Says how fast the last step went, and how much memory it took."""
-    parts = [
-        f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
-        f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
-        f"optimizer tail {_milliseconds(entry.get('optimizer_tail_seconds'))}",
-    ]
-    if view.shared_bytes is not None:
-        parts.append(f"shared memory {human_bytes(view.shared_bytes)}")
-    for peak in numbers([entry.get("peak_device_bytes")]):
-        parts.append(f"device at most {human_bytes(peak)}")
     return "  ".join(parts)
 
 

@@ -17,7 +17,6 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.files import parse_json
 from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.control import ControlClient
-from penstock.shm.inventory import held_bytes
 
 Metrics = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -25,6 +24,10 @@ Metrics = dict[str, Any]
 STATUS_TIMEOUT_S = 1.0
 ABSENCE_S = 3.0
 """A scheduler that is silent for less is not worth a word."""
+
+PAST_BYTES = 4 << 20
+PAST_PIECES = 64
+"""How much of old metrics is read for a picture, and from how many places of a long file."""
 
 ENDED_PHASES = frozenset(("stopping", "done", "failed"))
 """After these phases the scheduler goes away."""
@@ -34,16 +37,17 @@ ENDED_PHASES = frozenset(("stopping", "done", "failed"))
 class RunView:
     """A run at one moment.
 
-    ``status`` is None while the scheduler does not answer. ``fresh``: metrics since the view
-    before. ``shared_bytes``: bytes of the run's segments on this machine, None where that is not
-    known.
+    ``status`` is None while the scheduler does not answer, since ``silent_s``. ``fresh``: metrics
+    since the view before. ``past``: in the first view, metrics from before it, where they are
+    wanted; of a long run not all.
     """
 
     steps: int
     status: pb.StatusReply | None
     fresh: tuple[Metrics, ...]
     absent_phase: str = "starting"
-    shared_bytes: int | None = None
+    silent_s: float = 0.0
+    past: tuple[Metrics, ...] = ()
 
     @property
     def phase(self) -> str:
@@ -64,15 +68,42 @@ class MetricsTail:
         """Returns a tail that skips what is there already."""
         return cls(path, path.stat().st_size if path.exists() else 0)
 
+    def before(self) -> tuple[Metrics, ...]:
+        """Returns lines before those that :meth:`read` is going to return: all of a file of up to
+        :data:`PAST_BYTES`, else samples from all of it and the last ones.
+
+        Raises:
+            StateError: the file cannot be read.
+        """
+        piece = PAST_BYTES // PAST_PIECES
+        starts = [self.offset * number // PAST_PIECES for number in range(PAST_PIECES - 1)]
+        pieces = [(start, start + piece) for start in starts] + [(self.offset - piece, self.offset)]
+        if self.offset <= PAST_BYTES:
+            pieces = [(0, self.offset)]
+        lines = [line for start, end in pieces for line in self._between(start, end)]
+        return tuple(entry for line in lines if (entry := _metrics(line)) is not None)
+
+    def _between(self, start: int, end: int) -> list[bytes]:
+        """Returns the lines between two places, without those that are cut."""
+        if not self.path.exists():
+            return []
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                lines = file.read(end - start).split(b"\n")
+        except OSError as error:
+            raise StateError(f"{self.path}: cannot read it: {reason(error)}") from error
+        return lines[1 if start else 0 : -1]
+
     def read(self) -> tuple[Metrics, ...]:
         """Returns the lines since the last call. What is no line of metrics is left out.
 
         Raises:
             StateError: the file cannot be read.
         """
-        if not self.path.exists():
-            return ()
         try:
+            if not self.path.exists() or self.path.stat().st_size == self.offset:
+                return ()
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 data = file.read()
@@ -104,10 +135,17 @@ def numbers(values: Iterable[Any]) -> list[float]:
 
 
 class Observer:
-    """Looks at a run again and again over one connection."""
+    """Looks at a run again and again over one connection. ``past``: the first view has metrics
+    from before.
+    """
 
     def __init__(
-        self, run_dir: Path, steps: int, clock: Callable[[], float] = time.monotonic
+        self,
+        run_dir: Path,
+        steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        past: bool = False,
     ) -> None:
         self._run_dir = run_dir
         self._steps = steps
@@ -116,19 +154,21 @@ class Observer:
         self._client: ControlClient | None = None
         self._phase = "starting"
         self._heard_s = clock()
-        self._run_id: str | None = None
+        self._past = self._tail.before() if past else ()
 
     def look(self) -> RunView:
         """Returns the run now; it waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
         status = self._status()
         if status is not None:
-            self._phase, self._heard_s, self._run_id = status.phase, self._clock(), status.run_id
+            self._phase, self._heard_s = status.phase, self._clock()
+        past, self._past = self._past, ()
         return RunView(
             steps=self._steps,
             status=status,
             fresh=self._tail.read(),
             absent_phase=self._absent_phase(),
-            shared_bytes=None if self._run_id is None else held_bytes(self._run_id),
+            silent_s=self._clock() - self._heard_s,
+            past=past,
         )
 
     def _absent_phase(self) -> str:

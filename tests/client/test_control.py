@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from rich.console import Console
 
-from penstock.client.watching.control import watch
+from penstock.client.screen.following import watch
+from penstock.client.watching.display import Plain
 from penstock.protocol.errors import LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient
@@ -48,4 +48,4 @@ def test_watch_tells_finished_from_stopped(
     for version in on_disk:
         (tmp_path / "state" / f"step-{version:08d}").mkdir(parents=True)
     client = cast(ControlClient, Answers(reply("running", 3, 0), last))
-    assert watch(client, Console(file=io.StringIO()), tmp_path) == code
+    assert watch(client, Plain(io.StringIO()), tmp_path) == code

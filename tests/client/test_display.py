@@ -12,12 +12,10 @@ from rich.console import Console
 
 from penstock.client.watching.control import status_dict
 from penstock.client.watching.display import (
-    Interactive,
     Plain,
     Smoothed,
     duration,
     member_table,
-    render,
 )
 from penstock.client.watching.snapshots import ABSENCE_S, MetricsTail, Observer, RunView, numbers
 from penstock.protocol.errors import StateError
@@ -103,21 +101,6 @@ STATUS = pb.StatusReply(
 )
 
 
-def test_the_picture_has_progress_figures_and_processes_in_short() -> None:
-    line = entry(5, lr=2e-3, grad_norm=1.25, decision="amend", peak_device_bytes=3 * 2**20)
-    seen = RunView(steps=25, status=STATUS, fresh=(), shared_bytes=2**30)
-    head, *rows = printed(render(seen, line, 4.75)).splitlines()
-    assert "step 5/25" in head and "ETA 1:15" in head and "running" in head
-    assert rows == [
-        "loss 4.9500  smoothed 4.7500  learning rate 2.00e-03  gradient norm 1.25  clipped (amend)",
-        "1,234 tokens/s  bubble 12%  optimizer tail 4 ms  shared memory 1.0 GiB  device at most"
-        " 3.0 MiB",
-        "3 processes  2 ready  1 missing (worker.1)  restarted: worker.0 1x",
-    ]
-    unmeasured = printed(render(RunView(steps=25, status=STATUS, fresh=()), entry(5), None))
-    assert [w for w in ("memory", "device", "clipped") if w in unmeasured] == []
-
-
 def test_status_lists_processes_with_pids() -> None:
     rows = [line.split() for line in printed(member_table(STATUS)).splitlines()[1:]]
     assert rows[0] == ["schedulerd", "ready", "41", "-", "0.0", "s"]
@@ -132,15 +115,6 @@ def test_a_smoothed_loss_follows_slowly_and_starts_at_the_first() -> None:
     for step in range(200):
         loss.add(None if step == 7 else 2.0 + (0.5 if step % 2 else -0.5))
     assert loss.value == pytest.approx(2.0, abs=0.05)
-
-
-def test_a_live_picture_smooths_what_it_is_shown() -> None:
-    stream = io.StringIO()
-    live = Interactive(Console(file=stream, width=120, force_terminal=True))
-    fresh = (entry(1, loss=5.0), entry(2, phase="eval", loss=9.0), entry(3, loss=1.0))
-    live.show(RunView(steps=25, status=STATUS, fresh=fresh))
-    live.close()
-    assert "smoothed 2.9487" in stream.getvalue()
 
 
 def test_a_scheduler_that_is_away_for_a_moment_is_not_mentioned(tmp_path: Path) -> None:

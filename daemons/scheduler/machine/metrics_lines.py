@@ -37,10 +37,13 @@ def attempt_line(
     loss_scale: float,
     epoch: int,
     times: AttemptTimes,
+    held: bool = False,
     emulated: bool = False,
 ) -> str:
     """Returns the line of a decided attempt. ``grad_norm`` is the unclipped norm of unscaled
     gradients.
+
+    ``held``: the optimizer waited for the norm; the line says so only then.
 
     ``emulated``: devices were; the line says so, because loss and norm are made up.
 
@@ -74,6 +77,7 @@ def attempt_line(
         optimizer_tail_seconds=max(0.0, times.decided_s - times.computed_s),
         time=round(times.decided_s + times.since_1970_s, 3),
         **({"peak_device_bytes": peak_bytes} if peak_bytes else {}),
+        **({"held": True} if held else {}),
         **_mark(emulated),
     )
 

@@ -247,6 +247,7 @@ class Transaction(Activity):
                 decided_s=now_s,
                 since_1970_s=self.rules.since_1970_s,
             ),
+            held=self._hold,
             emulated=self.rules.emulated,
         )
 
