@@ -302,12 +302,16 @@ def _data() -> Panels:
     return [
         lines(
             "Position in the data",
-            "Samples used so far over the samples that there are. At 100 % a next pass over the"
-            " data begins, in another order.",
+            "Samples used so far, over the samples of one pass over the data; asked for is how many"
+            " passes the configuration wants (data.passes). Behind the end of one, the next begins"
+            " in another order.",
             each(f"{position} / {size}", "used"),
+            each(highest("penstock_data_passes", RUN), "asked for"),
             unit="percentunit",
             limits=(0, None),
+            limits_named=("asked for",),
             size=(8, 7),
+            empty="data are made up",
         ),
         lines(
             "Devices that wait for data",
