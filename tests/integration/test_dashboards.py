@@ -11,7 +11,12 @@ import pytest
 
 from tests.grafana.reading import documents, filled, panels
 from tests.integration.dashboards.answers import Answer, Line, answers_of
-from tests.integration.dashboards.expected import CHANGES, EMPTY_WHEN_CLEAN, NEVER_HERE
+from tests.integration.dashboards.expected import (
+    CHANGES,
+    CHANGES_BY_OVERFLOWS,
+    EMPTY_WHEN_CLEAN,
+    NEVER_HERE,
+)
 from tests.integration.dashboards.pictures import draw
 from tests.integration.dashboards.runs import RULES, Seen, Watching, planned
 from tests.integration.dashboards.table import document
@@ -123,6 +128,13 @@ def test_panels_change_under_their_fault(world: World, panel: str) -> None:
     clean, faulty = world.found["clean"][panel], world.found["faulty"][panel]
     told = [(line.name, max(line.values)) for line in (*clean.lines, *faulty.lines)]
     assert shows(clean, faulty), f"{fault}: {told}"
+
+
+@pytest.mark.parametrize("panel", CHANGES_BY_OVERFLOWS, ids=str)
+def test_panels_show_overflows(world: World, panel: str) -> None:
+    clean, faulty = world.found["clean"][panel], world.found["faulty-overflows"][panel]
+    told = [(line.name, line.values[0], line.values[-1]) for line in faulty.lines]
+    assert CHANGES_BY_OVERFLOWS[panel](clean, faulty), told
 
 
 def test_devices_seconds_and_critical_seconds_add_up(world: World) -> None:

@@ -93,4 +93,15 @@ CHANGES: Mapping[str, tuple[str, Shown]] = {
     "node: Processes that answer": ("stopped worker", _value_seen(0.0)),
 }
 """By panel: the fault, and how it shows beside the clean run. Resources that are short (slow
-devices, links, cores) are the diagnosis' business, bench/diagnosis.py."""
+devices, links, cores) are the diagnosis' business, tests/integration/diagnosis."""
+
+CHANGES_BY_OVERFLOWS: Mapping[str, Shown] = {
+    "overview: Decisions": _more("skip", 0.0),
+    "recovery: Share of decisions": _more("skip", 0.9),
+    "recovery: Loss scale": lambda clean, faulty: (
+        not any(line.name == "floor" for line in clean.lines)
+        and faulty.line("loss scale").values[-1] == faulty.line("floor").values[-1]
+        and faulty.line("loss scale").values[0] > faulty.line("floor").values[0]
+    ),
+}
+"""What the run shows whose every gradient overflows."""

@@ -1,7 +1,7 @@
-"""The runs that the dashboards are looked at with: two undisturbed, two with planted faults.
+"""The runs that the dashboards are looked at with: undisturbed ones, and ones with planted faults.
 
-On each side one runs on this machine's CPUs, as two nodes, and one on emulated GPUs with fp16, for
-what only these have: memory limits, a known peak, a loss scale.
+On each side one runs on this machine's CPUs, as two nodes, and one on emulated GPUs, for what only
+these have: memory limits, a known peak. In one more every gradient overflows.
 """
 
 from __future__ import annotations
@@ -70,16 +70,17 @@ class Planned:
 
 
 def planned(steps: int, emulated_steps: int) -> dict[str, Planned]:
-    """Returns the four runs. Clean ones take so many steps; faulty ones are stopped when their
-    faults are over.
+    """Returns the runs. Clean ones take so many steps; faulty ones are stopped when their faults
+    are over.
     """
     few, many = {"train": {"steps": emulated_steps}}, {"train": {"steps": 100_000}}
     two_nodes = merge(merge(COMMON, TWO_NODES), {"train": {"steps": steps}})
     emulated = merge(merge(COMMON, EMULATED), few)
     clipped = {"train": {"clip_grad_norm": 0.05}}
     overflowing = {
+        "model": {"dtype": "fp16"},
+        "train": {"steps": emulated_steps},
         "optimizer": {"initial_loss_scale": 2.0**40, "loss_scale_min": 2.0**30},
-        "emulation": {"instruction_s": 0.05},
     }
     plans = (
         Planned(name="clean", changes=two_nodes),
@@ -87,9 +88,10 @@ def planned(steps: int, emulated_steps: int) -> dict[str, Planned]:
         Planned(name="faulty", changes=merge(merge(two_nodes, many), clipped), disturb=plague),
         Planned(
             name="faulty-emulated",
-            changes=merge(merge(emulated, many), overflowing),
+            changes=merge(emulated, many),
             disturb=kill_a_worker_of_emulated_ones,
         ),
+        Planned(name="faulty-overflows", changes=merge(COMMON, overflowing)),
     )
     return {plan.name: plan for plan in plans}
 
@@ -192,7 +194,7 @@ def plague(run: TrainProcess) -> None:
 
 
 def kill_a_worker_of_emulated_ones(run: TrainProcess) -> None:
-    """A killed worker, while every step overflows; then the run is stopped."""
+    """A killed worker; then the run is stopped."""
     wait_for_steps(run, 10)
     hit(run, "worker.0", signal.SIGKILL)
     wait_for_steps(run, 15)

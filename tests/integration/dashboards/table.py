@@ -27,12 +27,12 @@ Their source is `grafana/dashboards/` (`make dashboards`). GPUs' temperatures, a
 machine is not Penstock's, are left to the dashboards 12239 (NVIDIA DCGM exporter) and 1860 (node
 exporter), which Node links to.
 
-The tables have what Debian's Prometheus answered to each panel while it scraped four real runs once
-a second: *clean* ones that save and evaluate, and *faulty* ones with a killed worker, a stopped
-one, a killed optimizer, a pause, saves that fail, gradients over the limit in every step, and, on
-emulated devices, overflows. Of each two, one has two nodes on CPUs and one emulated V100s; *(e)* is
-from the latter, where the former has nothing to say. Numbers are the newest at the run's end, or
-the least and greatest of several lines; behind what the fault is that the panel is held to show.
+The tables have what Debian's Prometheus answered to each panel while it scraped real runs once a
+second: *clean* ones that save and evaluate, and *faulty* ones with a killed worker, a stopped one,
+a killed optimizer, a pause, saves that fail, and gradients over the limit in every step. On each
+side, one has two nodes on CPUs and one emulated V100s; *(e)* is from the latter, where the former
+has nothing to say. *(o)*: a run whose every gradient overflows. Numbers are the newest at the run's
+end, or the least and greatest of several lines. Behind them is the fault that the panel must show.
 
 Grafana itself could not be run: the JSON is held against the types of Grafana 11.6 by their own
 compiler, and the pictures are drawn from Prometheus' answers in Grafana's layout.
@@ -63,6 +63,8 @@ def _row(panel: Panel, answers: Mapping[str, Mapping[str, Answer]]) -> str:
 
 def _cell(panel: Panel, answers: Mapping[str, Mapping[str, Answer]], side: str) -> str:
     own, emulated = answers[side][panel.key], answers[f"{side}-emulated"][panel.key]
+    if side == "faulty" and panel.key == "recovery: Loss scale":
+        return f"{summary(answers['faulty-overflows'][panel.key])} (o)"
     if own.lines or not emulated.lines:
         return summary(own)
     return f"{summary(emulated)} (e)"
