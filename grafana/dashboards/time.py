@@ -69,7 +69,7 @@ def state_of_each_device() -> str:
         f'(label_replace({busy}, "state", "computing", "", "") or sum by (node, device, state)'
         f' (label_replace({idle}, "state", "$1", "cause", "(.+)")))'
     )
-    most = f"{share} == on (node, device) group_left () max by (node, device) ({share})"
+    most = f"{share} == on (node, device) group_left () max by (node, device) ({share} > 0)"
     numbers = " or ".join(
         f'label_replace(vector({number}), "state", "{state}", "", "")'
         for number, state in enumerate(STATES)

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Wedge
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from PIL import Image
 
 from tests.grafana.reading import Panel
@@ -47,6 +47,10 @@ NAMED = {
 
 def draw(answers: Sequence[tuple[Panel, Answer | None]], path: Path) -> None:
     """Draw one dashboard's panels; those without an answer are empty."""
+    times = [
+        at_s for _, answer in answers if answer for line in answer.lines for at_s, _ in line.points
+    ]
+    shown = (min(times), max(times))
     tops = {panel.section: panel.place[1] for panel, _ in reversed(answers)}
     rows = max(panel.place[1] + panel.place[3] for panel, _ in answers)
     height_in = rows * ROW_IN
@@ -56,7 +60,7 @@ def draw(answers: Sequence[tuple[Panel, Answer | None]], path: Path) -> None:
         at = 1.0 - (top - 0.45) / rows
         figure.text(0.006, at, f"▾ {section}", color=INK, size=11, weight="bold", va="center")
     for panel, answer in answers:
-        _draw_panel(figure, panel, answer, rows)
+        _draw_panel(figure, panel, answer, rows, shown)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     # Few colours: a quarter of the bytes.
@@ -64,7 +68,9 @@ def draw(answers: Sequence[tuple[Panel, Answer | None]], path: Path) -> None:
     image.save(path, optimize=True)
 
 
-def _draw_panel(figure: Figure, panel: Panel, answer: Answer | None, rows: int) -> None:
+def _draw_panel(
+    figure: Figure, panel: Panel, answer: Answer | None, rows: int, shown: tuple[float, float]
+) -> None:
     x, y, width, height = panel.place
     gap_x, gap_y = 0.0035, 0.07 / rows
     left, bottom = x / COLUMNS + gap_x, 1.0 - (y + height) / rows + gap_y
@@ -101,6 +107,18 @@ def _draw_panel(figure: Figure, panel: Panel, answer: Answer | None, rows: int) 
     for spine in inner.spines.values():
         spine.set_visible(False)
     kind(inner, frame, panel, answer)
+    if panel.kind in ("timeseries", "state-timeline", "heatmap"):
+        inner.set_xlim(*shown)
+        since = FuncFormatter(lambda at_s, _: f"{at_s - shown[0]:.0f} s")
+        inner.xaxis.set_major_formatter(since)
+        inner.xaxis.set_major_locator(MultipleLocator(_tick_s(shown), shown[0]))
+
+
+def _tick_s(shown: tuple[float, float]) -> float:
+    """A round number of seconds, some five of which are the time shown."""
+    return next(
+        tick for tick in (5.0, 10.0, 20.0, 30.0, 60.0, 300.0) if shown[1] - shown[0] < 7 * tick
+    )
 
 
 def _color(panel: Panel, line: Line, index: int) -> str:
@@ -133,19 +151,18 @@ def _custom(panel: Panel) -> Mapping[str, Any]:
 def _timeseries(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
     stacked = _custom(panel).get("stacking", {}).get("mode") == "normal"
     lines = answer.lines
-    start_s = min(line.points[0][0] for line in lines)
     if stacked:
         times = np.array(sorted({at_s for line in lines for at_s, _ in line.points}))
         heights = [np.interp(times, *np.array(line.points).T) for line in lines]
         colors = [_color(panel, line, index) for index, line in enumerate(lines)]
-        axes.stackplot(times - start_s, heights, colors=colors, alpha=0.75)
+        axes.stackplot(times, heights, colors=colors, alpha=0.75)
     else:
         for index, line in enumerate(lines):
             times, values = np.array(line.points).T
             style = "--" if _is_limit(panel, line) else "-"
             color = _color(panel, line, index)
             marker = "." if len(values) < 20 else ""
-            axes.plot(times - start_s, values, style + marker, color=color, lw=1.1, ms=3)
+            axes.plot(times, values, style + marker, color=color, lw=1.1, ms=3)
     if _custom(panel).get("scaleDistribution", {}).get("type") == "log":
         axes.set_yscale("log")
     elif panel.raw["fieldConfig"]["defaults"].get("min") == 0:
@@ -153,7 +170,6 @@ def _timeseries(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
     axes.grid(color="#25272c", lw=0.6)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, panel.unit)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} s"))
     _legend(frame, panel, lines)
 
 
@@ -162,7 +178,7 @@ def _legend(frame: Axes, panel: Panel, lines: Sequence[Line]) -> None:
     at, most = 0.012, 0.97
     for index, line in enumerate(lines):
         text = f"▬ {line.name} {written(line.values[-1], panel.unit)}"
-        share = (len(text) + 1) * 0.0055 * COLUMNS / width
+        share = (len(text) + 2) * 0.0036 * COLUMNS / width
         if at + share > most:
             frame.text(at, 0.45 / height, "…", color=FAINT, size=7.5)
             return
@@ -234,7 +250,6 @@ def _bars(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
 def _states(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
     names = panel.raw["fieldConfig"]["defaults"]["mappings"][0]["options"]
     lines = sorted(answer.lines, key=lambda line: line.name, reverse=True)
-    start_s = min(line.points[0][0] for line in lines)
     step_s = min(
         (later[0] - sooner[0] for line in lines for sooner, later in _pairs(line.points)),
         default=1.0,
@@ -243,7 +258,7 @@ def _states(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
         for at_s, value in line.points:
             state = names.get(f"{value:g}", {"color": "text"})
             axes.broken_barh(
-                [(at_s - start_s, 1.05 * step_s)], (index - 0.4, 0.8), color=_named(state["color"])
+                [(at_s, 1.05 * step_s)], (index - 0.4, 0.8), color=_named(state["color"])
             )
     axes.set_yticks(range(len(lines)), [line.name for line in lines])
     axes.tick_params(axis="y", labelsize=6.5, pad=-2, direction="in")
@@ -251,14 +266,13 @@ def _states(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
         label.set(
             ha="left", color="white", bbox={"fc": PANEL, "ec": "none", "pad": 0.5, "alpha": 0.5}
         )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} s"))
     at, (width, height) = 0.012, panel.place[2:]
     seen = {f"{value:g}" for line in lines for value in line.values}
     for key, state in names.items():
         if key in seen and state["text"].strip():
             text = f"■ {state['text']}"
             frame.text(at, 0.4 / height, text, color=_named(state["color"]), size=7.5, va="center")
-            at += (len(text) + 1) * 0.0055 * COLUMNS / width
+            at += (len(text) + 2) * 0.0036 * COLUMNS / width
 
 
 def _pairs(points: Sequence[tuple[float, float]]) -> Sequence[tuple[Any, Any]]:
@@ -267,7 +281,11 @@ def _pairs(points: Sequence[tuple[float, float]]) -> Sequence[tuple[Any, Any]]:
 
 def _table(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
     axes.set_axis_off()
-    columns: dict[str, str] = panel.raw["transformations"][1]["options"]["renameByName"]
+    options = panel.raw["transformations"][1]["options"]
+    order: dict[str, int] = options["indexByName"]
+    columns = {
+        label: options["renameByName"][label] for label in sorted(order, key=order.__getitem__)
+    }
     height = panel.place[3]
     top = 1.0 - 1.3 / height
     for column, (label, heading) in enumerate(columns.items()):
@@ -286,8 +304,6 @@ def _heatmap(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
     rates = np.array([np.interp(times, *np.array(line.points).T) for line in lines])
     counted = np.diff(rates, axis=0, prepend=np.zeros((1, len(times))))
     counted[counted <= 1e-9] = np.nan
-    grid = np.array(times) - times[0]
-    axes.pcolormesh(grid, range(len(lines)), counted, cmap="YlOrBr_r", shading="nearest")
+    axes.pcolormesh(times, range(len(lines)), counted, cmap="YlOrBr_r", shading="nearest")
     labels = [line.labels["le"] for line in lines]
     axes.set_yticks(range(len(lines)), [f"{label} s" for label in labels])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} s"))

@@ -1,7 +1,7 @@
 """The runs that the dashboards are looked at with: undisturbed ones, and ones with planted faults.
 
 On each side one runs on this machine's CPUs, as two nodes, and one on emulated GPUs, for what only
-these have: memory limits, a known peak. In one more every gradient overflows.
+these have: memory limits, a known peak. In one more gradients overflow again and again.
 """
 
 from __future__ import annotations
@@ -79,8 +79,13 @@ def planned(steps: int, emulated_steps: int) -> dict[str, Planned]:
     clipped = {"train": {"clip_grad_norm": 0.05}}
     overflowing = {
         "model": {"dtype": "fp16"},
-        "train": {"steps": emulated_steps},
-        "optimizer": {"initial_loss_scale": 2.0**40, "loss_scale_min": 2.0**30},
+        "train": {"steps": steps // 2},
+        # Each fourth step or so overflows: the scale doubles until it does.
+        "optimizer": {
+            "grad_dtype": "fp16",
+            "initial_loss_scale": 2.0**24,
+            "loss_scale_growth_interval": 3,
+        },
     }
     plans = (
         Planned(name="clean", changes=two_nodes),

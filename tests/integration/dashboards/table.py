@@ -31,7 +31,7 @@ The tables have what Debian's Prometheus answered to each panel while it scraped
 second: *clean* ones that save and evaluate, and *faulty* ones with a killed worker, a stopped one,
 a killed optimizer, a pause, saves that fail, and gradients over the limit in every step. On each
 side, one has two nodes on CPUs and one emulated V100s; *(e)* is from the latter, where the former
-has nothing to say. *(o)*: a run whose every gradient overflows. Numbers are the newest at the run's
+has nothing to say. *(o)*: a run whose gradients overflow. Numbers are the newest at the run's
 end, or the least and greatest of several lines. Behind them is the fault that the panel must show.
 
 Grafana itself could not be run: the JSON is held against the types of Grafana 11.6 by their own
