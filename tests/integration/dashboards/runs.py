@@ -27,7 +27,7 @@ CLI = (sys.executable, "-m", "penstock.client.main")
 
 COMMON: dict[str, Any] = {
     "train": {"eval_every": 40, "eval_batches": 2, "save_every": 60},
-    "observability": {"sample_every": 5},
+    "observability": {"sample_every": 5, "trackers": ["tensorboard"]},
     "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 3.0},
 }
 TWO_NODES: dict[str, Any] = {
