@@ -65,7 +65,7 @@ FLOORS = {
         pipeline
         settling
         configured
-        tuning""",
+        tuning step_costs""",
     "models": """data step torch_device
         loss
         surgery

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from penstock.client.planning.outputs import heading, write_file
 from penstock.client.watching.chrome_trace import Range, chrome_trace
-from penstock.client.watching.trace_report import TraceReport, compare_memory
+from penstock.client.watching.step_report import StepReport
+from penstock.client.watching.trace_report import TraceReport, compare_memory, typical_of
 from penstock.planner.configured import config_prices, optimizer_of
 from penstock.planner.render import Caption
 from penstock.planner.render.as_files import compared_png, compared_svg
@@ -94,6 +95,7 @@ def make_trace_report(
         simulation=_simulate(run, fit, profile),
         costs=str(profile) if profile is not None else run.config.cluster.device_parameter,
         memory=compare_memory(run, chosen, profile),
+        step=StepReport.of(run, typical_of(chosen)),
     )
     _draw(report, outputs)
     return report

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from penstock.client.planning.outputs import heading
+from penstock.client.watching.step_report import StepReport
 from penstock.planner.configured import config_prices
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.render import SECONDS
@@ -88,6 +89,12 @@ class Figures:
         }
 
 
+def typical_of(attempts: Sequence[MeasuredAttempt]) -> MeasuredAttempt:
+    """Returns the attempt whose makespan is nearest to the median."""
+    usual_s = median(attempt.makespan_s for attempt in attempts)
+    return min(attempts, key=lambda attempt: abs(attempt.makespan_s - usual_s))
+
+
 def _median_of_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
@@ -122,6 +129,7 @@ class TraceReport:
     simulation: Simulation
     costs: str | None
     memory: tuple[DeviceMemory, ...]
+    step: StepReport
 
     @cached_property
     def measured(self) -> Figures:
@@ -159,8 +167,8 @@ class TraceReport:
 
     @cached_property
     def typical(self) -> MeasuredAttempt:
-        """The attempt whose makespan is nearest to the median."""
-        return min(self.chosen, key=lambda a: abs(a.makespan_s - self.measured.makespan_s))
+        """The attempt that :func:`typical_of` finds."""
+        return typical_of(self.chosen)
 
     @cached_property
     def opcodes(self) -> tuple[OpcodeTimes, ...]:
@@ -202,6 +210,7 @@ class TraceReport:
             "between_seconds": self.between_s,
             "measured": self.measured.to_dict(),
             "simulated": self.simulated.to_dict(),
+            "where_the_step_went": self.step.to_dict(),
             "memory": [device.to_dict() for device in self.memory],
             "fit": {
                 "stage_seconds": {f"{op.value} {s}": v for (op, s), v in fit.stages.items()},
@@ -223,7 +232,8 @@ class TraceReport:
 
     def to_text(self) -> str:
         """Returns the report for people."""
-        tables = self._header(), self._table(), memory_lines(self.memory), self._opcode_lines()
+        memory, opcodes = memory_lines(self.memory), self._opcode_lines()
+        tables = self._header(), self._table(), self.step.lines(), memory, opcodes
         return "\n\n".join(text for table in tables if (text := "\n".join(table)))
 
     def _header(self) -> list[str]:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from penstock.planner.configured import config_prices, optimizer_of
-from penstock.planner.traces.critical import CriticalPath, critical_path
+from penstock.planner.step_costs import fitted_pricing, given_pricing, judge_step
+from penstock.planner.traces.critical import CriticalPath
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, measure
-from penstock.planner.traces.savings import CostSource, Pricing, Savings, savings
+from penstock.planner.traces.savings import Savings
 from penstock.planner.traces.traced import TracedRun
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
@@ -62,8 +62,7 @@ class Analyst:
         config = run.config
         self._nodes = tuple(node.name for node in config.cluster.nodes)
         self._scale = config.emulation.time_scale if config.cluster.platform.models_time else 1.0
-        self._optimizer = optimizer_of(config)
-        self._given = self._given_costs()
+        self._given = given_pricing(run)
         self._first: list[MeasuredAttempt] = []
 
     def analyse(self, trace: RunTrace) -> Analysis:
@@ -73,14 +72,10 @@ class Analyst:
             IncompleteError: something is missing, or it is of another plan.
         """
         attempt = self._measured(trace)
-        fit = Fit.of([attempt], self._run.config.cluster.workers)
-        path = critical_path(attempt, fit)
+        path, saved = judge_step(self._run.config, self._given, attempt)
         if len(self._first) < BASELINE:
             self._first.append(attempt)
-        pricing = self._given
-        if pricing is None or pricing.source is not CostSource.EMULATED:
-            pricing = Pricing.of_fit(fit, self._optimizer.start)
-        return self._told(attempt, path, savings(attempt.plan, pricing, path))
+        return self._told(attempt, path, saved)
 
     def expected(self) -> Expectation | None:
         """Returns what a step should take; None while too few are known."""
@@ -89,26 +84,13 @@ class Analyst:
         pricing = self._given
         if pricing is None:
             fit = Fit.of(self._first, self._run.config.cluster.workers)
-            pricing = Pricing.of_fit(fit, self._optimizer.start)
+            pricing = fitted_pricing(self._run.config, fit)
         simulation = pricing.simulate(self._run.plan)
         between = [a.between_s for a in self._first if a.between_s is not None]
         return Expectation(
             costs=pricing.source.value,
             step_s=self._scale * (simulation.makespan_s + (median(between) if between else 0.0)),
             busy_s=tuple(self._scale * device.busy_s for device in simulation.devices),
-        )
-
-    def _given_costs(self) -> Pricing | None:
-        config = self._run.config
-        emulated = config.cluster.platform.models_time
-        if config.schedule.profile is None and not emulated:
-            return None
-        prices = config_prices(config, self._run.table)
-        return Pricing(
-            costs=prices.costs,
-            cluster=prices.cluster,
-            optimizer=self._optimizer,
-            source=CostSource.EMULATED if config.schedule.profile is None else CostSource.PROFILE,
         )
 
     def _measured(self, trace: RunTrace) -> MeasuredAttempt:

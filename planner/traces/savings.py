@@ -137,7 +137,7 @@ def savings(plan: Plan, pricing: Pricing, path: CriticalPath) -> Savings:
         seconds = sum(path.seconds[resource] for resource in serial)
         if len(serial) < len(resources):
             seconds += base_s - pricing.without(resources).simulate(plan).makespan_s
-        return max(0.0, seconds)
+        return min(path.step_s, max(0.0, seconds))  # a simulation may take a little longer
 
     # What is on nobody's path may be left out: it can only end sooner.
     found = {resource: saved_s((resource,)) for resource in Resource}

@@ -43,6 +43,7 @@ def check_trace(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "chrome.json"
     report = json.loads(penstock("trace", str(run_dir), "--out", str(out), "--json"))
     check_report(report)
+    check_step(report["where_the_step_went"], run_dir)
     check_chrome(json.loads(out.read_text())["traceEvents"], RunDirectory(run_dir))
     assert "error" in penstock("trace", str(run_dir), "--attempts", "2:3")
 
@@ -53,6 +54,17 @@ def check_report(report: dict[str, Any]) -> None:
     assert math.isfinite(report["error"]) and report["step_seconds"] > 0.0
     assert 0.0 < report["measured"]["bubble_ratio"] < 1.0
     assert report["measured"]["makespan_seconds"] <= report["step_seconds"]
+
+
+def check_step(step: dict[str, Any], run_dir: Path) -> None:
+    """What the scheduler's clock says a step took is what its resources add up to."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    (said,) = [line for line in lines if line.get("attempt") == step["attempt"]]
+    seconds = sum(step["critical_seconds"].values())
+    assert seconds == pytest.approx(step["step_seconds"], rel=1e-6)
+    assert seconds == pytest.approx(said["seconds"], rel=0.05)
+    assert step["critical_seconds"]["compute"] > 0.0
+    assert 0.0 < step["savings_together_seconds"] <= step["step_seconds"]
 
 
 def check_chrome(events: list[dict[str, Any]], run: RunDirectory) -> None:
