@@ -22,13 +22,16 @@ _log = logging.getLogger("penstock.optimizer")
 
 
 @contextmanager
-def open_pool(cores: Sequence[int]) -> Iterator[Pool]:
-    """Yields a pool of a thread for each of ``cores``, pinned to it if they are all free."""
+def open_pool(cores: Sequence[int]) -> Iterator[tuple[Pool, frozenset[int]]]:
+    """Yields a pool of a thread for each of ``cores``, pinned to it if they are all free, and the
+    threads' ids.
+    """
     claim = Claim.of(f"cpu-{core}" for core in cores)
     before = _threads()
     with Pool(cores) as pool:
+        threads = frozenset(_threads() - before)
         if claim is None:
-            _unpin(_threads() - before)
+            _unpin(threads)
             _log.warning(
                 "another run on this machine has pinned threads to some of the cores %s: this"
                 " run's optimizer leaves its %d threads to the kernel; optimizer.cores, or"
@@ -37,7 +40,7 @@ def open_pool(cores: Sequence[int]) -> Iterator[Pool]:
                 len(cores),
             )
         try:
-            yield pool
+            yield pool, threads
         finally:
             if claim is not None:
                 claim.release()
@@ -47,7 +50,7 @@ def _threads() -> set[int]:
     return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
 
 
-def _unpin(threads: set[int]) -> None:
+def _unpin(threads: frozenset[int]) -> None:
     allowed = os.sched_getaffinity(0)
     for thread in threads:
         os.sched_setaffinity(thread, allowed)

@@ -100,10 +100,15 @@ class FinishedSweep:
 
 
 class SweepRunner(Protocol):
-    """What :class:`SweepThread` asks of :class:`penstock.daemons.optimizer.kernels.Kernels`."""
+    """:class:`penstock.daemons.optimizer.kernels.Kernels`, or what stands for it."""
 
     def run(self, work: Sweep) -> SweepStatus | None:
         """Run one sweep to its end; returns its status if it looked at new gradients."""
+
+    def moved_by(self, work: Sweep) -> tuple[float, float]:
+        """Returns the parameters that a sweep goes through, and the bytes of DRAM that it reads and
+        writes.
+        """
 
 
 class SweepThread:

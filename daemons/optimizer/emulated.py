@@ -44,6 +44,13 @@ class EmulatedKernels:
         self._busy_until = self._wait(start, work)
         return status
 
+    def moved_by(self, work: Sweep) -> tuple[float, float]:
+        """Returns what the emulated sweep goes through, and moves."""
+        whole = self._emulation.sweep_work(work.name, work.block)
+        if whole is None:
+            return self._kernels.moved_by(work)
+        return self._emulation.costs.blocks[work.block].parameters, whole.num_bytes
+
     def _wait(self, start: float, work: Sweep) -> float:
         """Sleeps until a sweep that began at ``start`` would have ended; returns when that was, in
         seconds of ``time.monotonic``.

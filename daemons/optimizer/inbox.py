@@ -202,5 +202,5 @@ class GradientSocket:
                 raise ProtocolError(f"{MAX_UNREAD} messages are unread")
             self._inbox.put(message)
         except ProtocolError as error:
-            self._metrics.dropped_messages.labels("malformed").inc()
+            self._metrics.dropped("malformed")
             _log.debug("dropped a message: %s", error)

@@ -122,9 +122,30 @@ class Kernels:
             CastWeights: self._cast,
         }
 
-    def num_elements(self, block: int) -> int:
-        """Returns how many parameters a sweep over the block goes through, padding included."""
-        return len(self._arrays[block].master)
+    def moved_by(self, work: Sweep) -> tuple[float, float]:
+        """Returns the parameters that a sweep goes through, padding included, and the bytes of DRAM
+        that it reads and writes; of a repair, those of the whole sweep.
+        """
+        arrays = self._arrays[work.block]
+        grads = sum(array.itemsize for array in arrays.grads[0])
+        weights = arrays.weights[0].itemsize
+        state = sum(array.itemsize for array in arrays.arrays)
+        read = 4 + state  # of a split master both halves
+        written = arrays.master.itemsize + state
+        of_each = {
+            Preview: read + grads + weights,
+            Settle: read + grads + written,
+            FinishSettle: read + grads + written,
+            Advance: read + 2 * grads + written + weights,
+            Hold: read + grads + written + weights,
+            FinishHold: read + grads + written + weights,
+            Invert: read + grads + written,
+            FinishInvert: read + grads + written,
+            GradientStatus: grads,
+            CastWeights: 4 + weights,
+        }
+        parameters = len(arrays.master)
+        return parameters, parameters * of_each[type(work)]
 
     def run(self, work: Sweep) -> SweepStatus | None:
         """Run one sweep to its end; returns its status if it looked at new gradients.

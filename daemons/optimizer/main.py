@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from penstock.daemons.optimizer.ceiling import ceiling_of
 from penstock.daemons.optimizer.cores import open_pool
 from penstock.daemons.optimizer.effects import OptimizerEffects, SweepRunner, SweepThread
 from penstock.daemons.optimizer.emulated import EmulatedKernels
@@ -113,7 +115,7 @@ def _build(
     metrics.placed(placement, local_ratio(memory, placement), sum(memory.huge_bytes().values()))
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks, placement)
-    kernels, sweeps = _sweeps(stack, run, placement, memory, blocks, remote, inbox)
+    kernels, sweeps = _sweeps(stack, run, placement, memory, blocks, remote, inbox, metrics)
     puller = _puller(stack, run, index, blocks, remote, inbox, metrics, access)
     link = MemberLink(
         address=scheduler,
@@ -149,22 +151,32 @@ def _sweeps(
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
     inbox: Inbox,
-) -> tuple[Kernels, SweepThread]:
+    metrics: OptimizerMetrics,
+) -> tuple[SweepRunner, SweepThread]:
     config = run.config
-    pool = stack.enter_context(open_pool(placement.optimizer))
+    pool, threads = stack.enter_context(open_pool(placement.optimizer))
     kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
     stack.callback(kernels.close)
     runner: SweepRunner = kernels
+    metrics.runs_on(pool.num_threads, sorted(threads))
     if config.cluster.platform.models_time:
+        metrics.runs_on(pool.num_threads, ())
         node = memory.spec.node_name
         log = BandwidthLog.of_node(run.path, node, config.cluster.workers)
         stack.callback(log.close)
         log.clear()
-        runner = EmulatedKernels(kernels, Emulation.of(config), log)
+        emulation = Emulation.of(config)
+        runner = EmulatedKernels(kernels, emulation, log)
+        if emulation.cluster.dram_bandwidth < math.inf:
+            metrics.ceiling(emulation.cluster.dram_bandwidth / emulation.time_scale)
+    else:
+        found = ceiling_of(run.path, memory.spec, placement.optimizer)
+        if found is not None:
+            metrics.ceiling(found)
     sweeps = SweepThread(runner, inbox.put)
     sweeps.start()
     stack.callback(sweeps.close)
-    return kernels, sweeps
+    return runner, sweeps
 
 
 def _puller(

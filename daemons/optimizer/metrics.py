@@ -1,4 +1,5 @@
-"""Prometheus metrics of optimizerd, and a look at where the pages of the optimizer's state lie.
+"""What optimizerd counts (names are explained in :mod:`penstock.protocol.metrics.optimizer`), and a
+look at where the pages of the optimizer's state lie.
 
 memoryd places the pages when it makes the segments; a segment that was adopted may stem from a run
 with other cores.
@@ -7,16 +8,18 @@ with other cores.
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry
 
+from penstock.protocol.metrics.optimizer import OPTIMIZER
+from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.plan.placement import Placement, page_places
-from penstock.protocol.run.metrics import LateGauge
 from penstock.shm.layout import PAGE_BYTES, SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.pages import NodeRange, nodes_of_pages
-
-_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 MAX_SAMPLES = 4096
 """Pages that are asked for, spread evenly: the kernel takes a while for each."""
@@ -25,112 +28,89 @@ _log = logging.getLogger(__name__)
 
 
 class OptimizerMetrics:
-    """One set of metrics in ``registry``."""
+    """The page of one optimizerd."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._sweep_seconds = Histogram(
-            "penstock_optimizer_pass_seconds",
-            "Time of one sweep over one block.",
-            ["pass"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._parameters = Counter(
-            "penstock_optimizer_parameters",
-            "Parameters that sweeps went through, padding included.",
-            ["pass"],
-            registry=registry,
-        )
-        self._throughput = Gauge(
-            "penstock_optimizer_parameters_per_second",
-            "Speed of the last sweep.",
-            ["pass"],
-            registry=registry,
-        )
-        self.queue_length = Gauge(
-            "penstock_optimizer_queue_length",
-            "Blocks that wait for their sweep.",
-            registry=registry,
-        )
-        self.committed_version = Gauge(
-            "penstock_optimizer_committed_version",
-            "Version that the control segment says is committed.",
-            registry=registry,
-        )
-        self._epochs = Counter(
-            "penstock_optimizer_epochs", "Epochs taken part in.", registry=registry
-        )
-        self._epoch = 0
-        self.pulled_bytes = Counter(
-            "penstock_optimizer_pulled_bytes",
-            "Gradients fetched from other nodes.",
-            registry=registry,
-        )
-        self._fetched = Counter(
-            "penstock_optimizer_fetched_bytes",
-            "The same, by the way they came: from memoryds (zmq), read from their memory (nixl).",
-            ["way"],
-            registry=registry,
-        )
-        self.dropped_messages = Counter(
-            "penstock_optimizer_dropped_messages",
-            "Messages on the local socket that were not obeyed.",
-            ["reason"],
-            registry=registry,
-        )
-        self._make_placement(registry)
+    def __init__(
+        self, registry: CollectorRegistry, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._page = MetricPage(OPTIMIZER, registry)
+        self._page.refreshed_by(self._refresh)
+        self._clock = clock
+        self._waits: tuple[str | None, float] = None, clock()
+        self._threads: Sequence[int] = ()
+        self._num_threads = 0
+        self._cpu_s = 0.0
+        self._lock = threading.Lock()
 
     def fetched(self, way: str, num_bytes: int, seconds: float) -> None:
         """Gradients of another node have come, by ``zmq`` or ``nixl``."""
-        self._fetched.labels(way).inc(num_bytes)
+        self._page.add("penstock_fetch_bytes", num_bytes, way)
+        self._page.add("penstock_fetch_seconds", seconds, way)
 
-    def _make_placement(self, registry: CollectorRegistry) -> None:
-        self._placement = Info(
-            "penstock_optimizer_placement",
-            "Cores of the optimizer's threads, NUMA nodes of these, and the workers' cores.",
-            registry=registry,
-        )
-        self._threads = Gauge(
-            "penstock_optimizer_threads",
-            "Threads pinned to cores.",
-            ["numa_node"],
-            registry=registry,
-        )
-        self._local = LateGauge(
-            "penstock_optimizer_local_state_ratio",
-            "Share of the state's pages (a sample, at start) that lie on the NUMA node of the"
-            " thread that works on them, where the kernel says so.",
-            registry,
-        )
-        self._huge_bytes = Gauge(
-            "penstock_optimizer_huge_page_bytes",
-            "Mapped shared memory that lay in huge pages at start.",
-            registry=registry,
-        )
+    def dropped(self, reason: str) -> None:
+        """A message was not obeyed."""
+        self._page.add("penstock_dropped_messages", 1, reason)
 
     def placed(self, placement: Placement, local: float | None, huge_bytes: int) -> None:
         """Record where threads and memory are. ``local``: the share of the state's pages that lie
         on the NUMA node of their thread, None where it is not known.
         """
-        self._placement.info(placement.to_dict())
+        self._page.say("penstock_optimizer_placement", placement.to_dict())
         for node in sorted(set(placement.nodes)):
-            self._threads.labels(str(node)).set(placement.nodes.count(node))
+            count = placement.nodes.count(node)
+            self._page.set("penstock_optimizer_threads", count, str(node))
         if local is not None:
-            self._local.set(local)
-        self._huge_bytes.set(huge_bytes)
+            self._page.set("penstock_optimizer_local_state_ratio", local)
+        self._page.set("penstock_optimizer_huge_page_bytes", huge_bytes)
 
-    def in_epoch(self, epoch: int) -> None:
-        """Count the epoch if it is a new one."""
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._epochs.inc()
+    def runs_on(self, num_threads: int, threads: Sequence[int]) -> None:
+        """Sweeps run on so many threads. Of ``threads`` (ids of the kernel; none where sweeps take
+        time without work) CPU time is counted.
+        """
+        self._page.set("penstock_optimizer_cores", num_threads)
+        self._num_threads, self._threads = num_threads, tuple(threads)
 
-    def sweep_done(self, name: str, seconds: float, num_parameters: int) -> None:
-        """Count one sweep of ``num_parameters`` parameters, padding included."""
-        self._sweep_seconds.labels(name).observe(seconds)
-        self._parameters.labels(name).inc(num_parameters)
-        if seconds > 0:
-            self._throughput.labels(name).set(num_parameters / seconds)
+    def ceiling(self, bytes_per_s: float) -> None:
+        """It is known what memory allows."""
+        self._page.set("penstock_memory_bandwidth_ceiling_bytes_per_second", bytes_per_s)
+
+    def waits(self, cause: str | None, queue_length: int) -> None:
+        """From now on sweeps wait for ``cause``; None: one runs."""
+        self._page.set("penstock_optimizer_queue_length", queue_length)
+        with self._lock:
+            self._count_wait(cause)
+
+    def sweep_done(self, name: str, seconds: float, parameters: float, num_bytes: float) -> None:
+        """Count one sweep: parameters, padding included, and bytes of DRAM."""
+        self._page.add("penstock_sweep_seconds", seconds, name)
+        self._page.add("penstock_sweep_parameters", parameters, name)
+        self._page.add("penstock_sweep_bytes", num_bytes, name)
+        self._page.add("penstock_optimizer_busy_seconds", seconds * self._num_threads)
+
+    def _refresh(self) -> None:
+        """A wait under way counts, and CPU time is that of now."""
+        with self._lock:
+            self._count_wait(self._waits[0])
+            if self._threads:
+                cpu_s = sum(map(cpu_seconds, self._threads))
+                self._page.add("penstock_optimizer_cpu_seconds", max(0.0, cpu_s - self._cpu_s))
+                self._cpu_s = max(cpu_s, self._cpu_s)
+
+    def _count_wait(self, now_for: str | None) -> None:
+        now_s = self._clock()
+        cause, since_s = self._waits
+        if cause is not None:
+            self._page.add("penstock_optimizer_wait_seconds", now_s - since_s, cause)
+        self._waits = now_for, now_s
+
+
+def cpu_seconds(thread: int) -> float:
+    """Returns the CPU time of a thread of this process by the kernel's id; 0 once it has ended."""
+    try:
+        # The kernel's layout of a clock's id: inverted thread id, per thread, what it ran.
+        return time.clock_gettime(~thread << 3 | 6)
+    except OSError:
+        return 0.0
 
 
 def local_ratio(memory: NodeMemory, placement: Placement) -> float | None:

@@ -17,9 +17,13 @@ from typing import Any
 from penstock.daemons.kit.events import Exit, ShutdownAsked, StopAsked
 from penstock.daemons.kit.loop import Loop
 from penstock.daemons.kit.messages import COMMON_EVENTS, event_of, record_of
-from penstock.daemons.optimizer.effects import FinishedSweep, OptimizerEffects, read_facts
+from penstock.daemons.optimizer.effects import (
+    FinishedSweep,
+    OptimizerEffects,
+    SweepRunner,
+    read_facts,
+)
 from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
-from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
     AttemptAsked,
@@ -88,7 +92,7 @@ class ServiceParts:
     run_id: str
     blocks: tuple[OwnedBlock, ...]
     control: ControlView
-    kernels: Kernels
+    kernels: SweepRunner
     effects: OptimizerEffects
     puller: Puller | None
     metrics: OptimizerMetrics
@@ -174,10 +178,7 @@ class OptimizerService:
                 self._machine.joined_epoch,
                 self._machine.committed,
             )
-        metrics = self._parts.metrics
-        metrics.queue_length.set(self._machine.queue_length)
-        metrics.committed_version.set(self._machine.committed)
-        metrics.in_epoch(self._machine.joined_epoch)
+        self._parts.metrics.waits(self._machine.waits_for, self._machine.queue_length)
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")
@@ -256,7 +257,7 @@ class OptimizerService:
         return ""
 
     def _drop(self, reason: str, message: GradientReady | BlockUpdated) -> None:
-        self._parts.metrics.dropped_messages.labels(reason).inc()
+        self._parts.metrics.dropped(reason)
         _log.debug("dropped %s: %s", message, reason)
 
     def _is_ready(self, wanted: GradientReady | GradientsReady) -> bool:
@@ -270,11 +271,10 @@ class OptimizerService:
         if isinstance(event, SweepDone):
             text = f"{finished.work.name} {finished.work.block}"
             self._trace(TraceLane.OPTIMIZER, text, attempt, finished.start_s, finished.end_s)
-            elements = self._parts.kernels.num_elements(finished.work.block)
-            self._parts.metrics.sweep_done(finished.work.name, event.seconds, elements)
+            parameters, num_bytes = self._parts.kernels.moved_by(finished.work)
+            self._parts.metrics.sweep_done(finished.work.name, event.seconds, parameters, num_bytes)
 
     def _on_pull(self, outcome: PullOutcome) -> None:
-        self._parts.metrics.pulled_bytes.inc(outcome.num_bytes)
         self._feed(outcome.event)
         event = outcome.event
         if isinstance(event, Pulled):

@@ -76,9 +76,17 @@ def counter(
     labels: Mapping[str, Sequence[str] | str] | None = None,
     *,
     sparse: bool = False,
+    absent: str = "",
 ) -> Metric:
     """Returns a counter; ``name`` without ``_total``."""
-    return Metric(name=name, kind=Kind.COUNTER, text=text, labels=labels or {}, sparse=sparse)
+    return Metric(
+        name=name,
+        kind=Kind.COUNTER,
+        text=text,
+        labels=labels or {},
+        sparse=sparse,
+        absent=absent,
+    )
 
 
 def gauge(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from penstock.protocol.metrics.memory import MEMORY
 from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.observer import OBSERVER
+from penstock.protocol.metrics.optimizer import OPTIMIZER
 from penstock.protocol.metrics.page import Kind, Metric
 from penstock.protocol.metrics.scheduler import SCHEDULER
 from penstock.protocol.metrics.trackers import TRACKERS
@@ -17,6 +18,7 @@ from penstock.protocol.metrics.worker import WORKER
 PROCESSES: Mapping[str, Sequence[Metric]] = {
     "schedulerd": SCHEDULER,
     "memoryd": MEMORY,
+    "optimizerd": OPTIMIZER,
     "worker": WORKER,
     "node": NODE,
     "metricsd": METRICSD,

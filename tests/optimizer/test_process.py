@@ -71,8 +71,8 @@ def test_a_life_without_accidents(new_rig: RigFactory, tools: Any) -> None:
         rig.await_weights()
     rig.settle_and_compare()
     metrics = page_of(rig.run.run_id, hello.member)
-    assert 'penstock_optimizer_parameters_total{pass="advance"}' in metrics
-    assert "penstock_optimizer_committed_version 4.0" in metrics
+    assert 'penstock_sweep_parameters_total{pass="advance"}' in metrics
+    assert "penstock_optimizer_cpu_seconds_total" in metrics
     cores = format_cpus(place(rig.config, 0).optimizer)
     assert f'optimizer="{cores}"' in metrics
     if len(Topology.read().nodes) == 1:

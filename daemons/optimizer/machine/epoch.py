@@ -116,6 +116,21 @@ class Epoch:
             if contribution not in attempt.ready.get(block, ())
         )
 
+    def waits_for(self) -> str | None:
+        """Returns what the next sweep waits for, a cause of the metrics; None: one runs."""
+        attempt = self.attempt
+        if self._running is not None:
+            return None
+        if attempt is None or not self.recovered:
+            return "idle"
+
+        def lacks(pairs: Iterable[tuple[int, int]]) -> bool:
+            return any(k not in attempt.ready.get(block, ()) for block, k in pairs)
+
+        if lacks(self.blocks.local):
+            return "gradients"
+        return "fetches" if lacks(self.blocks.remote) else "decision"
+
     def due(self, *kinds: WorkKind) -> set[int]:
         """Returns the blocks for which work of these kinds waits or runs."""
         running = () if self._running is None else (self._running.work,)

@@ -104,6 +104,11 @@ class OptimizerMachine:
         """Blocks that wait for their turn."""
         return 0 if self._joined is None else self._joined.epoch.queue_length
 
+    @property
+    def waits_for(self) -> str | None:
+        """What the next sweep waits for: gradients, fetches, decision, idle; None: one runs."""
+        return "idle" if self._joined is None else self._joined.epoch.waits_for()
+
     def awaited(self) -> tuple[GradientsReady, ...]:
         """Returns the contributions of this node that the attempt under way still waits for."""
         live = self._live()
