@@ -284,12 +284,13 @@ class SchedulerLoop:
                 self._loop.feed(Tick())
             if now_s >= status_due_s:
                 status_due_s = now_s + STATUS_INTERVAL_S
-                self._metrics.update(self._machine, status_reply(self._machine, now_s))
+                self._metrics.update(self._machine, status_reply(self._machine, now_s), now_s)
                 if home.moved():
                     return ExitCode.INTERRUPTED
         ended = self._loop.exit
-        self._metrics.update(self._machine, status_reply(self._machine, monotonic_s()))
-        self._effects.bid_farewell(status_reply(self._machine, monotonic_s()))
+        now_s = monotonic_s()
+        self._metrics.update(self._machine, status_reply(self._machine, now_s), now_s)
+        self._effects.bid_farewell(status_reply(self._machine, now_s))
         if ended.reason:
             _log.error("stopping: %s", ended.reason)
             sys.stderr.write(f"penstock: {ended.reason}\n")

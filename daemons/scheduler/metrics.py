@@ -96,8 +96,10 @@ class SchedulerMetrics:
         """The run ends with an exit code."""
         self._page.set("penstock_run_ended", code)
 
-    def update(self, machine: Observable, status: pb.StatusReply) -> None:
-        """Show what holds now."""
+    def update(self, machine: Observable, status: pb.StatusReply, now_s: float) -> None:
+        """Show what holds at ``now_s``."""
+        still_s = 0.0 if machine.activity is None else machine.hangs.still_s(now_s)
+        self._page.set("penstock_standstill_seconds", still_s)
         self._page.set("penstock_step", status.version)
         if machine.mirror.position is not None:
             position = machine.mirror.position.data_position

@@ -63,6 +63,10 @@ TRAINING = (
         absent="without the key",
     ),
     gauge("penstock_step", "Committed step."),
+    gauge(
+        "penstock_standstill_seconds",
+        "For how long no member has got on with what the run is doing; 0 while nothing is to do.",
+    ),
     gauge("penstock_steps", "Steps that the run is to take (train.steps)."),
     gauge(
         "penstock_eta_seconds", "Estimated time to the last step.", absent="while it is not known"

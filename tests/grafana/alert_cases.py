@@ -24,6 +24,7 @@ HEALTHY: dict[str, str] = {
     COMMITTED: "0+15x40",
     SAVED: "0+15x40",
     "penstock_save_interval_seconds": "60x40",
+    "penstock_standstill_seconds": "0.2x40",
     "penstock_attempt_seconds_sum": "0+15x40",
     "penstock_attempt_seconds_count": "0+15x40",
     "penstock_simulated_step_seconds": "0.95x40",
@@ -98,7 +99,8 @@ STOPS = {
     "penstock_sweep_seconds_total": "0+3x16 48x24",
     "penstock_sweep_bytes_total": "0+6e10x16 96e10x24",
 }
-"""Nothing moves any more from 240 s on."""
+STUCK = {**STOPS, "penstock_standstill_seconds": "0.2x16 0+15x23"}
+"""Nothing moves any more from 240 s on; with ``STUCK`` though something should."""
 
 
 def alerts(*names: str) -> frozenset[str]:
@@ -161,7 +163,7 @@ CASES = (
         fires={t: NOTHING for t in (300, 315, 330, 375, 600)},
     ),
     Case(
-        name="a long evaluation",
+        name="a long evaluation that gets on",
         changed={
             COMMITTED: "0+15x16 240x24",
             'penstock_phase{phase="running"}': "1x16 0x24",
@@ -177,12 +179,14 @@ CASES = (
             **STOPS,
             'penstock_phase{phase="running"}': "1x16 0x12 1x12",
             'penstock_phase{phase="saving"}': "0x16 1x12 0x12",
+            "penstock_standstill_seconds": "0.2x16 0+15x12 0x12",
         },
         fires={300: NOTHING, 420: NOTHING},
     ),
     Case(
         name="steps of five minutes",
         changed={
+            "penstock_standstill_seconds": "0+15x6 0x19 0+15x8 0x4",
             "penstock_attempt_seconds_sum": "0x19 300x19 600x2",
             "penstock_attempt_seconds_count": "0x19 1x19 2x2",
             "penstock_simulated_step_seconds": "290x40",
@@ -195,13 +199,14 @@ CASES = (
     ),
     Case(
         name="stuck",
-        changed=STOPS,
+        changed=STUCK,
         fires={240: NOTHING, 345: alerts("Stuck"), 600: alerts("Stuck")},
     ),
     Case(
         name="stuck in its first step",
         changed={
             **dict.fromkeys(STOPS, "0x40"),
+            "penstock_standstill_seconds": "0+15x40",
             COMMITTED: "",
             SAVED: "",
             "penstock_save_interval_seconds": "",
@@ -211,7 +216,7 @@ CASES = (
     Case(
         name="data stuck",
         changed={
-            **STOPS,
+            **STUCK,
             'penstock_device_idle_seconds_total{device="0", cause="data"}': "0x16 0+15x23",
         },
         fires={240: NOTHING, 300: alerts("DataStuck"), 420: alerts("DataStuck", "Stuck")},

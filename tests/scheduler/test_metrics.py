@@ -49,7 +49,7 @@ class Measured:
         return self
 
     def value(self, name: str, **labels: str) -> float | None:
-        self.metrics.update(self.driver.machine, self.driver.status)
+        self.metrics.update(self.driver.machine, self.driver.status, self.driver.now_s)
         return self.metrics.registry.get_sample_value(f"penstock_{name}", labels)
 
     def page(self) -> str:
@@ -63,7 +63,7 @@ def test_label_values_are_those_of_the_machine() -> None:
 
 def test_what_is_not_known_is_absent_and_the_rest_begins_at_zero(live: Driver) -> None:
     measured = Measured(Driver())
-    measured.metrics.update(measured.driver.machine, measured.driver.status)
+    measured.metrics.update(measured.driver.machine, measured.driver.status, measured.driver.now_s)
     lines = [line for line in measured.page().splitlines() if not line.startswith("#")]
     shown = {line.split()[0] for line in lines}
     for metric in names.SCHEDULER:
@@ -283,3 +283,14 @@ def carry_out(times: EffectTimes, effects: Sequence[Effect], now: list[float]) -
         now[0] += 1.0
     times.done()
     now[0] += 1.0
+
+
+def test_a_standstill_is_measured_from_the_last_sign_of_progress(live: Driver) -> None:
+    """A worker that beats without getting on stands still; nobody does who has nothing to do."""
+    measured = Measured(live)
+    assert measured.value("standstill_seconds") == 0.0
+    beat = pb.Heartbeat(progress=7, activity="FORWARD 0 0")
+    for still_s in (0.0, 5.0):
+        live.now_s += still_s
+        live.machine.hangs.heard("worker.0", beat, live.now_s)
+        assert measured.value("standstill_seconds") == still_s

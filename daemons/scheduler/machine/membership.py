@@ -447,9 +447,13 @@ class Hangs:
         self.in_a_row = 0
         self._longest_s = max(self._longest_s, seconds)
 
+    def still_s(self, now_s: float) -> float:
+        """Returns for how long nobody has got on."""
+        return max(0.0, now_s - self._moved_s)
+
     def suspected(self, now_s: float) -> bool:
         """Whether nobody has got on for long enough to look for who is to blame."""
-        return now_s - self._moved_s > self.allowed_s
+        return self.still_s(now_s) > self.allowed_s
 
     def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
         """Returns which of the members that owe an answer to give up now, and why.

@@ -84,11 +84,11 @@ FAULTS = (
         settings=Settings(base=REAL, changes=TWO_NODES, by_hand=True),
     ),
     Fault(
-        name="worker-hangs",
-        text="a worker is stopped, and cluster.heartbeat_timeout_s is ten minutes",
+        name="link-dead",
+        text="an emulated link to the device moves a byte a second",
         alert="PenstockStuck",
-        strike=strikes.stopped("worker.1"),
-        settings=_emulated(cluster={"heartbeat_timeout_s": 600.0}),
+        settings=_emulated(emulation={"machine": {"fetch_bandwidth": 1.0}}),
+        step=0,
     ),
     Fault(
         name="data-stuck",
@@ -102,7 +102,8 @@ FAULTS = (
         name="data-used-up",
         text="a text of a few pages",
         alert="PenstockDataExhausted",
-        settings=_real(data={"path": str(Path(__file__))}),
+        strike=strikes.reached(12),
+        settings=_real(data={"path": str(Path(__file__).with_name("watching.py"))}),
         step=0,
     ),
     Fault(
@@ -207,15 +208,15 @@ FAULTS = (
         step=200,
     ),
     Fault(
-        name="metricsd-stopped",
-        text="metricsd gets SIGSTOP",
-        alert="PenstockMetricsMissing",
-        strike=strikes.stopped("metricsd.a"),
+        name="metricsd-killed-again",
+        text="metricsd gets SIGKILL four times",
+        alert="PenstockRestartsInARow",
+        strike=strikes.killed("metricsd.a", times=4),
     ),
     Fault(
-        name="observerd-stopped",
-        text="observerd gets SIGSTOP",
+        name="all-killed",
+        text="the whole run gets SIGKILL",
         alert="PenstockMetricsMissing",
-        strike=strikes.stopped("observerd"),
+        strike=strikes.killed_node("train"),
     ),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from penstock.protocol.errors import PenstockError
 from tests.integration.diagnosis.runs import FaultyRun
 
 Strike = Callable[[FaultyRun], AbstractContextManager[None]]
@@ -171,13 +172,32 @@ def states_in_the_way(run: FaultyRun) -> Iterator[None]:
     moved.rename(state)
 
 
+def reached(step: int) -> Strike:
+    """The configuration is the fault, from a step on."""
+
+    @contextmanager
+    def strike(run: FaultyRun) -> Iterator[None]:
+        run.wait_for_step(step)
+        yield
+
+    return strike
+
+
+def _answers(run: FaultyRun) -> bool:
+    try:
+        with run.control() as control:
+            return bool(control.status().phase)
+    except PenstockError:
+        return False
+
+
 @contextmanager
 def tokens_stuck(run: FaultyRun) -> Iterator[None]:
     """What describes the data is a pipe that nobody writes into, before anybody has read it."""
     meta, deadline = run.run_dir / "data" / "meta.json", time.monotonic() + 60.0
-    while not (run.run_dir / "plan.json").exists():
-        assert time.monotonic() < deadline, f"{run.name}: not prepared\n{run.said()}"
-        time.sleep(0.005)
+    while not _answers(run):  # the scheduler has read it, workers still start
+        assert time.monotonic() < deadline, f"{run.name}: not started\n{run.said()}"
+        time.sleep(0.02)
     whole = meta.read_bytes()
     meta.unlink()
     os.mkfifo(meta)
