@@ -27,6 +27,8 @@ from penstock.shm.memory import segment_name
 from penstock.shm.segment import SHM_ROOT
 
 SURVEY_S = 5.0
+LOOK_UP_S = 60.0
+"""Hosts are asked for at name servers no more often."""
 STALE_S = 30.0
 BLOCK_BYTES = 512
 """As stat(2) counts them."""
@@ -89,7 +91,10 @@ class NodeResources:
         planned = _planned_bytes_per_s(self._config)
         hosts = [node.host for node in self._config.cluster.nodes]
         own = hosts.pop(self._index)
+        interfaces, looked_up_s = frozenset[str](), float("-inf")
         while not self._closing.is_set():
+            if time.monotonic() - looked_up_s > LOOK_UP_S:
+                interfaces, looked_up_s = interfaces_to(own, hosts), time.monotonic()
             disks = {}
             for what, path in (("run", self._run.path), ("state", self._run.state_dir)):
                 try:
@@ -99,7 +104,7 @@ class NodeResources:
             self._survey = Survey(
                 at_s=time.monotonic(),
                 disks=disks,
-                interfaces=interfaces_to(own, hosts),
+                interfaces=interfaces,
                 planned_bytes_per_s=planned,
             )
             self._closing.wait(SURVEY_S)

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from penstock.protocol.metrics.every import EVERY
 from penstock.protocol.metrics.memory import MEMORY
 from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.observer import OBSERVER
@@ -16,6 +17,7 @@ from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.metrics.worker import WORKER
 
 PROCESSES: Mapping[str, Sequence[Metric]] = {
+    "every process": EVERY,
     "schedulerd": SCHEDULER,
     "memoryd": MEMORY,
     "optimizerd": OPTIMIZER,

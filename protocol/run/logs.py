@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from penstock.protocol.errors import StateError
+from penstock.protocol.metrics.every import LOG_DROPPED
 from penstock.protocol.run.files import append_whole, cannot_write, is_no_room, make_directory
 
 _LINE_BYTES = 4096
@@ -107,11 +108,7 @@ class DroppedLines(Collector):
         """Read at every scrape."""
         handlers = logging.getLogger().handlers
         dropped = sum(handler.dropped for handler in handlers if isinstance(handler, LogFile))
-        yield CounterMetricFamily(
-            "penstock_log_dropped",
-            "Log lines that could not be written, mostly for a full disk",
-            value=dropped,
-        )
+        yield CounterMetricFamily(LOG_DROPPED.name, LOG_DROPPED.text, value=dropped)
 
 
 class _Forgiving(io.FileIO):

@@ -6,8 +6,14 @@ says of every sample whose it is.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
+import time
+from collections.abc import Iterator
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from penstock.protocol.metrics.every import METRICS_CPU
 from penstock.protocol.run.logs import DroppedLines
 from penstock.protocol.run.pages import PageServer, page_address
 from penstock.protocol.run.rundir import RunDirectory
@@ -16,7 +22,16 @@ from penstock.protocol.run.rundir import RunDirectory
 def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -> PageServer:
     """Hands the metrics of a process of ``run`` to metricsd whenever that asks.
 
-    What every process has is added: log lines that were dropped.
+    What every process has is added: log lines that were dropped, and what this costs.
     """
     registry.register(DroppedLines())
+    registry.register(RenderTime())
     return PageServer(registry, page_address(run.run_id, member))
+
+
+class RenderTime(Collector):
+    """Counts the CPU time of the thread that asks; a page server has a thread for nothing else."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Read whenever somebody asks."""
+        yield CounterMetricFamily(METRICS_CPU.name, METRICS_CPU.text, value=time.thread_time())
