@@ -55,6 +55,20 @@ time.sleep(60)
 """
 
 
+CONNECT = """
+import os, socket, sys
+for user in sys.argv[2:]:
+    os.setuid(int(user))
+with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+    stranger.settimeout(5)
+    stranger.connect(chr(0) + sys.argv[1])
+    received = 0
+    while part := stranger.recv(4096):
+        received += len(part)
+print(received, end="")
+"""
+
+
 def test_a_page_without_when_counters_began(run_id: str, served: PageServer) -> None:
     address = page_address(run_id, "memoryd.a")
     [(name, answer)] = ask({"memoryd.a": address}, 5.0).items()
@@ -80,12 +94,12 @@ def test_other_users_are_sent_away_at_both_ends(
     run_id: str, served: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = page_address(run_id, "memoryd.a")
-    with monkeypatch.context() as patch:
-        patch.setattr(pages, "is_own_user", lambda user: user != os.getuid())
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.connect(address)
-            stranger.settimeout(5)
-            assert stranger.recv(100) == b""
+    command = [sys.executable, "-c", CONNECT, address[1:]]
+    if os.geteuid() == 0:  # else there is nobody to be another user
+        told = subprocess.run([*command, "65534"], capture_output=True, timeout=20)
+        assert (told.returncode, told.stdout) == (0, b"0"), told.stderr
+    told = subprocess.run(command, capture_output=True, timeout=20)
+    assert told.returncode == 0 and int(told.stdout) > 100
     with monkeypatch.context() as patch:
         patch.setattr(asking, "is_own_user", lambda user: user != os.getuid())
         assert ask({"memoryd.a": address}, 1.0)["memoryd.a"].pid is None

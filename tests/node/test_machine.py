@@ -430,6 +430,13 @@ def test_a_run_goes_on_without_a_helper_that_dies_again_and_again(
     assert helped.state.phase is NodePhase.RUNNING
 
 
+def test_a_helper_that_dies_now_and_then_always_comes_back(helped: Machine) -> None:
+    for pid in range(20, 30):
+        assert helped.exit("fetchd.a", -9, after_s=3600.0) == []
+        assert helped.feed(Tick()) == [Start(name="fetchd.a")]
+        helped.feed(Started(name="fetchd.a", pid=pid))
+
+
 def test_a_node_ends_its_helpers_with_the_run(helped: Machine) -> None:
     ended = helped.feed(ShutdownAsked(keep_memory=False, reason="done", code=0))
     assert ended == [CloseLink(), Terminate(name="fetchd.a")]

@@ -81,7 +81,8 @@ class NodeLimits:
     the scheduler: one that was not connected yet never hears that the run has ended. ``silence_s``:
     how long a child may stand still, stopped by a signal (the scheduler watches members only, and
     only those that have joined, as long as the run goes on); ``hang_s``: how long the node's
-    schedulerd may say nothing though it is not stopped.
+    schedulerd may say nothing though it is not stopped. A helper that lived ``helper_forgiven_s``
+    has all of its restarts again: a run of weeks is not to end up without it.
     """
 
     max_restarts: int
@@ -97,6 +98,7 @@ class NodeLimits:
     terminate_timeout_s: float = 30.0
     silence_s: float = 10.0
     hang_s: float = 600.0
+    helper_forgiven_s: float = 600.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,6 +205,8 @@ class NodeMachine:
     def _on_exited(self, event: Exited, now_s: float) -> list[Effect]:
         child = self.children[event.name]
         lived_s = now_s - child.started_s if child.pid is not None else 0.0
+        if child.is_helper and lived_s >= self.limits.helper_forgiven_s:
+            child.restarts = 0
         child.quick_deaths = 0 if lived_s >= self.limits.quick_death_s else child.quick_deaths + 1
         fenced, child.fence_pid = child.fence_pid, None
         if child.pid is not None and fenced is None:
