@@ -20,7 +20,6 @@ WIDTH, HEIGHT = 720.0, 240.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 14.0, 26.0, 28.0
 _BUCKETS = 320
 _TICKS = 5
-_ROW = 30.0
 NUM_SERIES = 6
 """Colours that the page has for series."""
 
@@ -78,25 +77,17 @@ def curves(
     return Markup("".join(parts)) + _legend([one.name for one in drawn])
 
 
-def bars(rows: Sequence[Bar], title: str) -> Markup:
-    """Returns horizontal bars on one scale from 0; nothing without rows."""
-    if not rows:
-        return Markup()
-    height, name_width = _ROW * len(rows) + 6.0, 190.0
-    room = WIDTH - name_width - 150.0
-    longest = max(bar.value for bar in rows) or 1.0
-    parts = [_opening(height, title)]
-    for number, bar in enumerate(rows):
-        y, width = _ROW * number + 4.0, room * max(0.0, bar.value) / longest
-        middle = y + _ROW / 2 - 1.0
-        parts += (
-            f'<text class="name" x="{name_width - 8:.1f}" y="{middle:.1f}">{escape(bar.name)}'
-            "</text>",
-            f'<rect class="s1" x="{name_width:.1f}" y="{y:.1f}" width="{max(1.0, width):.1f}"'
-            f' height="{_ROW - 10:.1f}" rx="3"/>',
-            f'<text x="{name_width + width + 8:.1f}" y="{middle:.1f}">{escape(bar.text)}</text>',
+def bars(rows: Sequence[Bar]) -> Markup:
+    """Returns horizontal bars on one scale from 0, which fit any width; nothing without rows."""
+    longest = max((bar.value for bar in rows), default=0.0) or 1.0
+    parts = []
+    for bar in rows:
+        share = max(0.0, bar.value) / longest
+        parts.append(
+            f'<div class="bar"><span>{escape(bar.name)}</span><div><i style="width:{share:.1%}">'
+            f"</i><em>{escape(bar.text)}</em></div></div>"
         )
-    return Markup("".join([*parts, "</svg>"]))
+    return Markup("".join(parts))
 
 
 def short(value: float) -> str:

@@ -45,8 +45,8 @@ def _tiles(first: RunFacts, second: RunFacts, names: tuple[str, str]) -> list[Ti
     found = []
     for name, left, right, form in _rows(first, second):
         if left and right is not None and name in _HEADLINES:
-            value = f"{right / left:.3g}x"
-            note = f"{left:{form}} → {right:{form}}"
+            value = f"{left:{form}} → {right:{form}}"
+            note = f"{right / left:.3g}x"
             found.append(Tile(name=name, value=value, note=note))
     return found
 
@@ -90,7 +90,7 @@ def _curves(first: RunFacts, second: RunFacts, names: tuple[str, str]) -> Chapte
                 )
                 for name, facts in zip(names, (first, second), strict=True)
             ]
-        blocks.append(Picture(image=curves(series, unit, from_zero=from_zero), caption=unit))
+        blocks.append(Picture(image=curves(series, unit, from_zero=from_zero)))
     if not (first.readings.steps or second.readings.steps):
         blocks = [Unknown("Neither run has decided a step yet.")]
     return Chapter(name="curves", heading="Curves", blocks=blocks)

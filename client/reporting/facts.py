@@ -160,9 +160,7 @@ class RunFacts:
 
 
 def flat_config(config: Config) -> dict[str, Any]:
-    """Returns all keys with their values, in the order of the configuration. A mapping that is the
-    value of a key is one.
-    """
+    """Returns all keys with their values, in the order of the configuration."""
     return dict(_values(config, ""))
 
 
@@ -180,8 +178,15 @@ def _values(section: BaseModel, prefix: str) -> list[tuple[str, Any]]:
         if isinstance(value, BaseModel):
             found += _values(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", section.model_dump(mode="json")[name]))
+            found += _leaves(f"{prefix}{name}", section.model_dump(mode="json")[name])
     return found
+
+
+def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Returns the keys below one whose value is a mapping, such as ``model.hf``; else itself."""
+    if not isinstance(value, dict) or not value:
+        return [(key, value)]
+    return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
 
 
 def _defaults(section: type[BaseModel], prefix: str) -> list[tuple[str, Any]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from statistics import quantiles
 from typing import Any
+
+import yaml
 
 from penstock.client.reporting.blocks import (
     Block,
@@ -155,7 +157,8 @@ def speed(facts: RunFacts) -> Chapter:
     blocks.append(
         Unknown(
             "Model FLOPs utilization is this over the peak of the device, which the run's files do"
-            " not name; Prometheus has it where the device is known (penstock_device_peak_flops)."
+            " not name; Prometheus has it where the device is known"
+            " (penstock_device_peak_flops_per_second)."
         )
     )
     return Chapter(name="speed", heading="Speed", blocks=blocks)
@@ -276,26 +279,26 @@ def reproduction(facts: RunFacts) -> Chapter:
         blocks.append(Table(headings=("with what it was prepared", ""), rows=rows))
     values = flat_config(facts.config)
     kept = {key: values[key] for key in changed_keys(facts.config) if key != "run.dir"}
-    lines = "\n".join(_as_yaml(kept))
     blocks += [
         Words(
             "The same configuration, data and versions give the same run: on CPUs with fixed thread"
             " counts bit for bit. Save these lines as again.yaml, then: penstock train again.yaml"
         ),
-        Code(lines),
+        Code(_as_yaml(kept)),
     ]
     return Chapter(name="again", heading="Versions, and how to run it again", blocks=blocks)
 
 
-def _as_yaml(values: dict[str, Any]) -> Iterator[str]:
-    """Yields lines of YAML; JSON is YAML, so values are written as JSON."""
-    section = ""
+def _as_yaml(values: Mapping[str, Any]) -> str:
+    """Returns the text of a configuration that has these keys."""
+    nested: dict[str, Any] = {}
     for key, value in values.items():
-        head, _, name = key.partition(".")
-        if head != section:
-            section = head
-            yield f"{head}:"
-        yield f"  {name}: {json.dumps(value)}"
+        *path, name = key.split(".")
+        place = nested
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
 
 
 def restarts(facts: RunFacts) -> Iterator[Mark]:

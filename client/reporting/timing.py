@@ -21,7 +21,7 @@ def where_time_went(facts: RunFacts) -> Chapter:
     blocks = [*_of_all_steps(facts)]
     traced = facts.traced
     if isinstance(traced, str):
-        blocks.append(Unknown(traced))
+        blocks.append(Unknown("By instruction: a trace says it; see the next section."))
     else:
         blocks += _instructions(traced)
     return Chapter(name="time", heading="Where the time went", blocks=blocks)
@@ -62,7 +62,7 @@ def _of_all_steps(facts: RunFacts) -> list[Block]:
         " between the first instruction and the last in which they computed nothing; the tail runs"
         " from the last gradient to the commit."
     )
-    return [Picture(image=bars(rows, "where the time of a step went"), caption=words)]
+    return [Picture(image=bars(rows), caption=words)]
 
 
 def _instructions(traced: TraceReport) -> list[Block]:
