@@ -9,8 +9,13 @@ from penstock.client.reporting.charts import Bar, bars
 from penstock.client.reporting.facts import RunFacts
 from penstock.client.watching.trace import panels
 from penstock.client.watching.trace_report import TraceReport
+from penstock.planner.configured import config_prices, optimizer_of
 from penstock.planner.render import SECONDS
 from penstock.planner.render.as_files import compared_svg
+from penstock.planner.traces.causes import Resource
+from penstock.planner.traces.critical import critical_path
+from penstock.planner.traces.fitted import Fit
+from penstock.planner.traces.savings import CostSource, Pricing, savings
 
 MAX_PICTURE_BYTES = 3 << 20
 """Pages with larger pictures are slow to open."""
@@ -23,6 +28,7 @@ def where_time_went(facts: RunFacts) -> Chapter:
     if isinstance(traced, str):
         blocks.append(Unknown("By instruction: a trace says it; see the next section."))
     else:
+        blocks += _critical(traced, facts)
         blocks += _instructions(traced)
     return Chapter(name="time", heading="Where the time went", blocks=blocks)
 
@@ -63,6 +69,65 @@ def _of_all_steps(facts: RunFacts) -> list[Block]:
         " from the last gradient to the commit."
     )
     return [Picture(image=bars(rows), caption=words)]
+
+
+def _critical(traced: TraceReport, facts: RunFacts) -> list[Block]:
+    """Every second of a typical step on one resource, and what the step would be without it."""
+    attempt, config = traced.typical, facts.config
+    fit = Fit.of([attempt], config.cluster.workers)
+    path = critical_path(attempt, fit)
+    pricing = Pricing.of_fit(fit)
+    if config.cluster.platform.models_time:
+        prices = config_prices(config, facts.run.table)
+        pricing = Pricing(
+            costs=prices.costs,
+            cluster=prices.cluster,
+            optimizer=optimizer_of(config),
+            source=CostSource.EMULATED,
+        )
+    saved = savings(fit.plan, pricing, path)
+    found = sorted(path.seconds.items(), key=lambda item: -item[1])
+    found = [(resource, seconds) for resource, seconds in found if seconds > 0.0]
+    drawn = [
+        Bar(
+            name=_RESOURCES[resource],
+            value=seconds,
+            text=f"{SECONDS.format(seconds, digits=3)}, {seconds / path.step_s:.0%}",
+        )
+        for resource, seconds in found
+    ]
+    caption = (
+        f"Attempt {attempt.number}, a typical one, took {SECONDS.format(path.step_s, digits=3)}."
+        " Each second of it belongs to what held it up in the end: the critical path, whose parts"
+        " add up to the step."
+    )
+    rows = [(_RESOURCES[r], SECONDS.format(saved.seconds[r], digits=3)) for r, _ in found]
+    if len(saved.critical) > 1:
+        names = ", ".join(_RESOURCES[resource] for resource in saved.critical)
+        rows.append((f"{names}: together", SECONDS.format(saved.together_s, digits=3)))
+    headings = ("if this took no time", "a step would be shorter by (simulated)")
+    words = (
+        "These do not add up: another chain of work may be nearly as long as the one that is taken"
+        " away."
+    )
+    table = Table(headings=headings, rows=rows, numbers=1)
+    return [
+        Picture(image=bars(drawn), caption=caption),
+        Folded(title="What would be saved", blocks=[table, Words(words)]),
+    ]
+
+
+_RESOURCES = {
+    Resource.COMPUTE: "computing",
+    Resource.H2D: "copies to devices",
+    Resource.D2H: "copies from devices",
+    Resource.PEER_LINKS: "between devices",
+    Resource.NETWORK: "between nodes",
+    Resource.OPTIMIZER: "optimizer",
+    Resource.DATA: "reading data",
+    Resource.SCHEDULER: "scheduler",
+    Resource.OVERHEAD: "overhead",
+}
 
 
 def _instructions(traced: TraceReport) -> list[Block]:

@@ -85,6 +85,7 @@ def test_the_page_says_what_the_files_of_the_run_say(plain_run: Path) -> None:
     assert faults["processes that died and were started again"] == ("0",)
     assert faults["steps with the gradient norm over the limit (amended)"] == ("0",)
     assert rows(page, "simulated")["step"][0].endswith("ms")  # it is traced
+    assert "computing" in str(next(s for s in page.sections if s.name == "time").blocks)
     assert rows(page, "configuration")["train.clip_grad_norm"] == ("null",)
     assert "torch" in rows(page, "again")
     assert "run.dir" in changed_keys(facts.config)
