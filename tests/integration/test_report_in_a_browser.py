@@ -1,4 +1,4 @@
-"""The report of a run in a real browser: it draws, it says nothing on the console, it loads nothing."""
+"""The report of a run in a real browser: it draws, says nothing on the console, loads nothing."""
 
 from __future__ import annotations
 
@@ -81,3 +81,10 @@ def test_it_fits_the_window(page: Path, tmp_path: Path, width: str) -> None:
     browse(page, f"--window-size={pixels},900", f"--screenshot={picture}", profile=profile)
     assert struct.unpack(">II", picture.read_bytes()[16:24]) == (pixels, 900)
     assert picture.stat().st_size > 20_000  # and not an empty page
+
+
+def test_a_page_that_loads_or_complains_would_be_seen(tmp_path: Path) -> None:
+    probe, log = tmp_path / "probe.html", tmp_path / "net.json"
+    probe.write_text('<img src="http://example.invalid/x.png"><script>console.log("!")</script>')
+    done = browse(probe, "--dump-dom", f"--log-net-log={log}", profile=tmp_path / "profile")
+    assert "http://example.invalid/x.png" in requests_of(log) and "CONSOLE" in done.stderr
