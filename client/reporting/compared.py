@@ -45,8 +45,8 @@ def _tiles(first: RunFacts, second: RunFacts, names: tuple[str, str]) -> list[Ti
     found = []
     for name, left, right, form in _rows(first, second):
         if left and right is not None and name in _HEADLINES:
-            value = f"{left:{form}} → {right:{form}}"
-            note = f"{right / left:.3g}x"
+            value = f"{right:{form}}"
+            note = f"{right / left:.3g} times the {left:{form}} of {names[0]}"
             found.append(Tile(name=name, value=value, note=note))
     return found
 

@@ -56,7 +56,7 @@ def trained(facts: RunFacts) -> Chapter:
             f" {len(config.cluster.nodes)} node{'s' * (len(config.cluster.nodes) > 1)}",
         ),
     ]
-    blocks: list[Block] = [Table(headings=("what", ""), rows=rows)]
+    blocks: list[Block] = [Table(headings=("", ""), rows=rows)]
     if config.cluster.platform.brings_model:
         blocks.append(
             Words(
@@ -153,7 +153,7 @@ def speed(facts: RunFacts) -> Chapter:
     ]
     series = [Series(name="tokens a second", points=rates)]
     picture = Picture(image=curves(series, "tokens/s", list(restarts(facts)), from_zero=True))
-    blocks: list[Block] = [picture, Table(headings=("figure", ""), rows=rows, numbers=1)]
+    blocks: list[Block] = [picture, Table(headings=("", ""), rows=rows, numbers=1)]
     blocks.append(
         Unknown(
             "Model FLOPs utilization is this over the peak of the device, which the run's files do"

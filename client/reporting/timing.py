@@ -166,7 +166,10 @@ def _figures(traced: TraceReport) -> list[Block]:
     rows += [(name, *(map(_share, both))) for name, *both in shares]
     costs = traced.costs or "costs that are fitted to this trace"
     return [
-        Words(f"The simulated step is {traced.error:+.1%} beside the measured one, with {costs}."),
+        Words(
+            f"With {costs} the simulated step is {abs(traced.error):.1%}"
+            f" {'longer' if traced.error > 0.0 else 'shorter'} than the measured one."
+        ),
         Table(headings=("", "measured", "simulated"), rows=rows, numbers=1),
     ]
 

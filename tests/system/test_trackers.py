@@ -20,6 +20,7 @@ def init(**_): return Run()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_trackers_neither_change_nor_hold_up_a_run(
     runner: Any, plain_run: Path, tmp_path: Path
 ) -> None:
