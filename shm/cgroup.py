@@ -260,8 +260,19 @@ def usable_cpus() -> int:
 
 def stolen_s(root: Path = ROOT) -> float:
     """Returns the CPU time that a hypervisor gave to others, of all CPUs of the machine."""
+    return sum(_cpu_times(root)[7:8])
+
+
+def machine_cpu_s(root: Path = ROOT) -> float:
+    """Returns the CPU time of everything that has run on the machine, interrupts included."""
+    user, nice, system, _idle, _waiting, *interrupts = _cpu_times(root) or [0.0] * 5
+    return user + nice + system + sum(interrupts[:2])
+
+
+def _cpu_times(root: Path) -> list[float]:
+    """Returns what /proc/stat says of all CPUs together, in seconds."""
     words = _text(root / "proc/stat").partition("\n")[0].split()
-    return int(words[8]) / os.sysconf("SC_CLK_TCK") if len(words) > 8 else 0.0
+    return [int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:]]
 
 
 def _machine_memory(root: Path) -> MemoryLimit:

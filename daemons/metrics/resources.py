@@ -21,7 +21,13 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.run.names import node_index
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import ControlGroups, MemoryUnknownError, stolen_s, tightest_memory
+from penstock.shm.cgroup import (
+    ControlGroups,
+    MemoryUnknownError,
+    machine_cpu_s,
+    stolen_s,
+    tightest_memory,
+)
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import segment_name
 from penstock.shm.segment import SHM_ROOT
@@ -67,6 +73,7 @@ class NodeResources:
     def put(self, sheet: Sheet) -> None:
         """Write everything down that is known now."""
         self._put_memory(sheet)
+        sheet.put("penstock_node_cpu_used_seconds", machine_cpu_s())
         sheet.put("penstock_node_cpu_stolen_seconds", stolen_s())
         throttled_s = self._groups.cpu_throttled_s()
         if throttled_s is not None:

@@ -112,6 +112,10 @@ RESOURCES: tuple[Metric, ...] = (
         absent="where planning guessed it, and on a single node",
     ),
     counter(
+        "penstock_node_cpu_used_seconds",
+        "CPU time of everything on the machine; less the node's processes: others.",
+    ),
+    counter(
         "penstock_node_cpu_stolen_seconds",
         "CPU time that a hypervisor gave to others, of all CPUs of the machine.",
     ),

@@ -39,6 +39,8 @@ HEALTHY: dict[str, str] = {
     'penstock_expected_busy_seconds{device="1"}': "0.4x40",
     "penstock_optimizer_busy_seconds_total": "0+6x40",
     "penstock_optimizer_cpu_seconds_total": "0+5.7x40",
+    "penstock_node_cpu_used_seconds_total": "0+18x40",
+    'penstock_process_cpu_seconds_total{process="worker.0"}': "0+15x40",
     "penstock_sweep_seconds_total": "0+3x40",
     "penstock_sweep_bytes_total": "0+6e10x40",
     "penstock_memory_bandwidth_ceiling_bytes_per_second": "3e10x40",
@@ -257,6 +259,15 @@ CASES = (
             'penstock_run_info{platform="cpu"}': "1x40",
         },
         fires={330: NOTHING},
+    ),
+    Case(
+        name="others on the cores that workers and optimizer share",
+        changed={
+            "penstock_optimizer_cpu_seconds_total": "0+3x40",
+            'penstock_run_info{platform="cpu"}': "1x40",
+            "penstock_node_cpu_used_seconds_total": "0+30x40",
+        },
+        fires={330: alerts("OptimizerStarved")},
     ),
     Case(
         name="memory channels full",

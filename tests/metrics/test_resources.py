@@ -19,7 +19,7 @@ from penstock.daemons.metrics.sheet import Sheet
 from penstock.protocol.config.schema import parse_config
 from penstock.protocol.metrics.node import METRICSD
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import ControlGroups, stolen_s, tightest_memory
+from penstock.shm.cgroup import ControlGroups, machine_cpu_s, stolen_s, tightest_memory
 from tests.metrics.test_merging import samples
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -137,6 +137,7 @@ def test_cpu_time_that_others_got(tmp_path: Path) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     (tmp_path / "proc" / "stat").write_text(f"cpu 1 2 3 4 5 6 7 {3 * ticks} 0 0\ncpu0 1\n")
     assert stolen_s(tmp_path) == 3.0
+    assert machine_cpu_s(tmp_path) == pytest.approx((1 + 2 + 3 + 6 + 7) / ticks)
     assert stolen_s() >= 0.0
     own = ControlGroups().cpu_throttled_s()
     assert own is None or own >= 0.0

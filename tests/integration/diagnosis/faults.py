@@ -127,7 +127,11 @@ FAULTS = (
         text="others compute on the optimizer's cores",
         alert="PenstockOptimizerStarved",
         strike=strikes.cores_taken,
-        settings=_emulated(emulation={"scale": "1/50"}, optimizer={"leave_cores": 0.5}),
+        settings=_real(
+            model={"hf": {"hidden_size": 256, "intermediate_size": 704}},
+            optimizer={"cores": [1]},
+        ),
+        step=40,
     ),
     Fault(
         name="memory-channels",
