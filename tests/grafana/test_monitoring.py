@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file/watch: cannot write it"):
         files.write(tmp_path / "file" / "watch")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_what_is_written_as_it_lies_there(tmp_path: Path) -> None:
+    """With the rules beside its configuration, and the folder that runs write into."""
+    files.write(tmp_path)
+    config = tmp_path / "prometheus" / "prometheus.yml"
+    command = ["promtool", "check", "config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "penstock.rules.yml" in done.stdout and "0 rules found" not in done.stdout
+    jobs = {job["job_name"]: job for job in yaml.safe_load(config.read_text())["scrape_configs"]}
+    pattern = jobs["penstock"]["file_sd_configs"][0]["files"][0]
+    (tmp_path / "targets" / "run.node.json").write_text("[]")
+    assert [path.name for path in config.parent.glob(pattern)] == ["run.node.json"]

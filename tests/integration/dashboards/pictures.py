@@ -168,8 +168,13 @@ def _timeseries(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
     elif panel.raw["fieldConfig"]["defaults"].get("min") == 0:
         axes.set_ylim(0, axes.get_ylim()[1] or 1.0)
     axes.grid(color="#25272c", lw=0.6)
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, panel.unit)))
+    axes.set_axisbelow(True)
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        if panel.unit == "none":
+            axes.ticklabel_format(axis="y", style="plain", useOffset=False)
+    if panel.unit != "none":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, panel.unit)))
     _legend(frame, panel, lines)
 
 
