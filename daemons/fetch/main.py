@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry
 from penstock.daemons.fetch.agent import Agent
 from penstock.daemons.fetch.clients import Listener
 from penstock.daemons.fetch.peers import Peers
-from penstock.daemons.fetch.service import FetchMetrics, FetchService
+from penstock.daemons.fetch.service import FetchService
 from penstock.daemons.fetch.serving import SERVED, Serving, draw_generation
 from penstock.protocol.errors import LostMemberError
+from penstock.protocol.metrics.fetch import FETCH
+from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import fetchd_name, ipc_address, node_index
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
@@ -61,7 +63,7 @@ def _run(run: RunDirectory, node: str, stop: StopSignal) -> None:
             listener=listener,
             peers=Peers(agent, run, context, socket_access(run.config, run.path, node)),
             memoryd=memoryd,
-            metrics=FetchMetrics(registry),
+            metrics=MetricPage(FETCH, registry),
             stopped=lambda: stop.is_set,
         )
         service.run()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
-from prometheus_client import CollectorRegistry, Counter
 
 from penstock.daemons.fetch.agent import Agent, Transfer, TransferError
 from penstock.daemons.fetch.clients import MAX_CLIENTS, Client, Listener
@@ -21,6 +20,8 @@ from penstock.daemons.fetch.peers import AWAY_S, SILENT_S, Peer, Peers
 from penstock.daemons.fetch.reads import Read, StaleError, Step
 from penstock.daemons.fetch.serving import Serving
 from penstock.protocol.errors import PenstockError, ProtocolError
+from penstock.protocol.metrics.fetch import READ_BYTES, READS
+from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.wire.frames import ReadReply, ReadRequest, encode
 
 IDLE_MS = 2
@@ -35,23 +36,6 @@ MAX_RETIRED = 8
 """Staging memories whose clients are gone while a silent peer's bytes might still come."""
 
 _log = logging.getLogger(__name__)
-
-
-class FetchMetrics:
-    """Prometheus metrics of a fetchd."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.reads = Counter(
-            "penstock_fetchd_reads",
-            "Ranges that were asked for: read, not complete yet, written meanwhile, no way there.",
-            ["status"],
-            registry=registry,
-        )
-        self.read_bytes = Counter(
-            "penstock_fetchd_read_bytes",
-            "Bytes read out of other nodes' memory.",
-            registry=registry,
-        )
 
 
 @dataclass(slots=True)
@@ -78,7 +62,7 @@ class FetchService:
         listener: Listener,
         peers: Peers,
         memoryd: zmq.Socket[bytes],
-        metrics: FetchMetrics,
+        metrics: MetricPage,
         stopped: Callable[[], bool],
     ) -> None:
         """``memoryd``: the local socket of the node's memoryd, which is told of the offer."""
@@ -262,9 +246,9 @@ class FetchService:
     def _answer(self, client: Client, request: ReadRequest, reply: ReadReply) -> None:
         client.busy.discard(request.slot)
         client.reply(reply)
-        self._metrics.reads.labels(reply.status).inc()
+        self._metrics.add(READS.name, 1, reply.status)
         if reply.status == "ok":
-            self._metrics.read_bytes.inc(request.block.num_bytes)
+            self._metrics.add(READ_BYTES.name, request.block.num_bytes)
 
 
 def _away(request: ReadRequest, why: str) -> ReadReply:

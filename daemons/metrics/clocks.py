@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from penstock.daemons.metrics.exporter import keys_of_metrics
 from penstock.daemons.metrics.sheet import Sheet
 from penstock.daemons.metrics.targets import addresses
 from penstock.protocol.run.files import parse_json
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import keys_of
 from penstock.protocol.security.identity import METRICS_HOST
 
 CLOCK_PATH = "/clock"
@@ -92,8 +92,7 @@ class ClockWatch:
 
     def __init__(self, run: RunDirectory, first: str, node: str) -> None:
         self._run, self._first = run, first
-        secured = run.config.cluster.security == "tls"
-        self._keys = keys_of(run.config) / f"node.{node}" if secured else None
+        self._keys = keys_of_metrics(run.config, node)
         self._exchanges: deque[Exchange] = deque(maxlen=REMEMBERED)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._compare_on, name="clock", daemon=True)

@@ -20,17 +20,33 @@ from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.security.addresses import check_addresses
 from penstock.protocol.security.folders import KeyFolder, read_private
 
 USER = "penstock"
 MAX_CONNECTIONS = 16
 """At a time; more are closed at once."""
+_LOOK_S = 0.2
+"""How long :meth:`Exporter.close` may take to be noticed."""
 PATIENCE_S = 5.0
 """How long a client may say nothing."""
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 _log = logging.getLogger(__name__)
+
+
+def keys_of_metrics(config: Config, node: str) -> Path | None:
+    """Returns the folder of keys with which ``node`` serves; None: in plain text.
+
+    Raises:
+        ConfigError: it must not serve where it is to.
+    """
+    check_addresses(config)
+    if config.cluster.security != "tls" or config.cluster.keys is None:
+        return None
+    return config.cluster.keys / f"node.{node}"
 
 
 class Exporter:
@@ -53,7 +69,7 @@ class Exporter:
         self._server.set_app(app)
         self.port = self._server.server_port
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="metrics", daemon=True
+            target=self._server.serve_forever, args=(_LOOK_S,), name="metrics", daemon=True
         )
         self._thread.start()
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.daemons.metrics.clocks import ClockWatch
 from penstock.daemons.metrics.collection import Collection, labels_of
+from penstock.daemons.metrics.exporter import keys_of_metrics
 from penstock.daemons.metrics.facts import put_facts
 from penstock.daemons.metrics.resources import NodeResources
 from penstock.daemons.metrics.serving import application, listen
@@ -34,7 +35,6 @@ from penstock.protocol.run.pages import render
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
-from penstock.protocol.security.access import keys_of
 from penstock.protocol.security.folders import KeyFolder
 
 RENEW_S = 60.0
@@ -84,8 +84,9 @@ def _own_page(run: RunDirectory, node: str, stack: ExitStack) -> Callable[[], by
         clocks = ClockWatch(run, first, node)
         stack.callback(clocks.close)
         measuring.append(clocks.put)
-    if config.cluster.security == "tls":
-        measuring.append(partial(_put_expiry, KeyFolder(keys_of(config) / f"node.{node}")))
+    keys = keys_of_metrics(config, node)
+    if keys is not None:
+        measuring.append(partial(_put_expiry, KeyFolder(keys)))
 
     def page() -> bytes:
         sheet = Sheet(OWN)

@@ -18,13 +18,11 @@ from typing import Any
 
 from penstock.daemons.metrics.clocks import CLOCK_PATH, clock_page
 from penstock.daemons.metrics.collection import DEADLINE_S, Collection
-from penstock.daemons.metrics.exporter import App, Exporter
+from penstock.daemons.metrics.exporter import App, Exporter, keys_of_metrics
 from penstock.daemons.metrics.targets import addresses, read_targets
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.names import metrics_port, node_index
-from penstock.protocol.security.access import keys_of
-from penstock.protocol.security.addresses import check_addresses
 
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus' text format."""
@@ -69,9 +67,8 @@ def listen(app: App, config: Config, node: str) -> Exporter:
     Raises:
         ConfigError: it cannot listen there, or must not; the message names the key.
     """
-    check_addresses(config)
+    keys = keys_of_metrics(config, node)
     host, port = config.observability.metrics_host, metrics_port(config, node_index(config, node))
-    keys = keys_of(config) / f"node.{node}" if config.cluster.security == "tls" else None
     try:
         return Exporter(app, host, port, keys, public=(CLOCK_PATH,))
     except OSError as error:

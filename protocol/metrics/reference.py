@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.metrics.every import EVERY
+from penstock.protocol.metrics.fetch import FETCH
 from penstock.protocol.metrics.memory import MEMORY
 from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.observer import OBSERVER
@@ -22,6 +23,7 @@ PROCESSES: Mapping[str, Sequence[Metric]] = {
     "memoryd": MEMORY,
     "optimizerd": OPTIMIZER,
     "worker": WORKER,
+    "fetchd": FETCH,
     "node": NODE,
     "metricsd": METRICSD,
     "observerd": (*OBSERVER, *TRACKERS),

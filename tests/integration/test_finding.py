@@ -16,6 +16,7 @@ import yaml
 import tests.system.conftest as H
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.authority import make
 from tests.integration.prometheus import Prometheus, missing
 from tests.system.conftest import runner as runner
 
@@ -115,16 +116,27 @@ def test_a_prometheus_follows_a_run_from_its_start_to_its_end(runner: Any, tmp_p
         soon(lambda: not prometheus.targets(), "nobody is to be scraped any more")
 
 
-def test_one_address_of_a_run_leads_to_all(runner: Any, tmp_path: Path) -> None:
-    run = runner.start(runner.configure("led", {"cluster": NODES, "train": {"steps": 10**6}}))
+@pytest.mark.parametrize("example", ["http.yml", "tls.yml"])
+def test_one_address_of_a_run_leads_to_all(runner: Any, tmp_path: Path, example: str) -> None:
+    """The example, but for addresses and paths. With TLS, clocks are compared without a password."""
+    cluster: dict[str, Any] = dict(NODES)
+    if example == "tls.yml":
+        make(tmp_path / "keys", "led", ["a", "b"])
+        cluster |= {"security": "tls", "keys": str(tmp_path / "keys")}
+    run = runner.start(runner.configure("led", {"cluster": cluster, "train": {"steps": 10**6}}))
     H.wait_for_step(run, 1, timeout_s=200)
     [entry] = json.loads((run.run_dir / "metrics" / "b.json").read_text())
-    job = yaml.safe_load((EXAMPLES / "http.yml").read_text())["scrape_configs"][0]
+    text = (EXAMPLES / example).read_text().replace("10.0.0.1:29700", entry["targets"][0])
+    [job] = yaml.safe_load(text.replace("keys/metrics", f"{tmp_path}/keys/metrics"))[
+        "scrape_configs"
+    ]
     job["scrape_interval"] = "1s"
-    job["http_sd_configs"] = [{"url": f"http://{entry['targets'][0]}/targets"}]
     with Prometheus(tmp_path / "prometheus", [job]) as prometheus:
         found = prometheus.wait_for('up{run="led"} == 1', until=lambda series: len(series) == 2)
         assert {series.labels["node"] for series in found} == {"a", "b"}
+        prometheus.wait_for('penstock_clock_offset_seconds{node="b", peer="a"}')
+        expiry = prometheus.query("penstock_keys_expire_timestamp_seconds > time()")
+        assert len(expiry) == (2 if example == "tls.yml" else 0)
     os.kill(run.process.pid, signal.SIGINT)
     run.wait(90)
 
