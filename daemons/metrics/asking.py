@@ -9,10 +9,9 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.protocol.run.logs import Complaints
 from penstock.protocol.run.pages import LENGTH_BYTES, is_own_user
 from penstock.protocol.security.token import peer_process
 
@@ -20,7 +19,6 @@ MAX_PAGE_BYTES = 16 * 2**20
 _READ_BYTES = 2**18
 
 _log = logging.getLogger(__name__)
-_complaints = Complaints(_log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +58,20 @@ class _Call:
         return bytes(self.read[LENGTH_BYTES:]) if whole else None
 
 
-def ask(addresses: Mapping[str, str], deadline_s: float) -> dict[str, Answer]:
+def ask(
+    addresses: Mapping[str, str],
+    deadline_s: float,
+    complain: Callable[[str], None] = _log.warning,
+) -> dict[str, Answer]:
     """Returns what the processes said that listen at ``addresses`` (process -> abstract socket);
-    those that take longer than ``deadline_s`` have said nothing.
+    those that take longer than ``deadline_s`` have said nothing. ``complain`` hears of names that
+    other users have taken.
     """
     begun_s = time.monotonic()
     answers: dict[str, Answer] = {}
     with selectors.DefaultSelector() as selector:
         for process, address in addresses.items():
-            call = _call(address)
+            call = _call(address, complain)
             if call is None:
                 answers[process] = Answer(page=None, pid=None, seconds=0.0)
             else:
@@ -98,7 +101,7 @@ def _answer(
     return Answer(page=page, pid=call.pid, seconds=time.monotonic() - begun_s)
 
 
-def _call(address: str) -> _Call | None:
+def _call(address: str, complain: Callable[[str], None]) -> _Call | None:
     """Returns a connection to a process of this user; None: nobody listens, it has too many
     connections to answer already, or it is somebody else's.
     """
@@ -112,6 +115,6 @@ def _call(address: str) -> _Call | None:
         return None
     if not is_own_user(user):
         connection.close()
-        _complaints.say(f"@{address[1:]}: process {pid} of user {user} listens there: not asked")
+        complain(f"@{address[1:]}: process {pid} of user {user} listens there: not asked")
         return None
     return _Call(connection=connection, pid=pid)

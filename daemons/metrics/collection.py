@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,9 +20,12 @@ from penstock.protocol.metrics.node import (
     PROCESS_START,
     PROCESS_UP,
 )
+from penstock.protocol.run.logs import Complaints
 from penstock.protocol.run.names import place_of_member
 from penstock.protocol.run.pages import page_address
 from penstock.shm.process import ProcessUsage
+
+_log = logging.getLogger(__name__)
 
 DEADLINE_S = 1.0
 """How long a process may take to hand out its page."""
@@ -50,6 +54,7 @@ class Collection:
     ) -> None:
         self._processes, self._own_page, self._ours = processes, own_page, ours
         self._addresses = {name: page_address(run_id, name) for name in processes}
+        self._complaints = Complaints(_log)
         self._lock = threading.Lock()
         self._page, self._made_s = b"", float("-inf")
 
@@ -65,7 +70,7 @@ class Collection:
 
     def _collect(self, deadline_s: float) -> bytes:
         begun_s = time.monotonic()
-        answers = ask(self._addresses, deadline_s)
+        answers = ask(self._addresses, deadline_s, self._complaints.say)
         merged = MergedPage()
         for process, answer in answers.items():
             labels = self._processes[process]

@@ -118,7 +118,7 @@ def test_a_prometheus_follows_a_run_from_its_start_to_its_end(runner: Any, tmp_p
 
 @pytest.mark.parametrize("example", ["http.yml", "tls.yml"])
 def test_one_address_of_a_run_leads_to_all(runner: Any, tmp_path: Path, example: str) -> None:
-    """The example, but for addresses and paths. With TLS, clocks are compared without a password."""
+    """The example, but for addresses and paths; with TLS, clocks need no password."""
     cluster: dict[str, Any] = dict(NODES)
     if example == "tls.yml":
         make(tmp_path / "keys", "led", ["a", "b"])
