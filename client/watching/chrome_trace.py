@@ -1,8 +1,10 @@
 """A traced run as Chrome-trace JSON, for Perfetto and chrome://tracing.
 
 One process for each device, each node's optimizer and the scheduler; a thread for each lane. Arrows
-lead from a tensor's way to the instruction that takes it, and from published gradients to the sweep
-over their block. Times are microseconds since the first event.
+lead from an attempt's announcement to the first instruction of each device, from a send to the
+tensor's way and on to the instruction that takes it, from published gradients to the sweep over
+their block, and from sweeps to the weights that the next attempt loads. Times are microseconds
+since the first event.
 
 The format: "Trace Event Format", complete (``X``), metadata (``M``) and flow (``s``, ``f``) events.
 """
@@ -18,13 +20,21 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from penstock.planner.tensors import Tensor, taken_by
-from penstock.planner.traces.traced import AttemptTrace, DeviceTrace, TracedInstruction, TracedRun
-from penstock.protocol.plan.instructions import Opcode
+from penstock.planner.tensors import Tensor, taken_by, transferred
+from penstock.planner.traces.traced import (
+    SENDS,
+    AttemptTrace,
+    DeviceTrace,
+    TracedInstruction,
+    TracedRun,
+)
+from penstock.protocol.plan.instructions import FetchWeights, Instruction, Opcode, Phase
+from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.trace import TraceEvent
 
 Event = dict[str, Any]
 
+_SETTLING = ("settle", "finish", "cast")
 _OPTIMIZERS = 1000
 _SCHEDULER = 2000
 
@@ -73,10 +83,15 @@ class Range:
         return isinstance(attempt, int) and self.first <= attempt <= self.last
 
 
-def chrome_trace(run: TracedRun, node_names: tuple[str, ...], attempts: Range | None) -> str:
-    """Returns the JSON text of all attempts, or of a range of them."""
+def chrome_trace(
+    run: TracedRun, node_names: tuple[str, ...], attempts: Range | None, plan: Plan
+) -> str:
+    """Returns the JSON text of all attempts, or of a range of them; ``plan`` says which blocks'
+    weights a stage loads.
+    """
     maker = _ChromeTrace(run, attempts)
     events = [*maker.names(node_names), *maker.devices(), *maker.sweeps(), *maker.scheduled()]
+    events += [*maker.announcements(), *maker.loads(plan)]
     return json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": "penstock"}},
         separators=(",", ":"),
@@ -142,6 +157,54 @@ class _ChromeTrace:
             name = f"{event.text} {event.attempt}" if event.attempt else event.text
             yield self._complete(_SCHEDULER, 1, name, event.start_s, event.end_s, event)
 
+    def announcements(self) -> Iterator[Event]:
+        """Yields arrows from attempts to the first instruction of each device."""
+        announced = {e.attempt: e for e in self._scheduled if e.text in ("attempt", "broken")}
+        for trace in self._attempts:
+            source = announced.get(trace.number)
+            if source is None or trace.phase != "train":
+                continue
+            for device, own in sorted(trace.devices.items()):
+                firsts = [(_Thread.COMPUTE, work) for work in own.computed[:1]]
+                firsts += [(_Thread.ISSUE, work) for work in own.issued[:1]]
+                if firsts:
+                    thread, work = min(firsts, key=lambda first: first[1].ready_s)
+                    target = device + 1, thread, work.ready_s
+                    start = _SCHEDULER, 1, source.start_s
+                    yield from self._flow(start, target, "announcement")
+
+    def loads(self, plan: Plan) -> Iterator[Event]:
+        """Yields arrows from the last sweep over a stage's blocks in the attempt before to the
+        stage's load.
+        """
+        swept = self._last_sweeps()
+        for trace in self._attempts:
+            for device, own in trace.devices.items() if trace.phase == "train" else ():
+                lanes = (_Thread.COMPUTE, own.loads), (_Thread.FETCH, own.fetches)
+                for thread, work in ((thread, work) for thread, works in lanes for work in works):
+                    blocks = _loaded_blocks(work.instruction, plan)
+                    found = (swept.get((trace.number - 1, block)) for block in blocks)
+                    before = [sweep for sweep in found if sweep and sweep[0] <= work.ready_s]
+                    if before:
+                        _, start_s, pid = max(before)
+                        target = device + 1, thread, work.ready_s
+                        yield from self._flow((pid, 1, start_s), target, "weights")
+
+    def _last_sweeps(self) -> dict[tuple[int, int], tuple[float, float, int]]:
+        """Returns end, start and process of the sweep that made a block's weights, by attempt and
+        block, of those that are shown.
+        """
+        found: dict[tuple[int, int], tuple[float, float, int]] = {}
+        for node, events in self._run.sweeps.items():
+            for event in events:
+                name, _, block = event.text.partition(" ")
+                shown = self._all or self._start_s <= event.start_s <= self._end_s
+                if shown and block.isdigit() and name not in _SETTLING:
+                    sweep = event.end_s, event.start_s, _OPTIMIZERS + node
+                    key = event.attempt, int(block)
+                    found[key] = max(found.get(key, sweep), sweep)
+        return found
+
     def _of_device(self, trace: AttemptTrace, device: int, own: DeviceTrace) -> Iterator[Event]:
         pid = device + 1
         for work in own.computed:
@@ -189,12 +252,17 @@ class _ChromeTrace:
     # ---- transfers and arrows ----
 
     def _links(self, trace: AttemptTrace) -> Iterator[Event]:
-        takers = _takers(trace)
+        takers, senders = _takers(trace), _senders(trace)
         for moved in trace.moved:
             tensor, pid = moved.tensor, moved.source + 1
             name = f"{tensor.kind} {tensor.stage} {tensor.micro_batch}"
             thread = _Thread.LINK + moved.target
             yield self._span(pid, thread, name, moved.start_s, moved.arrived_s, "transfer", {})
+            sender = senders.get((tensor, moved.target))
+            if sender is not None:
+                yield from self._flow(
+                    (pid, _Thread.ISSUE, sender.ready_s), (pid, thread, moved.start_s), "send"
+                )
             taker = takers.get((moved.target, tensor))
             if taker is not None:
                 yield from self._flow(
@@ -206,7 +274,7 @@ class _ChromeTrace:
         name, _, block = event.text.partition(" ")
         waiting = self._published.get(int(block), []) if block.isdigit() else []
         before = [item for item in waiting if item[0] <= event.start_s]
-        if name in ("settle", "finish", "cast") or not before:
+        if name in _SETTLING or not before:
             return
         moment, source = max(before)
         self._published[int(block)] = [item for item in waiting if item not in before]
@@ -217,6 +285,11 @@ class _ChromeTrace:
     def _flow(
         self, source: tuple[int, int, float], target: tuple[int, int, float], name: str
     ) -> Iterator[Event]:
+        """Yields both ends of an arrow; none against time, which emulated clocks have where Python
+        was late to say what had happened already.
+        """
+        if target[2] < source[2]:
+            return
         self._flows += 1
         for phase, (pid, thread, time_s) in (("s", source), ("f", target)):
             event: Event = {
@@ -288,6 +361,27 @@ def _takers(trace: AttemptTrace) -> dict[tuple[int, Tensor], TracedInstruction]:
             if tensor is not None:
                 found.setdefault((device, tensor), work)
     return found
+
+
+def _senders(trace: AttemptTrace) -> dict[tuple[Tensor, int], TracedInstruction]:
+    """Returns, by tensor and target, the instruction that sends it."""
+    return {
+        (transferred(work.instruction), work.instruction.peer): work
+        for own in trace.devices.values()
+        for work in own.issued
+        if isinstance(work.instruction, SENDS)
+    }
+
+
+def _loaded_blocks(instruction: Instruction, plan: Plan) -> range:
+    """Returns the blocks whose weights a FETCH_WEIGHTS of ``plan`` loads; those of another plan may
+    name stages that are not there.
+    """
+    if not isinstance(instruction, FetchWeights):
+        return range(0)
+    forward = instruction.phase is Phase.FORWARD
+    stages = plan.forward_stages if forward else plan.backward_stages
+    return stages[instruction.stage].blocks if instruction.stage < len(stages) else range(0)
 
 
 def _named(pid: int, name: str) -> Iterator[Event]:

@@ -82,7 +82,7 @@ def make_trace_report(
     traced = TracedRun.of(trace, names)
     _check_wanted(traced, wanted)
     if outputs.chrome is not None:
-        write_file(outputs.chrome, chrome_trace(traced, names, wanted).encode())
+        write_file(outputs.chrome, chrome_trace(traced, names, wanted, run.plan).encode())
     measurement = measure(traced, run.plan, copies=run.config.cluster.platform.own_memory)
     chosen = _choose(measurement, wanted)
     fit = Fit.of(chosen, run.config.cluster.workers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -392,11 +392,59 @@ def test_chrome_trace(run: FakeRun, tmp_path: Path) -> None:
         ]
         assert executed == [str(i) for i in program if i.opcode.value in COMPUTE]
     check_lanes(spans)
-    starts = {e["id"] for e in events if e["ph"] == "s"}
-    ends = {e["id"] for e in events if e["ph"] == "f"}
-    assert starts == ends
     sends = sum(i.opcode.value in ("SA", "SG", "SC") for p in run.plan.programs for i in p)
-    assert len(starts) == sends + NUM_BLOCKS, "each tensor to its user, each block to its pass"
+    assert arrows_of(events) == {
+        "announcement": 2,
+        "send": sends,
+        "tensor": sends,
+        "gradients": NUM_BLOCKS,
+    }
+
+
+def test_arrows_lead_from_sweeps_to_the_weights_that_the_next_attempt_loads(
+    tmp_path: Path,
+) -> None:
+    """Attempt 1 has none before it; what it loads has nothing to come from."""
+    run = FakeRun(tmp_path, PLANS["spipe"])
+    for attempt in range(1, 4):
+        run.write(attempt)
+    out = tmp_path / "out.json"
+    code, _, err = penstock("trace", str(tmp_path), "--out", str(out))
+    assert code == 0, err
+    fetches = sum(i.opcode.value == "FW" for p in run.plan.programs for i in p)
+    assert arrows_of(json.loads(out.read_text())["traceEvents"])["weights"] == 2 * fetches > 0
+
+
+LINKS = range(10, 100)
+ARROWS = {
+    "announcement": ((2000, (1,)), (1, (1, 2))),
+    "send": ((1, (2,)), (1, LINKS)),
+    "tensor": ((1, LINKS), (1, (1,))),
+    "gradients": ((1, (4,)), (1000, (1,))),
+    "weights": ((1000, (1,)), (1, (1, 3))),
+}
+"""First process and lanes of both ends, by name."""
+
+
+def arrows_of(events: list[dict[str, Any]]) -> Counter[str]:
+    """How many arrows of each name there are. Each has two ends, forwards in time, that lie in
+    slices of the lanes that they should.
+    """
+    slices = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        end = ends[number]
+        assert (start["name"], start["cat"], end["bp"]) == (end["name"], end["cat"], "e")
+        assert start["ts"] <= end["ts"], start
+        for one, (first, lanes) in zip((start, end), ARROWS[start["name"]], strict=True):
+            assert one["pid"] // 1000 == first // 1000 and one["tid"] in lanes, one
+            assert any(a - 0.11 <= one["ts"] <= b + 0.11 for a, b in slices[one["pid"], one["tid"]])
+    return Counter(start["name"] for start in starts.values())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])

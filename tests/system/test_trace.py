@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from penstock.client.main import app
 from penstock.protocol.run.rundir import RunDirectory
+from tests.client.test_trace import arrows_of
 from tests.system import conftest as H
 
 STEPS: int = H.PLAIN["train"]["steps"]
@@ -86,6 +87,10 @@ def check_chrome(events: list[dict[str, Any]], run: RunDirectory) -> None:
     decisions = [event["name"] for event in spans if event["name"].startswith("commit")]
     assert decisions == [f"commit {attempt}" for attempt in range(1, STEPS + 1)]
     check_lanes(spans)
+    arrows = arrows_of(events)
+    devices = len(run.plan.programs)
+    assert arrows["announcement"] == STEPS * devices
+    assert arrows["tensor"] > 0 and arrows["send"] > 0 and arrows["gradients"] >= STEPS
 
 
 def check_lanes(spans: list[dict[str, Any]]) -> None:
