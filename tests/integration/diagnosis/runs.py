@@ -130,7 +130,15 @@ class FaultyRun:
             self._start(node["name"], words)
 
     def _start(self, name: str, words: Sequence[str]) -> None:
-        command = ["unshare", "--mount", "--propagation", "private"]
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+        ]
         command += ["sh", "-c", f'set -e; {self._mounts()}; exec "$@"', "sh"]
         command += [sys.executable, "-m", "penstock.client.main", *words]
         with (self.folder / f"{name}.txt").open("ab") as output:
