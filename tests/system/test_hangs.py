@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.wire.control import ControlClient
+
 TIMEOUT_S = 4.0
 
 
@@ -30,6 +33,15 @@ def hangs(run_dir: Path) -> list[str]:
     return [message for message in messages if "no progress" in message]
 
 
+def answers(run_dir: Path) -> bool:
+    """Whether the scheduler runs."""
+    try:
+        with ControlClient.for_run(run_dir) as client:
+            return bool(client.status().phase)
+    except PenstockError:
+        return False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_workers_that_hang_in_a_system_call(runner: Any) -> None:
@@ -40,7 +52,7 @@ def test_workers_that_hang_in_a_system_call(runner: Any) -> None:
     runner.train(path, "--run-dir", str(undisturbed))
     run = runner.start(path)
     meta = run.run_dir / "data" / "meta.json"
-    wait_for((run.run_dir / "plan.json").exists, "plan")
+    wait_for(lambda: answers(run.run_dir), "scheduler, which reads it, too")
     whole = meta.read_bytes()
     meta.unlink()
     os.mkfifo(meta)

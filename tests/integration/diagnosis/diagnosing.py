@@ -14,7 +14,7 @@ from tests.integration.diagnosis.watching import Message, Watch
 ROOT = Path(__file__).parents[3]
 GROUP_WAIT_S = 30.0
 """Alertmanager's, from alertmanager.yml."""
-STARTS_S = 120.0
+STARTS_S = 240.0
 """A run takes so long at most until its first attempt, and Prometheus to hear of it."""
 HEALTHY_S = 15.0
 """A run is watched so long before its fault."""
@@ -63,7 +63,9 @@ def diagnose(fault: Fault, watch: Watch, folder: Path) -> Finding:
             assert not watch.told(fault.name), f"before its fault: {watch.told(fault.name)}"
         with fault.strike(run):
             if not fault.step:
-                asked = f'penstock_phase{{run="{fault.name}", phase="running"}} == 1'
+                asked = (
+                    f'penstock_phase{{run="{fault.name}", phase=~"running|deciding|amending"}} == 1'
+                )
                 watch.prometheus.wait_for(asked, STARTS_S)
             struck_s = time.time()
             fired_s = _fires(watch, fault, struck_s, begun_s, delay_s)

@@ -112,7 +112,7 @@ FAULTS = (
         alert="PenstockSlowWorker",
         strike=strikes.slowed("worker.1"),
         settings=_real(),
-        step=200,
+        step=60,
     ),
     Fault(
         name="all-slow",
@@ -120,7 +120,7 @@ FAULTS = (
         alert="PenstockStepSlow",
         strike=strikes.slowed("worker.0", "worker.1"),
         settings=_real(),
-        step=200,
+        step=60,
     ),
     Fault(
         name="cores-taken",
@@ -209,7 +209,7 @@ FAULTS = (
         alert="PenstockNetworkSlow",
         strike=strikes.slow_network("20mbit"),
         settings=Settings(base=REAL, changes=SLOW_NODES),
-        step=200,
+        step=60,
     ),
     Fault(
         name="metricsd-killed-again",

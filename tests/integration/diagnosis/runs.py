@@ -217,7 +217,7 @@ class FaultyRun:
         """Asks the scheduler."""
         return ControlClient.for_run(self.run_dir)
 
-    def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 300.0) -> None:
         """Wait until it is committed."""
         deadline = time.monotonic() + timeout_s
         while newest_step(self.run_dir) < step:
