@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
 PYTHON_PATHS := client daemons deploy grafana models planner protocol shm workers src tests bench
 
-.PHONY: train test check integration soak bench papers docs dashboards proto format clean
+.PHONY: train test check integration soak bench papers pictures docs dashboards proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -48,6 +48,10 @@ bench: $(STAMP)
 ## The papers' numbers beside ours: docs/PAPERS.md and its pictures, computed anew.
 papers: $(STAMP)
 	$(BIN)/python -m bench.papers docs/PAPERS.md
+
+## Pictures of the screen for docs/SCREEN.md, from a real run.
+pictures: $(STAMP)
+	$(BIN)/python -m bench.screen --pictures docs/pictures
 
 ## The pages that follow from the configuration's types.
 docs: $(STAMP)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +14,8 @@ from penstock.client.screen.resources import Amount, devices, machine
 from penstock.client.screen.words import Doing, Lane, lane
 from penstock.client.watching.display import Smoothed
 from penstock.client.watching.snapshots import Metrics, RunView, numbers
-from penstock.protocol.errors import StateError
+from penstock.daemons.observer.analysed import Analysed
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.files import parse_json
 
 LANE_SAMPLES = 120
 RESOURCES_EVERY_S = 2.0
@@ -60,7 +59,7 @@ class Division:
     parts: dict[str, float]
     critical: bool
     savings: dict[str, float] = field(default_factory=dict)
-    step: int = 0
+    attempt: int = 0
 
     @property
     def seconds(self) -> float:
@@ -102,9 +101,9 @@ class Model:
         self.view = view
         self.started_s = now_s if self.started_s is None else self.started_s
         for line in view.past:
-            self._hear(line, None)
+            self._hear(line, next(iter(numbers([line.get("time")])), None))
         for line in view.fresh:
-            self._hear(line, now_s)
+            self._hear(line, next(iter(numbers([line.get("time")])), now_s))
         if view.status is not None:
             self.status = view.status
             self.events.learn(view.status, now_s)
@@ -137,9 +136,10 @@ class Model:
     def _divide(self) -> None:
         """Finds out where a step goes: from an analysis if there is one, else from reports."""
         directory = self.facts.run_dir
-        analysed = None if directory is None else analysis(directory / "critical.json")
-        if analysed is not None:
-            self.division = analysed
+        left = None if directory is None else Analysed.read(directory)
+        critical = None if left is None else analysed(left)
+        if critical is not None:
+            self.division = critical
             return
         found = reported(self.status, self.last)
         if found is not None:
@@ -175,33 +175,18 @@ def _blended(before: Division | None, now: Division) -> Division:
     return Division(parts=parts, critical=False)
 
 
-def analysis(path: Path) -> Division | None:
-    """Returns what observerd found about the last attempt that it analysed; None without."""
-    try:
-        found = parse_json(path.read_bytes())
-    except (OSError, ValueError, StateError, json.JSONDecodeError):
-        return None
-    if not isinstance(found, dict):
-        return None
-    critical = _seconds(found.get("critical"))
+def analysed(found: Analysed) -> Division | None:
+    """Returns where an analysed step went, in words; None if it took no time."""
+    critical = _in_words(found.critical_s)
     if not critical:
         return None
-    step = found.get("step")
-    return Division(
-        parts=critical,
-        critical=True,
-        savings=_seconds(found.get("savings")),
-        step=step if isinstance(step, int) else 0,
-    )
+    savings = _in_words(found.savings_s)
+    return Division(parts=critical, critical=True, savings=savings, attempt=found.attempt)
 
 
-def _seconds(found: object) -> dict[str, float]:
-    """Returns seconds by resource, in words."""
-    if not isinstance(found, dict):
-        return {}
+def _in_words(seconds: Mapping[str, float]) -> dict[str, float]:
     return {
-        words: seconds
+        words: seconds[name]
         for name, words in RESOURCES.items()
-        for seconds in numbers([found.get(name)])
-        if seconds > 0
+        if name in seconds and seconds[name] > 0
     }

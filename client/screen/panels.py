@@ -248,14 +248,13 @@ def _hints(model: Model, width: int) -> list[Text]:
     assert division is not None
     if division.critical:
         best = sorted(division.savings.items(), key=lambda item: -item[1])[:2]
-        said = [
-            f"if '{name}' took no time, a step would be {_milliseconds(seconds)} shorter"
-            for name, seconds in best
-        ]
+        said = [f"{_milliseconds(seconds)} without '{name}'" for name, seconds in best]
         text = (
-            f"what step {division.step} had to wait for, one thing after the other (its critical"
-            f" path). {'; '.join(said)}"
+            f"what attempt {division.attempt} had to wait for, one thing after the other (its"
+            f" critical path). Simulated, a step would be shorter by {' and by '.join(said)}."
         )
+        if not said:
+            text = text.partition(" Simulated")[0]
         return wrapped(text, width, "dim")
     words = [w for w in ("bubble", "optimizer tail") if w in division.parts]
     lines: list[Text] = []
@@ -429,7 +428,7 @@ def words_shown(model: Model) -> list[str]:
     shown = " ".join([*told(model.events), *(seen.text for seen in model.lanes.values())])
     first = [word for sign, word in _SIGNS.items() if sign in shown]
     others = [word for word in GLOSSARY if word in shown]
-    return list(dict.fromkeys([*first, *others, "micro-batch", "stage", "step"]))
+    return list(dict.fromkeys([*first, *others, "micro-batch", "stage", "step", *GLOSSARY]))
 
 
 def _number(value: object, form: str) -> str:

@@ -183,7 +183,6 @@ class Screen:
 
     def _footer(self) -> Text:
         """Returns the last line: a question, an answer, or the keys."""
-        leaves = self._model.facts.leaves
         if self._asking:
             return joined(
                 ("stop the run? ", "bold yellow"),
@@ -194,18 +193,7 @@ class Screen:
         words, until_s = self._message
         if words and time.monotonic() < until_s:
             return joined((words, "bold cyan"))
-        paused = self._model.status.pausing or self._model.phase == "paused"
-        keys = [
-            ("p", "go on" if paused else "pause"),
-            ("s", "save now"),
-            ("e", "events"),
-            ("h", "help"),
-            ("q", "leave" if leaves else "stop"),
-        ]
-        parts: list[tuple[str, str] | str] = []
-        for key, words in keys:
-            parts += [(f" {key} ", "reverse"), f" {words}  "]
-        return joined(*parts)
+        return keys_line(self._model)
 
     def _listen(self) -> None:
         """Waits for keys, for a view, or until an answer has been shown for long enough."""
@@ -274,6 +262,22 @@ class Screen:
         "e": _show_events,
         "q": _quit,
     }
+
+
+def keys_line(model: Model) -> Text:
+    """Returns the keys, and what they do now."""
+    paused = model.status.pausing or model.phase == "paused"
+    keys = [
+        ("p", "go on" if paused else "pause"),
+        ("s", "save now"),
+        ("e", "events"),
+        ("h", "help"),
+        ("q", "leave" if model.facts.leaves else "stop"),
+    ]
+    parts: list[tuple[str, str] | str] = []
+    for key, words in keys:
+        parts += [(f" {key} ", "reverse"), f" {words}  "]
+    return joined(*parts)
 
 
 def rendered(lines: list[Text], console: Console, width: int) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from penstock.daemons.observer.analysed import Analysed
 from penstock.daemons.observer.samples import Samples
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.metrics.observer import OBSERVER
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.run.rundir import RunDirectory
@@ -43,6 +46,8 @@ class Sampling:
         """Looks every :data:`LOOK_S`, and once more at the end."""
         config = self.run_directory.config
         every = config.observability.sample_every
+        with suppress(OSError):
+            Analysed.forget(self.run_directory.path)
         samples = Samples(self.run_directory.path, every, _born_s())
         self._lost = 0
         while not stop.wait(LOOK_S):
@@ -72,6 +77,7 @@ class Sampling:
             _log.exception("attempt %d is not analysed", attempt)
 
     def _tell(self, analyst: Analyst, found: Analysis) -> None:
+        self._leave(found)
         page = self.page
         page.add("penstock_analysed_attempts", 1)
         page.add("penstock_analysed_step_seconds", found.step_s)
@@ -87,6 +93,19 @@ class Sampling:
             page.set("penstock_simulated_step_info", 1, expected.costs)
             for device, seconds in enumerate(expected.busy_s):
                 page.set("penstock_expected_busy_seconds", seconds, str(device))
+
+    def _leave(self, found: Analysis) -> None:
+        """Writes down what was found, for the screen."""
+        analysed = Analysed(
+            attempt=found.attempt,
+            step_s=found.step_s,
+            critical_s=found.seconds,
+            savings_s=found.saved,
+        )
+        try:
+            analysed.write(self.run_directory.path)
+        except PenstockError as error:
+            _log.warning("attempt %d: cannot be written down: %s", found.attempt, error)
 
 
 def _born_s() -> float:

@@ -13,10 +13,11 @@ from rich.text import Text
 from penstock.client.screen.curve import Series, draw, short
 from penstock.client.screen.events import Events, Happened, Limits, Tone, told
 from penstock.client.screen.layout import compose
-from penstock.client.screen.model import Facts, Model, analysis
+from penstock.client.screen.model import Facts, Model
 from penstock.client.screen.panels import ASCII, UNICODE, Glyphs, joined
 from penstock.client.screen.words import Doing, Lane, lane, optimizer_words, worker_words
 from penstock.client.watching.snapshots import PAST_BYTES, MetricsTail, RunView
+from penstock.daemons.observer.analysed import Analysed
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 START_S = 1.7e9
@@ -249,23 +250,20 @@ def test_a_scheduler_that_is_silent_is_said() -> None:
 
 
 def test_the_critical_path_takes_the_place_of_means(tmp_path: Path) -> None:
-    found = {
-        "step": 50,
-        "critical": {"compute": 0.3, "network": 0.2, "overhead": 0.0, "odd": "x"},
-        "savings": {"network": 0.125},
-    }
-    (tmp_path / "critical.json").write_text(json.dumps(found))
+    Analysed(
+        attempt=50,
+        step_s=0.5,
+        critical_s={"compute": 0.3, "network": 0.2, "overhead": 0.0},
+        savings_s={"network": 0.125},
+    ).write(tmp_path)
     text = drawn(model(tmp_path), 120, 40)
     assert "where a step goes (500 ms)" in text and "computing 60%" in text
-    assert "between nodes 40%" in text
-    assert (
-        "if 'between nodes' took no time, a step would be 125 ms shorter"
-        in " ".join(text.replace("│", " ").split()).replace("  ", " ")
-        or "125 ms" in text
-    )
-    for odd in ("", "[]", "{}", '{"critical": 5}', '{"critical": {"compute": NaN}}'):
+    assert "between nodes 40%" in text and "125 ms" in text and "attempt 50" in text
+    for odd in ("", "[]", "{}", '{"attempt": 5}', '{"attempt": 1, "critical_s": {"compute": NaN}}'):
         (tmp_path / "critical.json").write_text(odd)
-        assert analysis(tmp_path / "critical.json") is None
+        assert Analysed.read(tmp_path) is None
+    Analysed.forget(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_curve_goes_where_its_points_are() -> None:

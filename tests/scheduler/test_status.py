@@ -48,7 +48,7 @@ def test_a_loss_is_told_once_with_its_cause_and_how_long_it_took(live_with: Make
     driver.close("worker.1")
     fenced = pb.Fenced(member="worker.1", pid=pid, death="was killed by signal 9")
     driver.say("node.a", fenced=fenced)
-    said = "worker.1 was lost (was killed by signal 9)"
+    said = "worker.1 was lost (killed by signal 9)"
     assert happenings(driver) == [began, ("broken", 0, 0.0, said)]
     driver.tick(2.0)
     driver.join("worker.1")

@@ -82,7 +82,7 @@ class Chronicle:
     def died(self, member: str, death: str) -> None:
         """It is known how a member died by whose loss an epoch was broken."""
         if self._broken is not None and self._broken.text == f"{member} was lost":
-            self._broken.text += f" ({death})"
+            self._broken.text += f" ({death.removeprefix('was ')})"
 
     def lives(self, step: int, now_s: float) -> None:
         """An epoch begins."""
