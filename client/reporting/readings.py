@@ -8,6 +8,7 @@ completely, and of the steps every so many-th is read: sums over steps are then 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ WHOLE_LINES = 40_000
 """Reading so many takes a few tenths of a second."""
 
 _PIECE_BYTES = 16 << 20
+_SAMPLE_BYTES = 1 << 16
 _DECISION = re.compile(rb'"decision": "(\w+)"')
 _EVALUATION = b'"phase": "eval"'
 
@@ -122,21 +124,37 @@ def read_metrics(run_dir: Path) -> Readings:
         StateError: the file cannot be read.
     """
     path = run_dir / "metrics.jsonl"
+    counts: Counter[bytes] = Counter()
+    steps: list[Line] = []
+    evaluations: list[Line] = []
+    every, first, last = 1, 0, b""
     try:
-        if not path.exists():
-            return Readings(steps=(), evaluations=(), decisions={}, every=1)
-        counts: Counter[str] = Counter()
-        evaluations: list[Line] = []
-        for piece in _pieces(path):
-            counts.update(word.decode() for word in _DECISION.findall(piece))
+        if path.exists():
+            every = _stride(path)
+        for piece in _pieces(path) if path.exists() else ():
+            counts.update(_DECISION.findall(piece))
+            lines = piece.splitlines()
             if _EVALUATION in piece:
-                found = (line for line in piece.split(b"\n") if _EVALUATION in line)
-                evaluations += _parsed(found)
-        every = max(1, math.ceil(sum(counts.values()) / WHOLE_LINES))
-        steps = _parsed(_chosen(_pieces(path), every))
+                evaluations += _parsed(line for line in lines if _EVALUATION in line)
+                lines = [line for line in lines if _EVALUATION not in line]
+            steps += _parsed(lines[first::every])
+            if lines:  # the last one of all is read, whichever it is
+                last = b"" if (len(lines) - 1 - first) % every == 0 else lines[-1]
+            first = (first - len(lines)) % every
     except OSError as error:
         raise StateError(f"{path}: cannot read it: {reason(error)}") from error
-    return Readings(steps=steps, evaluations=evaluations, decisions=counts, every=every)
+    steps += _parsed([last] if last else [])
+    decisions = {word.decode(): count for word, count in counts.items()}
+    return Readings(steps=steps, evaluations=evaluations, decisions=decisions, every=every)
+
+
+def _stride(path: Path) -> int:
+    """Returns of how many lines one is read, by the size of the file and of its first lines."""
+    with path.open("rb") as file:
+        some = file.read(_SAMPLE_BYTES)
+        size = file.seek(0, os.SEEK_END)
+    length = len(some) / max(1, some.count(b"\n"))
+    return max(1, math.ceil(size / max(1.0, length) / WHOLE_LINES))
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -146,21 +164,6 @@ def _pieces(path: Path) -> Iterator[bytes]:
         while piece := file.read(_PIECE_BYTES):
             whole, newline, rest = (rest + piece).rpartition(b"\n")
             yield whole + newline
-
-
-def _chosen(pieces: Iterable[bytes], every: int) -> Iterator[bytes]:
-    """Yields every ``every``-th line of a step, and the last."""
-    number, last = 0, b""
-    for piece in pieces:
-        for line in piece.splitlines():
-            if _EVALUATION in line:
-                continue
-            last = b"" if number % every == 0 else line
-            if not last:
-                yield line
-            number += 1
-    if last:
-        yield last
 
 
 def _parsed(lines: Iterable[bytes]) -> list[Line]:

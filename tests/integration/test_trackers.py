@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.system.conftest import PLAIN, merge, metrics
+from tests.system.conftest import runner as runner
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -67,10 +68,10 @@ os.environ['MLFLOW_ALLOW_FILE_STORE'] = 'true'
 from mlflow.tracking import MlflowClient
 client = MlflowClient(os.environ['MLFLOW_TRACKING_URI'])
 experiment = client.get_experiment_by_name('penstock')
-(found,) = client.search_runs([experiment.experiment_id])
-assert found.info.status == 'FINISHED' and found.data.params['train.steps'] == '12'
-for key in found.data.metrics:
-    for metric in client.get_metric_history(found.info.run_id, key):
+(logged,) = client.search_runs([experiment.experiment_id])
+assert logged.info.status == 'FINISHED' and logged.data.params['train.steps'] == '12'
+for key in logged.data.metrics:
+    for metric in client.get_metric_history(logged.info.run_id, key):
         add(key, metric.step, metric.value)
 """,
     "trackio": """
