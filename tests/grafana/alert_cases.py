@@ -273,7 +273,7 @@ CASES = (
         name="memory channels full",
         changed={
             "penstock_sweep_bytes_total": "0+8.5e10x40",
-            "penstock_optimizer_tail_seconds_total": "0+5x40",
+            "penstock_optimizer_tail_seconds_total": "0+7x40",
         },
         fires={120: alerts("MemoryBandwidthSaturated")},
     ),
