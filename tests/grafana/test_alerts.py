@@ -123,3 +123,19 @@ def test_no_rule_waits_longer_than_two_minutes() -> None:
     for rule in rules():
         waits = rule.get("for", "0s")
         assert int(waits.removesuffix("s")) <= 60, f"{rule['alert']}: for {waits}"
+
+
+def test_rules_ask_for_metrics_that_there_are() -> None:
+    """And the series that promtool is given are those of a real run."""
+    known = set(re.findall(r"`(penstock_\w+)`", (ROOT / "docs" / "METRICS.md").read_text()))
+    asked = {
+        name for group in groups() for rule in group["rules"] for name in names_in(rule["expr"])
+    }
+    given = {name for series in HEALTHY for name in names_in(series)}
+    lost = {name for name in asked | given if re.sub(r"_(sum|count)$", "", name) not in known}
+    assert not lost - known
+
+
+def names_in(expression: str) -> set[str]:
+    """Metrics that an expression names."""
+    return set(re.findall(r"\bpenstock_\w+", expression))

@@ -129,7 +129,7 @@ FAULTS = (
         strike=strikes.cores_taken,
         settings=_real(
             model={"hf": {"hidden_size": 256, "intermediate_size": 704}},
-            optimizer={"cores": [1]},
+            optimizer={"threads": 0, "cores": [1]},
         ),
         step=40,
     ),
