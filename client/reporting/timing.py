@@ -164,6 +164,8 @@ def _figures(traced: TraceReport) -> list[Block]:
         ),
     )
     rows += [(name, *(map(_share, both))) for name, *both in shares]
+    idle = zip(measured.device_bubbles, simulation.device_bubbles, strict=True)
+    devices = [(f"device {d}", *map(_share, both)) for d, both in enumerate(idle)]
     costs = traced.costs or "costs that are fitted to this trace"
     return [
         Words(
@@ -171,6 +173,16 @@ def _figures(traced: TraceReport) -> list[Block]:
             f" {'longer' if traced.error > 0.0 else 'shorter'} than the measured one."
         ),
         Table(headings=("", "measured", "simulated"), rows=rows, numbers=1),
+        Folded(
+            title="Idle share of each device",
+            blocks=[
+                Table(headings=("", "measured", "simulated"), rows=devices, numbers=1),
+                Unknown(
+                    "What each device waited for in all steps is counted for Prometheus"
+                    " (penstock_device_idle_seconds_total, by cause)."
+                ),
+            ],
+        ),
     ]
 
 
