@@ -116,9 +116,9 @@ FAULTS = (
     ),
     Fault(
         name="all-slow",
-        text="both workers run 40 % of the time",
+        text="both workers run a fifth of the time",
         alert="PenstockStepSlow",
-        strike=strikes.slowed("worker.0", "worker.1"),
+        strike=strikes.slowed("worker.0", "worker.1", work_s=0.01, rest_s=0.04),
         settings=_real(),
         step=60,
     ),
@@ -205,9 +205,9 @@ FAULTS = (
     ),
     Fault(
         name="network-slow",
-        text="the network between two nodes has 20 Mbit/s",
+        text="the network between two nodes has 5 Mbit/s",
         alert="PenstockNetworkSlow",
-        strike=strikes.slow_network("20mbit"),
+        strike=strikes.slow_network("5mbit"),
         settings=Settings(base=REAL, changes=SLOW_NODES),
         step=60,
     ),
