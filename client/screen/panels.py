@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
 
 from rich.text import Text
@@ -99,8 +100,13 @@ def joined(*parts: tuple[str, str] | str) -> Text:
     text = Text(no_wrap=True, end="")
     for part in parts:
         words, style = part if isinstance(part, tuple) else (part, "")
-        text.append("".join(c if c.isprintable() else " " for c in words), style=style)
+        clean = words if words.isprintable() else _printable(words)
+        text.append(clean, style=style)
     return text
+
+
+def _printable(words: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in words)
 
 
 def fitted(text: Text, width: int, glyphs: Glyphs) -> Text:
@@ -213,7 +219,11 @@ def _loss(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]:
     marks = model.evaluations.points
     cells = draw(model.losses.points, marks, width, rows, ascii_only=glyphs.ascii_only)
     styles = {"curve": "cyan", "mark": "bold yellow", "axis": "dim"}
-    return [joined(*((cell.text, styles[cell.role]) for cell in line)) for line in cells]
+    runs = (groupby(line, key=lambda cell: cell.role) for line in cells)
+    return [
+        joined(*(("".join(cell.text for cell in same), styles[role]) for role, same in line))
+        for line in runs
+    ]
 
 
 def _loss_title(model: Model, glyphs: Glyphs) -> str:
@@ -317,8 +327,8 @@ def _lane(model: Model, name: str, glyphs: Glyphs, width: int) -> Text:
     room = max(6, min(60, (width - 68) // 2 + 10))
     samples = list(model.samples.get(name, ()))[-room:]
     text = joined(f"{who[:14]:<12} ", (f"{busy:>4} ", "dim"))
-    for doing in samples:
-        text.append(glyphs.doing[doing], style=DOING_STYLES[doing])
+    for doing, same in groupby(samples):
+        text.append(glyphs.doing[doing] * len(list(same)), style=DOING_STYLES[doing])
     text.append(" " * (room - len(samples) + 1))
     return text.append_text(joined((now.text, DOING_STYLES[now.doing])))
 
