@@ -73,7 +73,7 @@ class Model:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.view: RunView | None = None
-        self.status = pb.StatusReply()
+        self.status = pb.StatusReply(eta_seconds=-1.0)
         """The last one that there was."""
         self.last: Metrics | None = None
         self.losses, self.evaluations = Series(), Series(limit=256)

@@ -242,6 +242,14 @@ def test_what_others_wrote_cannot_steer_the_terminal() -> None:
     assert not [c for c in text if not c.isprintable() and c != "\n"]
 
 
+def test_a_run_that_has_only_begun_promises_nothing() -> None:
+    seen = Model(Facts(run_dir=None))
+    seen.take(RunView(steps=100, status=None, fresh=()), START_S)
+    text = drawn(seen, 80, 24)
+    assert "penstock  starting its processes" in text and "step 0/100" in text
+    assert "done in ?" in text and "no step has ended yet" in text
+
+
 def test_a_scheduler_that_is_silent_is_said() -> None:
     seen = model()
     view = RunView(steps=100, status=None, fresh=(), absent_phase="no_answer", silent_s=7.2)
