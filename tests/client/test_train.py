@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.client.supervision import console_path, exit_code
+from penstock.client.supervision import Interruptions, console_path, exit_code
 from penstock.client.train import TrainResult, closing_words, complaints, loss_words
 from penstock.protocol.config.schema import Config, parse_config
 
@@ -103,3 +107,18 @@ def test_complaints_are_what_processes_told_the_user_once_each(tmp_path: Path) -
     assert complaints(tmp_path) == "/dev/shm is full"
     console.write_text("Traceback (most recent call last):\nmodule.SomeError: why\nnode.a: died\n")
     assert complaints(tmp_path) == "node.a: died\nmodule.SomeError: why"
+
+
+def test_a_signal_ends_the_wait_between_two_looks() -> None:
+    interruptions = Interruptions()
+    with interruptions.installed(process_ends=False):
+        seen = interruptions.state
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        start = time.monotonic()
+        interruptions.wait(30.0, seen)
+        assert time.monotonic() - start < 20.0
+        assert interruptions.state == (True, False)
+        interruptions.wait(30.0, seen)  # what came before is not waited for again
+        timer.join()
+    interruptions.wait(0.0, seen)
