@@ -1,1 +1,1 @@
-"""The commands that watch and steer a run, and what they show: status, live picture, traces."""
+"""The commands that watch and steer a run, and what they show: status, plain lines, traces."""
