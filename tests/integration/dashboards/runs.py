@@ -26,13 +26,14 @@ RULES = Path(__file__).parents[3] / "grafana" / "alerts" / "penstock.rules.yml"
 CLI = (sys.executable, "-m", "penstock.client.main")
 
 COMMON: dict[str, Any] = {
-    "train": {"eval_every": 40, "eval_batches": 2, "save_every": 60},
+    "train": {"steps": 100_000, "eval_every": 40, "eval_batches": 2, "save_every": 60},
     "observability": {"sample_every": 5, "trackers": ["tensorboard"]},
     "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 3.0},
 }
 TWO_NODES: dict[str, Any] = {
     "train": {"clip_grad_norm": 100.0, "global_batch": 16},
     "cluster": {"workers": 1, "nodes": [{"name": "alpha"}, {"name": "beta"}]},
+    "schedule": {"scheme": "chimera"},  # each block has two routes: nodes fetch from each other
     "optimizer": {"threads": 1},
 }
 EMULATED: dict[str, Any] = {
@@ -40,7 +41,11 @@ EMULATED: dict[str, Any] = {
     "data": {"sequence_length": 256},
     "train": {"global_batch": 16, "clip_grad_norm": 100.0, "save_every": 20, "eval_every": 15},
     "optimizer": {"grad_dtype": "bf16"},
-    "cluster": {"workers": 2, "device": "emulated:analytic:V100-32:gpt3-1.3b"},
+    "cluster": {
+        "workers": 1,
+        "nodes": [{"name": "alpha"}, {"name": "beta"}],
+        "device": "emulated:analytic:V100-32:gpt3-1.3b",
+    },
     "emulation": {"scale": "1/1000", "time_scale": 0.2},
     "observability": {"sample_every": 3},
 }
@@ -66,20 +71,22 @@ class Planned:
 
     name: str
     changes: Mapping[str, Any]
-    disturb: Callable[[TrainProcess], None] | None = None
+    disturb: Callable[[TrainProcess], None]
 
 
-def planned(steps: int, emulated_steps: int) -> dict[str, Planned]:
-    """Returns the runs. Clean ones take so many steps; faulty ones are stopped when their faults
-    are over.
+def planned(seconds: float) -> dict[str, Planned]:
+    """Returns the runs. All are stopped: undisturbed ones after so many seconds of steps, others
+    when their faults are over.
     """
-    few, many = {"train": {"steps": emulated_steps}}, {"train": {"steps": 100_000}}
-    two_nodes = merge(merge(COMMON, TWO_NODES), {"train": {"steps": steps}})
-    emulated = merge(merge(COMMON, EMULATED), few)
+
+    def for_a_while(run: TrainProcess) -> None:
+        go_on(run, seconds)
+        ask(run, "stop")
+
+    two_nodes, emulated = merge(COMMON, TWO_NODES), merge(COMMON, EMULATED)
     clipped = {"train": {"clip_grad_norm": 0.05}}
     overflowing = {
         "model": {"dtype": "fp16"},
-        "train": {"steps": steps // 2},
         # Each fourth step or so overflows: the scale doubles until it does.
         "optimizer": {
             "grad_dtype": "fp16",
@@ -88,15 +95,11 @@ def planned(steps: int, emulated_steps: int) -> dict[str, Planned]:
         },
     }
     plans = (
-        Planned(name="clean", changes=two_nodes),
-        Planned(name="clean-emulated", changes=emulated),
-        Planned(name="faulty", changes=merge(merge(two_nodes, many), clipped), disturb=plague),
-        Planned(
-            name="faulty-emulated",
-            changes=merge(emulated, many),
-            disturb=kill_a_worker_of_emulated_ones,
-        ),
-        Planned(name="faulty-overflows", changes=merge(COMMON, overflowing)),
+        Planned(name="clean", changes=two_nodes, disturb=for_a_while),
+        Planned(name="clean-emulated", changes=emulated, disturb=for_a_while),
+        Planned(name="faulty", changes=merge(two_nodes, clipped), disturb=plague),
+        Planned(name="faulty-emulated", changes=emulated, disturb=kill_a_worker),
+        Planned(name="faulty-overflows", changes=merge(COMMON, overflowing), disturb=for_a_while),
     )
     return {plan.name: plan for plan in plans}
 
@@ -127,8 +130,7 @@ class Watching:
             config = self._runner.configure(plan.name, merge(dict(plan.changes), told))
             started[plan.name] = self._runner.start(config)
         for plan in plans:
-            if plan.disturb is not None:
-                plan.disturb(started[plan.name])
+            plan.disturb(started[plan.name])
         seen = {}
         for name, run in started.items():
             code, output = run.wait(timeout_s)
@@ -152,18 +154,19 @@ def ask(run: TrainProcess, command: str) -> None:
     subprocess.run(argv, check=False, capture_output=True, timeout=120)
 
 
-def wait_for_steps(run: TrainProcess, more: int, timeout_s: float = 120.0) -> None:
-    """Wait until so many more steps are committed."""
+def go_on(run: TrainProcess, seconds: float, timeout_s: float = 180.0) -> None:
+    """Wait until ten more steps are decided, and so many seconds from then on."""
     path = run.run_dir / "metrics.jsonl"
 
     def decided() -> int:
         return len(metrics(run.run_dir)) if path.exists() else 0
 
-    wanted, deadline = decided() + more, time.monotonic() + timeout_s
+    wanted, deadline = decided() + 10, time.monotonic() + timeout_s
     while decided() < wanted:
-        assert run.process.poll() is None, "the run ended"
-        assert time.monotonic() < deadline, f"no {more} steps in {timeout_s} s"
+        assert run.process.poll() is None, f"{run.run_dir.name} ended"
+        assert time.monotonic() < deadline, f"{run.run_dir.name}: no 10 steps in {timeout_s} s"
         time.sleep(0.1)
+    time.sleep(seconds)
 
 
 def hit(run: TrainProcess, member: str, number: signal.Signals) -> None:
@@ -173,16 +176,16 @@ def hit(run: TrainProcess, member: str, number: signal.Signals) -> None:
 
 
 def plague(run: TrainProcess) -> None:
-    """Faults one after the other, with seconds between them: a killed worker, a stopped one, a
-    killed optimizer, a stopped exporter, a pause, saves that fail. Then the run is stopped.
+    """Faults one after the other: a killed worker, a stopped one, a killed optimizer, a pause, and
+    saves that fail. Then the run is stopped.
     """
-    wait_for_steps(run, 100)
+    go_on(run, 12.0)
     hit(run, "worker.0", signal.SIGKILL)
-    wait_for_steps(run, 100)
+    go_on(run, 5.0)
     hit(run, "worker.1", signal.SIGSTOP)  # fenced, once it has been silent for long enough
-    wait_for_steps(run, 100)
+    go_on(run, 5.0)
     hit(run, "optimizerd.alpha", signal.SIGKILL)
-    wait_for_steps(run, 100)
+    go_on(run, 5.0)
     ask(run, "pause")
     time.sleep(4.0)
     ask(run, "resume")
@@ -190,17 +193,17 @@ def plague(run: TrainProcess) -> None:
     state.rename(state.with_name("state-away"))
     state.write_text("in the way of saves")
     ask(run, "snapshot")
-    wait_for_steps(run, 60)
+    go_on(run, 6.0)
     state.unlink()
     state.with_name("state-away").rename(state)
     ask(run, "snapshot")
-    wait_for_steps(run, 60)
+    go_on(run, 5.0)
     ask(run, "stop")
 
 
-def kill_a_worker_of_emulated_ones(run: TrainProcess) -> None:
+def kill_a_worker(run: TrainProcess) -> None:
     """A killed worker; then the run is stopped."""
-    wait_for_steps(run, 10)
+    go_on(run, 5.0)
     hit(run, "worker.0", signal.SIGKILL)
-    wait_for_steps(run, 15)
+    go_on(run, 8.0)
     ask(run, "stop")
