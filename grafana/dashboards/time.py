@@ -235,6 +235,7 @@ def _optimizer() -> Panels:
     seconds = rate("penstock_sweep_seconds_total", NODES, "node")
     ceiling = highest("penstock_memory_bandwidth_ceiling_bytes_per_second", NODES, "node")
     waits = rate("penstock_optimizer_wait_seconds_total", NODES, "cause")
+    nodes = f"count(penstock_optimizer_cores{{{NODES}}})"
     return [
         lines(
             "Memory bandwidth of sweeps",
@@ -245,7 +246,7 @@ def _optimizer() -> Panels:
             unit="percentunit",
             limits=(0, None),
             steps=((None, "green"), (0.9, "orange")),
-            empty="not measured yet",
+            empty="not measured: memory is no limit here",
         ),
         lines(
             "Optimizer cores",
@@ -263,8 +264,9 @@ def _optimizer() -> Panels:
             "Share of the optimizers' time without a sweep, by what they wait for. Waiting for"
             " gradients is right: devices set the pace. Fetches: the network does. Decision: the"
             " gradients' norm of all blocks must be known first.",
-            each(waits, "{{cause}}"),
+            each(f"{waits} / on () group_left () {nodes}", "{{cause}}"),
             unit="percentunit",
+            limits=(0, 1),
         ),
         lines(
             "Parameters a second",

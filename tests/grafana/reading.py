@@ -49,6 +49,12 @@ class Panel:
     raw: dict[str, Any]
 
     @property
+    def decimals(self) -> int | None:
+        """How many digits stand behind the point; None: as many as it takes."""
+        found: int | None = self.raw["fieldConfig"]["defaults"].get("decimals")
+        return found
+
+    @property
     def key(self) -> str:
         """Names it among all panels."""
         return f"{self.dashboard}: {self.title}"

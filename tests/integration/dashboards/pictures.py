@@ -201,7 +201,7 @@ def _stat(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
         axes.set_ylim(low, (values.max() or 1.0) * 2.5)
     axes.set_axis_off()
     mode = panel.raw["options"].get("textMode", "value")
-    shown = written(line.values[-1], panel.unit)
+    shown = written(line.values[-1], panel.unit, panel.decimals)
     text = {"name": line.name, "value": shown, "value_and_name": f"{line.name}\n{shown}"}[mode]
     size = 17 if len(text) < 9 else 13
     color = _named(_step_color(panel, line.values[-1]))
@@ -297,7 +297,7 @@ def _table(axes: Axes, frame: Axes, panel: Panel, answer: Answer) -> None:
         left = 0.015 + 0.97 * column / len(columns)
         frame.text(left, top, heading, color="#5794F2", size=8, weight="bold", va="center")
         for row, line in enumerate(answer.lines[: int((height - 2) / 0.75)]):
-            value = written(line.values[-1], panel.unit)
+            value = written(line.values[-1], panel.unit, panel.decimals)
             text = value if label == "Value" else line.labels.get(label, "")
             at = top - 0.75 * (row + 1) / height
             frame.text(left, at, text[: int(150 / len(columns))], color=INK, size=8, va="center")

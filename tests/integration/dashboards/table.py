@@ -72,19 +72,20 @@ def _cell(panel: Panel, answers: Mapping[str, Mapping[str, Answer]], side: str) 
 
 def summary(answer: Answer) -> str:
     """Returns an answer in a few words."""
-    unit, lines = answer.panel.unit or "none", answer.lines
+    unit, lines, decimals = answer.panel.unit or "none", answer.lines, answer.panel.decimals
     if not lines:
         return "-"
     newest = [line.values[-1] for line in lines]
     if answer.panel.kind == "table" and "Value" not in _columns(answer.panel):
         return f"{len(lines)} rows" if len(lines) > 1 else "1 row"
     one_by_one = "; ".join(
-        f"{line.name} {written(value, unit)}".strip()
+        f"{line.name} {written(value, unit, decimals)}".strip()
         for line, value in zip(lines, newest, strict=True)
     )
     if len(lines) <= 3 and len(one_by_one) <= MAX_CELL:
         return one_by_one
-    return f"{len(lines)} lines: {written(min(newest), unit)} to {written(max(newest), unit)}"
+    least, greatest = (written(pick(newest), unit, decimals) for pick in (min, max))
+    return f"{len(lines)} lines: {least} to {greatest}"
 
 
 def _columns(panel: Panel) -> Sequence[str]:

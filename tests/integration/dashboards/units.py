@@ -11,8 +11,10 @@ _TIMES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
 _PLAIN = {"none": "", "cps": " /s", "reqps": " /s"}
 
 
-def written(value: float, unit: str) -> str:
-    """Returns a value with three digits or so, in its unit."""
+def written(value: float, unit: str, decimals: int | None = None) -> str:
+    """Returns a value in its unit, with three digits or so, or without those behind the point."""
+    if decimals == 0:
+        value = round(value)
     if unit == "s":
         return _time(value)
     if unit == "bytes":
