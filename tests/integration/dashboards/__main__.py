@@ -10,14 +10,14 @@ import tempfile
 from pathlib import Path
 
 from tests.integration.dashboards.answers import answers_of
-from tests.integration.dashboards.runs import RULES, Watching, planned
+from tests.integration.dashboards.runs import RULES, Seen, Watching, planned
 from tests.integration.dashboards.writing import write
 from tests.shelf import Shelf
 from tests.system.conftest import Runner
 
 
 def main(path: Path, seconds: float = 60.0) -> None:
-    """Let the runs go, one after the other, and write what was seen."""
+    """Let the runs go, and write what was seen."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "shelf").mkdir()
@@ -25,7 +25,9 @@ def main(path: Path, seconds: float = 60.0) -> None:
         watching = Watching(root, runner, [RULES])
         try:
             with watching.prometheus as prometheus:
-                seen = {key: watching.watch(plan)[key] for key, plan in planned(seconds).items()}
+                seen: dict[str, Seen] = {}
+                for plans in planned(seconds):
+                    seen |= watching.watch(plans)
                 found = {key: answers_of(prometheus, one) for key, one in seen.items()}
         finally:
             runner.stop_all()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +74,9 @@ class Planned:
     disturb: Callable[[TrainProcess], None]
 
 
-def planned(seconds: float) -> dict[str, Planned]:
-    """Returns the runs. All are stopped: undisturbed ones after so many seconds of steps, others
-    when their faults are over.
+def planned(seconds: float) -> tuple[tuple[Planned, ...], ...]:
+    """Returns the runs, those together that go side by side. All are stopped: undisturbed ones
+    after so many seconds of steps, others when their faults are over.
     """
 
     def for_a_while(run: TrainProcess) -> None:
@@ -94,14 +94,18 @@ def planned(seconds: float) -> dict[str, Planned]:
             "loss_scale_growth_interval": 3,
         },
     }
-    plans = (
+    clean = (
         Planned(name="clean", changes=two_nodes, disturb=for_a_while),
         Planned(name="clean-emulated", changes=emulated, disturb=for_a_while),
+    )
+    faulty = (
         Planned(name="faulty", changes=merge(two_nodes, clipped), disturb=plague),
         Planned(name="faulty-emulated", changes=emulated, disturb=kill_a_worker),
-        Planned(name="faulty-overflows", changes=merge(COMMON, overflowing), disturb=for_a_while),
     )
-    return {plan.name: plan for plan in plans}
+    overflows = Planned(
+        name="faulty-overflows", changes=merge(COMMON, overflowing), disturb=for_a_while
+    )
+    return clean, faulty, (overflows,)
 
 
 class Watching:
@@ -121,8 +125,9 @@ class Watching:
         }
         self.prometheus = Prometheus(folder / "prometheus", [job], interval_s=SCRAPE_S, rules=rules)
 
-    def watch(self, *plans: Planned, timeout_s: float = 300.0) -> dict[str, Seen]:
+    def watch(self, plans: Iterable[Planned], timeout_s: float = 300.0) -> dict[str, Seen]:
         """Let runs go side by side to their ends; returns what there is to see, by name."""
+        plans = tuple(plans)
         told = {"observability": {"targets": str(self._targets)}}
         begun_s = time.time()
         started = {}
@@ -154,7 +159,7 @@ def ask(run: TrainProcess, command: str) -> None:
     subprocess.run(argv, check=False, capture_output=True, timeout=120)
 
 
-def go_on(run: TrainProcess, seconds: float, timeout_s: float = 180.0) -> None:
+def go_on(run: TrainProcess, seconds: float, timeout_s: float = 600.0) -> None:
     """Wait until ten more steps are decided, and so many seconds from then on."""
     path = run.run_dir / "metrics.jsonl"
 
