@@ -205,7 +205,7 @@ def kubernetes(
 @app.command(
     epilog="Dashboards, alert rules, and configurations of Prometheus, Alertmanager and Grafana"
     " with a compose file that starts them. It can be repeated: what you have edited"
-    " stays. See docs/DASHBOARDS.md."
+    " stays. See docs/MONITORING.md."
 )
 def monitoring(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
