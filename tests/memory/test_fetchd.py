@@ -262,7 +262,7 @@ def test_fetchds_may_die_at_any_time(pair: Pair) -> None:
             pair.client(),
             blocks,
             None,
-            lambda way, num_bytes: ways.append(way),
+            lambda way, num_bytes, seconds: ways.append(way),
         )
 
         def fetch_until(way: str) -> None:
