@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -40,10 +40,12 @@ from penstock.workers.state.stages import Stages
 from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
 from penstock.workers.state.weights import FetchScope, StageKey, WeightLoader
 from penstock.workers.telemetry.account import IdleCause, TimeAccount
+from penstock.workers.telemetry.metrics import KINDS_OF_TRANSFERS
 from penstock.workers.telemetry.progress import Progress
 from penstock.workers.telemetry.timing import Tally, Timeline
 from penstock.workers.telemetry.trace import TraceRing
 from penstock.workers.telemetry.usage import MemoryPeak, Meter
+from penstock.workers.telemetry.work import Flops, flops_of
 from penstock.workers.waiting import Abort, wait_until
 
 JobPhase = Literal["train", "eval"]
@@ -61,7 +63,7 @@ class UnusedWorkError(PenstockError):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EpochContext:
     """What attempts of one epoch work with. ``device_index`` numbers the worker's device in the
     plan.
@@ -88,6 +90,12 @@ class EpochContext:
     account: TimeAccount = field(default_factory=TimeAccount)
     updates: BlockUpdates | None = None
     """Where the device's program has UPDATE."""
+
+    @cached_property
+    def flops(self) -> Flops:
+        """The device's work in an attempt, per token of a micro-batch."""
+        program = self.plan.programs[self.device_index]
+        return flops_of(program, self.flow.layout, self.table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +158,7 @@ class Attempt:
             attempt=job.number,
             notify=self._notify,
             await_settled=self._await_settled,
+            copied=partial(self.timeline.copied, "d2h", "gradients"),
         )
         self.stages = Stages(
             layout=context.flow.layout,
@@ -164,6 +173,7 @@ class Attempt:
                 abort=context.abort,
                 timeout_s=context.timeout_s,
                 loaded=self._loaded,
+                copied=partial(self.timeline.copied, "h2d", "weights"),
                 awaiting=self._awaiting,
             ),
         )
@@ -226,7 +236,10 @@ class Attempt:
         context = self.context
         tensors = self.take(kind, stage, micro_batch)
         key = self._key(kind, stage, micro_batch)
+        start = time.perf_counter()
         context.channel.send(peer, key, tensors, context.abort, context.timeout_s)
+        seconds = time.perf_counter() - start
+        self.tally.transferred("send", KINDS_OF_TRANSFERS[kind], seconds=seconds)
 
     def storing(self, stage: int, micro_batch: int, drop: Sequence[str] = ()) -> Storing | None:
         """How a forward of a backward stage is to be stored for what the plan does to it before and
@@ -402,11 +415,14 @@ class Attempt:
 
     def _receive(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> NamedTensors:
         key, context = self._key(kind, stage, micro_batch), self.context
+        start = time.perf_counter()
         with self._awaiting(f"{key} from worker.{peer}", _CAUSES[kind]):
             try:
                 tensors = context.channel.take(key, context.abort, context.timeout_s)
             except LostMemberError as error:
                 raise LostMemberError(f"{error} from worker.{peer}") from error
+        seconds = time.perf_counter() - start
+        self.tally.transferred("receive", KINDS_OF_TRANSFERS[kind], seconds=seconds)
         arrived = context.channel.arrival_s(key)
         if arrived is not None:
             self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)

@@ -27,7 +27,8 @@ class JobResult:
 
     ``wall_s`` runs from the first instruction to the last offload; ``tail_s`` from the end of the
     last compute instruction to that of everything, offloads and updates of blocks included (0
-    where nothing was computed). ``peak``: of the device's memory, where it was measured.
+    where nothing was computed). ``held_bytes`` at the end, and ``peak``: of the device's
+    memory, where it was measured.
     """
 
     loss_sum: float
@@ -35,6 +36,7 @@ class JobResult:
     wall_s: float
     tail_s: float
     tally: Tally
+    held_bytes: float | None = None
     peak: MemoryPeak | None = None
 
 
@@ -56,6 +58,8 @@ def run_job(
                 _execute(instruction, attempt, handlers[instruction.opcode])
         attempt.finish()
         attempt.record_peak(context.meter.peak)
+        measured = context.meter.peak is not None
+        held_bytes = context.meter.usage(attempt).total_bytes if measured else None
         end, computed_at = time.perf_counter(), attempt.tally.computed_at
         return JobResult(
             loss_sum=attempt.loss_sum,
@@ -63,6 +67,7 @@ def run_job(
             wall_s=end - start - attempt.update_s,
             tail_s=end - computed_at if computed_at else 0.0,
             tally=attempt.tally,
+            held_bytes=held_bytes,
             peak=context.meter.peak,
         )
     except BaseException:

@@ -95,6 +95,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             WorkerSite(config=config, table=files.table, run_dir=files.path, device_index=device)
         )
         platform.set_up_process()
+        metrics.describe_device(platform.peak_flops, platform.meter.limit_bytes)
         builder = EpochBuilder(
             files=files,
             device_index=device,

@@ -235,12 +235,17 @@ class Session:
         self._metrics.add_outcome("done")
         self._metrics.account.turn(IdleCause.PEERS)
         self._measure(result)
+        if job.phase == "train":
+            work = context.flops
+            rows, length = job.batches[0].shape
+            self._metrics.add_flops(*(rows * length * f for f in (work.model, work.recomputed)))
         return result
 
     def _measure(self, result: JobResult) -> None:
         self._metrics.add_instructions(result.tally.counts)
-        if result.peak is not None:
-            self._metrics.set_peak(result.peak.num_bytes)
+        self._metrics.add_transfers(result.tally.transfers)
+        if result.peak is not None and result.held_bytes is not None:
+            self._metrics.set_memory(result.held_bytes, result.peak.num_bytes)
 
     def _shutdown(self, message: pb.Shutdown) -> None:
         _log.info("shut down: %s", message.reason)

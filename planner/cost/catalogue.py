@@ -87,6 +87,17 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 """Every GPU by name. V100-16/32 and A100 are SXM modules with NVLink, the others as named."""
 
 
+def peak_flops_of(name: str) -> float | None:
+    """Returns the peak of the GPU that a driver calls ``name``, "NVIDIA A100-SXM4-80GB" say; None
+    if the catalogue has none of its kind.
+    """
+    written = name.replace(" ", "").upper()
+    alike = [gpu for gpu in _GPUS if gpu.name.split("-")[0] in written]
+    if not alike:
+        return None
+    return max(alike, key=lambda g: sum(w in written for w in g.name.split("-"))).peak_flops
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
     """The shape of a transformer. Two families:

@@ -95,6 +95,13 @@ TRANSFERS = (
         {"direction": DIRECTIONS, "kind": KINDS},
         sparse=True,
     ),
+    counter(
+        "penstock_transfer_seconds",
+        "Seconds of copies, each by itself; that messages took to be handed over (send), and were"
+        " waited for (receive).",
+        {"direction": DIRECTIONS, "kind": KINDS},
+        sparse=True,
+    ),
     *FETCHES,
     counter(
         "penstock_dropped_messages",
@@ -106,11 +113,40 @@ TRANSFERS = (
 
 MEMORY = (
     gauge(
+        "penstock_device_memory_bytes",
+        "What the device held at the end of the last attempt.",
+        absent="where it is not measured (on CPUs, without observability.memory)",
+    ),
+    gauge(
+        "penstock_device_memory_limit_bytes",
+        "What the device has.",
+        absent="where it computes in the host's memory",
+    ),
+    gauge(
         "penstock_device_memory_peak_bytes",
         "The most that the device held in the last attempt.",
         absent="where it is not measured",
     ),
 )
 
-WORKER: tuple[Metric, ...] = (*TIME, *TRANSFERS, *MEMORY)
+WORK = (
+    counter(
+        "penstock_device_model_flops",
+        "Floating-point operations of the model in attempts that ended here: those of a forward"
+        " (2 for each weight and token in products, and attention's at the configured length), and"
+        " twice as many of a backward. Over the peak and the time, summed over devices: MFU.",
+    ),
+    counter(
+        "penstock_device_recomputed_flops",
+        "Those of forwards that were made again from a checkpoint. What selective recomputation"
+        " makes again is not counted.",
+    ),
+    gauge(
+        "penstock_device_peak_flops_per_second",
+        "Dense 16-bit products a second by the GPU's data sheet; of an emulated one by the clock.",
+        absent="where the device is not in the table (planner/cost/catalogue.py)",
+    ),
+)
+
+WORKER: tuple[Metric, ...] = (*TIME, *TRANSFERS, *MEMORY, *WORK)
 """All of a worker's."""

@@ -16,6 +16,7 @@ from penstock.protocol.plan.instructions import (
     Update,
 )
 from penstock.workers.attempt import Attempt
+from penstock.workers.platforms.base import Copied, Stamp
 from penstock.workers.state.weights import StageKey
 
 
@@ -38,13 +39,26 @@ def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
     """Starts to copy a share of what a forward kept to host memory, or to a peer's."""
     swaps = attempt.swaps(instruction.peer)
     saved = attempt.saved_activations(instruction.stage, instruction.micro_batch)
-    saved.swap_out(instruction.fraction, allocate=swaps.allocate, copies=swaps.out)
+    start = attempt.context.device.stamp()
+    moved = saved.swap_out(instruction.fraction, allocate=swaps.allocate, copies=swaps.out)
+    _count_swap(attempt, instruction, "d2h", moved, start)
 
 
 def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
     """Starts to copy it back; its first use waits."""
     saved = attempt.saved_activations(instruction.stage, instruction.micro_batch)
-    saved.swap_in(copies=attempt.swaps(instruction.peer).back)
+    start = attempt.context.device.stamp()
+    moved = saved.swap_in(copies=attempt.swaps(instruction.peer).back)
+    _count_swap(attempt, instruction, "h2d", moved, start)
+
+
+def _count_swap(
+    attempt: Attempt, instruction: SwapOut | SwapIn, direction: str, moved: int, start: Stamp
+) -> None:
+    """Bytes, and how long they took to be issued: their streams run beside the computation."""
+    if instruction.peer is None:
+        copied = Copied(moved, start, attempt.context.device.stamp())
+        attempt.timeline.copied(direction, "swaps", copied)
 
 
 def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:

@@ -46,12 +46,23 @@ def storage_dtype(dtype: DType) -> torch.dtype:
     return TORCH_DTYPES[dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy between host and device: bytes, and when it began and ended."""
+
+    num_bytes: float
+    start: Stamp
+    end: Stamp
+
+
 class StageBuffer(Protocol):
     """Weights of one stage on the device.
 
     ``tensors`` has one flat tensor, in the device's compute type, per array given to
-    :meth:`Device.load`.
+    :meth:`Device.load`. ``copied_bytes``: 0 where they are used in place.
     """
+
+    copied_bytes: float
 
     tensors: tuple[torch.Tensor, ...]
     loaded: tuple[Stamp, Stamp]
@@ -103,8 +114,10 @@ class Device(Protocol):
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
-    ) -> None:
-        """Write final gradients to ``target``, then call ``complete``; may return before that."""
+    ) -> Copied | None:
+        """Write final gradients to ``target``, then call ``complete``; may return before that.
+        Returns the copy, None where they were summed in place.
+        """
 
     def await_offloads(self, at_most: int) -> None:
         """Work issued from now on finds no more than the latest ``at_most`` offloads under way."""

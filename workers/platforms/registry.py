@@ -39,6 +39,10 @@ class WorkerPlatform(Protocol):
     def reads(self) -> NodeReads | None:
         """The time that reads from other nodes are given; ``None``: as long as they take."""
 
+    @property
+    def peak_flops(self) -> float | None:
+        """Of the device, per second of the clock, where that is known."""
+
     def set_up_process(self) -> None:
         """Set what holds for the whole process, before anything is computed."""
 

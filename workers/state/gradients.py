@@ -17,7 +17,7 @@ import torch
 from penstock.protocol.plan.reduction import Reduction
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
-from penstock.workers.platforms.base import Device, HostArray
+from penstock.workers.platforms.base import Copied, Device, HostArray
 from penstock.workers.state.weights import lender
 
 Notify = Callable[[int, int], None]
@@ -75,6 +75,7 @@ class GradientBook:
         attempt: int,
         notify: Notify,
         await_settled: AwaitSettled,
+        copied: Callable[[Copied], None],
     ) -> None:
         self._table = table
         self._reduction = reduction
@@ -85,6 +86,7 @@ class GradientBook:
         self._attempt = attempt
         self._notify = notify
         self._await_settled = await_settled
+        self._copied = copied
         # Only a device that sums in fp32, on a CPU, may do so where they are published.
         self._may_sum_in_place = table.grad_dtype is DType.FP32
         self._open: dict[Sum, torch.Tensor] = {}
@@ -135,11 +137,13 @@ class GradientBook:
             contribution = self._contribution(found)
             self._await_copy(found)
             self._begin_writing(found)
-            self._device.offload(
+            copied = self._device.offload(
                 self._close(found),
                 self._target(found),
                 lambda contribution=contribution: self._complete(contribution),  # type: ignore[misc]
             )
+            if copied is not None:
+                self._copied(copied)
 
     @property
     def sums(self) -> tuple[torch.Tensor, ...]:

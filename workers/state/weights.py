@@ -26,7 +26,14 @@ from penstock.protocol.wire.frames import BlockRequest
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, BorrowedTensor
-from penstock.workers.platforms.base import BufferPool, Device, HostArray, StageBuffer, Stamp
+from penstock.workers.platforms.base import (
+    BufferPool,
+    Copied,
+    Device,
+    HostArray,
+    StageBuffer,
+    Stamp,
+)
 from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, wait_until
 
@@ -52,6 +59,9 @@ class StageKey:
 Loaded = Callable[[StageKey, Stamp, Stamp, bool], None]
 """Told of a stage's load: from when to when, and whether beside the interpreter's thread."""
 
+CopiedIn = Callable[[Copied], None]
+"""Told of the copy to the device that is part of a load."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchScope:
@@ -63,6 +73,7 @@ class FetchScope:
     abort: Abort
     timeout_s: float
     loaded: Loaded
+    copied: CopiedIn
     awaiting: Callable[[object, IdleCause], AbstractContextManager[None]]
     """An instruction waits inside for weights, named so."""
 
@@ -251,8 +262,14 @@ class _StageFetch:
                     raise
 
     def _load(self, arrays: list[HostArray]) -> StageBuffer:
-        buffer = self._loader.device.load(arrays)
+        buffer = self._copy(arrays)
         self._scope.loaded(self._key, *buffer.loaded, False)
+        return buffer
+
+    def _copy(self, arrays: list[HostArray]) -> StageBuffer:
+        buffer = self._loader.device.load(arrays)
+        if buffer.copied_bytes:
+            self._scope.copied(Copied(buffer.copied_bytes, *buffer.loaded))
         return buffer
 
     def _arrive_beside(self) -> list[HostArray]:
@@ -264,7 +281,7 @@ class _StageFetch:
     def _arrive_and_load(self) -> list[HostArray]:
         start = time.perf_counter()
         arrays = self._arrive()
-        self._early = self._loader.device.load(arrays)
+        self._early = self._copy(arrays)
         begun, ended = self._early.loaded
         # What comes from other nodes is on its way before it is copied to the device.
         self._scope.loaded(self._key, start if self._copies else begun, ended, True)

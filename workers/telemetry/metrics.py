@@ -15,6 +15,7 @@ from penstock.protocol.metrics.worker import BUSY, WORKER
 from penstock.protocol.plan.instructions import Opcode
 from penstock.workers.telemetry.account import TimeAccount
 from penstock.workers.telemetry.progress import Progress
+from penstock.workers.telemetry.timing import Transferred
 
 
 class WorkerMetrics:
@@ -29,6 +30,24 @@ class WorkerMetrics:
         self._shown = self.account.seconds(None)
         self._page.refreshed_by(self._account_for)
 
+    def add_transfers(self, transfers: Mapping[tuple[str, str], Transferred]) -> None:
+        """Add one attempt's copies, and the time of its messages."""
+        for (direction, kind), sums in transfers.items():
+            self._page.add("penstock_transfer_bytes", sums.num_bytes, direction, kind)
+            self._page.add("penstock_transfer_seconds", sums.seconds, direction, kind)
+
+    def add_flops(self, model: float, recomputed: float) -> None:
+        """Add the work of one attempt."""
+        self._page.add("penstock_device_model_flops", model)
+        self._page.add("penstock_device_recomputed_flops", recomputed)
+
+    def describe_device(self, peak_flops: float | None, limit_bytes: float | None) -> None:
+        """What the device can do and hold, where that is known."""
+        if peak_flops is not None:
+            self._page.set("penstock_device_peak_flops_per_second", peak_flops)
+        if limit_bytes is not None:
+            self._page.set("penstock_device_memory_limit_bytes", limit_bytes)
+
     def fetched(self, way: str, num_bytes: int, seconds: float) -> None:
         """An array of another node has come, by ``zmq`` or ``nixl``."""
         self._page.add("penstock_fetch_bytes", num_bytes, way)
@@ -40,9 +59,10 @@ class WorkerMetrics:
         for opcode, count in counts.items():
             self._page.add("penstock_instructions", count, opcode.name.lower())
 
-    def set_peak(self, num_bytes: float) -> None:
-        """Device memory of one attempt."""
-        self._page.set("penstock_device_memory_peak_bytes", num_bytes)
+    def set_memory(self, held_bytes: float, peak_bytes: float) -> None:
+        """Device memory at the end of an attempt, and the most in it."""
+        self._page.set("penstock_device_memory_bytes", held_bytes)
+        self._page.set("penstock_device_memory_peak_bytes", peak_bytes)
 
     def add_outcome(self, outcome: str) -> None:
         """How an attempt ended: ``done``, ``aborted`` or ``failed``."""
@@ -50,7 +70,7 @@ class WorkerMetrics:
 
     def transferred(self, direction: str, kind: str, num_bytes: int) -> None:
         """One message (``direction``: ``send`` or ``receive``)."""
-        self._page.add("penstock_transfer_bytes", num_bytes, direction, _KINDS[kind])
+        self._page.add("penstock_transfer_bytes", num_bytes, direction, KINDS_OF_TRANSFERS[kind])
 
     def dropped(self, reason: str) -> None:
         """One message that was not used."""
@@ -67,7 +87,7 @@ class WorkerMetrics:
                 self._page.add(name, more, what)
 
 
-_KINDS = {
+KINDS_OF_TRANSFERS = {
     "activation": "activations",
     "checkpoint": "checkpoints",
     "gradient": "gradients",

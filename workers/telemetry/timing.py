@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from penstock.protocol.plan.instructions import Instruction, Opcode
 from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.run.trace import TraceLane
-from penstock.workers.platforms.base import Device, Stamp
+from penstock.workers.platforms.base import Copied, Device, Stamp
 from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.progress import busy_with
 from penstock.workers.telemetry.trace import TraceRing
@@ -25,15 +25,32 @@ CATCH_UP_S = 2.0
 
 
 @dataclass(slots=True)
+class Transferred:
+    """Bytes, and the seconds that they took."""
+
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class Tally:
     """What an attempt's instructions took, in seconds. ``busy_s``: computing, without waits;
     ``computed_at``: when the last compute instruction ended, by ``time.perf_counter`` (0: there was
-    none).
+    none); ``transfers`` by direction and kind, as metrics name them.
     """
 
     counts: Counter[Opcode] = field(default_factory=Counter)
+    transfers: dict[tuple[str, str], Transferred] = field(default_factory=dict)
     busy_s: float = 0.0
     computed_at: float = 0.0
+
+    def transferred(
+        self, direction: str, kind: str, *, num_bytes: float = 0.0, seconds: float
+    ) -> None:
+        """Add to ``transfers``."""
+        sums = self.transfers.setdefault((direction, kind), Transferred())
+        sums.num_bytes += num_bytes
+        sums.seconds += max(0.0, seconds)
 
 
 @dataclass(slots=True)
@@ -67,6 +84,7 @@ class Timeline:
         self._attempt = attempt
         self._issued: list[_Issued] = []
         self._loads: list[tuple[TraceLane, str, Stamp, Stamp]] = []
+        self._copies: list[tuple[str, str, Copied]] = []
         self._lock = threading.Lock()
         self._start: Stamp = None
         self._waits: list[tuple[IdleCause, Stamp]] = []
@@ -120,6 +138,11 @@ class Timeline:
         with self._lock:
             self._loads.append((lane, text, start, end))
 
+    def copied(self, direction: str, kind: str, copied: Copied) -> None:
+        """Something was copied to the device (``h2d``) or from it; from any thread."""
+        with self._lock:
+            self._copies.append((direction, kind, copied))
+
     def resolve(self, tally: Tally) -> None:
         """Add all to ``tally``, the account and the trace; waits until the device has done it."""
         self._settle(self._take(len(self._issued)), tally)
@@ -128,10 +151,17 @@ class Timeline:
         self._in_vain.clear()
         with self._lock:
             loads, self._loads = self._loads, []
-        moments = iter(self._device.seconds([stamp for _, _, *two in loads for stamp in two]))
+            copies, self._copies = self._copies, []
+        stamps = [stamp for _, _, *two in loads for stamp in two]
+        # In one call with them: a copy has the stamps of its load.
+        stamps += [stamp for _, _, each in copies for stamp in (each.start, each.end)]
+        moments = iter(self._device.seconds(stamps))
         for lane, text, *_ in loads:
             start, end = next(moments), next(moments)
             self._ring.record(lane, text, self._phase, self._attempt, start, end)
+        for direction, kind, copied in copies:
+            start, end = next(moments), next(moments)
+            tally.transferred(direction, kind, num_bytes=copied.num_bytes, seconds=end - start)
 
     def _take(self, count: int) -> list[_Issued]:
         taken, self._issued = self._issued[:count], self._issued[count:]

@@ -14,16 +14,21 @@ import torch
 
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
-from penstock.workers.platforms.base import BufferPool, HostArray, Stamp, as_tensor
+from penstock.workers.platforms.base import BufferPool, Copied, HostArray, Stamp, as_tensor
 
 
 class CpuStageBuffer:
     """Views of shared memory, or widened copies that go back to the pool."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], pool: BufferPool | None, start_s: float
+        self,
+        tensors: Sequence[torch.Tensor],
+        pool: BufferPool | None,
+        start_s: float,
+        copied_bytes: float = 0.0,
     ) -> None:
         self.tensors = tuple(tensors)
+        self.copied_bytes = copied_bytes
         self.loaded = start_s, time.perf_counter()
         self._pool = pool
 
@@ -81,7 +86,8 @@ class CpuDevice:
         if self._weight_dtype is DType.FP32:
             return CpuStageBuffer(stored, None, start_s)
         widened = [self._pool.take(t.numel(), torch.float32).copy_(t) for t in stored]
-        return CpuStageBuffer(widened, self._pool, start_s)
+        copied_bytes = sum(array.nbytes for array in arrays)
+        return CpuStageBuffer(widened, self._pool, start_s, copied_bytes)
 
     def gradients(self, target: HostArray) -> torch.Tensor:
         """Returns zeros, fp32, of the length of ``target``: ``target`` itself if it is fp32, or a
@@ -93,12 +99,14 @@ class CpuDevice:
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
-    ) -> None:
+    ) -> Copied | None:
         """Round to 16 bits if that is how gradients are stored; fp32 sums are in place already."""
-        if self._grad_dtype is not DType.FP32:
+        start_s, in_place = time.perf_counter(), self._grad_dtype is DType.FP32
+        if not in_place:
             as_tensor(target, self._grad_dtype).copy_(gradients)
             self._pool.give(gradients)
         complete()
+        return None if in_place else Copied(target.nbytes, start_s, time.perf_counter())
 
     def await_offloads(self, at_most: int) -> None:
         """None is under way."""

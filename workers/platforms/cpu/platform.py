@@ -22,6 +22,7 @@ class CpuPlatform:
 
     handlers = HANDLERS
     reads = None
+    peak_flops: float | None = None
 
     def __init__(self, site: WorkerSite) -> None:
         self._site = site

@@ -29,6 +29,7 @@ from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from penstock.workers.platforms.base import (
     ALIGNMENT_BYTES,
+    Copied,
     HostArray,
     Stamp,
     as_tensor,
@@ -73,6 +74,7 @@ class CudaStageBuffer:
         give: Callable[[], None],
     ) -> None:
         self.tensors = tuple(tensors)
+        self.copied_bytes: float = sum(tensor.nbytes for tensor in self.tensors)
         self.loaded = loaded
         self._arrived = arrived
         self._give = give
@@ -291,12 +293,14 @@ class CudaDevice:
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
-    ) -> None:
+    ) -> Copied:
         """Convert and copy on the outgoing stream; ``complete`` is called on the offload thread."""
         self._out.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._out):
+            begun = self._clock.stamp(self._out)
             converted = self._converted(gradients)
             as_tensor(target, self._grad_dtype).copy_(converted, non_blocking=True)
+            ended = self._clock.stamp(self._out)
             copied = _event(blocking=True)
             copied.record(self._out)
 
@@ -307,6 +311,7 @@ class CudaDevice:
         if self._offloads is None:
             self._offloads = _OffloadThread(self.torch_device)
         self._offloads.put(_Offload(copied, gradients, finished))
+        return Copied(target.nbytes, begun, ended)
 
     def _converted(self, gradients: torch.Tensor) -> torch.Tensor:
         """In the published type, on the outgoing stream.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.models.runtime import ModelRuntime
+from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import residents_of
@@ -53,6 +54,11 @@ class CudaPlatform:
 
     handlers = HANDLERS
     reads = None
+
+    @property
+    def peak_flops(self) -> float | None:
+        """By the name that the driver gives."""
+        return peak_flops_of(torch.cuda.get_device_name(self.device.torch_device))
 
     def __init__(self, site: WorkerSite) -> None:
         """GPUs are counted per node.

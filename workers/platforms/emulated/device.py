@@ -19,7 +19,14 @@ from penstock.protocol.platforms.bandwidth_log import Copy
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
-from penstock.workers.platforms.base import BufferPool, HostArray, Stamp, as_tensor, storage_dtype
+from penstock.workers.platforms.base import (
+    BufferPool,
+    Copied,
+    HostArray,
+    Stamp,
+    as_tensor,
+    storage_dtype,
+)
 from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
 from penstock.workers.platforms.emulated.collectives import Rings, link_bandwidth
 from penstock.workers.platforms.emulated.runtime import Deferred
@@ -85,8 +92,11 @@ class EmulatedStageBuffer:
         loaded: tuple[float, float],
         device: EmulatedDevice,
         gathered: Callable[[], float] | None = None,
+        *,
+        copied_bytes: float,
     ) -> None:
         self.tensors = tuple(tensors)
+        self.copied_bytes = copied_bytes
         self.loaded = loaded
         self._device = device
         self._gathered = gathered
@@ -348,9 +358,15 @@ class EmulatedDevice:
         arrives_at = self._copy(self._fetches, ready_at, num_bytes, self._fetch_bandwidth)
         tensors = [as_tensor(array, self._weight_dtype) for array in arrays]
         if rings is None:
-            return EmulatedStageBuffer(tensors, (begun, arrives_at), self)
+            return EmulatedStageBuffer(tensors, (begun, arrives_at), self, copied_bytes=num_bytes)
         rings.enter(number, arrives_at)
-        return EmulatedStageBuffer(tensors, (begun, arrives_at), self, partial(rings.end, number))
+        return EmulatedStageBuffer(
+            tensors,
+            (begun, arrives_at),
+            self,
+            partial(rings.end, number),
+            copied_bytes=num_bytes,
+        )
 
     def gradients(self, target: HostArray) -> torch.Tensor:
         """A private sum."""
@@ -358,7 +374,7 @@ class EmulatedDevice:
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
-    ) -> None:
+    ) -> Copied:
         """Written when the copy would have ended; it waits for what the instruction needs."""
         num_bytes = target.nbytes * self._moved
         begun = max(self._now, self._offloads.free_at)
@@ -367,6 +383,7 @@ class EmulatedDevice:
         assert self._publisher is not None, "not attached"
         self._leaving.append((target.size, arrives_at))
         self._publisher.put(_Publication(gradients, target, arrives_at, complete))
+        return Copied(num_bytes, begun, arrives_at)
 
     def await_offloads(self, at_most: int) -> None:
         """The instruction under way starts no sooner."""

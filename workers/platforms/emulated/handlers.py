@@ -34,6 +34,7 @@ from penstock.protocol.plan.semantics import SEMANTICS, Lane
 from penstock.protocol.run.trace import TraceLane
 from penstock.workers.attempt import Attempt
 from penstock.workers.handlers import HANDLERS, Handler, state
+from penstock.workers.platforms.base import Copied
 from penstock.workers.platforms.emulated.collectives import Rings
 from penstock.workers.platforms.emulated.device import EmulatedDevice, SwapKey
 from penstock.workers.platforms.emulated.runtime import Deferred, EmulatedOutput, EmulatedRuntime
@@ -108,13 +109,19 @@ def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
 def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
     """On the outgoing stream, or the link to the peer."""
     device = device_of(attempt)
-    device.swap_out(_key(instruction), _bytes(instruction, attempt))
+    num_bytes = _bytes(instruction, attempt)
+    device.swap_out(_key(instruction), num_bytes)
+    if instruction.peer is None:
+        attempt.timeline.copied("d2h", "swaps", Copied(num_bytes, *device.copies[-1]))
 
 
 def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
     """On the incoming stream, or the link from the peer, once it is out."""
     device = device_of(attempt)
-    device.swap_in(_key(instruction), _bytes(instruction, attempt))
+    num_bytes = _bytes(instruction, attempt)
+    device.swap_in(_key(instruction), num_bytes)
+    if instruction.peer is None:
+        attempt.timeline.copied("h2d", "swaps", Copied(num_bytes, *device.copies[-1]))
 
 
 def _input_gradient(instruction: Backward | BackwardInput, attempt: Attempt) -> Deferred:

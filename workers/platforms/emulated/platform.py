@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.plan import Plan
@@ -57,6 +58,8 @@ class EmulatedPlatform:
         limit, there = config.memory.device_limit, emulation.cluster.device_memory_bytes
         self.meter = EmulatedMeter(self.device, there if limit is None else float(limit))
         self.reads = emulation.reads(site.run_dir, config, node)
+        peak_flops = peak_flops_of(emulation.name)
+        self.peak_flops = None if peak_flops is None else peak_flops / emulation.time_scale
 
     def set_up_process(self) -> None:
         """Nothing to do: its sums are exact."""
