@@ -158,7 +158,7 @@ class _Frame:
             y = self.y(value)
             yield f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}"'
             yield f' y1="{y:.1f}" y2="{y:.1f}"/>'
-            yield f'<text class="name" x="{_LEFT - 8}" y="{y:.1f}">{short(value)}</text>'
+            yield f'<text class="name" x="{_LEFT - 8}" y="{y:.1f}">{self._text(value)}</text>'
         for step in self._marked_steps():
             text = f"step {step:,.0f}" if step == self.first else f"{step:,.0f}"
             anchor = "start" if self.x(step) < _LEFT + 30 else "middle"
@@ -166,6 +166,12 @@ class _Frame:
             yield f'<text x="{self.x(step):.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">'
             yield f"{text}</text>"
         yield f'<text class="unit" x="{_LEFT}" y="9">{escape(unit)}</text>'
+
+    def _text(self, value: float) -> str:
+        """Returns a value of the axis with as many digits as tell it from its neighbours."""
+        if abs(self.high) >= 1e4 or abs(self.low) >= 1e4 or self.tick < 1e-4:
+            return short(value)
+        return f"{value:.{max(0, -math.floor(math.log10(self.tick) + 1e-9))}f}"
 
     def mark(self, mark: Mark) -> str:
         x = self.x(min(max(mark.step, self.first), self.last))

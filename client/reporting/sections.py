@@ -147,6 +147,8 @@ def speed(facts: RunFacts) -> Chapter:
     if len(seconds) >= 20:
         rows.append(("seconds a step, 95 % are faster than", f"{quantiles(seconds, n=20)[18]:.4g}"))
     per_device = rate * facts.flops_per_token / facts.config.num_workers
+    if facts.config.cluster.platform.models_time:  # seconds of the emulated cluster
+        per_device *= facts.config.emulation.time_scale
     rows += [
         ("tokens in all", f"{'' if readings.exact else 'about '}{readings.total('tokens'):,.0f}"),
         ("model FLOP/s a device (without recomputation)", short(per_device)),

@@ -68,6 +68,9 @@ def _of_all_steps(facts: RunFacts) -> list[Block]:
         " between the first instruction and the last in which they computed nothing; the tail runs"
         " from the last gradient to the commit."
     )
+    if facts.config.cluster.platform.models_time:
+        scale = facts.config.emulation.time_scale
+        words += f" Seconds are the clock's; one of the emulated cluster takes {scale:g} of them."
     return [Picture(image=bars(rows), caption=words)]
 
 
