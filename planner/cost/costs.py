@@ -157,6 +157,12 @@ class BlockCost:
             gradient_bytes=0.0,
         )
 
+    def faster(self, factor: float) -> BlockCost:
+        """Returns the cost on a device that computes ``factor`` times as fast."""
+        seconds = {name: getattr(self, name) / factor for name in _COMPUTED}
+        operators = (replace(op, forward_s=op.forward_s / factor) for op in self.operators)
+        return replace(self, **seconds, operators=tuple(operators))
+
     def with_activations(self, factor: float) -> BlockCost:
         """Returns the cost with activations ``factor`` times as large."""
         return replace(
@@ -219,6 +225,7 @@ def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | No
     )
 
 
+_COMPUTED = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
 _SUMMED = tuple(
     field.name
     for field in fields(BlockCost)
@@ -246,6 +253,12 @@ class Costs:
         if key not in self._stages:
             self._stages[key] = sum((self.blocks[i] for i in blocks), start=BlockCost())
         return self._stages[key]
+
+    def faster(self, factor: float) -> Costs:
+        """Returns costs of devices that compute ``factor`` times as fast; their overhead stays."""
+        if factor == 1.0:
+            return self
+        return replace(self, blocks=tuple(block.faster(factor) for block in self.blocks))
 
     def input_bytes(self, block: int) -> float:
         """Bytes of a block's input, which comes out of the block before; nothing of the batch."""

@@ -157,14 +157,14 @@ class Emulation:
         sweeps = made.sweeps or SweepRates.of_cluster(cluster, moved)
         if config.optimizer.master == "split":
             sweeps = sweeps.without("cast")  # weights are there with the state: a word is set
-        overhead_s = wanted.instruction_s
+        costs = made.costs.faster(wanted.compute_speed)
+        if wanted.instruction_s is not None:
+            costs = replace(costs, instruction_s=wanted.instruction_s)
         return cls(
             name=made.name,
             table=made.table,
             stored=stored_table(made.table, wanted.scale),
-            costs=made.costs
-            if overhead_s is None
-            else replace(made.costs, instruction_s=overhead_s),
+            costs=costs,
             cluster=cluster,
             optimizer=replace(way, start=OptimizerStart(wanted.optimizer_start)),
             sweeps=sweeps,

@@ -18,7 +18,7 @@ from enum import StrEnum
 from math import inf
 
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
-from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.costs import Costs
 from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.traces.causes import Resource
 from penstock.planner.traces.critical import CriticalPath
@@ -71,8 +71,7 @@ class Pricing:
             changes |= _INFINITE.get(resource, {})
         if Resource.COMPUTE in resources:
             instruction_s = self.costs.instruction_s if self.source is CostSource.FITTED else 0.0
-            blocks = tuple(map(_instant, self.costs.blocks))
-            costs = replace(costs, blocks=blocks, instruction_s=instruction_s)
+            costs = replace(costs.faster(inf), instruction_s=instruction_s)
         if Resource.OVERHEAD in resources:
             costs = replace(costs, instruction_s=0.0)
         if Resource.OPTIMIZER in resources:
@@ -96,17 +95,6 @@ _INFINITE: Mapping[Resource, Mapping[str, object]] = {
     },
 }
 """Fields of the cluster."""
-
-
-def _instant(block: BlockCost) -> BlockCost:
-    return replace(
-        block,
-        forward_s=0.0,
-        recompute_s=0.0,
-        backward_input_s=0.0,
-        backward_weight_s=0.0,
-        operators=tuple(replace(operator, forward_s=0.0) for operator in block.operators),
-    )
 
 
 def _without_traffic(optimizer: OptimizerModel) -> OptimizerModel:

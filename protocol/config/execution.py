@@ -365,6 +365,12 @@ class EmulationConfig(Section):
         ge=0.0,
         description="Each compute instruction takes so much longer than its costs say.",
     )
+    compute_speed: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1e12,
+        description="Devices compute so many times as fast as their costs say.",
+    )
     optimizer_bytes: Annotated[float | None, Unit("bytes per parameter")] = Field(
         default=None,
         gt=0.0,
