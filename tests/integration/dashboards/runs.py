@@ -26,9 +26,9 @@ RULES = Path(__file__).parents[3] / "grafana" / "alerts" / "penstock.rules.yml"
 CLI = (sys.executable, "-m", "penstock.client.main")
 
 COMMON: dict[str, Any] = {
-    "train": {"steps": 100_000, "eval_every": 40, "eval_batches": 2, "save_every": 60},
+    "train": {"steps": 100_000, "eval_every": 25, "eval_batches": 2, "save_every": 30},
     "observability": {"sample_every": 5, "trackers": ["tensorboard"]},
-    "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 3.0},
+    "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 4.0},
 }
 TWO_NODES: dict[str, Any] = {
     "train": {"clip_grad_norm": 100.0, "global_batch": 16},
