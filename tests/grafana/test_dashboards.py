@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -102,3 +103,14 @@ def test_everything_that_has_a_colour_has_its_own() -> None:
     for names in (RESOURCES, ("computing", *CAUSES), DECISIONS, MEMBERS):
         colors = Counter(COLORS[name] for name in names)
         assert max(colors.values()) == 1, colors
+
+
+def test_every_metric_is_one_that_a_process_has() -> None:
+    described = (ROOT / "docs" / "METRICS.md").read_text("utf-8")
+    there = set(re.findall(r"^\* `(penstock_\w+)`", described, re.MULTILINE))
+    asked = {
+        name: where
+        for where, expr in reading.expressions().items()
+        for name in reading.metrics_of(expr)
+    }
+    assert {name: where for name, where in asked.items() if name not in there} == {}

@@ -57,6 +57,16 @@ def _falls_silent(clean: Answer, faulty: Answer) -> bool:
     return _silent(faulty) > _silent(clean)
 
 
+def _missing_again(answer: Answer) -> int:
+    """How often members were seen missing after all had been there."""
+    missing = answer.line("missing").values
+    return sum(value > 0.0 and 0.0 in missing[:index] for index, value in enumerate(missing))
+
+
+def _broken(answer: Answer) -> float:
+    return max((value for line in answer.lines for value in line.values), default=0.0)
+
+
 def _more(name: str, than: float) -> Shown:
     """A line that is nothing when clean, and over a value at some time when faulty."""
     return lambda clean, faulty: clean.greatest(name) == 0.0 and faulty.greatest(name) > than
@@ -85,10 +95,16 @@ CHANGES: Mapping[str, tuple[str, Shown]] = {
     "recovery: Recovery": ("killed and stopped processes", _present),
     "recovery: Since the last commit": ("killed and stopped processes", _grows()),
     "recovery: Since the last save": ("saves that fail", _grows()),
-    "recovery: Members by state": ("killed worker", _grows("missing")),
+    "recovery: Members by state": (
+        "killed worker",
+        lambda clean, faulty: _missing_again(faulty) > _missing_again(clean),
+    ),
     "recovery: Phases": ("pause", _phase("paused")),
     "recovery: Processes": ("stopped worker", _falls_silent),
-    "recovery: Broken attempts by cause": ("killed worker", _more("lost_member", 0.0)),
+    "recovery: Broken attempts by cause": (
+        "killed and stopped processes",
+        lambda clean, faulty: _broken(clean) == 0.0 < _broken(faulty),
+    ),
     "recovery: Epochs": ("killed worker", _grows()),
     "recovery: Restarts by process": ("killed worker", _present),
     "recovery: Fenced processes": ("stopped worker", _present),

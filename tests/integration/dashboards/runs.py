@@ -26,6 +26,7 @@ RULES = Path(__file__).parents[3] / "grafana" / "alerts" / "penstock.rules.yml"
 CLI = (sys.executable, "-m", "penstock.client.main")
 
 COMMON: dict[str, Any] = {
+    "data": {"passes": 1000},
     "train": {"steps": 100_000, "eval_every": 25, "eval_batches": 2, "save_every": 30},
     "observability": {"sample_every": 5, "trackers": ["tensorboard"]},
     "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 4.0},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tests.grafana.reading import Panel, documents
@@ -32,7 +34,8 @@ second: *clean* ones that save and evaluate, and *faulty* ones with a killed wor
 a killed optimizer, a pause, saves that fail, and gradients over the limit in every step. On each
 side, one has two nodes on CPUs and one emulated V100s; *(e)* is from the latter, where the former
 has nothing to say. *(o)*: a run whose gradients overflow. Numbers are the newest at the run's
-end, or the least and greatest of several lines. Behind them is the fault that the panel must show.
+end, or the least and greatest of several lines. Behind them is the fault that the panel must show;
+there, numbers are the greatest of the run's time.
 
 Grafana itself could not be run: the JSON is held against the types of Grafana 11.6 by their own
 compiler, and the pictures are drawn from Prometheus' answers in Grafana's layout.
@@ -47,7 +50,7 @@ def document(answers: Mapping[str, Mapping[str, Answer]], panels: Sequence[Panel
         rows = [_row(panel, answers) for panel in panels if panel.dashboard == name and panel.asked]
         parts += [
             f"\n## {title}\n",
-            f"{made['description']}\n",
+            f"{textwrap.fill(made['description'], 100)}\n",
             f"![{title}](pictures/dashboard-{name}.png)\n",
             "| panel | clean | faulty |\n| --- | --- | --- |",
             *rows,
@@ -62,30 +65,43 @@ def _row(panel: Panel, answers: Mapping[str, Mapping[str, Answer]]) -> str:
 
 
 def _cell(panel: Panel, answers: Mapping[str, Mapping[str, Answer]], side: str) -> str:
+    greatest = panel.key in CHANGES
     own, emulated = answers[side][panel.key], answers[f"{side}-emulated"][panel.key]
     if side == "faulty" and panel.key == "recovery: Loss scale":
-        return f"{summary(answers['faulty-overflows'][panel.key])} (o)"
-    if own.lines or not emulated.lines:
-        return summary(own)
-    return f"{summary(emulated)} (e)"
+        return f"{summary(answers['faulty-overflows'][panel.key], greatest)} (o)"
+    if own.lines or not emulated.lines or panel.key in EMPTY_WHEN_CLEAN:
+        return summary(own, greatest)
+    return f"{summary(emulated, greatest)} (e)"
 
 
-def summary(answer: Answer) -> str:
-    """Returns an answer in a few words."""
+def _states(answer: Answer) -> str:
+    """Returns the names of the values in an answer, by how often they were there."""
+    names = answer.panel.raw["fieldConfig"]["defaults"]["mappings"][0]["options"]
+    seen = Counter(names[f"{value:g}"]["text"] for line in answer.lines for value in line.values)
+    shares = (f"{name} {100 * n / seen.total():.0f} %" for name, n in seen.most_common(3))
+    return f"{len(answer.lines)} lanes: {', '.join(shares)}"
+
+
+def summary(answer: Answer, greatest: bool = False) -> str:
+    """Returns an answer in a few words; with ``greatest`` values are the greatest in time."""
     unit, lines, decimals = answer.panel.unit or "none", answer.lines, answer.panel.decimals
     if not lines:
         return "-"
-    newest = [line.values[-1] for line in lines]
+    if answer.panel.kind == "state-timeline":
+        return _states(answer)
+    newest = [max(line.values) if greatest else line.values[-1] for line in lines]
     if answer.panel.kind == "table" and "Value" not in _columns(answer.panel):
         return f"{len(lines)} rows" if len(lines) > 1 else "1 row"
     one_by_one = "; ".join(
         f"{line.name} {written(value, unit, decimals)}".strip()
         for line, value in zip(lines, newest, strict=True)
     )
+    if answer.panel.raw.get("options", {}).get("textMode") == "name":
+        return lines[0].name
     if len(lines) <= 3 and len(one_by_one) <= MAX_CELL:
         return one_by_one
-    least, greatest = (written(pick(newest), unit, decimals) for pick in (min, max))
-    return f"{len(lines)} lines: {least} to {greatest}"
+    least, most = (written(pick(newest), unit, decimals) for pick in (min, max))
+    return f"{len(lines)} lines: {least} to {most}"
 
 
 def _columns(panel: Panel) -> Sequence[str]:
