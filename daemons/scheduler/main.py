@@ -223,7 +223,7 @@ def data_samples(run: RunDirectory) -> int | None:
     Raises:
         StateError: the data's description is damaged.
     """
-    if not (run.path / "data" / "meta.json").exists():
+    if not (run.path / "data" / "meta.json").is_file():
         return None
     split = json.loads(read_sealed(run.path, "data/meta.json"))["train"]
     return max(0, (int(split["num_tokens"]) - 1) // run.config.data.sequence_length)
