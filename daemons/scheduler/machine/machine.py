@@ -231,7 +231,7 @@ class SchedulerMachine:
         if ending or body.epoch != self.mirror.epoch or not (self.live or self.activity):
             return []
         said = f"{name}: {body.loss}"
-        self._break_epoch(BreakCause.OTHER, said, now_s)
+        self._break_epoch(BreakCause.LOST, said, now_s)
         return [Say(text=said, warning=True)]
 
     def _on_hello(self, name: str, body: pb.Hello, now_s: float) -> list[Effect]:

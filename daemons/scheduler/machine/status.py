@@ -111,7 +111,8 @@ class Chronicle:
 
 
 class BreakCause(StrEnum):
-    """Why an attempt was dropped undecided. ``LOST``: a process died, or its stream ended;
+    """Why an attempt was dropped undecided. ``LOST``: a process died, its stream ended, or a
+    connection between two of them did, which of a death is often the first that is known;
     ``SILENT``: it says nothing any more; ``HUNG``: it lives and gets nowhere; ``FAILED``: it said
     itself that it cannot go on; ``ASKED``: somebody stops the run, and time is short.
     """

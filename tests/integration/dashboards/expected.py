@@ -63,10 +63,6 @@ def _missing_again(answer: Answer) -> int:
     return sum(value > 0.0 and 0.0 in missing[:index] for index, value in enumerate(missing))
 
 
-def _broken(answer: Answer) -> float:
-    return max((value for line in answer.lines for value in line.values), default=0.0)
-
-
 def _more(name: str, than: float) -> Shown:
     """A line that is nothing when clean, and over a value at some time when faulty."""
     return lambda clean, faulty: clean.greatest(name) == 0.0 and faulty.greatest(name) > than
@@ -102,8 +98,8 @@ CHANGES: Mapping[str, tuple[str, Shown]] = {
     "recovery: Phases": ("pause", _phase("paused")),
     "recovery: Processes": ("stopped worker", _falls_silent),
     "recovery: Broken attempts by cause": (
-        "killed and stopped processes",
-        lambda clean, faulty: _broken(clean) == 0.0 < _broken(faulty),
+        "killed worker",
+        _more("lost_member", 0.0),
     ),
     "recovery: Epochs": ("killed worker", _grows()),
     "recovery: Restarts by process": ("killed worker", _present),

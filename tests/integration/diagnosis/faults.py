@@ -171,7 +171,7 @@ FAULTS = (
         name="overflow",
         text="an fp16 model whose loss scale doubles after each step that does not overflow",
         alert="PenstockOverflowStorm",
-        settings=_real(**FP16, optimizer={"loss_scale_growth_interval": 1}),
+        settings=_real(**FP16, optimizer={"grad_dtype": "fp16", "loss_scale_growth_interval": 1}),
         step=0,
     ),
     Fault(
@@ -181,6 +181,7 @@ FAULTS = (
         settings=_real(
             **FP16,
             optimizer={
+                "grad_dtype": "fp16",
                 "initial_loss_scale": 3.0e7,
                 "loss_scale_min": 1.5e7,
                 "loss_scale_growth_interval": 2,
