@@ -1,7 +1,7 @@
 """``python -m bench.papers docs/PAPERS.md``: compute every table and write the page.
 
-Pictures go to ``pictures/`` beside it. A paper whose module is missing or fails is named at the
-end, with exit code 1; the page then has the others.
+Pictures go to ``pictures/papers/`` beside it. A paper whose module is missing or fails is named at
+the end, with exit code 1; the page then has the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
             missing.append(f"{name}: {error!r}")
             continue
         sections.append(PaperSection(paper=paper, tables=tables))
-    pictures = path.parent / "pictures"
+    pictures = path.parent / "pictures" / "papers"
     pictures.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:
         (pictures / f"{picture.name}.svg").write_text(picture.svg(), encoding="utf-8")

@@ -108,11 +108,11 @@ class Picture:
 
 
 def page(sections: Sequence[PaperSection], schemes: PaperTable, pictures: Sequence[Picture]) -> str:
-    """Returns the whole page; pictures are expected in ``pictures/`` beside it."""
+    """Returns the whole page; pictures are expected in ``pictures/papers/`` beside it."""
     parts = [_HEAD, _contents(sections), *map(section_text, sections)]
     parts.append(f"## Schemes\n\n{table(schemes)}")
     if pictures:
-        images = "\n\n".join(f"![{p.caption}](pictures/{p.name}.svg)" for p in pictures)
+        images = "\n\n".join(f"![{p.caption}](pictures/papers/{p.name}.svg)" for p in pictures)
         parts.append(f"## Pictures\n\n{images}\n")
     return "\n".join(parts)
 

@@ -56,7 +56,7 @@ def test_the_page_has_contents_sections_and_pictures() -> None:
     assert text.startswith("# The papers' numbers beside ours\n")
     assert "\n* [2BP: two](#2bp-two)\n* [Schemes](#schemes)\n" in text
     assert f"\n## 2BP: two\n\n*Two steps*\n\n{MARKDOWN}\n## Schemes\n\n{MARKDOWN}" in text
-    assert text.endswith("## Pictures\n\n![1F1B](pictures/1f1b.svg)\n")
+    assert text.endswith("## Pictures\n\n![1F1B](pictures/papers/1f1b.svg)\n")
 
 
 def test_long_texts_are_wrapped() -> None:
@@ -100,7 +100,7 @@ def test_missing_papers_are_named_at_the_end(
     assert command.main([str(out)]) == 1
     assert "not on the page: other: ModuleNotFoundError" in capsys.readouterr().err
     assert MARKDOWN in out.read_text()
-    assert {path.stem for path in (out.parent / "pictures").iterdir()} == {
+    assert {path.stem for path in (out.parent / "pictures" / "papers").iterdir()} == {
         picture.name for picture in PICTURES
     }
     monkeypatch.setattr(command, "PAPERS", {"mario": PAPER})
@@ -128,6 +128,6 @@ def test_the_rest_of_the_document_is_what_is_written_now() -> None:
         assert parts[index].startswith(f"{paper.name}\n"), STALE
         parts[index], _, _ = parts[index].partition("### ")
     assert "\n## ".join(parts) == page(sections, schemes_table(), PICTURES), STALE
-    folder = DOCUMENT.parent / "pictures"
+    folder = DOCUMENT.parent / "pictures" / "papers"
     drawn = {file.stem: file.read_text(encoding="utf-8") for file in folder.iterdir()}
     assert drawn == {picture.name: picture.svg() for picture in PICTURES}, STALE

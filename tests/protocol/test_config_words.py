@@ -19,7 +19,7 @@ FOREIGN = (
     "Input should",
     "should match",
     "type=",
-    "http",
+    "errors.pydantic.dev",
     "Value error",
     "validat",
     "instance of",
