@@ -273,9 +273,17 @@ CASES = (
         name="memory channels full",
         changed={
             "penstock_sweep_bytes_total": "0+8.5e10x40",
-            "penstock_optimizer_tail_seconds_total": "0+7x40",
+            "penstock_optimizer_tail_seconds_total": "0+11x40",
         },
         fires={120: alerts("MemoryBandwidthSaturated")},
+    ),
+    Case(
+        name="memory channels full as planned, for less than most of the step",
+        changed={
+            "penstock_sweep_bytes_total": "0+8.5e10x40",
+            "penstock_optimizer_tail_seconds_total": "0+7x40",
+        },
+        fires={300: NOTHING},
     ),
     Case(
         name="memory channels full behind the backward",
