@@ -61,4 +61,4 @@ class MlflowSink:
 def _metrics(readings: Sequence[Reading]) -> Iterator[Metric]:
     for reading in readings:
         for name, value in reading.values.items():
-            yield Metric(name, value, int(reading.read_s * 1000), reading.step)
+            yield Metric(name, value, int(reading.at_s * 1000), reading.step)

@@ -43,18 +43,20 @@ class Subject:
 class Reading:
     """A line of ``metrics.jsonl``: its step, and finite values by the names that people expect.
 
-    ``read_s``: when it was there to read, in seconds since 1970; it was written up to a second
-    before.
+    ``at_s``: when it was decided, in seconds since 1970; of lines of older versions, which do not
+    say that, when they were read.
     """
 
     step: int
     values: Mapping[str, float]
     line: Mapping[str, Any]
-    read_s: float
+    at_s: float
 
     @classmethod
     def of(cls, line: object, read_s: float) -> Reading | None:
-        """Returns what a line says; None where it is no line of metrics."""
+        """Returns what a line says that was there at ``read_s``; None where it is no line of
+        metrics.
+        """
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             return None
         names = _EVALUATION if line.get("phase") == "eval" else _TRAIN
@@ -62,7 +64,8 @@ class Reading:
         if names is _TRAIN:
             values["train/amended"] = float(line.get("decision") == "amend")
             values["train/skipped"] = float(line.get("decision") == "skip")
-        return cls(step=line["step"], values=values, line=line, read_s=read_s)
+        at_s = float(line["time"]) if _finite(line.get("time")) else read_s
+        return cls(step=line["step"], values=values, line=line, at_s=at_s)
 
 
 class Sink(Protocol):

@@ -1,9 +1,8 @@
 """OpenTelemetry: a span for each attempt and evaluation, and points for epochs, saves, warnings.
 
 An attempt is a trace of its own, whose id follows from run and attempt, so that a collector knows
-one that is sent again. ``metrics.jsonl`` says how long it took, not when: its end is reckoned back
-from the moment at which the line was read, and is late by up to a second. Attempts that are traced
-(``observability.sample_every``) have their own times, and a child for each device
+one that is sent again. It ends with its decision, at the ``time`` of its line in ``metrics.jsonl``.
+Attempts that are traced (``observability.sample_every``) have a child for each device
 (:mod:`~penstock.daemons.observer.trackers.sampled`). Points are lines of the scheduler's log.
 """
 
@@ -59,15 +58,12 @@ class SpanSink:
         """
         self._points()
         self._times.look()
-        end_s = readings[-1].read_s if readings else 0.0
-        for reading in reversed(readings):
-            seconds = reading.line.get("seconds")
-            stretch = Stretch(start_s=end_s - float(seconds or 0.0), end_s=end_s)
+        for reading in readings:
             attempt = reading.line.get("attempt")
+            stretch = None
             if reading.line.get("phase") == "train" and isinstance(attempt, int):
-                stretch = self._times.attempt(attempt) or stretch
-            self._span(reading, stretch)
-            end_s = stretch.start_s
+                stretch = self._times.attempt(attempt)
+            self._span(reading, stretch or _stretch(reading))
         self._export()
 
     def close(self) -> None:
@@ -127,6 +123,11 @@ class SpanSink:
         if spans and self._exporter.export(tuple(spans)) is not SpanExportResult.SUCCESS:
             raise ConnectionError(f"the collector did not take {len(spans)} spans")
         spans.clear()
+
+
+def _stretch(reading: Reading) -> Stretch:
+    seconds = float(reading.line.get("seconds") or 0.0)
+    return Stretch(start_s=reading.at_s - seconds, end_s=reading.at_s)
 
 
 class _Ended(SpanProcessor):

@@ -32,7 +32,7 @@ class TensorBoardSink:
         for reading in readings:
             values = [Summary.Value(tag=k, simple_value=v) for k, v in reading.values.items()]
             summary = Summary(value=values)
-            event = Event(wall_time=reading.read_s, step=reading.step, summary=summary)
+            event = Event(wall_time=reading.at_s, step=reading.step, summary=summary)
             self._writer.add_event(event)
         self._writer.flush()
 

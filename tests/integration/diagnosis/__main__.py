@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not asked.inside:
         again = [sys.executable, "-m", __spec__.name, "--inside", *(arguments or sys.argv[1:])]
         os.execvp("unshare", ["unshare", "--net", "sh", "-c", _OWN_NETWORK, "sh", *again])
+    if asked.folder is not None:
+        asked.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=asked.folder, prefix="diagnosis-") as name:
         with Watch(Path(name)) as watch:
             if asked.clean is not None:
