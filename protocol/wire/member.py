@@ -28,6 +28,7 @@ from penstock.protocol.security.access import Access, Connection
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 0.5
 MAX_QUEUED = 65536
+_CUT_AGAIN_S = 0.05
 """Messages waiting to be written; more means that the scheduler stopped reading long ago."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -166,11 +167,18 @@ class MemberLink:
         deadline = time.monotonic() + timeout_s
         for thread in started:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
-        if stream is not None:
-            stream.cut()
         for thread in started:
-            thread.join()
+            self._cut_until_ended(thread)
         self._inbox.put(None)
+
+    def _cut_until_ended(self, thread: threading.Thread) -> None:
+        """Also streams that begin only now: those of a connection that was under way."""
+        while thread.is_alive():
+            with self._lock:
+                stream = self._stream
+            if stream is not None:
+                stream.cut()
+            thread.join(timeout=_CUT_AGAIN_S)
 
     def _connect_and_read(self) -> None:
         backoff_s = FIRST_BACKOFF_S

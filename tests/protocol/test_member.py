@@ -72,6 +72,8 @@ class ScriptedServer(rpc.MembershipServicer, rpc.ControlServicer):
         self.joined: queue.Queue[Connection] = queue.Queue()
         self.control: Callable[[grpc.ServicerContext], Any] | None = None
         self.open: list[Connection] = []
+        self.patient = False
+        """Whether streams are kept after members have finished theirs."""
         self.pool = futures.ThreadPoolExecutor(max_workers=8)
         self.server = grpc.server(self.pool, options=(("grpc.so_reuseport", 0),))
         rpc.add_MembershipServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
@@ -96,7 +98,8 @@ class ScriptedServer(rpc.MembershipServicer, rpc.ControlServicer):
             except grpc.RpcError:
                 pass
             connection.heard.put(None)
-            connection.answers.put(None)
+            if not self.patient:
+                connection.answers.put(None)
 
         reader = threading.Thread(target=read)
         reader.start()
@@ -311,6 +314,30 @@ def test_close_ends_although_nobody_ever_answered(make_link: Callable[..., Membe
         start = time.monotonic()
         link.close(timeout_s=0.2)
         assert time.monotonic() - start < 2.0
+
+
+def test_close_cuts_a_stream_that_begins_while_it_closes(
+    server: ScriptedServer, make_link: Callable[..., MemberLink]
+) -> None:
+    server.patient = True
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hello() -> pb.Hello:
+        asked.set()
+        go_on.wait(DEADLINE_S)
+        return pb.Hello(member="worker.0", pid=7)
+
+    link = make_link(server.address, hello=hello)
+    assert asked.wait(DEADLINE_S)
+    closing = threading.Thread(target=link.close, kwargs={"timeout_s": 0.0})
+    closing.start()
+    time.sleep(0.1)  # it has looked for a stream, and there is none yet
+    go_on.set()
+    closing.join(timeout=2.0)
+    ended = not closing.is_alive()
+    server.close()
+    closing.join()
+    assert ended
 
 
 def test_control_calls_return_typed_replies(server: ScriptedServer, tmp_path: Path) -> None:

@@ -116,9 +116,9 @@ FAULTS = (
     ),
     Fault(
         name="all-slow",
-        text="both workers run a fifth of the time",
+        text="both workers run a third of the time",
         alert="PenstockStepSlow",
-        strike=strikes.slowed("worker.0", "worker.1", work_s=0.01, rest_s=0.04),
+        strike=strikes.slowed("worker.0", "worker.1", work_s=0.015, rest_s=0.03),
         settings=_real(),
         step=60,
     ),
@@ -179,12 +179,12 @@ FAULTS = (
         text="an fp16 model that overflows at the lowest loss scale that is allowed",
         alert="PenstockLossScaleAtFloor",
         settings=_real(
-            **FP16,
+            model={"dtype": "fp16"},
+            train={"clip_grad_norm": 1.0, "max_skips": 10_000_000},
             optimizer={
                 "grad_dtype": "fp16",
-                "initial_loss_scale": 3.0e7,
-                "loss_scale_min": 1.5e7,
-                "loss_scale_growth_interval": 2,
+                "initial_loss_scale": 2.0**32,
+                "loss_scale_min": 2.0**30,
             },
         ),
         step=0,
