@@ -1,12 +1,15 @@
-"""What tracing costs: CPU time of an event times their number, and attempts with and without.
+"""What tracing and metrics cost: CPU time of an event times their number, and attempts with and
+without.
 
     python -m bench.observability [CONFIG] [--steps 410] [--set key=value …]
 
-One run of ``penstock train`` with every second attempt traced, so that both kinds share all noise
-of the machine. Printed are the CPU time of keeping and writing an event (alone, in this process),
-the events of a traced attempt, their product as a share of the median step, and the ratio of the
-medians of traced and untraced attempts with a 95 % interval (bootstrap, 10,000 draws). CPU time of
-metricsd and observerd is what /proc says of them at the end, as a share of the run's time.
+Two runs of ``penstock train``, each of which shares all noise of the machine between both kinds
+of attempts: in the first every second attempt is traced; in the second nodes are scraped once a
+second for five seconds, then for five seconds not. Printed are the CPU time of keeping and
+writing an event and of what a worker counts in an attempt (alone, in this process), their number
+in an attempt, their product as a share of the median step, and the ratios of the medians of
+attempts with and without, with a 95 % interval (bootstrap, 10,000 draws). CPU time of metricsd
+and observerd is what /proc says of them at the end of the first run, as a share of its time.
 """
 
 from __future__ import annotations
@@ -20,13 +23,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from penstock.daemons.metrics.targets import addresses
+from penstock.protocol.plan.instructions import Opcode, Program
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import TraceLane, TraceLog
 from penstock.protocol.run.trace_reading import read_traces
+from penstock.workers.telemetry.account import IdleCause
+from penstock.workers.telemetry.metrics import WorkerMetrics
+from penstock.workers.telemetry.timing import Transferred
 
 EVENTS = 200
+WINDOW_S = 5.0
+SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT, Opcode.SEND_CHECKPOINT)
 WARM_UP = 10
 HELPERS = ("metricsd", "observerd")
 
@@ -60,30 +78,132 @@ def helper_seconds(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def ratio_interval(traced: Sequence[float], untraced: Sequence[float]) -> tuple[float, float]:
+def ratio_interval(with_s: Sequence[float], without_s: Sequence[float]) -> tuple[float, float]:
     """95 % of the ratio of medians over bootstrap samples."""
     draw = random.Random(1)
     ratios = sorted(
-        statistics.median(draw.choices(traced, k=len(traced)))
-        / statistics.median(draw.choices(untraced, k=len(untraced)))
+        statistics.median(draw.choices(with_s, k=len(with_s)))
+        / statistics.median(draw.choices(without_s, k=len(without_s)))
         for _ in range(10_000)
     )
     return ratios[250], ratios[9750]
 
 
-def train(config: Path, run_dir: Path, steps: int, changes: Sequence[str]) -> dict[str, float]:
-    """Trains with every second attempt traced; returns the helpers' CPU seconds near the end."""
-    keys = [f"train.steps={steps}", "observability.sample_every=2", *changes]
-    words = [word for key in keys for word in ("--set", key)]
+def counting_seconds(program: Program, messages: int) -> float:
+    """CPU seconds of what a worker counts in an attempt of ``program`` with so many messages."""
+    metrics = WorkerMetrics(CollectorRegistry())
+    account, counts = metrics.account, Counter(instruction.opcode for instruction in program)
+    moved = {
+        (direction, kind): Transferred(1.0, 1.0)
+        for direction, kind in (("h2d", "weights"), ("d2h", "gradients"), ("send", "activations"))
+    }
+    account.turn(IdleCause.SCHEDULER)
+    rounds = 500
+    begun_s = time.process_time()
+    for _ in range(rounds):
+        account.turn(IdleCause.DATA)
+        account.turn(IdleCause.OVERHEAD)
+        for _ in program:
+            now_s = time.perf_counter()
+            account.waited(IdleCause.WEIGHTS, 0.0)
+            account.computed("forward", now_s, now_s)
+        for _ in range(messages):
+            metrics.transferred("send", "activation", 1000)
+        metrics.add_outcome("done")
+        account.turn(IdleCause.PEERS)
+        metrics.add_flops(1.0, 1.0)
+        metrics.add_instructions(counts)
+        metrics.add_transfers(moved)
+        metrics.set_memory(1.0, 1.0)
+        account.decided(0.0, 0.0)
+    return (time.process_time() - begun_s) / rounds
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """CPU seconds of helpers near the end, and when nodes were scraped (seconds since 1970)."""
+
+    helpers_s: dict[str, float]
+    scraped: list[tuple[float, float]]
+
+
+def train(config: Path, run_dir: Path, changes: Sequence[str], *, scrape: bool) -> Trained:
+    """Trains to the end."""
+    words = [word for key in changes for word in ("--set", key)]
     command = [sys.executable, "-m", "penstock.client.main", "train", str(config), *words]
     run = subprocess.Popen([*command, "--run-dir", str(run_dir)], stdout=subprocess.DEVNULL)
-    spent: dict[str, float] = {}
+    found = Trained(helpers_s={}, scraped=[])
     while run.poll() is None:
-        spent |= helper_seconds(run_dir)
-        time.sleep(1.0)
+        found.helpers_s |= helper_seconds(run_dir)
+        begun_s = time.time()
+        if scrape and (run_dir / "metrics.jsonl").exists() and begun_s % (2 * WINDOW_S) < WINDOW_S:
+            for url in addresses(run_dir).values():
+                with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+                    answer.read()
+            found.scraped.append((begun_s, begun_s + 1.0))
+        time.sleep(max(0.0, begun_s + 1.0 - time.time()))
     if run.returncode:
         raise SystemExit(f"penstock train ended with exit code {run.returncode}")
-    return spent
+    return found
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of training attempts, but the first ones."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["phase"] == "train"][WARM_UP:]
+
+
+def compared(name: str, with_s: Sequence[float], without_s: Sequence[float]) -> str:
+    """A line: the ratio of medians."""
+    low, high = ratio_interval(with_s, without_s)
+    ratio = statistics.median(with_s) / statistics.median(without_s)
+    return (
+        f"{name}: {ratio:.4f} of others (95 %: {low:.4f} to {high:.4f}),"
+        f" {len(with_s)} and {len(without_s)} attempts"
+    )
+
+
+def tracing(config: Path, run_dir: Path, steps: int, changes: Sequence[str]) -> Iterator[str]:
+    """What the first run tells, line by line."""
+    keys = (f"train.steps={steps}", "observability.sample_every=2", *changes)
+    trained = train(config, run_dir, keys, scrape=False)
+    lines = steps_of(run_dir)
+    traced, others = (
+        [line["seconds"] for line in lines if line["attempt"] % 2 == parity] for parity in (0, 1)
+    )
+    step_s = statistics.median(others)
+    event_s = event_seconds(run_dir)
+    events = sum(len(life.events) for life in read_traces(run_dir).members) / (steps / 2)
+    share = event_s * events / step_s
+    yield f"median step {step_s:.4g} s"
+    yield (
+        f"an event: {1e6 * event_s:.2f} µs of a core; {events:.0f} in an attempt:"
+        f" {100 * share:.3f} % of a step if all are traced, {2 * share:.4f} % with every 50th"
+    )
+    yield compared("traced attempts", traced, others)
+    programs = RunDirectory(run_dir).plan.programs
+    messages = sum(i.opcode in SENDS for program in programs for i in program)
+    counting_s = max(counting_seconds(program, 2 * messages) for program in programs)
+    yield (
+        f"a worker counts for {1e6 * counting_s:.0f} µs of a core in an attempt:"
+        f" {100 * counting_s / step_s:.3f} % of a step"
+    )
+    total_s = sum(line["seconds"] for line in lines)
+    for name, cpu_s in sorted(trained.helpers_s.items()):
+        yield f"{name}: {cpu_s:.2f} s of a core, {100 * cpu_s / total_s:.2f} % of the run"
+
+
+def scraping(config: Path, run_dir: Path, steps: int, changes: Sequence[str]) -> Iterator[str]:
+    """What the second run tells."""
+    keys = (f"train.steps={steps}", "observability.sample_every=1000000", *changes)
+    scraped = train(config, run_dir, keys, scrape=True).scraped
+    beside: list[float] = []
+    others: list[float] = []
+    for line in steps_of(run_dir):
+        begun_s, ended_s = line["time"] - line["seconds"], line["time"]
+        met = any(begun_s < until_s and since_s < ended_s for since_s, until_s in scraped)
+        (beside if met else others).append(line["seconds"])
+    yield compared("attempts beside a scrape a second", beside, others)
 
 
 def main() -> None:
@@ -94,35 +214,12 @@ def main() -> None:
     parser.add_argument("config", type=Path, nargs="?", default=Path("examples/tiny.yaml"))
     parser.add_argument("--steps", type=int, default=410)
     parser.add_argument("--set", action="append", default=[], dest="changes")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        spent = train(arguments.config, run_dir, arguments.steps, arguments.changes)
-        event_s = event_seconds(Path(folder))
-        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        steps = [line for line in lines if line["phase"] == "train"][WARM_UP:]
-        events = sum(len(life.events) for life in read_traces(run_dir).members)
-    seconds = {
-        parity: [line["seconds"] for line in steps if line["attempt"] % 2 == parity]
-        for parity in (0, 1)
-    }
-    step_s = statistics.median(seconds[1])
-    per_attempt = events / (arguments.steps / 2)
-    low, high = ratio_interval(seconds[0], seconds[1])
-    ratio = statistics.median(seconds[0]) / step_s
-    total_s = sum(line["seconds"] for line in steps)
-    report = [
-        f"attempts: {len(seconds[0])} traced, {len(seconds[1])} not; median step {step_s:.4g} s",
-        f"an event: {1e6 * event_s:.2f} µs of a core; {per_attempt:.0f} in an attempt:"
-        f" {100 * event_s * per_attempt / step_s:.3f} % of a step if all are traced,"
-        f" {2 * event_s * per_attempt / step_s:.4f} % with every 50th",
-        f"traced over untraced: {ratio:.4f} (95 %: {low:.4f} to {high:.4f})",
-        *(
-            f"{name}: {cpu_s:.2f} s of a core, {100 * cpu_s / total_s:.2f} % of the run"
-            for name, cpu_s in sorted(spent.items())
-        ),
-    ]
-    sys.stdout.write("\n".join(report) + "\n")
+        for part in (tracing, scraping):
+            run_dir = Path(folder) / part.__name__
+            for line in part(given.config, run_dir, given.steps, given.changes):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":
