@@ -22,6 +22,7 @@ def given_back(terminal: TerminalRun) -> bool:
     return terminal.cooked and not seen.alternate and not seen.hidden_cursor
 
 
+@pytest.mark.slow
 def test_a_training_is_steered_by_keys_and_gives_the_terminal_back(runner: Runner) -> None:
     """One run, since it takes seconds to start: at 80 columns, then at 120; paused, saved, stopped
     by the shell and brought back, and ended.
