@@ -13,8 +13,10 @@ import torch
 
 from penstock.models.data.batch import MicroBatch
 from penstock.planner.configured import build_plan
+from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.simulate import simulate
+from penstock.planner.simulate.network import Network
 from penstock.protocol.config.schema import parse_config
 from penstock.protocol.plan.instructions import Backward, Forward, Recompute, parse_instruction
 from penstock.protocol.plan.layout import StageLayout
@@ -23,6 +25,7 @@ from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.platforms.bandwidth_log import NicReservations
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
+from penstock.workers.platforms.emulated.collectives import link_bandwidth
 from penstock.workers.platforms.emulated.device import EmulatedDevice, Sending, SwapKey
 from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
 from penstock.workers.telemetry.account import IdleCause
@@ -50,6 +53,33 @@ def test_a_nic_serves_one_transfer_after_the_other(tmp_path: Path) -> None:
     assert boards[1].occupy(1.0, 1.0, source=None, target=1) == (1.0, 2.0)
     for board in boards:
         board.close()
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+@pytest.mark.parametrize("target", [1, 2])
+@pytest.mark.parametrize(
+    "slow", ["fetch_bandwidth", "offload_bandwidth", "peer_bandwidth", "nic_bandwidth"]
+)
+def test_a_message_alone_is_as_fast_as_simulated(
+    through_host: bool, target: int, slow: str
+) -> None:
+    cluster = dataclasses.replace(
+        Cluster(
+            devices_per_node=2,
+            fetch_bandwidth=8e9,
+            offload_bandwidth=8e9,
+            switch_bandwidth=8e9,
+            peer_bandwidth=8e9,
+            peer_through_host=through_host,
+            nic_bandwidth=8e9,
+        ),
+        **{slow: 1e9},  # type: ignore[arg-type]  # names of bandwidths
+    )
+    network = Network(cluster)
+    assert network.link(0, target) == 0
+    routes = network.arrays()
+    simulated = min([*routes["route_limits"], *routes["capacities"]])
+    assert link_bandwidth(cluster, 0, target) == simulated
 
 
 def leave_at_once(ready_at: float, seconds: float, *, target: int) -> tuple[float, float]:

@@ -201,7 +201,6 @@ FAULTS = (
         text="the file system of saved states hangs",
         alert="PenstockSaveTooOld",
         strike=strikes.state_frozen,
-        settings=Settings(own_state=True),
         step=25,
     ),
     Fault(

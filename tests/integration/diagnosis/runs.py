@@ -24,7 +24,6 @@ from tests.groups import group
 from tests.system.conftest import MEMBER_KINDS, TINY_LLAMA, merge, newest_step, processes_of
 
 KINDS = (*MEMBER_KINDS, "metricsd", "observerd")
-STATE_MIB = 64
 
 
 EMULATED: dict[str, Any] = {
@@ -66,8 +65,7 @@ REAL: dict[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``shm_mib``: size of its /dev/shm. ``disk_mib``: its run directory is on a disk so small; 0:
-    where all others are. ``own_state``: saved states are on a disk of their own, which can be
-    frozen. ``memory_mib``: its control group may have so much; 0: what it wants.
+    where all others are. ``memory_mib``: its control group may have so much; 0: what it wants.
     ``by_hand``: each node is started by itself, and nobody starts it again.
     """
 
@@ -75,7 +73,6 @@ class Settings:
     changes: Mapping[str, Any] = field(default_factory=dict)
     shm_mib: int = 512
     disk_mib: int = 0
-    own_state: bool = False
     memory_mib: int = 0
     by_hand: bool = False
 
@@ -156,10 +153,6 @@ class FaultyRun:
         if self._disk is not None:
             size = f"{self.settings.disk_mib}m"
             mounts.append(f"mount -t tmpfs -o size={size} tmpfs {self._disk}")
-        if self.settings.own_state:
-            image, state = self.folder / "state.img", self._named / "state"
-            mounts.append(f"truncate -s {STATE_MIB}M {image}; mkfs.ext4 -q {image}")
-            mounts.append(f"mkdir -p {state}; mount -o loop {image} {state}")
         return "; ".join(mounts)
 
     def inside(self, *command: str) -> list[str]:

@@ -214,6 +214,10 @@ THAWS_AFTER_S = 300
 @contextmanager
 def state_frozen(run: FaultyRun) -> Iterator[None]:
     """The file system with saved states hangs: whoever writes there waits, for ever."""
+    image = run.folder / "state.img"
+    subprocess.run(["truncate", "--size=64M", str(image)], check=True)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    subprocess.run(run.inside("mount", "-o", "loop", str(image), str(run.state)), check=True)
     thaw = run.inside("fsfreeze", "--unfreeze", str(run.state))
     later = ["sh", "-c", 'sleep "$1"; shift; exec "$@"', "sh", str(THAWS_AFTER_S)]
     subprocess.run(run.inside("fsfreeze", "--freeze", str(run.state)), check=True)

@@ -29,7 +29,10 @@ _ENTERED = "entered"
 def link_bandwidth(cluster: Cluster, source: int, target: int) -> float:
     """Bytes/s from one device to another if nobody shares the way."""
     here = cluster.node_of(source) == cluster.node_of(target)
-    return cluster.peer_bandwidth if here else cluster.nic_bandwidth
+    way = cluster.peer_bandwidth if here else cluster.nic_bandwidth
+    if not cluster.peer_through_host:
+        return way
+    return min(way, cluster.offload_bandwidth, cluster.fetch_bandwidth, cluster.switch_bandwidth)
 
 
 class Rings:
