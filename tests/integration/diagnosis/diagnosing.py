@@ -24,9 +24,9 @@ LONGER_S = 45.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """``delay_s``: what the runbook promises. ``after_s``: when it fired after the fault; None: it
-    did not. ``told``: what people were told of; ``silenced``: what fired beside it, and was
-    inhibited. ``summary``: of the right message.
+    """``delay_s``: what the fault's grace and the runbook promise. ``after_s``: when it fired
+    after the fault; None: it did not. ``told``: what people were told of; ``silenced``: what
+    fired beside it, and was inhibited. ``summary``: of the right message.
     """
 
     fault: Fault
@@ -53,7 +53,7 @@ def promised_s(alert: str) -> float:
 
 def diagnose(fault: Fault, watch: Watch, folder: Path) -> Finding:
     """Plant a fault into a run of its own; returns what came of it."""
-    delay_s = promised_s(fault.alert)
+    delay_s = fault.grace_s + promised_s(fault.alert)
     with FaultyRun(fault.name, folder, watch.targets, fault.settings) as run:
         begun_s = time.time()
         run.start()

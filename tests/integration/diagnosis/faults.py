@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.diagnosis import strikes
-from tests.integration.diagnosis.runs import REAL, Settings
+from tests.integration.diagnosis.runs import REAL, STEP_S, Settings
 from tests.integration.diagnosis.strikes import Strike
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """``text``: for the table. ``step``: it is struck after this one; 0: from the start on."""
+    """``text``: for the table. ``step``: it is struck after this one; 0: from the start on.
+    ``grace_s``: the alert is to wait so long by what it means, before its delay.
+    """
 
     name: str
     text: str
@@ -21,6 +23,7 @@ class Fault:
     strike: Strike = strikes.nothing
     settings: Settings = field(default_factory=Settings)
     step: int = 12
+    grace_s: float = 0.0
 
 
 def _real(**changes: Any) -> Settings:
@@ -128,7 +131,9 @@ FAULTS = (
         alert="PenstockOptimizerStarved",
         strike=strikes.cores_taken,
         settings=_real(
-            model={"hf": {"hidden_size": 256, "intermediate_size": 704}},
+            model={"hf": {"hidden_size": 512, "intermediate_size": 1408}},
+            data={"sequence_length": 16},
+            train={"global_batch": 2, "micro_batch": 1},
             optimizer={"threads": 0, "cores": [1]},
         ),
         step=40,
@@ -202,6 +207,7 @@ FAULTS = (
         alert="PenstockSaveTooOld",
         strike=strikes.state_frozen,
         step=25,
+        grace_s=2 * 20 * STEP_S + 60.0,
     ),
     Fault(
         name="network-slow",

@@ -49,6 +49,8 @@ EMULATED: dict[str, Any] = {
     "observability": {"sample_every": 10},
 }
 """Two emulated GPUs whose steps take 0.8 s, and little of this machine."""
+STEP_S = 0.8
+"""Of these, and a save after each 20."""
 
 REAL: dict[str, Any] = {
     "model": {"dtype": "fp32", "hf": TINY_LLAMA},
