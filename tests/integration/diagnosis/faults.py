@@ -130,11 +130,15 @@ FAULTS = (
         text="others compute on the optimizer's cores",
         alert="PenstockOptimizerStarved",
         strike=strikes.cores_taken,
-        settings=_real(
-            model={"hf": {"hidden_size": 512, "intermediate_size": 1408}},
-            data={"sequence_length": 16},
-            train={"global_batch": 2, "micro_batch": 1},
-            optimizer={"threads": 0, "cores": [1]},
+        settings=Settings(
+            base=REAL,
+            changes={
+                "model": {"hf": {"hidden_size": 512, "intermediate_size": 1408}},
+                "data": {"sequence_length": 16},
+                "train": {"global_batch": 2, "micro_batch": 1},
+                "optimizer": {"threads": 0, "cores": [1]},
+            },
+            shm_mib=2048,
         ),
         step=40,
     ),
