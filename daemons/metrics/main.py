@@ -16,7 +16,12 @@ from penstock.daemons.metrics.facts import put_facts
 from penstock.daemons.metrics.resources import NodeResources
 from penstock.daemons.metrics.serving import application, listen
 from penstock.daemons.metrics.sheet import Sheet
-from penstock.daemons.metrics.targets import remove_targets, renew_targets, write_targets
+from penstock.daemons.metrics.targets import (
+    former_port,
+    remove_targets,
+    renew_targets,
+    write_targets,
+)
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.node import KEYS_EXPIRE, OWN
@@ -62,7 +67,8 @@ def _run(run: RunDirectory, node: str, processes: str | None, stop: StopSignal) 
             _own_page(run, node, stack),
             labels_of(config, node, member),
         )
-        server = listen(application(collection, config, run.path), config, node)
+        pages = application(collection, config, run.path)
+        server = listen(pages, config, node, former_port(run, node))
         stack.callback(server.close)
         write_targets(run, node, server.port)
         stack.callback(remove_targets, run, node)

@@ -13,6 +13,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,18 @@ def application(collection: Collection, config: Config, run_dir: Path) -> App:
     return serve
 
 
-def listen(app: App, config: Config, node: str) -> Exporter:
-    """Serves ``app`` where ``observability`` says. With ``cluster.security: tls``, with the keys of
-    ``node``.
+def listen(app: App, config: Config, node: str, former: int = 0) -> Exporter:
+    """Serves ``app`` where ``observability`` says; where any port will do, at ``former`` if that is
+    free. With ``cluster.security: tls``, with the keys of ``node``.
 
     Raises:
         ConfigError: it cannot listen there, or must not; the message names the key.
     """
     keys = keys_of_metrics(config, node)
     host, port = config.observability.metrics_host, metrics_port(config, node_index(config, node))
+    if former and not port:
+        with suppress(OSError):
+            return Exporter(app, host, former, keys, public=(CLOCK_PATH,))
     try:
         return Exporter(app, host, port, keys, public=(CLOCK_PATH,))
     except OSError as error:

@@ -64,6 +64,17 @@ def renew_targets(run: RunDirectory, node: str, port: int) -> None:
             return write_targets(run, node, port)
 
 
+def former_port(run: RunDirectory, node: str) -> int:
+    """Returns the port of a metricsd of ``node`` that was killed; 0: nobody knows of one. Where the
+    next one serves there too, Prometheus' series go on, and counters with them.
+    """
+    for entry in _entries(run.path / FOLDER / f"{node}.json"):
+        _, _, port = str(entry["targets"][0]).rpartition(":")
+        if port.isdecimal() and int(port) < 65536:
+            return int(port)
+    return 0
+
+
 def remove_targets(run: RunDirectory, node: str) -> None:
     """Tell that there are none any more."""
     for path in _files(run, node):

@@ -21,6 +21,7 @@ from penstock.daemons.metrics.exporter import Exporter
 from penstock.daemons.metrics.serving import application, check_port, listen
 from penstock.daemons.metrics.targets import (
     addresses,
+    former_port,
     read_targets,
     remove_targets,
     renew_targets,
@@ -46,7 +47,7 @@ def config(**observability: object) -> Config:
     )
 
 
-def serve(settings: Config, run_dir: Path = Path(), node: str = "a") -> Exporter:
+def serve(settings: Config, run_dir: Path = Path(), node: str = "a", former: int = 0) -> Exporter:
     """A metricsd's pages; none of the node's processes runs."""
     names: Mapping[str, Mapping[str, str]] = {
         "worker.1": labels_of(settings, node, "worker.1"),
@@ -54,7 +55,7 @@ def serve(settings: Config, run_dir: Path = Path(), node: str = "a") -> Exporter
     }
     ours = labels_of(settings, node, f"metricsd.{node}")
     collection = Collection(RUN_ID, names, bytes, ours)
-    return listen(application(collection, settings, run_dir), settings, node)
+    return listen(application(collection, settings, run_dir), settings, node, former)
 
 
 def page(port: int, host: str = "127.0.0.1", path: str = "/metrics") -> str:
@@ -117,6 +118,26 @@ def test_prometheus_is_told_where_metrics_are_as_long_as_they_are(tmp_path: Path
     for node in ("a", "b"):
         remove_targets(run, node)
     assert read_targets(run.path) == [] and list(shared.iterdir()) == []
+
+
+def test_metrics_are_served_where_they_were_before_a_kill(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path)
+    settings = config()
+    (tmp_path / "resolved.yaml").write_text(settings.to_yaml())
+    assert former_port(run, "a") == 0
+    killed = serve(settings)
+    write_targets(run, "a", killed.port)
+    killed.close()
+    next_one = serve(settings, former=former_port(run, "a"))
+    try:
+        assert next_one.port == killed.port
+        beside = serve(settings, former=next_one.port)
+        beside.close()
+        assert beside.port != next_one.port, "taken: any other will do"
+    finally:
+        next_one.close()
+    (tmp_path / "metrics" / "a.json").write_text('[{"targets": ["a:99999"], "labels": {}}]')
+    assert former_port(run, "a") == 0
 
 
 def test_others_are_told_an_address_that_they_reach(tmp_path: Path) -> None:
