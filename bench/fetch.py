@@ -38,10 +38,12 @@ from prometheus_client import CollectorRegistry
 from penstock.daemons.fetch.agent import Agent, find_module
 from penstock.daemons.fetch.clients import Listener
 from penstock.daemons.fetch.peers import Peers
-from penstock.daemons.fetch.service import FetchMetrics, FetchService
+from penstock.daemons.fetch.service import FetchService
 from penstock.daemons.fetch.serving import Serving, draw_generation
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
+from penstock.protocol.metrics.fetch import FETCH
+from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.security.authority import make
 from penstock.protocol.security.sockets import OPEN, CurveAccess, SocketAccess
@@ -246,7 +248,7 @@ def fetchd(node: str, run_id: str, offer_to: str, transports: str, pipe: Connect
             listener=listener,
             peers=Peers(agent, run, context),
             memoryd=memoryd,
-            metrics=FetchMetrics(CollectorRegistry()),
+            metrics=MetricPage(FETCH, CollectorRegistry()),
             stopped=pipe.poll,
         )
         pipe.send("serving")

@@ -404,6 +404,20 @@ def test_light_modules_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_benchmarks_import() -> None:
+    """Nobody runs them daily: what they use of the project is still there under its name."""
+    names = [f"bench.{path.stem}" for path in sorted((ROOT / "bench").glob("*.py"))]
+    program = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", ["scheduler_pb2.py", "scheduler_pb2.pyi", "scheduler_pb2_grpc.py"])
 def test_generated_code_is_what_protoc_writes(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "grpc_tools.protoc"]

@@ -189,8 +189,9 @@ def test_the_time_limit_then_other_hosts_then_scancel(bed: SlurmBed, runner: H.R
     assert first > 2 and "it is queued anew, and goes on from what is saved" in job.said()
     bed.wait_for_state(job.number, "PENDING")
     assert not H.segments_of(runner.root) and not job.members()
-    # Slurm lets requeued jobs wait two minutes. pn1 is said to be broken.
-    bed.ask("scontrol", "update", f"JobId={job.number}", "ExcNodeList=pn1", "StartTime=now")
+    # Slurm lets requeued jobs wait two minutes. pn1 is said to be broken. In the second in which it
+    # was queued anew the job's credentials are those that have been revoked.
+    bed.ask("scontrol", "update", f"JobId={job.number}", "ExcNodeList=pn1", "StartTime=now+3")
     job.wait_for_step(first + 5)
     assert bed.field(job.number, "NodeList") == "pn[2-3]"
     print(f"it went on from step {first} on pn[2-3]; scancel {job.number}")

@@ -21,7 +21,6 @@ from tests.system.conftest import runner as runner
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("wandb>=0.19", "mlflow-skinny>=3", "trackio>=0.20", "tensorboard>=2.18")
 CHANGES: dict[str, Any] = {
     "train": {"steps": 12, "eval_every": 6, "eval_batches": 2},
@@ -102,9 +101,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(install, check=True, timeout=600)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = folder / "lib" / version / "site-packages"
-    theirs = [sysconfig.get_paths()["purelib"], *filter(None, sys.path)]
-    lines = [str(ROOT / "src"), *(p for p in theirs if p.endswith("site-packages"))]
-    (packages / "beside.pth").write_text("\n".join(dict.fromkeys(lines)))
+    theirs = (sysconfig.get_paths()["purelib"], *(p for p in sys.path if p.endswith("-packages")))
+    lines = [f"import site; site.addsitedir({path!r})" for path in dict.fromkeys(theirs)]
+    (packages / "beside.pth").write_text("\n".join(lines))  # with what their own .pth files do
     return made
 
 
