@@ -129,7 +129,8 @@ def on_terminal(
     master, slave = os.openpty()
     set_size(slave, columns, lines)
     process = subprocess.Popen(
-        ["setsid", "--ctty", *map(str, command)],
+        # Ctrl-C works on a terminal, whatever started the tests in the background.
+        ["env", "--default-signal=INT", "setsid", "--ctty", *map(str, command)],
         stdin=slave,
         stdout=slave,
         stderr=slave,
