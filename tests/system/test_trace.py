@@ -44,8 +44,10 @@ def check_trace(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "chrome.json"
     report = json.loads(penstock("trace", str(run_dir), "--out", str(out), "--json"))
     check_report(report)
-    check_step(report["where_the_step_went"], run_dir)
-    check_chrome(json.loads(out.read_text())["traceEvents"], RunDirectory(run_dir))
+    events = json.loads(out.read_text())["traceEvents"]
+    check_step(report["where_the_step_went"], events)
+    check_seconds(events, run_dir)
+    check_chrome(events, RunDirectory(run_dir))
     assert "error" in penstock("trace", str(run_dir), "--attempts", "2:3")
 
 
@@ -57,15 +59,26 @@ def check_report(report: dict[str, Any]) -> None:
     assert report["measured"]["makespan_seconds"] <= report["step_seconds"]
 
 
-def check_step(step: dict[str, Any], run_dir: Path) -> None:
-    """What the scheduler's clock says a step took is what its resources add up to."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    (said,) = [line for line in lines if line.get("attempt") == step["attempt"]]
-    seconds = sum(step["critical_seconds"].values())
-    assert seconds == pytest.approx(step["step_seconds"], rel=1e-6)
-    assert seconds == pytest.approx(said["seconds"], rel=0.05)
+def check_step(step: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    """A step, its journal included, is what its resources add up to."""
+    start_us = {e["name"]: e["ts"] for e in events if e["ph"] == "X"}
+    attempt = step["attempt"]
+    seconds = (start_us[f"attempt {attempt + 1}"] - start_us[f"attempt {attempt}"]) / 1e6
+    assert step["step_seconds"] == pytest.approx(seconds, abs=5e-6), "written in microseconds"
+    assert sum(step["critical_seconds"].values()) == pytest.approx(step["step_seconds"], rel=1e-6)
     assert step["critical_seconds"]["compute"] > 0.0
     assert 0.0 < step["savings_together_seconds"] <= step["step_seconds"]
+
+
+def check_seconds(events: list[dict[str, Any]], run_dir: Path) -> None:
+    """Attempts are as long in the trace as in the metrics, by two clocks; a busy core may hold up
+    one of them for some milliseconds, not a whole run.
+    """
+    spans = [e for e in events if e["ph"] == "X" and e["name"].startswith("attempt ")]
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    said = [line["seconds"] for line in lines if "attempt" in line]
+    assert len(said) == len(spans)
+    assert sum(e["dur"] for e in spans) / 1e6 == pytest.approx(sum(said), rel=0.1)
 
 
 def check_chrome(events: list[dict[str, Any]], run: RunDirectory) -> None:
