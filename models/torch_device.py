@@ -20,6 +20,8 @@ from typing import Protocol
 
 import torch
 
+from penstock.models.gpu import CudaGpu, Event, Gpu
+
 Allocate = Callable[[int], torch.Tensor]
 """Bytes wanted -> a flat uint8 tensor of at least that size."""
 
@@ -125,11 +127,6 @@ class HostDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @staticmethod
-    def first() -> torch.device | None:
-        """Returns the one that there is."""
-        return torch.device("cpu")
-
     @property
     def name(self) -> str:
         """The architecture."""
@@ -151,42 +148,44 @@ class HostDevice:
         return SwapStreams(out=PlainCopies(), back=PlainCopies(), allocate=host_memory)
 
 
-class CudaArrival:
-    """An event on a CUDA stream."""
+class GpuArrival:
+    """An event on a stream of a GPU."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, gpu: Gpu, event: Event) -> None:
+        self._gpu = gpu
         self.event = event
 
     def wait(self) -> None:
         """The current stream waits; the host does not."""
-        torch.cuda.current_stream().wait_event(self.event)
+        self._gpu.current_stream().wait_event(self.event)
 
 
-class CudaCopies:
+class GpuCopies:
     """Copies on a stream of its own; asynchronous if the host memory is pinned."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._stream = gpu.stream()
 
     def follow(self, arrival: Arrival) -> None:
         """Ordered on the device."""
-        assert isinstance(arrival, CudaArrival)
+        assert isinstance(arrival, GpuArrival)
         self._stream.wait_event(arrival.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The allocator is told that device memory is in use on this stream, too."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._gpu.current_stream())
+        with self._gpu.on(self._stream):
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)
+            if self._gpu.holds(tensor):
+                self._gpu.keep_for(tensor, self._stream)
 
-    def record(self) -> CudaArrival:
+    def record(self) -> GpuArrival:
         """An event behind the copies so far."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self._gpu.event()
         event.record(self._stream)
-        return CudaArrival(event)
+        return GpuArrival(self._gpu, event)
 
 
 class GpuDevice:
@@ -194,27 +193,24 @@ class GpuDevice:
 
     own_memory = True
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    @staticmethod
-    def first() -> torch.device | None:
-        """Returns GPU 0, if there is any."""
-        return torch.device("cuda", 0) if torch.cuda.is_available() else None
+    def __init__(self, gpu: Gpu) -> None:
+        self.device = gpu.device
+        self._gpu = gpu
+        self._swaps: dict[int | None, SwapStreams] = {}
 
     @property
     def name(self) -> str:
         """What the driver says."""
-        return str(torch.cuda.get_device_name(self.device))
+        return self._gpu.name
 
     @property
     def memory_bytes(self) -> float:
         """All of it, whoever uses it."""
-        return float(torch.cuda.get_device_properties(self.device).total_memory)
+        return self._gpu.memory_bytes
 
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
-        torch.cuda.synchronize(self.device)
+        self._gpu.synchronize()
 
     def generator(self) -> torch.Generator:
         """Returns the device's own; of the current device, if this one has no number."""
@@ -223,33 +219,42 @@ class GpuDevice:
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Returns pinned memory, which torch keeps for reuse."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._gpu.pinned(num_bytes)
 
     def swap_streams(self, distance: int | None = None) -> SwapStreams:
         """Returns streams to pinned memory, or to the peer's GPU: over NVLink or PCIe where the
         driver allows that. The first swap makes a CUDA context there, which takes a few hundred MB.
         """
-        return _gpu_swaps(self, distance)
-
-
-@cache  # attempt after attempt would take others of torch's 32 streams, those of weights too
-def _gpu_swaps(device: GpuDevice, distance: int | None) -> SwapStreams:
-    own = device.device
-    streams = [torch.cuda.Stream(own) for _ in range(2)]  # type: ignore[no-untyped-call]
-    allocate: Allocate = device.host_memory
-    if distance is not None:
-        assert own.index is not None, "a worker's GPU has a number"
-        peer = (own.index + distance) % torch.cuda.device_count()  # workers may share GPUs
-        allocate = partial(_on_peer, torch.device("cuda", peer))
-    return SwapStreams(out=CudaCopies(streams[0]), back=CudaCopies(streams[1]), allocate=allocate)
+        # Attempt after attempt would take others of torch's 32 streams, those of weights too.
+        if distance not in self._swaps:
+            allocate: Allocate = self.host_memory
+            if distance is not None:
+                assert self.device.index is not None, "a worker's GPU has a number"
+                peer = (self.device.index + distance) % torch.cuda.device_count()  # may be shared
+                allocate = partial(_on_peer, torch.device("cuda", peer))
+            self._swaps[distance] = SwapStreams(
+                out=GpuCopies(self._gpu), back=GpuCopies(self._gpu), allocate=allocate
+            )
+        return self._swaps[distance]
 
 
 def _on_peer(peer: torch.device, num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=peer)
 
 
-IMPLEMENTATIONS: Mapping[str, type[HostDevice] | type[GpuDevice]] = MappingProxyType(
-    {"cpu": HostDevice, "cuda": GpuDevice}
+def _cuda(device: torch.device) -> GpuDevice:
+    return GpuDevice(CudaGpu(device))
+
+
+def _first_gpu() -> torch.device | None:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else None
+
+
+_IMPLEMENTATIONS: Mapping[str, Callable[[torch.device], TorchDevice]] = MappingProxyType(
+    {"cpu": HostDevice, "cuda": _cuda}
+)
+_FIRST: Mapping[str, Callable[[], torch.device | None]] = MappingProxyType(
+    {"cpu": lambda: torch.device("cpu"), "cuda": _first_gpu}
 )
 """By torch's type of device."""
 
@@ -257,10 +262,10 @@ IMPLEMENTATIONS: Mapping[str, type[HostDevice] | type[GpuDevice]] = MappingProxy
 @cache  # one object per device, whose streams are made once
 def torch_device(device: torch.device) -> TorchDevice:
     """Returns what stands for a device of torch in this process."""
-    return IMPLEMENTATIONS[device.type](device)
+    return _IMPLEMENTATIONS[device.type](device)
 
 
 def first_device(kind: str) -> TorchDevice | None:
     """Returns the first device of one of torch's types, ``None`` if there is none."""
-    found = IMPLEMENTATIONS[kind].first()
+    found = _FIRST[kind]()
     return None if found is None else torch_device(found)

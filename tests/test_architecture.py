@@ -66,7 +66,8 @@ FLOORS = {
         settling
         configured
         tuning step_costs""",
-    "models": """data step torch_device
+    "models": """data step gpu
+        torch_device
         loss
         surgery
         binding
@@ -253,6 +254,7 @@ MAY_KNOW_PLATFORMS = (
     "protocol/platforms/registry.py",
     "protocol/config/",
     "workers/platforms/",
+    "models/gpu.py",
     "models/torch_device.py",
 )
 """Who may tell platforms apart: what describes them, the configuration, and what they are."""

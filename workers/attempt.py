@@ -20,7 +20,7 @@ from penstock.models.runtime import StageOutput
 from penstock.models.saved_activations import SavedActivations, SavePolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
-from penstock.models.torch_device import SwapStreams, torch_device
+from penstock.models.torch_device import SwapStreams
 from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
 from penstock.protocol.plan.plan import Plan
@@ -312,9 +312,8 @@ class Attempt:
         node.
         """
         if peer not in self._swaps:
-            device, here = self.context.device.torch_device, self.context.device_index
-            distance = None if peer is None else peer - here
-            self._swaps[peer] = torch_device(device).swap_streams(distance)
+            distance = None if peer is None else peer - self.context.device_index
+            self._swaps[peer] = self.context.device.swap_streams(distance)
         return self._swaps[peer]
 
     def update(self, instruction: Update) -> None:

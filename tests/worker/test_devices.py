@@ -28,7 +28,7 @@ from penstock.workers.epoch_builder import bind_transport
 from penstock.workers.interpreter import JobResult
 from penstock.workers.platforms.base import BufferPool
 from penstock.workers.platforms.cpu.device import CpuDevice
-from penstock.workers.platforms.cuda.device import CudaDevice
+from penstock.workers.platforms.cuda.device import CudaDevice, gpu_of
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.telemetry.trace import TraceRing
 from penstock.workers.waiting import Interrupted
@@ -95,7 +95,7 @@ def test_pooled_buffers_are_told_apart_by_type_and_length() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_a_missing_gpu_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"worker 1 of this node needs a GPU, there are 0: torch"):
-        CudaDevice(1, weight_dtype=DType.BF16, grad_dtype=DType.BF16)
+        gpu_of(1)
 
 
 def test_a_cluster_of_several_nodes_listens_on_tcp(make_run_files: Any) -> None:
@@ -222,7 +222,7 @@ def test_the_trace_of_a_gpu_is_of_what_it_did(make_cluster: Any, tmp_path: Path)
 @needs_gpu
 @pytest.mark.usefixtures("gpu")
 def test_gradients_from_a_gpu_are_complete_when_announced() -> None:
-    device = CudaDevice(0, weight_dtype=DType.BF16, grad_dtype=DType.BF16)
+    device = CudaDevice(gpu_of(0), weight_dtype=DType.BF16, grad_dtype=DType.BF16)
     target = np.zeros(1 << 20, np.uint16)
     seen: list[bool] = []
     for _ in range(4):

@@ -22,7 +22,7 @@ from penstock.protocol.plan.step import BlockArrays, OptimizerStep
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.memory import NodeMemory
-from penstock.workers.platforms.cuda.device import CudaDevice
+from penstock.workers.platforms.cuda.device import CudaDevice, gpu_of
 from penstock.workers.platforms.cuda.update import CudaPreviewer
 from penstock.workers.state.updates import (
     BlockUpdates,
@@ -386,9 +386,10 @@ def test_a_gpu_updates_with_the_bits_of_the_native_kernel(
     fill_state(memory)
     job = cluster.job()
     cluster.train(job)
-    device = CudaDevice(0, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype)
+    gpu = gpu_of(0)
+    device = CudaDevice(gpu, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype)
     device.attach(memory, 1 << 20, 1)
-    previewer = CudaPreviewer(device, memory, OptimizerConfig(), [0, 1])
+    previewer = CudaPreviewer(gpu, memory, OptimizerConfig(), [0, 1])
     for block in (0, 1, 0):
         done = previewer.preview(block, scope_of(STEP))
         weights, squares = expected_weights(memory, block)
@@ -396,7 +397,7 @@ def test_a_gpu_updates_with_the_bits_of_the_native_kernel(
         assert done.status.finite and done.status.sum_squares == pytest.approx(squares, rel=1e-13)
     previewer.close()
     if dtype == "fp32":
-        previewer = CudaPreviewer(device, memory, OptimizerConfig(), [0], residents=[0])
+        previewer = CudaPreviewer(gpu, memory, OptimizerConfig(), [0], residents=[0])
         check_residents(Home(memory, previewer))
         previewer.close()
     device.detach()

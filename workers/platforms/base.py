@@ -21,6 +21,7 @@ from penstock.models.binding import TORCH_DTYPES, Borrowed
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime, StageOutput
 from penstock.models.storing import Storing
+from penstock.models.torch_device import SwapStreams
 from penstock.protocol.config.schema import Config
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
@@ -137,6 +138,11 @@ class Device(Protocol):
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors on the device."""
+
+    def swap_streams(self, distance: int | None) -> SwapStreams:
+        """Returns what copies activations to the host and back, or to the device of the node whose
+        number is this one's plus ``distance``; the same ones each time.
+        """
 
     def arrival_s(self, complete_s: float | None) -> float | None:
         """Returns when the message that was last given to :meth:`from_host` had arrived; it was

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from penstock.models.torch_device import SwapStreams, torch_device
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from penstock.workers.platforms.base import BufferPool, Copied, HostArray, Stamp, as_tensor
@@ -124,6 +125,10 @@ class CpuDevice:
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors: the device computes in host memory."""
         return dict(tensors)
+
+    def swap_streams(self, distance: int | None) -> SwapStreams:
+        """Returns copies within host memory."""
+        return torch_device(self.torch_device).swap_streams(distance)
 
     def arrival_s(self, complete_s: float | None) -> float | None:
         """Returns when the message was complete."""

@@ -10,19 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
+from penstock.models.gpu import Event, Gpu, Stream
 
 
 class EventClock:
     """Timing events, used again. Any thread may stamp."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._zero = _timing_event()
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._zero = gpu.event(timing=True)
         self._zero_s = 0.0
-        self._free: list[torch.cuda.Event] = []
+        self._free: list[Event] = []
 
-    def start(self, stream: torch.cuda.Stream) -> None:
+    def start(self, stream: Stream) -> None:
         """Read both clocks at one moment; waits for the stream. As exact as the host waits: some
         10 µs.
         """
@@ -32,16 +32,16 @@ class EventClock:
         self._zero.synchronize()
         self._zero_s = (before_s + time.perf_counter()) / 2
 
-    def stamp(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def stamp(self, stream: Stream) -> Event:
         """The point behind what the stream was given so far."""
         try:
             event = self._free.pop()
         except IndexError:
-            event = _timing_event()
+            event = self._gpu.event(timing=True)
         event.record(stream)
         return event
 
-    def seconds(self, stamps: Sequence[torch.cuda.Event | float]) -> list[float]:
+    def seconds(self, stamps: Sequence[Event | float]) -> list[float]:
         """Moments on the host's clock; readings of it stay what they are. Events may come several
         times in one call, and are used again after it.
         """
@@ -52,7 +52,3 @@ class EventClock:
             found[key] = self._zero_s + self._zero.elapsed_time(event) / 1e3
         self._free += events.values()
         return [s if isinstance(s, float) else found[id(s)] for s in stamps]
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.models.gpu import CudaGpu, Event, Gpu, Stream
+from penstock.models.torch_device import GpuDevice, SwapStreams
 from penstock.protocol.errors import CapacityError, ConfigError, LostMemberError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
@@ -50,17 +52,12 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _event(*, blocking: bool = False) -> torch.cuda.Event:
-    """``blocking``: whoever waits for it sleeps; by default it would keep a core busy."""
-    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
-
-
 @dataclass(slots=True)
 class _WeightBuffer:
     """Device memory of one stage; ``free`` is recorded behind the last work that reads it."""
 
     memory: torch.Tensor
-    free: torch.cuda.Event
+    free: Event
 
 
 class CudaStageBuffer:
@@ -68,11 +65,13 @@ class CudaStageBuffer:
 
     def __init__(
         self,
+        gpu: Gpu,
         tensors: Sequence[torch.Tensor],
-        arrived: torch.cuda.Event,
+        arrived: Event,
         loaded: tuple[Stamp, Stamp],
         give: Callable[[], None],
     ) -> None:
+        self._gpu = gpu
         self.tensors = tuple(tensors)
         self.copied_bytes: float = sum(tensor.nbytes for tensor in self.tensors)
         self.loaded = loaded
@@ -81,7 +80,7 @@ class CudaStageBuffer:
 
     def acquire(self) -> None:
         """The compute stream waits for the copies."""
-        torch.cuda.current_stream().wait_event(self._arrived)
+        self._gpu.current_stream().wait_event(self._arrived)
 
     def release(self) -> None:
         """The next copies into this buffer wait for the work issued so far."""
@@ -93,7 +92,7 @@ class CudaStageBuffer:
 class _Offload:
     """Gradients on their way to the host; ``source`` must stay until ``copied``."""
 
-    copied: torch.cuda.Event
+    copied: Event
     source: torch.Tensor
     complete: Callable[[], None]
 
@@ -101,8 +100,8 @@ class _Offload:
 class _OffloadThread:
     """Calls ``complete`` once the bytes are there, in the order of the offloads."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._queue: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending = 0
@@ -139,7 +138,7 @@ class _OffloadThread:
         self._thread.join()
 
     def _work(self) -> None:
-        torch.cuda.set_device(self._device)
+        self._gpu.make_current()
         while (offload := self._queue.get()) is not None:
             try:
                 offload.copied.synchronize()
@@ -158,32 +157,23 @@ class CudaDevice:
 
     prefetches = True
 
-    def __init__(self, index: int, *, weight_dtype: DType, grad_dtype: DType) -> None:
-        """``index``: the worker's number on its node; with more workers than GPUs some share one.
-
-        Raises:
-            ConfigError: there is no GPU; says why.
-        """
-        self.torch_device = torch.device("cuda", _gpu_of(index))
-        torch.cuda.set_device(self.torch_device)
+    def __init__(self, gpu: Gpu, *, weight_dtype: DType, grad_dtype: DType) -> None:
+        """``gpu``: :func:`gpu_of`."""
+        self.torch_device = gpu.device
+        self._gpu = gpu
+        gpu.make_current()
         self.compute_dtype = storage_dtype(weight_dtype)
         self._weight_dtype = weight_dtype
         self._grad_dtype = grad_dtype
-        self._in, self._out, self._received = (
-            torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-            for _ in range(3)
-        )
+        self._in, self._out, self._received = (gpu.stream() for _ in range(3))
         self._buffers: queue.SimpleQueue[_WeightBuffer] = queue.SimpleQueue()
         self._num_buffers = 0
         self._free_sums: dict[int, list[torch.Tensor]] = {}
         self._narrow = torch.empty(0)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._registrations = Registrations(
-            lambda address, size: int(runtime.cudaHostRegister(address, size, 0)),
-            lambda address: int(runtime.cudaHostUnregister(address)),
-        )
+        self._registrations = Registrations(gpu.register, gpu.unregister)
         self._staging = StagingPool(self._registrations)
-        self._clock = EventClock(self.torch_device)
+        self._clock = EventClock(gpu)
+        self._swaps = GpuDevice(gpu)
         self._offloads: _OffloadThread | None = None
 
     def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
@@ -209,7 +199,7 @@ class CudaDevice:
         try:
             for _ in range(num_buffers):
                 place = torch.empty(stage_bytes, dtype=torch.uint8, device=self.torch_device)
-                self._buffers.put(_WeightBuffer(place, _event()))
+                self._buffers.put(_WeightBuffer(place, self._gpu.event()))
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"GPU {self.torch_device.index} has no room for {num_buffers} weight buffers of"
@@ -220,7 +210,7 @@ class CudaDevice:
     def detach(self) -> None:
         """End all work, unregister, and free the buffers."""
         try:
-            torch.cuda.synchronize(self.torch_device)
+            self._gpu.synchronize()
         finally:
             if self._offloads is not None:
                 self._offloads.close()
@@ -235,12 +225,12 @@ class CudaDevice:
 
     def start_clock(self) -> None:
         """Waits for what an attempt before this one left on the device."""
-        torch.cuda.set_device(self.torch_device)
-        self._clock.start(torch.cuda.current_stream())
+        self._gpu.make_current()
+        self._clock.start(self._gpu.current_stream())
 
     def stamp(self) -> Stamp:
         """An event on the compute stream."""
-        return self._clock.stamp(torch.cuda.current_stream(self.torch_device))
+        return self._clock.stamp(self._gpu.current_stream())
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
         """Of events on any stream."""
@@ -252,10 +242,10 @@ class CudaDevice:
 
     def load(self, arrays: Sequence[HostArray]) -> CudaStageBuffer:
         """Start the copies of a stage into the free buffer."""
-        torch.cuda.set_device(self.torch_device)
+        self._gpu.make_current()
         buffer = self._free_buffer()
         tensors, offset = [], 0
-        with torch.cuda.stream(self._in):
+        with self._gpu.on(self._in):
             self._in.wait_event(buffer.free)
             begun = self._clock.stamp(self._in)
             for array in arrays:
@@ -266,14 +256,14 @@ class CudaDevice:
                 tensors.append(place.copy_(host, non_blocking=True))
                 offset += aligned(array.nbytes)
             loaded = begun, self._clock.stamp(self._in)
-            arrived = _event()
+            arrived = self._gpu.event()
             arrived.record(self._in)
 
         def give() -> None:
-            buffer.free.record(torch.cuda.current_stream(self.torch_device))
+            buffer.free.record(self._gpu.current_stream())
             self._buffers.put(buffer)
 
-        return CudaStageBuffer(tensors, arrived, loaded, give)
+        return CudaStageBuffer(self._gpu, tensors, arrived, loaded, give)
 
     def _free_buffer(self) -> _WeightBuffer:
         try:
@@ -295,13 +285,13 @@ class CudaDevice:
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> Copied:
         """Convert and copy on the outgoing stream; ``complete`` is called on the offload thread."""
-        self._out.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(self._gpu.current_stream())
+        with self._gpu.on(self._out):
             begun = self._clock.stamp(self._out)
             converted = self._converted(gradients)
             as_tensor(target, self._grad_dtype).copy_(converted, non_blocking=True)
             ended = self._clock.stamp(self._out)
-            copied = _event(blocking=True)
+            copied = self._gpu.event(blocking=True)
             copied.record(self._out)
 
         def finished() -> None:
@@ -309,7 +299,7 @@ class CudaDevice:
             complete()
 
         if self._offloads is None:
-            self._offloads = _OffloadThread(self.torch_device)
+            self._offloads = _OffloadThread(self._gpu)
         self._offloads.put(_Offload(copied, gradients, finished))
         return Copied(target.nbytes, begun, ended)
 
@@ -335,7 +325,7 @@ class CudaDevice:
         """Wait for the offload thread, and for the computation."""
         if self._offloads is not None:
             self._offloads.wait(discard=False)
-        self._wait_for(torch.cuda.current_stream(self.torch_device))
+        self._wait_for(self._gpu.current_stream())
 
     def drop(self) -> None:
         """Let copies end without saying so."""
@@ -348,7 +338,7 @@ class CudaDevice:
         for name, tensor in tensors.items():
             staged = self._staging.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             found[name] = staged.copy_(tensor, non_blocking=True)
-        self._wait_for(torch.cuda.current_stream(self.torch_device))
+        self._wait_for(self._gpu.current_stream())
         return found
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -356,8 +346,8 @@ class CudaDevice:
 
         The tensors are pageable: the driver has taken their bytes when this returns.
         """
-        compute = torch.cuda.current_stream(self.torch_device)
-        with torch.cuda.stream(self._received):
+        compute = self._gpu.current_stream()
+        with self._gpu.on(self._received):
             found = {
                 name: tensor.to(self.torch_device, non_blocking=True)
                 for name, tensor in tensors.items()
@@ -365,20 +355,30 @@ class CudaDevice:
         compute.wait_stream(self._received)
         for tensor in found.values():
             # Allocated for the other stream: its memory must not go back while this one reads it.
-            tensor.record_stream(compute)
+            self._gpu.keep_for(tensor, compute)
         return found
+
+    def swap_streams(self, distance: int | None) -> SwapStreams:
+        """Returns streams of their own, see :meth:`GpuDevice.swap_streams`."""
+        return self._swaps.swap_streams(distance)
 
     def arrival_s(self, complete_s: float | None) -> float | None:
         """Returns when the message was complete in host memory."""
         return complete_s
 
-    def _wait_for(self, stream: torch.cuda.Stream) -> None:
-        reached = _event(blocking=True)
+    def _wait_for(self, stream: Stream) -> None:
+        reached = self._gpu.event(blocking=True)
         reached.record(stream)
         reached.synchronize()
 
 
-def _gpu_of(worker: int) -> int:
+def gpu_of(worker: int) -> CudaGpu:
+    """Returns the GPU of a worker, by its number on the node; with more workers than GPUs some
+    share one.
+
+    Raises:
+        ConfigError: there is no GPU; says why.
+    """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
         why = (
@@ -392,4 +392,4 @@ def _gpu_of(worker: int) -> int:
         )
     if worker >= num_gpus:
         _log.warning("worker %d shares GPU %d of %d", worker, worker % num_gpus, num_gpus)
-    return worker % num_gpus
+    return CudaGpu(torch.device("cuda", worker % num_gpus))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
+from penstock.models.gpu import Gpu
 from penstock.models.runtime import ModelRuntime
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.protocol.plan.instructions import Instruction
@@ -16,7 +15,7 @@ from penstock.shm.memory import NodeMemory
 from penstock.workers.attempt import Attempt
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.platforms.base import WorkerSite
-from penstock.workers.platforms.cuda.device import CudaDevice
+from penstock.workers.platforms.cuda.device import CudaDevice, gpu_of
 from penstock.workers.platforms.cuda.update import CudaPreviewer
 from penstock.workers.platforms.meters import usage_of_named
 from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
@@ -25,18 +24,18 @@ from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
 class CudaMeter:
     """The allocator's statistics. An instruction's own peak would need a synchronisation."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.limit_bytes: float | None = torch.cuda.get_device_properties(device).total_memory
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.limit_bytes: float | None = gpu.memory_bytes
         self.peak: MemoryPeak | None = None
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """The statistics start anew."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._gpu.restart_peak()
         self.peak = None
         yield
-        most = float(torch.cuda.max_memory_allocated(self._device))
+        most = self._gpu.peak_bytes
         self.peak = MemoryPeak(num_bytes=most, usage=Usage({Use.ACTIVATIONS: most}))
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
@@ -44,8 +43,8 @@ class CudaMeter:
 
     def usage(self, attempt: Attempt) -> Usage:
         """What the attempt knows of by name, and the rest of what is allocated."""
-        named = usage_of_named(attempt, self._device)
-        rest = torch.cuda.memory_allocated(self._device) - sum(named.values())
+        named = usage_of_named(attempt, self._gpu.device)
+        rest = self._gpu.allocated_bytes - sum(named.values())
         return Usage({**named, Use.ACTIVATIONS: max(0.0, rest)})
 
 
@@ -58,20 +57,21 @@ class CudaPlatform:
     @property
     def peak_flops(self) -> float | None:
         """By the name that the driver gives."""
-        return peak_flops_of(torch.cuda.get_device_name(self.device.torch_device))
+        return peak_flops_of(self._gpu.name)
 
-    def __init__(self, site: WorkerSite) -> None:
-        """GPUs are counted per node.
+    def __init__(self, site: WorkerSite, gpu: Gpu | None = None) -> None:
+        """``gpu``: by default the worker's; GPUs are counted per node.
 
         Raises:
             ConfigError: there is no such GPU.
         """
         self._site = site
         table = site.table
+        self._gpu = gpu_of(site.local_index) if gpu is None else gpu
         self.device = CudaDevice(
-            site.local_index, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype
+            self._gpu, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype
         )
-        self.meter = CudaMeter(self.device.torch_device)
+        self.meter = CudaMeter(self._gpu)
 
     def set_up_process(self) -> None:
         """Nothing to do: its kernels repeat their bits as they are."""
@@ -84,7 +84,7 @@ class CudaPlatform:
         """Returns what updates the blocks whose UPDATE is in the device's program."""
         index = self._site.device_index
         return CudaPreviewer(
-            self.device,
+            self._gpu,
             memory,
             self._site.config.optimizer,
             [block for block, device in plan.updates.items() if device == index],

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.models.gpu import Event, Gpu
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, SweepStatus
@@ -30,7 +31,6 @@ from penstock.protocol.plan.updating import PIECE_ELEMENTS, PIECES
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.workers.platforms.base import HostArray, as_tensor, storage_dtype
-from penstock.workers.platforms.cuda.device import CudaDevice
 from penstock.workers.state.residents import Lag, Residents
 from penstock.workers.state.updates import PreviewedBlock, UpdateScope
 from penstock.workers.waiting import Abort
@@ -51,9 +51,9 @@ class _Slot:
     incoming: torch.Tensor
     gradients: torch.Tensor
     weights: torch.Tensor
-    arrived: torch.cuda.Event
-    consumed: torch.cuda.Event
-    left: torch.cuda.Event
+    arrived: Event
+    consumed: Event
+    left: Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,32 +81,32 @@ class CudaPreviewer:
 
     def __init__(
         self,
-        device: CudaDevice,
+        gpu: Gpu,
         memory: NodeMemory,
         config: OptimizerConfig,
         blocks: Sequence[int],
         residents: Collection[int] = (),
     ) -> None:
         """``blocks``: those that the device updates; the state of ``residents`` stays there."""
-        self._device = device.torch_device
+        self._gpu = gpu
         self._memory = memory
         self._config = config
         table = memory.spec.table
         self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
         largest = max(table.blocks[block].trainable_elements for block in blocks)
         self._piece = min(PIECE_ELEMENTS, largest)
-        with torch.cuda.device(self._device):
-            self._in = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._arithmetic = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with self._gpu.current():
+            self._in = gpu.stream()
+            self._arithmetic = gpu.stream()
+            self._out = gpu.stream()
             self._slots = [self._slot() for _ in range(PIECES)]
             self._scratch = self._empty(torch.float32)
             self._squares = self._empty(torch.float64)
-            self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+            self._total = torch.zeros((), dtype=torch.float64, device=self._gpu.device)
             sizes = {block: table.blocks[block].trainable_elements for block in residents}
             self._resident = {block: self._room(size) for block, size in sizes.items()}
             # Whoever had this memory before may still be using it, on another stream.
-            torch.cuda.synchronize(self._device)
+            self._gpu.synchronize()
         self._arrays: dict[int, BlockArrays] = {}
         self._residents = Residents(memory.control)
 
@@ -121,14 +121,14 @@ class CudaPreviewer:
         start_s = time.perf_counter()
         work = self._work(block, scope.step)
         self._residents.forget(block)
-        with torch.cuda.device(self._device):  # of this thread
+        with self._gpu.current():  # of this thread
             try:
                 self._preview(work, scope.abort)
                 self._out.synchronize()
-                with torch.cuda.stream(self._arithmetic):
+                with self._gpu.on(self._arithmetic):
                     total = float(self._total.item())
             except BaseException:
-                torch.cuda.synchronize(self._device)  # nothing is written after the attempt's end
+                self._gpu.synchronize()  # nothing is written after the attempt's end
                 raise
         if work.resident is not None:
             self._residents.keep(block, scope.step.version - 1, scope.attempt)
@@ -137,7 +137,7 @@ class CudaPreviewer:
 
     def close(self) -> None:
         """Free the device's memory."""
-        torch.cuda.synchronize(self._device)
+        self._gpu.synchronize()
         self._arrays.clear()
         self._slots.clear()
         self._resident.clear()
@@ -164,7 +164,7 @@ class CudaPreviewer:
         arrays = work.arrays
         grads = arrays.gradients(work.version)
         weights = arrays.weights[work.version % WEIGHT_SLOTS]
-        with torch.cuda.stream(self._arithmetic):
+        with self._gpu.on(self._arithmetic):
             self._total.zero_()
         for number, (start, end) in enumerate(self._pieces(len(weights))):
             abort.check()
@@ -184,7 +184,7 @@ class CudaPreviewer:
             yield start, min(start + self._piece, num_elements)
 
     def _bring(self, slot: _Slot, arrays: BlockArrays, start: int, end: int) -> None:
-        with torch.cuda.stream(self._in):
+        with self._gpu.on(self._in):
             self._in.wait_event(slot.consumed)
             here = (arrays.master, *arrays.arrays)
             for there, array in zip(slot.state.values(), here, strict=True):
@@ -194,11 +194,11 @@ class CudaPreviewer:
         """The sum of all contributions, in their order, as fp32."""
         incoming, total = slot.incoming[: end - start], slot.gradients[: end - start]
         for index, host in enumerate(grads):
-            with torch.cuda.stream(self._in):
+            with self._gpu.on(self._in):
                 self._in.wait_event(slot.consumed)
                 incoming.copy_(as_tensor(host[start:end], self._grad_dtype), non_blocking=True)
                 slot.arrived.record(self._in)
-            with torch.cuda.stream(self._arithmetic):
+            with self._gpu.on(self._arithmetic):
                 self._arithmetic.wait_event(slot.arrived)
                 if index:
                     scratch = self._scratch[: end - start].copy_(incoming)
@@ -221,7 +221,7 @@ class CudaPreviewer:
         count = part.stop - part.start
         here = {name: array[part] for name, array in resident.state.items()}
         kept = resident.gradients[part]
-        with torch.cuda.stream(self._arithmetic):
+        with self._gpu.on(self._arithmetic):
             if work.committed is not None:
                 piece = Piece(**here, gradients=kept, scratch=self._scratch[:count], ranges=ranges)
                 apply(piece, work.committed)
@@ -247,14 +247,14 @@ class CudaPreviewer:
             scratch=self._scratch[:count],
             ranges=ranges,
         )
-        with torch.cuda.stream(self._arithmetic):
+        with self._gpu.on(self._arithmetic):
             self._total.add_(sum_squares(piece.gradients, self._squares[:count]))
             self._arithmetic.wait_event(slot.left)
             slot.weights[:count].copy_(apply(piece, scalars))
             slot.consumed.record(self._arithmetic)
 
     def _take_back(self, slot: _Slot, target: HostArray) -> None:
-        with torch.cuda.stream(self._out):
+        with self._gpu.on(self._out):
             self._out.wait_event(slot.consumed)
             host = as_tensor(target, self._weight_dtype)
             host.copy_(slot.weights[: len(target)], non_blocking=True)
@@ -266,17 +266,17 @@ class CudaPreviewer:
             incoming=self._empty(storage_dtype(self._grad_dtype)),
             gradients=self._empty(torch.float32),
             weights=self._empty(storage_dtype(self._weight_dtype)),
-            arrived=torch.cuda.Event(),  # type: ignore[no-untyped-call]
-            consumed=torch.cuda.Event(),  # type: ignore[no-untyped-call]
-            left=torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            arrived=self._gpu.event(),
+            consumed=self._gpu.event(),
+            left=self._gpu.event(),
         )
 
     def _room(self, size: int) -> _Resident:
-        state = {name: torch.empty(size, device=self._device) for name in _STATE}
-        return _Resident(state=state, gradients=torch.empty(size, device=self._device))
+        state = {name: torch.empty(size, device=self._gpu.device) for name in _STATE}
+        return _Resident(state=state, gradients=torch.empty(size, device=self._gpu.device))
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self._piece, dtype=dtype, device=self._device)
+        return torch.empty(self._piece, dtype=dtype, device=self._gpu.device)
 
 
 def _within(

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from penstock.models.torch_device import SwapStreams, torch_device
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.resources import PlanFacts
 from penstock.protocol.platforms.bandwidth_log import Copy
@@ -445,6 +446,10 @@ class EmulatedDevice:
         self.arrived_at = float(tensors[ARRIVAL][:1].view(torch.float64)[0])
         self.needs(self.arrived_at, self._receives)
         return {name: tensor for name, tensor in tensors.items() if name != ARRIVAL}
+
+    def swap_streams(self, distance: int | None) -> SwapStreams:
+        """Returns copies within host memory."""
+        return torch_device(self.torch_device).swap_streams(distance)
 
     def arrival_s(self, complete_s: float | None) -> float | None:
         """Returns when the message arrives on the device's clock, if its sender said so."""
