@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONFIG ?= examples/tiny.yaml
 ARGS ?=
+PARTS ?=
+THERE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +14,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
 PYTHON_PATHS := client daemons deploy grafana models planner protocol shm workers src tests bench
 
-.PHONY: train test check integration soak bench papers pictures docs dashboards proto format clean
+.PHONY: train test check integration soak bench gpu gpu-wheels papers pictures docs dashboards proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -44,6 +46,15 @@ soak: $(STAMP)
 bench: $(STAMP)
 	set -e; for script in bench/*.py; do echo "== $$script"; \
 	  $(BIN)/python -m bench.$$(basename $$script .py); done
+
+## What only a GPU can show: 25 minutes, or PARTS="probe copies" of it (docs/GPU.md). In an
+## environment that is made here; a bare machine without network calls python3 -m bench.gpu itself.
+gpu: $(STAMP)
+	$(BIN)/python -m bench.gpu $(PARTS) $(ARGS)
+
+## The wheels that such a machine lacks, into .whl/; THERE=FILE: its own pip list --format=freeze.
+gpu-wheels: $(STAMP)
+	$(BIN)/python -m bench.gpu wheels $(THERE)
 
 ## The papers' numbers beside ours: docs/PAPERS.md and its pictures, computed anew.
 papers: $(STAMP)

@@ -1,7 +1,6 @@
 """Deep Optimizer States: optimizer work shared between CPU and GPU, against its equation 1.
 
     python -m bench.deep_optimizer_states [--steps 3] [--time-scale 0.25] [--json FILE]
-    python -m bench.deep_optimizer_states --gpu [--layers 24] [--hidden 2048] [--steps 12]
 
 On an emulated device (one GPU of the paper's 4x H100 node with its share of the cores, at the rates
 that the paper prints, LLaMA-2 7B): each case trains with ``penstock train``, real processes and
@@ -12,33 +11,25 @@ the GPU, weights back). Figure 16's order is that 50 % of the updates on the GPU
 25 and 0 %. TwinFlow keeps a share of the state on the GPU and interleaves nothing; here its CPU
 does not wait for the GPU as DeepSpeed's does, which only helps it.
 
-``--gpu`` does the same on a real GPU with a LLaMA-shaped model (1.2 billion parameters by default;
---layers 32 --hidden 4096 are 7 billion): ``penstock profile`` measures the rates first, the stride
-follows from them in the last case, and the losses of all cases are compared. Without a GPU it says
-so and ends with 0. ``--device cpu --tiny`` with it tries its code.
+On a real GPU: ``bench.gpu``, parts kernels and models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from bench import emulated
 from bench.papers.deep_optimizer_states import H100_BUSY
-from penstock.planner.configured import build_plan, config_prices, optimizer_of
+from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.sources import Prices
@@ -52,7 +43,6 @@ from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
-from penstock.protocol.run.rundir import RunDirectory
 
 PASS = "interleave-updates"
 CHOSEN = "stride by the rates"
@@ -74,22 +64,18 @@ CASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 FIGURE_16 = ("50 %", "33 %", "25 %", "all on the CPU")
 """From the fastest to the slowest."""
 
-WARMUP_STEPS = 3
 PARAMETERS_OF_FP32 = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A case; seconds of a step. ``on_device``: share of the blocks. ``losses``: of all steps,
-    where devices compute.
-    """
+    """A case; seconds of a step. ``on_device``: share of the blocks."""
 
     on_device: float
     measured_s: float
     simulated_s: float
     equation_1_s: float
     counterpart_s: float
-    losses: tuple[float, ...] = ()
 
 
 def machine() -> dict[str, float]:
@@ -204,47 +190,6 @@ def simulated(plan: Plan, prices: Prices, optimizer: OptimizerModel) -> Simulati
     return simulate(plan, prices.costs, prices.cluster, optimizer=optimizer, stops_early=True)
 
 
-def on_a_gpu(options: argparse.Namespace) -> dict[str, Row]:
-    """Every case with the rates of ``penstock profile``, and with real losses."""
-    import gpu  # it imports torch and transformers, which emulated devices do not need
-
-    rows: dict[str, Row] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        file, profile = Path(folder) / "config.yaml", Path(folder) / "profile.json"
-        for name in ("profile", *CASES):
-            run_dir = Path(folder) / f"run-{len(rows)}"
-            config = gpu.configuration(options, run_dir, "spipe")
-            config["observability"] = {"trace": False}
-            if name == "profile":
-                file.write_text(yaml.safe_dump(config))
-                penstock("profile", str(file), "--out", str(profile))
-                continue
-            config["schedule"] = {**gpu.STREAMED, "profile": str(profile), **CASES[name]}
-            file.write_text(yaml.safe_dump(config))
-            penstock("train", str(file))
-            rows[name] = trained(name, RunDirectory(run_dir))
-    return rows
-
-
-def trained(name: str, run: RunDirectory) -> Row:
-    """The row of a run that has ended."""
-    lines = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
-    steps = [line for line in lines if line["phase"] == "train"]
-    prices = config_prices(run.config, run.table)
-    simulation = simulated(run.plan, prices, optimizer_of(run.config))
-    measured_s = statistics.median(step["seconds"] for step in steps[WARMUP_STEPS:])
-    row = predicted(name, run.plan, prices, simulation, measured_s)
-    return replace(row, losses=tuple(step["loss"] for step in steps))
-
-
-def penstock(*arguments: str) -> None:
-    """Run a command, quietly unless it fails."""
-    command = [sys.executable, "-m", "penstock.client.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        raise SystemExit(f"penstock {arguments[0]}: {done.stdout}{done.stderr}")
-
-
 def table(rows: Mapping[str, Row]) -> str:
     """For people."""
     lines = [
@@ -263,16 +208,14 @@ def table(rows: Mapping[str, Row]) -> str:
 
 def verdicts(rows: Mapping[str, Row]) -> dict[str, bool]:
     """Whether steps take longer in figure 16's order, each at least 2 % more than the one before;
-    whether interleaving with residents beats TwinFlow with as many; and whether losses agree.
+    and whether interleaving with residents beats TwinFlow with as many.
     """
     seconds = [rows[name].measured_s for name in FIGURE_16]
     twin, deep = (rows[name].measured_s for name in ("TwinFlow 20 %", "50 % + residents 20 %"))
-    found = {
+    return {
         "order_of_figure_16": all(b > 1.02 * a for a, b in pairwise(seconds)),
         "faster_than_twinflow": deep < twin,
     }
-    losses = {row.losses for row in rows.values()}
-    return found | ({"losses_identical": len(losses) == 1} if any(losses) else {})
 
 
 def main() -> int:
@@ -281,23 +224,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--time-scale", type=float, default=0.25, help="clock per emulated second")
-    parser.add_argument("--gpu", action="store_true", help="measure on a real device")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a toy model: tries this script only")
-    for name, default in (("layers", 24), ("hidden", 2048), ("sequence", 1024)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, help="3 on an emulated device, 12 on a real one")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.gpu and options.device == "cuda" and not Path("/dev/nvidiactl").exists():
-        sys.stdout.write("no GPU here (no /dev/nvidiactl): nothing measured\n")
-        return 0
-    options.steps = options.steps or (12 if options.gpu else 3)
-    if options.tiny:
-        options.layers, options.hidden, options.sequence, options.micro_batch = 12, 32, 32, 2
-        options.steps = WARMUP_STEPS + 2
-    rows = on_a_gpu(options) if options.gpu else on_an_emulated_device(options)
+    rows = on_an_emulated_device(options)
     found = verdicts(rows)
     sys.stdout.write(table(rows) + "\n\n")
     sys.stdout.write("".join(f"{name}: {'yes' if so else 'no'}\n" for name, so in found.items()))

@@ -145,7 +145,7 @@ def sources() -> Mapping[Path, ast.Module]:
     """Every Python file of the package but the generated ones, and the papers' tables, parsed."""
     return {
         path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
-        for folder in (*FOLDERS, "bench/papers")
+        for folder in (*FOLDERS, "bench/papers", "bench/gpu")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if "generated" not in path.parts
     }
@@ -256,8 +256,11 @@ MAY_KNOW_PLATFORMS = (
     "workers/platforms/",
     "models/gpu.py",
     "models/torch_device.py",
+    "bench/gpu/",
 )
-"""Who may tell platforms apart: what describes them, the configuration, and what they are."""
+"""Who may tell platforms apart: what describes them, the configuration, what they are, and what
+measures one of them.
+"""
 
 
 def test_nobody_else_asks_which_platform_it_is() -> None:

@@ -179,6 +179,7 @@ def test_changes_in_place(drop) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("drop", [None, "cmb", "mlp", "everything"])
 def test_on_a_gpu(drop) -> None:
     config = GPT2Config(**{**TINY_GPT2, "n_embd": 256})

@@ -1,0 +1,1 @@
+"""The parts of the ladder, a file each; ``MEASUREMENTS`` are run in their order."""

@@ -1,0 +1,97 @@
+"""The parts of the ladder, in their order, and how one is run.
+
+All together take 25 minutes, none more than eight.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+
+from bench.gpu.results import Outcome, PartResults, Status
+from bench.gpu.running import Measurement, measure
+
+LEAST_S = 3.0
+"""What is left of a part's time must be more than that for another measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """``module`` of :mod:`bench.gpu.measures`; ``within_s``: seconds that all of it may take."""
+
+    module: str
+    within_s: float
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """In their order: what matters most comes first."""
+        found: tuple[Measurement, ...] = import_module(
+            f"bench.gpu.measures.{self.module}"
+        ).MEASUREMENTS
+        return found
+
+
+PARTS: Mapping[str, Part] = MappingProxyType(
+    {
+        "probe": Part(module="probe", within_s=75),
+        "correctness": Part(module="correctness", within_s=330),
+        "copies": Part(module="copies", within_s=60),
+        "kernels": Part(module="kernels", within_s=120),
+        "models": Part(module="models", within_s=480),
+        "baselines": Part(module="baselines", within_s=315),
+        "faults": Part(module="faults", within_s=120),
+    }
+)
+
+
+def run_part(
+    name: str, folder: Path, *, device: str, tiny: bool, only: Collection[str] = ()
+) -> PartResults:
+    """Run a part's measurements (``only`` those named, if any are), and write its file after each.
+
+    What the file has of others stays: a part may be repeated in pieces.
+    """
+    part, path = PARTS[name], folder / f"{name}.json"
+    results = PartResults(part=name, device=device, tiny=tiny, gpu=gpu_name(device))
+    if path.exists():
+        old = PartResults.read(path)
+        if (old.device, old.tiny) == (device, tiny):
+            results.measurements |= old.measurements
+    ends_s = time.monotonic() + part.within_s
+    for one in part.measurements:
+        if only and one.name not in only:
+            continue
+        left_s = ends_s - time.monotonic()
+        if left_s > LEAST_S:
+            outcome = measure(one, device=device, tiny=tiny, within_s=left_s)
+        else:
+            outcome = Outcome(status=Status.SKIPPED, error="the part's time was over")
+        results.measurements[one.name] = outcome
+        results.write(folder)
+        _say(f"{name}: {one.name}: {outcome.status} in {outcome.seconds:.1f} s {outcome.error}")
+    return results
+
+
+def gpu_name(device: str) -> str | None:
+    """As the driver calls it. Asked in a process of its own: this one must stay without CUDA, so
+    that it can be forked.
+    """
+    if device != "cuda":
+        return None
+    import subprocess
+
+    program = "import torch; print(torch.cuda.get_device_name(0))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    return done.stdout.strip() or None
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line.rstrip()[:400] + "\n")
+    sys.stdout.flush()
