@@ -12,9 +12,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
+# For make versions: the environment of a pair, and the tests of what differs between pairs.
+PAIR = build/versions/$(notdir $(PYTHON))-$(subst =,,$(TORCH))
+PAIR_TESTS := $(addprefix tests/,data models native planner shm worker)
 PYTHON_PATHS := client daemons deploy grafana models planner protocol shm workers src tests bench
 
-.PHONY: train test check integration soak bench gpu gpu-wheels papers pictures docs dashboards proto format clean
+.PHONY: train test check versions integration soak bench gpu gpu-wheels papers pictures docs dashboards \
+  proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -32,6 +36,18 @@ check: $(STAMP)
 	$(BIN)/ruff check $(PYTHON_PATHS)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+## What depends on Python and torch, with a pair of them: make versions PYTHON=python3.13
+## TORCH=torch==2.15.0 (docs/VERSIONS.md). A wheel is built and installed into build/versions/.
+versions:
+	test -x $(PAIR)/bin/python || $(PYTHON) -m venv $(PAIR)
+	$(PAIR)/bin/pip install --quiet '$(TORCH)'
+	$(PAIR)/bin/pip install --quiet '.[test]' '$(TORCH)'
+	$(PAIR)/bin/python tests/import_everything.py
+	$(PAIR)/bin/penstock train examples/tiny.yaml --set train.steps=20 --run-dir $(PAIR)/run
+	rm -rf $(PAIR)/run
+	$(PAIR)/bin/python -m pytest -q $(PAIR_TESTS) $(ARGS)
+	$(PAIR)/bin/penstock --version
 
 ## Real Slurm, systemd hosts and network namespaces, as root on Debian: installs what is missing.
 integration: $(STAMP)

@@ -29,6 +29,7 @@ from penstock.daemons.node.home import committed_version, original_of
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.requirements import PYTHON, TORCH, installed_torch, torch_objection
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.cgroup import cpu_limit, tightest_memory
 from penstock.shm.inventory import NodeSegments, inventory
@@ -57,12 +58,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that was found, and facts about the machine."""
+    """Everything that was found, and facts about the machine. ``software_objection``: why no model
+    can be trained with what is installed.
+    """
 
     machine: dict[str, str]
     placement: PlacementReport
     findings: tuple[Finding, ...]
     capacity: CapacityReport | None = None
+    software_objection: str | None = None
     removed: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
 
@@ -98,6 +102,8 @@ class Report:
     @property
     def exit_code(self) -> ExitCode:
         """Returns what the command ends with: that of the first refusal, if there is one."""
+        if self.software_objection is not None:
+            return ExitCode.BAD_CONFIG
         refusals = () if self.capacity is None else self.capacity.refusals
         return next((refusal.exit_code for refusal in refusals), ExitCode.DONE)
 
@@ -115,6 +121,7 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
         machine=machine_facts(),
         placement=PlacementReport.of(PlacementFacts.probe(), config),
         findings=tuple(findings),
+        software_objection=torch_objection(installed_torch()),
     )
 
 
@@ -147,13 +154,14 @@ def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Repor
 
 def machine_facts() -> dict[str, str]:
     """Returns Python, native module, torch, and limits; torch is found but not imported."""
+    torch = installed_torch()
     total, memory = os.statvfs(SHM_ROOT), tightest_memory()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited, risk = memlock == resource.RLIM_INFINITY, logout_risk()
     return {
-        "python": platform.python_version(),
+        "python": f"{platform.python_version()} (Penstock runs on {PYTHON})",
         "native vectors": _vector_path(),
-        "torch": _version("torch"),
+        "torch": torch_objection(torch) or f"{torch} (Penstock runs with {TORCH})",
         "transformers": _version("transformers"),
         "CUDA devices": str(len(list(Path("/dev").glob("nvidia[0-9]*")))),
         "CPUs": str(cpu_limit()),

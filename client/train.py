@@ -22,6 +22,7 @@ from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import FAILURES, ExitCode
+from penstock.protocol.requirements import check_torch
 from penstock.protocol.run.ended import forget_end
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import Grace
@@ -57,8 +58,10 @@ def run_training(
     ignored.
 
     Raises:
-        PenstockError: nothing was started: bad configuration, memory short, run in use.
+        PenstockError: nothing was started: bad configuration, no torch that would do, memory short,
+            run in use.
     """
+    check_torch()
     run_dir = run_dir.absolute()
     RunDirectory(run_dir).check_shape()
     with RunLock.acquire(train_lock_path(run_dir), wait_s=PREVIOUS_NODE_WAIT_S):

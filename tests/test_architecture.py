@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -45,6 +46,7 @@ MAY_IMPORT = {
 
 FLOORS = {
     "protocol": """errors
+        requirements
         platforms.registry
         config
         plan security
@@ -66,7 +68,8 @@ FLOORS = {
         settling
         configured
         tuning step_costs""",
-    "models": """data step gpu
+    "models": """torch_internals
+        data step gpu
         torch_device
         loss
         surgery
@@ -285,6 +288,53 @@ def test_nobody_else_asks_which_platform_it_is() -> None:
             if kinds:
                 wrong.append(f"{path}:{getattr(node, 'lineno', 0)} {kinds}")
     assert not wrong, wrong
+
+
+PRIVATE_TORCH = {
+    "models/torch_internals.py": "the place for it",
+    "models/torch_device.py": "torch._C._DisableTorchDispatch, for host_memory",
+    "workers/channels/nccl.py": "options._timeout of ProcessGroupNCCL",
+}
+"""Files that may use names of torch that begin with an underscore, and what for."""
+
+NOT_TORCHS = {
+    "_asdict": "of named tuples",
+    "_init_weights": "how transformers initializes a module",
+}
+"""Names with an underscore that neither we nor torch define."""
+
+
+def test_what_torch_does_not_promise_is_used_in_one_place() -> None:
+    """Names of torch's modules, and attributes of objects, that begin with an underscore and that
+    nothing of ours defines. nn.Module's ``_parameters``, ``_buffers`` and ``_modules`` are names of
+    ours, too, and not found: they are as old as torch.
+    """
+    trees = {p: tree for p, tree in sources().items() if p.parts[0] in ("models", "workers")}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    ours = {n.attr for n in nodes if isinstance(n, ast.Attribute) and is_of_self(n)}
+    ours |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    ours |= {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) if is_name(n.target)}
+    used: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        names = {name for name in imported(tree) if name.startswith("torch.") and "._" in name}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and re.match("_[a-zA-Z]", node.attr):
+                if not is_of_self(node) and node.attr not in ours | NOT_TORCHS.keys():
+                    names.add(ast.unparse(node))
+        if names:
+            used[str(path)] = names
+    wrong = {path: names for path, names in used.items() if path not in PRIVATE_TORCH}
+    assert not wrong, f"let models/torch_internals.py name it: {wrong}"
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    """Whether it is an attribute of ``self`` or ``cls``."""
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def is_name(node: ast.AST) -> TypeGuard[ast.Name]:
+    """Whether it is a name and nothing else."""
+    return isinstance(node, ast.Name)
 
 
 def is_call(node: ast.AST, name: str) -> bool:

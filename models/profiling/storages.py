@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.models.saved_activations.tape import tensors_in
+from penstock.models.torch_internals import TorchDispatchMode, key_of
 
 
 class StorageLedger:
@@ -43,7 +43,7 @@ class StorageLedger:
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage, of any device and size, is counted."""
-        return storage._cdata in self._live
+        return key_of(storage) in self._live
 
     def made(self, storage: torch.UntypedStorage, use: str) -> None:
         """Count the bytes of a new storage for ``use`` from now on, and the peak if this makes
@@ -62,14 +62,14 @@ class StorageLedger:
         """
         with self._lock:
             if self.knows(storage):
-                self.count_for(storage._cdata, use)
+                self.count_for(key_of(storage), use)
                 return
             self._enter(storage, use)
             self.peak_bytes += storage.nbytes()
             self.at_peak[use] = self.at_peak.get(use, 0) + storage.nbytes()
 
     def count_for(self, key: int, use: str) -> None:
-        """Count the storage with this key (its ``_cdata``), if there is one, for another use."""
+        """Count the storage with this key, if there is one, for another use."""
         with self._lock:
             if key in self._live:
                 reference, num_bytes, before = self._live[key]
@@ -79,7 +79,7 @@ class StorageLedger:
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Stop counting a storage, though somebody refers to it (a pool)."""
-        self._freed(storage._cdata, None)
+        self._freed(key_of(storage), None)
 
     def restart(self) -> int:
         """Begin the peak anew with what lives now; returns the bytes of that."""
@@ -88,7 +88,7 @@ class StorageLedger:
             return self.live_bytes
 
     def _enter(self, storage: torch.UntypedStorage, use: str) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key, num_bytes = key_of(storage), storage.nbytes()
         # The callback runs when the last tensor over the storage goes, on whichever thread that is.
         self._live[key] = weakref.ref(storage, partial(self._freed, key)), num_bytes, use
         self._add(use, num_bytes)
@@ -134,4 +134,4 @@ def _among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
     itself.
     """
     given = tensors_in((args, kwargs))
-    return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
+    return any(key_of(tensor.untyped_storage()) == key_of(storage) for tensor in given)

@@ -10,6 +10,7 @@ import torch
 
 from penstock.models.saved_activations.slots import Opaque, SlotView, StorageSlot, storage_of
 from penstock.models.saved_activations.weights import BoundWeights
+from penstock.models.torch_internals import key_of
 
 
 class SavedTensor(Protocol):
@@ -65,20 +66,20 @@ class SavedTensors:
         weight = self._weights.find(tensor, self.block)
         if weight is not None and self._rebind:
             return weight
-        slot = self._held.get(storage._cdata)
+        slot = self._held.get(key_of(storage))
         if slot is None:
             movable = weight is None and storage.data_ptr() not in self._constants
             slot = self.new_slot(storage, _maker(tensor), movable=movable)
-            self._held[storage._cdata] = slot
+            self._held[key_of(storage)] = slot
         return view_of(slot, tensor)
 
     def held(self, storage: torch.UntypedStorage) -> StorageSlot | None:
         """Returns the slot that holds this storage; None if none does."""
-        return self._held.get(storage._cdata)
+        return self._held.get(key_of(storage))
 
     def forget_place(self, storage: torch.UntypedStorage) -> None:
         """Note that the storage is no longer its slot's: the slot has a copy of the bytes."""
-        self._held.pop(storage._cdata, None)
+        self._held.pop(key_of(storage), None)
 
     def new_slot(
         self, storage: torch.UntypedStorage, label: str, *, movable: bool = True

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.models.saved_activations.collection import SavedTensor, SavedTensors, view_of
 from penstock.models.saved_activations.operators import OperatorTracker
 from penstock.models.saved_activations.slots import Blank, StorageSlot, storage_of
 from penstock.models.saved_activations.tape import RecordedCall, RecordedKernel, Tape, tensors_in
+from penstock.models.torch_internals import OpOverload, TorchDispatchMode, key_of, schema_of
 
 _BY_SHAPE = {
     **dict.fromkeys(
@@ -50,11 +50,12 @@ class _Traits:
     random: bool
 
     @classmethod
-    def of(cls, func: torch._ops.OpOverload[..., Any]) -> _Traits:
-        arguments = func._schema.arguments
+    def of(cls, func: OpOverload[..., Any]) -> _Traits:
+        schema = schema_of(func)
+        arguments = schema.arguments
         written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
         return cls(
-            name=func._schema.name.split("::")[-1],
+            name=schema.name.split("::")[-1],
             written=tuple(i for i, a in enumerate(arguments) if written[i] and not a.kwarg_only),
             written_by_name=tuple(a.name for i, a in enumerate(arguments) if written[i]),
             random=torch.Tag.nondeterministic_seeded in func.tags,
@@ -104,7 +105,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)  # of unknown effect, such as flex attention: kept
         traits = self._traits.get(func)
         if traits is None:
@@ -153,8 +154,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
         # Storage objects are told apart by address: all of these are alive here.
-        known = {s._cdata for t in inputs if (s := storage_of(t)) is not None}
-        new = [(s := storage_of(t)) is not None and s._cdata not in known for t in outputs]
+        known = {key_of(s) for t in inputs if (s := storage_of(t)) is not None}
+        new = [(s := storage_of(t)) is not None and key_of(s) not in known for t in outputs]
         if changed:
             node = self._add(RecordedKernel(tape=self.tape, call=call, reads=reads))
             self._note_changes(node, changed, label)

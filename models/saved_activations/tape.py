@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.models.saved_activations.collection import SavedTensor
 from penstock.models.saved_activations.slots import StorageSlot
 from penstock.models.torch_device import torch_device
+from penstock.models.torch_internals import StorageWeakRef, key_of
 
 _PRUNE_EVERY = 64
 
@@ -136,7 +136,7 @@ class Tape:
 
     def made(self, storage: torch.UntypedStorage) -> StorageSlot | None:
         """Returns the slot of a storage that a recorded kernel made; None if none did."""
-        found = self._made.get(storage._cdata)
+        found = self._made.get(key_of(storage))
         return None if found is None else found[1]
 
     def add(self, node: RecordedKernel) -> None:
@@ -148,7 +148,7 @@ class Tape:
         it.
         """
         # The weak reference also keeps the address from being used for another storage.
-        self._made[storage._cdata] = (StorageWeakRef(storage), slot)  # type: ignore[no-untyped-call]
+        self._made[key_of(storage)] = (StorageWeakRef(storage), slot)  # type: ignore[no-untyped-call]
         self._since_prune += 1
         if self._since_prune >= _PRUNE_EVERY:
             self._since_prune = 0
@@ -160,7 +160,7 @@ class Tape:
 
     def leave(self, storage: torch.UntypedStorage) -> None:
         """Note that no recorded kernel makes what this storage has now."""
-        self._made.pop(storage._cdata, None)
+        self._made.pop(key_of(storage), None)
 
     def close(self) -> None:
         """Forget kernels whose results nothing refers to: the block is over."""

@@ -7,14 +7,13 @@ of a parameter are added up, is :mod:`penstock.models.split_backward.deferred`'s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""Functions that pack a tensor and unpack it, as ``torch.autograd.graph`` has them."""
+from penstock.models.torch_internals import SavedTensorHooks, has_hooks
 
 
 class ParameterRecord:
@@ -56,7 +55,7 @@ class ParameterRecord:
         parameter = self._parameter
         if parameter is None or parameter.grad is None:
             return
-        if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        if not has_hooks(parameter):
             # The parameter aliases weights whose buffer may hold another stage by BACKWARD_WEIGHT;
             # without it here, its last reference goes with the graph.
             self._gradient, self._parameter = parameter.grad, None

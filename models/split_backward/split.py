@@ -47,7 +47,6 @@ from penstock.models.split_backward.deferred_entries import (
     Lent,
     ParameterRecord,
     ProductEntry,
-    SavedTensorHooks,
 )
 from penstock.models.split_backward.torch_calls import (
     ONLY_LIKE,
@@ -60,6 +59,13 @@ from penstock.models.split_backward.torch_calls import (
     replaced,
     storage_of,
     tensors_in,
+)
+from penstock.models.torch_internals import (
+    SavedTensorHooks,
+    innermost_saved_tensor_hooks,
+    is_of_checkpoint,
+    node_of_product,
+    unseen_by_modes,
 )
 
 __all__ = ["DeferredWeights", "Unsplit", "backward_input", "run_together", "split_backward"]
@@ -216,8 +222,8 @@ class _SplitMode(TorchFunctionMode):
             if id(call.args[0]) not in self._own:
                 return call.run({})
             tensors = own
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        hooks = innermost_saved_tensor_hooks()
+        if hooks is not None and is_of_checkpoint(hooks):
             return self._leave_unsplit(call, own, "inside torch.utils.checkpoint")
         others = [t for t in tensors if id(t) not in self._own]
         alone = all(id(t) in self._parameters for t in others)
@@ -266,7 +272,7 @@ class _SplitMode(TorchFunctionMode):
             if storage_of(tensor) in memory:
                 # Their buffers may hold another stage when BACKWARD_WEIGHT runs. A mode that
                 # replays operations must not see one more.
-                with torch._C._DisableTorchDispatch():
+                with unseen_by_modes():
                     tensor = tensor.clone()
             shared.append(DeferredTensor(tensor, hooks))
             return shared[-1]
@@ -348,10 +354,8 @@ class _SplitMode(TorchFunctionMode):
             if id(tensor) not in self._detached:
                 self._detached[id(tensor)] = tensor.detach()
         output: torch.Tensor = call.run(self._detached)
-        # The output may be a view, whose place in the graph moves when it is changed in place.
-        base = output._base if output._is_view() else output
-        assert base is not None
-        base.register_hook(entry.receive)  # type: ignore[no-untyped-call]
+        # At the node: the output's place in the graph moves when it is changed in place.
+        node_of_product(output).register_prehook(lambda gradients: entry.receive(gradients[0]))
         self._store.append(entry)
         return output
 

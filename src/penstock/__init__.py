@@ -5,10 +5,17 @@ the optimizer at the same time; a scheduler commits or rolls back every step. St
 ``penstock --help`` or :func:`penstock.train`.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+from penstock.protocol.requirements import python_objection
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "train"]
+
+# Before anything else: most modules cannot even be read by an older Python.
+if _objection := python_objection(sys.version_info[:3]):
+    raise ImportError(_objection)
 
 if TYPE_CHECKING:
     from penstock.client.api import train

@@ -18,6 +18,7 @@ from penstock.models.storing import Storing
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
 ]
 
 DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}

@@ -61,6 +61,8 @@ def is_sentence(complaint: str) -> bool:
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refusals_are_sentences(model_type: str, tmp_path: Path) -> None:
+    if model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this transformers does not know {model_type}")
     complaint = outcome(model_type, tmp_path)
     assert complaint is not None and REFUSED[model_type] in complaint
     assert complaint.startswith("model") and is_sentence(complaint)

@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from penstock.models.torch_internals import TCPStore
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.platforms.registry import TRANSPORTS, TransportTraits
 from penstock.protocol.wire.frames import GroupAddress, TensorHeader, TransferShape
 from penstock.workers.channels import opening
-from penstock.workers.channels.group import GroupChannel, TCPStore
+from penstock.workers.channels.group import GroupChannel
 from penstock.workers.channels.inbox import Notices, TransferKey
 from penstock.workers.channels.nccl import NcclWire
 from penstock.workers.channels.opening import open_channel, told_by, transport_of

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import distributed
-from torch.distributed import ProcessGroupGloo
 
-from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Work
+from penstock.models.torch_internals import PrefixStore, Store, Work, gloo_group
+from penstock.workers.channels.group import PointToPoint
 from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.channels.order import RESERVED_TAG, TransferOrder
 from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
@@ -41,10 +41,7 @@ def make_group(store: Store, rank: int, size: int, address: str) -> PointToPoint
     Raises:
         RuntimeError: the others did not, or went away.
     """
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub says Options
-    options._timeout = _CONNECT_TIMEOUT
-    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
-    group: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+    group = gloo_group(PrefixStore("gloo", store), rank, size, address, _CONNECT_TIMEOUT)
     return cast(PointToPoint, group)
 
 

@@ -6,8 +6,7 @@ transfer of a kind, phase and stage announces them over ZeroMQ, all later ones o
 have the same. Receives are posted when the plan posts them, or when a later one of the same sender
 is.
 
-What this package uses of ``torch.distributed`` is named here, in one place, because its stubs lack
-much of it. No default group is made, and nothing is read from the environment.
+No default group is made, and nothing is read from the environment.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
+from penstock.models.torch_internals import PrefixStore, Store, Work
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.wire.frames import TensorHeader, TransferShape
 from penstock.workers.channels.base import MessageChannel
@@ -252,7 +251,7 @@ def _described(headers: tuple[TensorHeader, ...]) -> str:
     return ", ".join(f"{h.name} {h.dtype} {list(h.shape)}" for h in headers) or "nothing"
 
 
-__all__ = ["PointToPoint", "PrefixStore", "Store", "TCPStore", "Work"]
+__all__ = ["PointToPoint", "PrefixStore", "Store", "Work"]
 
 
 class PointToPoint(Protocol):

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+from penstock.models.torch_internals import PrefixStore, Store, TCPStore
 from penstock.protocol.run.names import worker_name
 from penstock.protocol.wire.frames import GroupAddress
-from penstock.workers.channels.group import PrefixStore, Store, TCPStore
 from penstock.workers.channels.transport import Transport
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, WaitBudget
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from penstock.models.profiling.storages import StorageLedger, StorageMode
+from penstock.models.torch_internals import key_of
 from penstock.protocol.plan.instructions import Instruction
 from penstock.workers.attempt import Attempt
 from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
@@ -130,4 +131,4 @@ def _with_coming(by_use: Mapping[str, float], attempt: Attempt) -> Usage:
 def _storages(attempt: Attempt) -> Iterator[tuple[int, tuple[Use, torch.UntypedStorage]]]:
     for use, tensor in named_tensors(attempt):
         storage = tensor.untyped_storage()
-        yield storage._cdata, (use, storage)
+        yield key_of(storage), (use, storage)

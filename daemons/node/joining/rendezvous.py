@@ -31,6 +31,7 @@ from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.protocol.config.execution import NodeConfig
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.protocol.requirements import check_torch
 from penstock.protocol.run.ended import EndWatch, RunEnd
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.rundir import SHARED
@@ -76,10 +77,12 @@ def meet(
     ``name`` and ``scheduler`` are what the command line says, if it does.
 
     Raises:
-        ConfigError: configuration and environment contradict each other, or lack something.
+        ConfigError: configuration and environment contradict each other, or lack something; also
+            this machine: a torch that would do.
         LostMemberError: the first node did not come in time.
         PenstockError: the run cannot be prepared.
     """
+    check_torch()
     place = find_place(environment, full_name)
     node = name or config.cluster.nodes[0].name
     if place is not None:

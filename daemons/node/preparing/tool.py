@@ -17,6 +17,7 @@ from penstock.protocol.errors import (
     LostMemberError,
     PenstockError,
 )
+from penstock.protocol.requirements import check_torch
 from penstock.protocol.run.files import make_directory, writing
 
 TIMEOUT_S = 3600.0
@@ -34,10 +35,12 @@ def run_tool(
     dies with this process, and has the descriptors of locks in ``keeps`` open as long as it lives.
 
     Raises:
+        ConfigError: there is no torch that would do.
         ConfigError, CapacityError: its last ``penstock: …`` line on stderr, by its exit code.
         LostMemberError: it did not end in time.
         PenstockError: it failed otherwise; what it said is in ``log``, if there is one.
     """
+    check_torch()
     command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
     code, said = _run(command, progress, keeps)
     if code is None:

@@ -1,0 +1,101 @@
+"""What Penstock uses of torch beyond what torch promises: the one place to look at for a new torch.
+
+Names with an underscore, and those that torch documents nowhere, may change with any minor version.
+They are used here and nowhere else (``tests/test_architecture.py`` has the exceptions, with
+reasons). docs/VERSIONS.md says which versions were tried, and how to try another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+from torch._ops import OpOverload
+from torch.autograd.graph import Node
+from torch.distributed import ProcessGroupGloo
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "OpOverload",
+    "PrefixStore",
+    "SavedTensorHooks",
+    "StorageWeakRef",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "Work",
+    "gloo_group",
+    "has_hooks",
+    "innermost_saved_tensor_hooks",
+    "is_of_checkpoint",
+    "key_of",
+    "node_of_product",
+    "schema_of",
+    "unseen_by_modes",
+]
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What packs a tensor that autograd saves, and what unpacks it."""
+
+
+def unseen_by_modes() -> AbstractContextManager[None]:
+    """Returns a context in which no dispatch mode sees what the thread does."""
+    return torch._C._DisableTorchDispatch()
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """Returns a number that no other living storage has; also for storages of no bytes."""
+    return int(storage._cdata)
+
+
+def node_of_product(output: torch.Tensor) -> Node:
+    """Returns the node of a matrix product's derivative, whose ``output``, (..., outputs), is.
+
+    torch multiplies rows of two dimensions, and gives the result its shape back: by a view up to
+    2.14, by an unsafe view from 2.15. The sum of a gradient over the rows has the right bits only
+    in the layout that arrives at the product itself.
+    """
+    node = output.grad_fn
+    assert node is not None
+    if node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+        assert node is not None
+    return node
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody asked to be called when a leaf of any shape gets its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def schema_of(kernel: OpOverload[..., Any]) -> torch.FunctionSchema:
+    """Returns a kernel's name and arguments, with those that it changes marked."""
+    return kernel._schema
+
+
+def innermost_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """Returns the hooks that see first what autograd saves on this thread; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_of_checkpoint(hooks: SavedTensorHooks) -> bool:
+    """Whether hooks are those of a ``torch.utils.checkpoint`` that is not reentrant."""
+    return hooks[0].__qualname__.startswith("_checkpoint_hook.")
+
+
+def gloo_group(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    """Returns a ``ProcessGroupGloo`` over the interface of ``address``, outside of any default
+    group; blocks until the ``size`` ranks have called, each with the same store.
+
+    Raises:
+        RuntimeError: they have not in ``timeout``, or went away.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub says Options
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    return ProcessGroupGloo(store, rank, size, options)
