@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes: tries the code")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of measurements")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="TIMES", help="of deadlines")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
     options = parser.parse_args()
     if not install.is_installed() and GUARD not in os.environ:
@@ -53,7 +54,12 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.parts or PARTS:
         run_part(
-            name, options.out, device=options.device, tiny=options.tiny, only=set(options.only)
+            name,
+            options.out,
+            device=options.device,
+            tiny=options.tiny,
+            only=set(options.only),
+            patience=options.patience,
         )
     return 0
 

@@ -34,6 +34,8 @@ COMPARED = ("deepspeed>=0.18", "roundpipe>=0.1")
 """What :mod:`.measures.baselines` holds Penstock against, if it can be had. DeepSpeed is a source
 package: its wheel is built without operators, which it compiles where it runs.
 """
+SOURCES = "penstock.sources"
+"""In the wheels' folder: fingerprint of the sources that the project's wheel was built of."""
 TRAVEL_BYTES = 48 << 20
 """Wheels beyond this are too many for a machine that takes 64 MiB with the tree."""
 
@@ -86,9 +88,9 @@ def fetch_wheels(there: Path = THERE, folder: Path = WHEELS) -> list[str]:
         size = sum(file.stat().st_size for file in Path(fresh).iterdir())
         if size > TRAVEL_BYTES:
             raise InstallError(f"{size >> 20} MiB of wheels; at most {TRAVEL_BYTES >> 20} travel")
-        for old in folder.glob("*.whl"):
+        for old in [*folder.glob("*.whl"), *folder.glob(SOURCES)]:
             old.unlink()
-        for file in Path(fresh).glob("*.whl"):
+        for file in [*Path(fresh).glob("*.whl"), *Path(fresh).glob(SOURCES)]:
             shutil.move(file, folder / file.name)
     return complaints
 
@@ -131,13 +133,16 @@ def _download(requirement: str, folder: Path) -> None:
 
 
 def _own_wheel(folder: Path) -> list[str]:
-    """The project, built here: only used where there is no compiler."""
+    """The project, built here, and what of: saves its build on the machine."""
     python = shutil.which(f"python{TARGET_PYTHON}")
     if python is None:
         return [f"no python{TARGET_PYTHON} here: the project is built on the machine only"]
     command = [python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
     said = _run(command)
-    return [] if said is None else [f"the project was not built ahead: {said}"]
+    if said is not None:
+        return [f"the project was not built ahead: {said}"]
+    (folder / SOURCES).write_text(_sources(), encoding="utf-8")
+    return []
 
 
 def _wheel_of(name: str, folder: Path) -> Path:
@@ -196,7 +201,7 @@ def install(environment: Path = ENVIRONMENT, wheels: Path = WHEELS) -> Path:
     for text in COMPARED:
         if (said := _run([*pip, *found, text])) is not None:
             _say(f"{text} was not installed: {said}")
-    _build(pip, wheels)
+    _install_project(pip, python, wheels)
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
@@ -213,39 +218,43 @@ def _see_packages_of_this_python(environment: Path) -> None:
     (site / "packages_of_the_machine.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _build(pip: list[str], wheels: Path) -> None:
-    """The project from the tree; else the wheel that was built ahead."""
+def _install_project(pip: list[str], python: Path, wheels: Path) -> None:
+    """Its wheel, if that was built of these sources and runs here, else built of the tree.
+
+    Raises:
+        InstallError: neither.
+    """
+    ahead, built_of = sorted(wheels.glob("penstock-*.whl")), wheels / SOURCES
+    if ahead and built_of.exists() and built_of.read_text(encoding="utf-8") == _sources():
+        said = _run([*pip, "--no-deps", "--force-reinstall", str(ahead[-1])])
+        said = said or _run([str(python), "-c", "import penstock._native"])
+        if said is None:
+            return
+        _say(f"the wheel of the project does not run here, so it is built: {said}")
     options = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
     options += ["-C", "cmake.define.PENSTOCK_WERROR=OFF"]  # a compiler that is new to us may warn
-    said = _run([*pip, *options, str(ROOT)])
-    if said is None:
-        return
-    ahead = sorted(wheels.glob("penstock-*.whl"))
-    if not ahead:
-        raise InstallError(f"the project does not build here, and none came along: {said}")
-    _say(f"the project does not build here, the wheel is used: {said}")
-    _must([*pip, "--no-deps", "--force-reinstall", str(ahead[-1])])
+    _must([*pip, *options, str(ROOT)])
 
 
 def _third_party(wheels: Path) -> list[Path]:
     return [w for w in sorted(wheels.glob("*.whl")) if not w.name.startswith("penstock-")]
 
 
-def _fingerprint(wheels: Path) -> str:
-    """Of everything that is installed."""
+def _sources() -> str:
+    """Returns a fingerprint of all that the project is built of."""
     digest = hashlib.sha256()
-    listed = [
-        ROOT / "pyproject.toml",
-        ROOT / "CMakeLists.txt",
-        *sorted((ROOT / "native").iterdir()),
-    ]
-    linked = sorted((ROOT / "src" / "penstock").iterdir())
-    for place in linked:
+    listed = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]
+    listed += sorted((ROOT / "native").iterdir())
+    for place in sorted((ROOT / "src" / "penstock").iterdir()):
         listed += sorted(place.resolve().rglob("*.py")) if place.is_dir() else [place]
     for file in listed:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    digest.update("".join(sorted(w.name for w in wheels.glob("*.whl"))).encode())
     return digest.hexdigest()
+
+
+def _fingerprint(wheels: Path) -> str:
+    """Returns that of everything that is installed."""
+    return "\n".join([_sources(), *sorted(wheel.name for wheel in wheels.glob("*.whl"))])
 
 
 def _must(command: list[str]) -> None:

@@ -38,7 +38,17 @@ SOME = {
 
 def ladder(out: Path, *arguments: str, timeout_s: float) -> dict[str, PartResults]:
     """Runs it, small, and returns what it wrote."""
-    command = [sys.executable, "-m", "bench.gpu", *arguments, "--tiny", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        *arguments,
+        "--tiny",
+        "--device",
+        "cpu",
+        "--patience",
+        "8",
+    ]
     done = subprocess.run(
         [*command, "--out", str(out)], capture_output=True, text=True, timeout=timeout_s, cwd=ROOT
     )
@@ -113,9 +123,9 @@ def _leave(task: Task) -> None:
     Path("/dev/shm/penstock-left").write_bytes(bytes(4096))
 
 
-def _measured(run: object, deadline_s: float = 20.0) -> Outcome:
-    one = Measurement(name="one", deadline_s=deadline_s, run=run)  # type: ignore[arg-type]
-    return measure(one, device="cpu", tiny=True, within_s=60.0)
+def _measured(run: object, within_s: float = 20.0) -> Outcome:
+    one = Measurement(name="one", deadline_s=60.0, run=run)  # type: ignore[arg-type]
+    return measure(one, device="cpu", tiny=True, within_s=within_s)
 
 
 def test_what_hangs_loses_only_itself_and_what_it_started() -> None:

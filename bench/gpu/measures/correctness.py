@@ -19,7 +19,11 @@ from xml.etree import ElementTree
 from bench.gpu.install import ROOT
 from bench.gpu.running import Measurement, Task
 
-FAST = ("tests/worker/test_devices.py", "tests/worker/test_update.py", "tests/models")
+FAST = (
+    "tests/worker/test_devices.py",
+    "tests/worker/test_update.py",
+    "tests/models/test_saved_models.py",
+)
 WHOLE_RUNS = ("tests/system/test_gpu.py",)
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 _RESERVE_S = 5.0

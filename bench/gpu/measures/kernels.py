@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.models.llama import modeling_llama  # noqa: F401  seconds that forks need not take
 
 from bench.gpu.measures.timing import Timer
 from bench.gpu.measures.trained import Recipe
