@@ -299,6 +299,7 @@ PRIVATE_TORCH = {
 
 NOT_TORCHS = {
     "_asdict": "of named tuples",
+    "_exit": "of os: how a fork ends",
     "_init_weights": "how transformers initializes a module",
 }
 """Names with an underscore that neither we nor torch define."""

@@ -2,13 +2,17 @@
 memory and ends.
 
 Started by memoryd during a restore, when nothing else of the run moves. It fills ``master`` (fp32)
-and ``frozen`` (weight dtype) of the blocks the node owns, one block at a time; memoryd derives the
-rest.
+and ``frozen`` (weight dtype) of the blocks the node owns; memoryd derives the rest.
+
+Random numbers are drawn on one core, some 100 million a second, so the blocks of a large model
+are dealt to several processes. Each block has numbers of its own: the bytes are the same.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +22,16 @@ from transformers import PretrainedConfig
 from penstock.models.checkpoints.initial import initial_blocks, pack
 from penstock.models.surgery.hf import load_run_config
 from penstock.protocol.run.loading import INITIAL_VERSION, memory_to_fill, run_loader
+from penstock.protocol.run.process import die_with_parent
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.cgroup import tightest_memory, usable_cpus
 from penstock.shm.memory import Array, NodeMemory
-from penstock.shm.table import DType
+from penstock.shm.table import BlockTable, DType
+
+PROCESS_ELEMENTS = 1 << 26
+"""Elements that make another process worth its start."""
+_ELEMENT_BYTES = 16
+"""Private memory of a process for each element of its largest block: drawn, packed, compared."""
 
 
 def load_node(run_dir: Path, node_name: str) -> None:
@@ -44,7 +55,62 @@ def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -
         ConfigError, StateError: see :func:`penstock.models.checkpoints.initial.initial_blocks`.
     """
     owned = memory.owned_blocks()
-    for block, tensors in initial_blocks(files.config, hf_config, files.table, owned):
+    count = 1 if files.config.model.path is not None else _processes(files.table, owned)
+    first, *others = _dealt(files.table, owned, count)
+    children = {_start(memory, files, hf_config, share): share for share in others}
+    _fill(memory, files, hf_config, first)
+    for pid, share in children.items():
+        if os.waitpid(pid, 0)[1]:  # once more, here: either it works or it says why it does not
+            _fill(memory, files, hf_config, share)
+
+
+def _processes(table: BlockTable, blocks: Sequence[int]) -> int:
+    """Returns how many are worth it, and have the memory and the CPUs."""
+    elements = [_elements(table, block) for block in blocks]
+    room = tightest_memory().available // (2 * _ELEMENT_BYTES * max(1, *elements))
+    return max(1, min(sum(elements) // PROCESS_ELEMENTS, room, usable_cpus()))
+
+
+def _dealt(table: BlockTable, blocks: Sequence[int], count: int) -> list[list[int]]:
+    """Returns the blocks in so many shares, alike in size."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for block in sorted(blocks, key=lambda block: -_elements(table, block)):
+        least = sizes.index(min(sizes))
+        shares[least].append(block)
+        sizes[least] += _elements(table, block)
+    return [sorted(share) for share in shares]
+
+
+def _elements(table: BlockTable, block: int) -> int:
+    return table.blocks[block].trainable_elements + table.blocks[block].frozen_elements
+
+
+def _start(
+    memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig, share: Sequence[int]
+) -> int:
+    """Fill a share in a process that dies with this one; returns its number."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        torch.set_num_threads(1)  # each has a core
+        _fill(memory, files, hf_config, share)
+        code = 0
+    except BaseException:
+        traceback.print_exc()  # nothing of the parent's may run here
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _fill(
+    memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig, blocks: Sequence[int]
+) -> None:
+    for block, tensors in initial_blocks(files.config, hf_config, files.table, blocks):
         trainable, frozen = pack(files.table.blocks[block], tensors)
         memory.store_master(block, INITIAL_VERSION, trainable)
         if len(frozen):

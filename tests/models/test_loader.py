@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.models.checkpoints import loader
 from penstock.models.checkpoints.initial import initial_blocks, pack
 from penstock.models.checkpoints.loader import load_node
 from penstock.models.data.prepare import prepare
@@ -74,6 +77,37 @@ def test_each_node_gets_the_blocks_it_owns(files: RunDirectory, memories: list[N
         bits = torch.from_numpy(frozen).to(torch.bfloat16).view(torch.uint16).numpy()
         assert np.array_equal(memory.frozen(block), bits)
     assert files.table.blocks[2].frozen_elements > 0
+
+
+def masters(memory: NodeMemory) -> list[bytes]:
+    """Of all blocks of a node."""
+    return [memory.state(block, "master").tobytes() for block in memory.owned_blocks()]
+
+
+def test_several_processes_write_the_same_bytes(
+    files: RunDirectory, memories: list[NodeMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if one of them is killed at once: its share is done again."""
+    load_node(files.path, "a")
+    wanted = masters(memories[0])
+    monkeypatch.setattr(loader, "PROCESS_ELEMENTS", 64)
+    monkeypatch.setattr(loader, "usable_cpus", lambda: 3)
+    started: list[int] = []
+    start = loader._start
+
+    def killed(*arguments: Any) -> int:
+        started.append(start(*arguments))
+        if len(started) == 4:
+            os.kill(started[-1], signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(loader, "_start", killed)
+    for _ in range(2):
+        for block in memories[0].owned_blocks():
+            memories[0].state(block, "master")[:] = 0
+        load_node(files.path, "a")
+        assert masters(memories[0]) == wanted
+    assert len(started) == 4, "this process, and two others"
 
 
 def test_what_cannot_be_loaded_is_named(files: RunDirectory) -> None:
