@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,13 +42,14 @@ def _again_installed() -> int:
 
 
 def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from bench.gpu.parts import PARTS, run_part
+    from bench.gpu.parts import PARTS, gpu_name, run_part
 
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if options.device == "cuda" and not _has_gpu():
-        sys.stdout.write("no GPU here (torch.cuda.is_available() is false): nothing measured\n")
+    gpu = gpu_name() if options.device == "cuda" else None
+    if options.device == "cuda" and gpu is None:
+        sys.stdout.write("no GPU here (torch finds none): nothing measured\n")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.parts or PARTS:
@@ -58,16 +58,11 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
             options.out,
             device=options.device,
             tiny=options.tiny,
+            gpu=gpu,
             only=set(options.only),
             patience=options.patience,
         )
     return 0
-
-
-def _has_gpu() -> bool:
-    """Asked in another process: this one is forked, and must not have used CUDA."""
-    program = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
 
 def _wheels(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@ All together take 25 minutes, none more than eight.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -38,13 +39,13 @@ class Part:
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
-        "probe": Part(module="probe", within_s=75),
+        "probe": Part(module="probe", within_s=60),
         "correctness": Part(module="correctness", within_s=330),
         "copies": Part(module="copies", within_s=60),
         "kernels": Part(module="kernels", within_s=120),
         "models": Part(module="models", within_s=480),
         "baselines": Part(module="baselines", within_s=315),
-        "faults": Part(module="faults", within_s=120),
+        "faults": Part(module="faults", within_s=135),
     }
 )
 
@@ -55,16 +56,17 @@ def run_part(
     *,
     device: str,
     tiny: bool,
+    gpu: str | None = None,
     only: Collection[str] = (),
     patience: float = 1.0,
 ) -> PartResults:
     """Run a part's measurements (``only`` those named, if any are), and write its file after each.
 
-    What the file has of others stays: a part may be repeated in pieces. ``patience``: all times are
-    so many times as long.
+    What the file has of others stays: a part may be repeated in pieces. ``gpu``: its name;
+    ``patience``: all times are so many times as long.
     """
     part, path = PARTS[name], folder / f"{name}.json"
-    results = PartResults(part=name, device=device, tiny=tiny, gpu=gpu_name(device))
+    results = PartResults(part=name, device=device, tiny=tiny, gpu=gpu)
     if path.exists():
         old = PartResults.read(path)
         if (old.device, old.tiny) == (device, tiny):
@@ -85,14 +87,10 @@ def run_part(
     return results
 
 
-def gpu_name(device: str) -> str | None:
-    """As the driver calls it. Asked in a process of its own: this one must stay without CUDA, so
-    that it can be forked.
+def gpu_name() -> str | None:
+    """Returns what the driver calls the first one, None if there is none. Asked in a process of its
+    own: this one must stay without CUDA, so that it can be forked.
     """
-    if device != "cuda":
-        return None
-    import subprocess
-
     program = "import torch; print(torch.cuda.get_device_name(0))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120

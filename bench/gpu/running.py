@@ -95,10 +95,12 @@ def measure(measurement: Measurement, *, device: str, tiny: bool, within_s: floa
     process = multiprocessing.get_context("fork").Process(target=_child, args=(measurement, task))
     try:
         process.start()
-        process.join(within_s)
-        late = process.exitcode is None
-        _end(process.pid, folder)
-        process.join(_END_S)
+        try:
+            process.join(within_s)
+            late = process.exitcode is None
+        finally:  # also where the whole ladder is interrupted
+            _end(process.pid, folder)
+            process.join(_END_S)
         error = _text(folder / "error")
         status = Status.LATE if late else Status.DONE
         if not late and process.exitcode:

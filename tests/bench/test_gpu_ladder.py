@@ -17,6 +17,7 @@ from bench.gpu.measures.correctness import outcome
 from bench.gpu.measures.delays import Delays
 from bench.gpu.measures.faults import compared
 from bench.gpu.page import HEAD, KEPT, page
+from bench.gpu.page import main as page_main
 from bench.gpu.page.goals import GOALS
 from bench.gpu.parts import PARTS
 from bench.gpu.results import Outcome, PartResults, Status, merged, read_folders
@@ -214,6 +215,14 @@ def test_goals_are_judged_by_what_was_found() -> None:
 def test_the_page_is_that_of_the_results_that_are_kept() -> None:
     written = (ROOT / "docs" / "GPU.md").read_text(encoding="utf-8")
     assert written == page(read_folders([KEPT])), "python -m bench.gpu page"
+
+
+def test_trials_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _results("copies", device="cpu", alone=_rate(1.0)).write(tmp_path)
+    assert page_main([str(tmp_path), "-o", str(tmp_path / "p.md"), "--keep"]) == 2
+    assert "copies: a trial" in capsys.readouterr().err
+    assert page_main([str(tmp_path), "-o", str(tmp_path / "p.md")]) == 0
+    assert "the figures mean nothing" in (tmp_path / "p.md").read_text()
 
 
 def test_commands_of_the_page_are_short_and_name_real_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +20,8 @@ _HOST_BYTES = 18
 def run(task: Task, *, of: str, steps: int, loop: Callable[[Task, Shape], Step]) -> None:
     """Take steps of a loop, and say what it reached."""
     one = shape(of, tiny=task.tiny)
+    # Read when CUDA is first used: pieces of memory grow, so that none is lost between them.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if loop is not plain:
         waken(_HOST_BYTES * one.parameters, task.left_s / 4)
     torch.manual_seed(0)

@@ -141,7 +141,7 @@ _TWO = {"scheme": "1f1b", "recompute": "full"}
 MEASUREMENTS = (
     Measurement(
         name="two workers on one GPU, one killed twice",
-        deadline_s=70,
+        deadline_s=80,
         run=partial(run, schedule=_TWO, workers=2, kills=2),
     ),
     Measurement(

@@ -83,8 +83,7 @@ def layers(task: Task) -> None:
             sequence_length=one.sequence,
             budget_s=0.05 if task.tiny else 1.0,
         )
-        with torch.device("cpu"):
-            found = bench.measure(range(1, 2), one.micro_batch)
+        found = bench.measure(range(1, 2), one.micro_batch)
         tokens = one.micro_batch * one.sequence
         forward = one.recompute_flops / one.layers * tokens  # a forward of the layers is that
         task.say(

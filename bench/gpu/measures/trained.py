@@ -104,8 +104,8 @@ def train(task: Task, recipe: Recipe) -> Trained:
         RuntimeError: the run ended by itself, or had no step to count; has what it said.
     """
     waken(recipe.host_bytes, task.left_s / 4)
-    # A fifth more than is needed: the run must not go over its data a second time.
     steps = recipe.steps + recipe.warmup_steps
+    # More than is needed: the run must not go over its data a second time.
     recipe.shape.tokens(steps + 2).tofile(task.folder / "tokens.bin")
     file = task.folder / "run.yaml"
     file.write_text(yaml.safe_dump(recipe.configuration(task.folder)), encoding="utf-8")

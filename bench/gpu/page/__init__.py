@@ -15,7 +15,7 @@ from bench.gpu.page.goals import GOALS, Results
 from bench.gpu.page.sections import SECTIONS
 from bench.gpu.page.tables import wrapped
 from bench.gpu.parts import PARTS
-from bench.gpu.results import read_folders
+from bench.gpu.results import PartResults, read_folders
 
 KEPT = Path(__file__).parents[1] / "found"
 HEAD = Path(__file__).with_name("head.md")
@@ -31,6 +31,9 @@ def _lines(results: Results) -> Iterator[str]:
     yield ""
     yield "## Goals"
     yield ""
+    if any(is_trial(one) for one in results.values()):
+        yield "**These are of a trial, at toy size or without a GPU: the figures mean nothing.**"
+        yield ""
     gpus = sorted({one.gpu for one in results.values() if one.gpu})
     yield f"On {' and '.join(gpus)}." if gpus else "No GPU was at hand so far."
     yield ""
@@ -53,6 +56,11 @@ def _lines(results: Results) -> Iterator[str]:
         yield from lines
 
 
+def is_trial(results: PartResults) -> bool:
+    """Returns whether figures only show that the code runs."""
+    return results.tiny or results.device != "cuda"
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -68,6 +76,10 @@ def main(arguments: Sequence[str]) -> int:
         results = read_folders([KEPT, *options.folders])
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
+        return 2
+    trials = [one.part for one in results.values() if is_trial(one)]
+    if options.keep and trials:
+        sys.stderr.write(f"{', '.join(trials)}: a trial (toy size, or no GPU) is not kept\n")
         return 2
     if options.keep:
         KEPT.mkdir(exist_ok=True)
