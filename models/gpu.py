@@ -102,6 +102,9 @@ class Gpu(Protocol):
         are under way.
         """
 
+    def on_peer(self, distance: int, num_bytes: int) -> torch.Tensor:
+        """Returns memory, flat uint8, of the GPU whose number is this one's plus ``distance``."""
+
     def register(self, address: int, num_bytes: int) -> int:
         """Make host memory known to the driver; returns its error code, 0 if none."""
 
@@ -179,6 +182,12 @@ class CudaGpu:
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """From torch's pinned allocator, which rounds up to a power of two."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def on_peer(self, distance: int, num_bytes: int) -> torch.Tensor:
+        """Makes a context there, which takes a few hundred MB, the first time."""
+        assert self.device.index is not None, "a worker's GPU has a number"
+        peer = (self.device.index + distance) % torch.cuda.device_count()  # workers may share GPUs
+        return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", peer))
 
     def register(self, address: int, num_bytes: int) -> int:
         """``cudaHostRegister``, takes about 0.1 s per GB."""

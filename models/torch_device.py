@@ -99,8 +99,7 @@ class PlainCopies:
     """Copies on the calling thread: for a CPU, whose memory is host memory."""
 
     def follow(self, arrival: Arrival) -> None:
-        """Waits."""
-        arrival.wait()
+        """Copies are over when they were asked for: every point is passed."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies."""
@@ -223,23 +222,17 @@ class GpuDevice:
 
     def swap_streams(self, distance: int | None = None) -> SwapStreams:
         """Returns streams to pinned memory, or to the peer's GPU: over NVLink or PCIe where the
-        driver allows that. The first swap makes a CUDA context there, which takes a few hundred MB.
+        driver allows that.
         """
         # Attempt after attempt would take others of torch's 32 streams, those of weights too.
         if distance not in self._swaps:
             allocate: Allocate = self.host_memory
             if distance is not None:
-                assert self.device.index is not None, "a worker's GPU has a number"
-                peer = (self.device.index + distance) % torch.cuda.device_count()  # may be shared
-                allocate = partial(_on_peer, torch.device("cuda", peer))
+                allocate = partial(self._gpu.on_peer, distance)
             self._swaps[distance] = SwapStreams(
                 out=GpuCopies(self._gpu), back=GpuCopies(self._gpu), allocate=allocate
             )
         return self._swaps[distance]
-
-
-def _on_peer(peer: torch.device, num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=peer)
 
 
 def _cuda(device: torch.device) -> GpuDevice:

@@ -168,7 +168,7 @@ class CudaDevice:
         self._in, self._out, self._received = (gpu.stream() for _ in range(3))
         self._buffers: queue.SimpleQueue[_WeightBuffer] = queue.SimpleQueue()
         self._num_buffers = 0
-        self._free_sums: dict[int, list[torch.Tensor]] = {}
+        self._free_sums: dict[int, queue.SimpleQueue[torch.Tensor]] = {}
         self._narrow = torch.empty(0)
         self._registrations = Registrations(gpu.register, gpu.unregister)
         self._staging = StagingPool(self._registrations)
@@ -276,10 +276,14 @@ class CudaDevice:
 
     def gradients(self, target: HostArray) -> torch.Tensor:
         """An fp32 sum on the device."""
-        free = self._free_sums.get(target.size)
-        if free:
-            return free.pop().zero_()
-        return torch.zeros(target.size, dtype=torch.float32, device=self.torch_device)
+        try:
+            return self._free(target.size).get_nowait().zero_()
+        except queue.Empty:
+            return torch.zeros(target.size, dtype=torch.float32, device=self.torch_device)
+
+    def _free(self, num_elements: int) -> queue.SimpleQueue[torch.Tensor]:
+        """Sums that have left; the offload thread puts them back."""
+        return self._free_sums.setdefault(num_elements, queue.SimpleQueue())
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
@@ -295,7 +299,7 @@ class CudaDevice:
             copied.record(self._out)
 
         def finished() -> None:
-            self._free_sums.setdefault(gradients.numel(), []).append(gradients)
+            self._free(gradients.numel()).put(gradients)
             complete()
 
         if self._offloads is None:
@@ -322,10 +326,9 @@ class CudaDevice:
             self._offloads.wait_for_all_but(at_most)
 
     def finish(self) -> None:
-        """Wait for the offload thread, and for the computation."""
+        """Wait for the offload thread."""
         if self._offloads is not None:
             self._offloads.wait(discard=False)
-        self._wait_for(self._gpu.current_stream())
 
     def drop(self) -> None:
         """Let copies end without saying so."""

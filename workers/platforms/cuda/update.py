@@ -136,8 +136,7 @@ class CudaPreviewer:
         return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
 
     def close(self) -> None:
-        """Free the device's memory."""
-        self._gpu.synchronize()
+        """Free the device's memory: no update is under way."""
         self._arrays.clear()
         self._slots.clear()
         self._resident.clear()
@@ -169,7 +168,9 @@ class CudaPreviewer:
         for number, (start, end) in enumerate(self._pieces(len(weights))):
             abort.check()
             slot = self._slots[number % PIECES]
-            slot.left.synchronize()  # keeps the queues short, so that an abort is soon noticed
+            # All that used the slot is over. The host waits, not a stream: queues stay short, so
+            # that an abort is soon noticed.
+            slot.left.synchronize()
             if work.lag.whole:
                 self._bring(slot, arrays, start, end)
             self._add_up(slot, grads, start, end)
@@ -185,7 +186,6 @@ class CudaPreviewer:
 
     def _bring(self, slot: _Slot, arrays: BlockArrays, start: int, end: int) -> None:
         with self._gpu.on(self._in):
-            self._in.wait_event(slot.consumed)
             here = (arrays.master, *arrays.arrays)
             for there, array in zip(slot.state.values(), here, strict=True):
                 there[: end - start].copy_(torch.from_numpy(array[start:end]), non_blocking=True)
@@ -249,7 +249,6 @@ class CudaPreviewer:
         )
         with self._gpu.on(self._arithmetic):
             self._total.add_(sum_squares(piece.gradients, self._squares[:count]))
-            self._arithmetic.wait_event(slot.left)
             slot.weights[:count].copy_(apply(piece, scalars))
             slot.consumed.record(self._arithmetic)
 
