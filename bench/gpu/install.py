@@ -76,7 +76,7 @@ def fetch_wheels(there: Path = THERE, folder: Path = WHEELS) -> list[str]:
     """
     has = packages_there(there)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:  # what is there is ignored by git
         _download_all(requirements(), has, Path(fresh))
         complaints = []
         for text in COMPARED:
@@ -197,7 +197,10 @@ def install(environment: Path = ENVIRONMENT, wheels: Path = WHEELS) -> Path:
     said = _run([*pip, *found, *requirements()])
     if said is not None:  # a package here is too old, and its wheel did not travel: try without
         _say(f"not as pyproject.toml wants it: {said}")
-        _must([*pip, "--no-deps", *map(str, _third_party(wheels))])
+        carried = _third_party(wheels)
+        if not carried:
+            raise InstallError(f"no wheels in {wheels}: make gpu-wheels, where there is a network")
+        _must([*pip, "--no-deps", *map(str, carried)])
     for text in COMPARED:
         if (said := _run([*pip, *found, text])) is not None:
             _say(f"{text} was not installed: {said}")

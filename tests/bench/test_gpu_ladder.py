@@ -302,6 +302,27 @@ def test_wheels_are_those_that_are_not_there(
     assert sorted(fetched) == ["deep==2.0", "old>=2.0", "pyzmq>=26"]
 
 
+def test_nothing_of_wheels_lies_where_git_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are fetched, too: a commit at that moment would take them along."""
+    folder, seen = tmp_path / ".whl", []
+
+    def download(wanted: list[str], has: object, fresh: Path) -> None:
+        seen.append(fresh.parent)
+        (fresh / f"one-{len(seen)}-py3-none-any.whl").write_bytes(b"wheel")
+
+    monkeypatch.setattr(install, "_download_all", download)
+    monkeypatch.setattr(install, "_own_wheel", lambda fresh: [])
+    (tmp_path / ".whl").mkdir()
+    (folder / "old-1.0-py3-none-any.whl").write_bytes(b"old")
+    assert install.fetch_wheels(install.THERE, folder) == []
+    assert set(seen) == {folder} and list(tmp_path.iterdir()) == [folder]
+    assert sorted(file.name[:5] for file in folder.iterdir()) == ["one-1", "one-2", "one-3"]
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert install.WHEELS == ROOT / ".whl" and ".whl/" in ignored
+
+
 def test_what_a_machine_has_is_named_as_pyproject_names_it() -> None:
     """A version that pyproject.toml no longer takes would be fetched, though it is large."""
     from packaging.requirements import Requirement
