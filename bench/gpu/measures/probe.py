@@ -108,7 +108,7 @@ def shared_memory(task: Task) -> None:
             ]
         )
     before, most = meminfo("MemTotal"), int(0.85 * meminfo("MemAvailable"))
-    touched = touch(min(most, GIB) if task.tiny else most, task.left_s - 5.0)
+    touched = touch(0 if task.tiny else most, task.left_s - 5.0)
     task.say(touched_bytes=touched, memory_bytes=meminfo("MemTotal"), memory_bytes_before=before)
 
 
