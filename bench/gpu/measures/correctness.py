@@ -26,6 +26,8 @@ FAST = (
 )
 WHOLE_RUNS = ("tests/system/test_gpu.py",)
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+_TEST_S = 45
+"""A test that hangs must leave time to say which it was; those of whole runs have their own."""
 _RESERVE_S = 5.0
 """For pytest to write its report after an interrupt."""
 
@@ -39,8 +41,9 @@ def tests(
         RuntimeError: some failed.
     """
     report = task.folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--junitxml", str(report)]
-    command += ["-o", "faulthandler_timeout=100", "-p", "no:cacheprovider", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--junitxml", str(report)]
+    command += ["--timeout", str(_TEST_S), "-o", f"faulthandler_timeout={_TEST_S - 5}"]
+    command += ["-p", "no:cacheprovider", "--tb=short"]
     for plugin in (*_PLUGINS, *plugins):
         command += ["-p", plugin]
     command += ["--basetemp", str(task.folder / "tmp"), *paths]

@@ -74,7 +74,7 @@ def layers(task: Task) -> None:
         hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
         table = build_table(config, hf_config)
         dtype = torch.bfloat16 if task.cuda else torch.float32
-        device = torch.device(task.device)
+        device = torch.device(task.device, 0)
         runtime = ModelRuntime(hf_config, table, device=device, compute_dtype=dtype, seed=0)
         bench = BlockBench(
             runtime,
