@@ -48,6 +48,7 @@ LIKELY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "saved_activations": ("swapped", "to a peer"),
         "torch_device": ("swapped", "to a peer"),
         "nccl": ("nccl", "nccl, streamed"),
+        "clock": ("aborted early",),
         "device": ("streamed", "aborted", "nccl, streamed"),
         "update": ("updates", "broken updates", "residents", "updates in 16 bits"),
     }

@@ -260,6 +260,7 @@ SCENARIOS: Mapping[str, Callable[[Order], None]] = MappingProxyType(
         "updates in 16 bits": partial(updates, settings_of("1f1b", **BF16)),
         "residents": residents,
         "broken updates": broken_updates,
+        "aborted early": partial(aborts, settings_of("mobius"), 9),
         "aborted": partial(aborts, settings_of("mobius"), None),
     }
 )
