@@ -7,7 +7,8 @@ plain torch on :attr:`Gpu.device`.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections import Counter
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol, cast
 
 import torch
@@ -106,10 +107,16 @@ class Gpu(Protocol):
         """Returns memory, flat uint8, of the GPU whose number is this one's plus ``distance``."""
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Make host memory known to the driver; returns its error code, 0 if none."""
+        """Pin host memory; returns the driver's error code, 0 if none. Several devices of a process
+        may ask for the same range.
+        """
 
     def unregister(self, address: int) -> int:
-        """The driver forgets what was registered at an address; returns its error code."""
+        """The last device that asked for a range lets go of it; returns the driver's error code."""
+
+
+_PINNED: Counter[int] = Counter()
+"""By address, how many devices of this process asked for the range that starts there."""
 
 
 class CudaGpu:
@@ -191,8 +198,28 @@ class CudaGpu:
 
     def register(self, address: int, num_bytes: int) -> int:
         """``cudaHostRegister``, takes about 0.1 s per GB."""
-        return int(self._runtime.cudaHostRegister(address, num_bytes, 0))
+        code = 0
+        if not _PINNED[address]:
+            code = int(self._runtime.cudaHostRegister(address, num_bytes, 0))
+        if code:
+            self._forget_error()
+        else:
+            _PINNED[address] += 1
+        return code
 
     def unregister(self, address: int) -> int:
         """``cudaHostUnregister``."""
-        return int(self._runtime.cudaHostUnregister(address))
+        _PINNED[address] -= 1
+        code = 0
+        if not _PINNED[address]:
+            code = int(self._runtime.cudaHostUnregister(address))
+        if code:
+            self._forget_error()
+        return code
+
+    def _forget_error(self) -> None:
+        """CUDA keeps the error of a call for whoever asks next, and torch asks behind its kernels:
+        some later one would fail with it. torch has no call that clears it, but asking does.
+        """
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.device)

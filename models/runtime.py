@@ -363,9 +363,11 @@ class ModelRuntime:
         """Returns a copy of the array on the device, of its shape and dtype; the array itself on a
         CPU.
         """
-        # From pageable memory the driver has taken the bytes when this returns, so the array may
-        # go; the host does not wait for the work before.
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        if torch_device(self._device).own_memory:
+            # A copy from pageable memory may wait for the work before it.
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
 
     def _constants(self, prepared: _Prepared) -> list[torch.Tensor]:
         """Returns the tensors that outlive the forward: the micro-batch, buffers, layers'

@@ -224,6 +224,12 @@ class ClusterConfig(Section):
         description="Says that nobody else reaches the network that RDMA, and process groups of"
         " torch.distributed, use: they are plain, and refused with `security: tls` otherwise.",
     )
+    pin_memory: bool = Field(
+        default=True,
+        description="GPUs copy shared memory that the driver has pinned, beside the computation."
+        " Without, where a driver refuses that (WSL, some virtual GPUs): through the driver's own"
+        " memory, more slowly, while the worker waits.",
+    )
     threads_per_worker: Annotated[int, Unit("threads")] = Field(
         default=0,
         ge=0,

@@ -48,6 +48,7 @@ class Checker:
         self.races: dict[tuple[str, str], Race] = {}
         self.faults: list[str] = []
         self.gpus: dict[int, CheckedGpu] = {}
+        self.pinned: dict[int, list[CheckedGpu]] = {}
         self.operations = 0
         self._random = random.Random(order) if isinstance(order, int) else None
         self._at_once = order == "at once"

@@ -126,9 +126,10 @@ class CheckedGpu:
     def register(self, address: int, num_bytes: int) -> int:
         """Watched from now on."""
         with self.checker.lock:
-            if self.checker.regions.at(address) is not None:
-                return 712  # cudaErrorHostMemoryAlreadyRegistered
-            self.checker.regions.add(Region(address, num_bytes, "registered memory"))
+            users = self.checker.pinned.setdefault(address, [])
+            if not users:
+                self.checker.regions.add(Region(address, num_bytes, "registered memory"))
+            users.append(self)
             self.registered[address] = num_bytes
             return 0
 
@@ -141,6 +142,9 @@ class CheckedGpu:
                         f"memory is unregistered while work of {stream.name} is under way"
                     )
                     stream.run_until(stream.issued)
-            self.checker.regions.remove(address)
             del self.registered[address]
+            users = self.checker.pinned[address]
+            users.remove(self)
+            if not users:
+                self.checker.regions.remove(address)
             return 0

@@ -36,8 +36,10 @@ Before = Callable[[int, int], None]
 class CheckedDevice(CudaDevice):
     """Others read gradients once they are announced, and messages once they are there."""
 
-    def __init__(self, gpu: CheckedGpu, *, weight_dtype: DType, grad_dtype: DType) -> None:
-        super().__init__(gpu, weight_dtype=weight_dtype, grad_dtype=grad_dtype)
+    def __init__(
+        self, gpu: CheckedGpu, *, weight_dtype: DType, grad_dtype: DType, pins: bool
+    ) -> None:
+        super().__init__(gpu, weight_dtype=weight_dtype, grad_dtype=grad_dtype, pins=pins)
         self._checker = gpu.checker
         self._checked = gpu
         self._stored = grad_dtype
@@ -117,7 +119,10 @@ class CheckedPlatform(CudaPlatform):
         super().__init__(site, gpu)
         table = site.table
         self.device = CheckedDevice(
-            gpu, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype
+            gpu,
+            weight_dtype=table.weight_dtype,
+            grad_dtype=table.grad_dtype,
+            pins=site.config.cluster.pin_memory,
         )
         self._checker = checker
         if before is not None:

@@ -256,6 +256,7 @@ SCENARIOS: Mapping[str, Callable[[Order], None]] = MappingProxyType(
         "nccl, streamed": partial(trains, {**settings_of("spipe"), "transport": "nccl"}, keep),
         "from another node": partial(trains, settings_of("mobius", nodes=2), keep),
         "to a peer": partial(trains, settings_of("bpipe", 4, hf=SMALL), keep),
+        "not pinned": partial(trains, settings_of("mobius", pin_memory=False), keep),
         "updates": partial(updates, settings_of("1f1b")),
         "updates in 16 bits": partial(updates, settings_of("1f1b", **BF16)),
         "residents": residents,

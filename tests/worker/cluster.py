@@ -97,6 +97,7 @@ def make_config(
     optimizer: dict[str, Any] | None = None,
     device: str = "cpu",
     transport: str = "auto",
+    pin_memory: bool = True,
 ) -> Config:
     """A small configuration; ``workers`` counts all devices."""
     return parse_config(
@@ -115,6 +116,7 @@ def make_config(
                 "workers": workers // nodes,
                 "device": device,
                 "transport": transport,
+                "pin_memory": pin_memory,
                 "nodes": [{"name": name} for name in "ab"[:nodes]],
             },
         }

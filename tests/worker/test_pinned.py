@@ -6,7 +6,9 @@ import gc
 import mmap
 
 import pytest
+import torch
 
+from penstock.models.gpu import CudaGpu
 from penstock.protocol.errors import CapacityError
 from penstock.workers.platforms.cuda import pinned
 from penstock.workers.platforms.cuda.pinned import Registrations, StagingPool, pieces
@@ -49,14 +51,49 @@ def test_segments_are_cut_where_arrays_start(
 
 def test_all_pieces_are_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "REGISTER_BYTES", 2 * mmap.PAGESIZE)
-    driver = Driver((0, 712))  # the second is registered by another device of this process
+    driver = Driver()
     registrations = Registrations(driver.register, driver.unregister)
     with mmap.mmap(-1, 6 * mmap.PAGESIZE) as segment:
         registrations.add("segment grads", segment, range(0, len(segment), mmap.PAGESIZE))
-        assert list(driver.known.values()) == [2 * mmap.PAGESIZE] * 2
-        assert registrations.num_bytes == 4 * mmap.PAGESIZE
+        assert list(driver.known.values()) == [2 * mmap.PAGESIZE] * 3
+        assert registrations.num_bytes == 6 * mmap.PAGESIZE
         registrations.close()
         assert not driver.known
+
+
+def test_nothing_is_pinned_where_that_was_asked_for() -> None:
+    driver = Driver()
+    registrations = Registrations(driver.register, driver.unregister, pins=False)
+    with mmap.mmap(-1, mmap.PAGESIZE) as segment:
+        registrations.add("segment grads", segment)
+    assert not driver.known and registrations.num_bytes == 0
+
+
+class Runtime:
+    """The functions of CUDA's runtime that torch has."""
+
+    def __init__(self, *codes: int) -> None:
+        self.calls: list[str] = []
+        self._codes = list(codes)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(f"register {address}")
+        return self._codes.pop(0) if self._codes else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(f"unregister {address}")
+        return 0
+
+
+def test_devices_of_a_process_pin_a_range_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second registration is an error, which CUDA would keep for some later kernel."""
+    runtime = Runtime(2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    first, second = CudaGpu(torch.device("cpu")), CudaGpu(torch.device("cpu"))
+    assert first.register(4096, 8) == 2, "refused"
+    assert [gpu.register(4096, 8) for gpu in (first, second)] == [0, 0]
+    assert [gpu.unregister(4096) for gpu in (second, first)] == [0, 0]
+    assert runtime.calls == ["register 4096"] * 2 + ["unregister 4096"]
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,10 @@ class CudaDevice:
 
     prefetches = True
 
-    def __init__(self, gpu: Gpu, *, weight_dtype: DType, grad_dtype: DType) -> None:
-        """``gpu``: :func:`gpu_of`."""
+    def __init__(
+        self, gpu: Gpu, *, weight_dtype: DType, grad_dtype: DType, pins: bool = True
+    ) -> None:
+        """``gpu``: :func:`gpu_of`. ``pins``: whether the driver is to pin the host's memory."""
         self.torch_device = gpu.device
         self._gpu = gpu
         gpu.make_current()
@@ -170,7 +172,7 @@ class CudaDevice:
         self._num_buffers = 0
         self._free_sums: dict[int, queue.SimpleQueue[torch.Tensor]] = {}
         self._narrow = torch.empty(0)
-        self._registrations = Registrations(gpu.register, gpu.unregister)
+        self._registrations = Registrations(gpu.register, gpu.unregister, pins=pins)
         self._staging = StagingPool(self._registrations)
         self._clock = EventClock(gpu)
         self._swaps = GpuDevice(gpu)

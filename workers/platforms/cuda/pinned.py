@@ -32,7 +32,6 @@ Unregister = Callable[[int], int]
 _log = logging.getLogger(__name__)
 
 _PAGE_BYTES = mmap.PAGESIZE
-_ALREADY_REGISTERED = 712
 _NOT_SUPPORTED = 801
 
 
@@ -51,9 +50,10 @@ def pieces(starts: Iterable[int], num_bytes: int, most: int) -> list[tuple[int, 
 
 
 class Registrations:
-    """Ranges of host memory that are registered until :meth:`close`."""
+    """Ranges of host memory that are registered until :meth:`close`; none unless ``pins``."""
 
-    def __init__(self, register: Register, unregister: Unregister) -> None:
+    def __init__(self, register: Register, unregister: Unregister, *, pins: bool = True) -> None:
+        self._pins = pins
         self._register = register
         self._unregister = unregister
         self._addresses: list[int] = []
@@ -65,11 +65,11 @@ class Registrations:
         Raises:
             CapacityError: the driver refuses; says what would do.
         """
+        if not self._pins:
+            return
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         for start, stop in pieces(starts, len(buffer), REGISTER_BYTES):
             code = self._register(address + start, stop - start)
-            if code == _ALREADY_REGISTERED:
-                continue  # by another device of this process, which also unregisters it
             if code:
                 raise _refusal(code, what, stop - start, self.num_bytes)
             self._addresses.append(address + start)
@@ -89,11 +89,11 @@ def _refusal(code: int, what: str, num_bytes: int, before: int) -> CapacityError
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
     advice = (
         "it cannot register shared memory (WSL, some virtual GPUs): use another machine, or"
-        " cluster.device: cpu"
+        " cluster.pin_memory: false, with which copies are slower"
         if code == _NOT_SUPPORTED
         else f"raise the limit of locked memory (now {shown}: ulimit -l unlimited,"
         " LimitMEMLOCK=infinity for systemd, --ulimit memlock=-1 for containers), and see that so"
-        " much host memory is free"
+        " much host memory is free; or cluster.pin_memory: false, with which copies are slower"
     )
     return CapacityError(
         f"{what}: the driver refused to register {num_bytes} bytes of host memory after"

@@ -69,7 +69,10 @@ class CudaPlatform:
         table = site.table
         self._gpu = gpu_of(site.local_index) if gpu is None else gpu
         self.device = CudaDevice(
-            self._gpu, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype
+            self._gpu,
+            weight_dtype=table.weight_dtype,
+            grad_dtype=table.grad_dtype,
+            pins=site.config.cluster.pin_memory,
         )
         self.meter = CudaMeter(self._gpu)
 
