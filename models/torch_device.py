@@ -10,6 +10,7 @@ exists; a pool may hand out views and take them back with ``weakref.finalize``.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -262,3 +263,14 @@ def first_device(kind: str) -> TorchDevice | None:
     """Returns the first device of one of torch's types, ``None`` if there is none."""
     found = _FIRST[kind]()
     return None if found is None else torch_device(found)
+
+
+def repeat_bits() -> None:
+    """Choose, for the whole process, kernels that give the same bits for the same input; an
+    operator that has none is an error. Call it before anything is computed.
+    """
+    # What cuBLAS needs for it; it looks when it is used first.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory would cost a pass over every activation.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module

@@ -83,6 +83,12 @@ class ModelConfig(Section):
         description="Runs the layers through torch.compile, but for forwards whose plan splits the"
         " backward, drops operators, swaps, or binds weights anew.",
     )
+    deterministic: bool = Field(
+        default=True,
+        description="Computes with kernels that give the same bits each time, so that a repeated"
+        " attempt ends with the bytes of an undisturbed one. Without, GPUs may use faster ones"
+        " (attention's backward), and operators that have no such kernel.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

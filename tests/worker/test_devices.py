@@ -17,6 +17,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from penstock.models.torch_device import repeat_bits
 from penstock.planner.schedule import lower, schedule_of
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.trace import TraceLane, TraceLog
@@ -232,3 +233,25 @@ def test_gradients_from_a_gpu_are_complete_when_announced() -> None:
     device.finish()
     assert seen == [True] * 4
     device.detach()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_attention_on_a_gpu_repeats_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward adds up in any order unless it is told otherwise."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    repeat_bits()
+    try:
+        torch.manual_seed(1)
+        q, k, v = (
+            torch.randn(2, 8, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        )
+        found = set()
+        for _ in range(8):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+            found.add(tuple(g.view(torch.uint8).cpu().numpy().tobytes() for g in grads))
+        assert len(found) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)

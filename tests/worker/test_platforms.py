@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.platforms import registry
 from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.cpu.platform import CpuPlatform
+from penstock.workers.platforms.cuda.platform import CudaPlatform
 from tests.worker.cluster import Cluster, build_cluster, make_config
 
 
@@ -66,3 +68,17 @@ def trained(cluster: Cluster) -> list[bytes]:
     for attempt in (1, 2):
         cluster.train(cluster.job(attempt=attempt))
     return cluster.gradient_bytes()
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform, CudaPlatform])
+@pytest.mark.parametrize("model", [{}, {"deterministic": False}])
+def test_kernels_repeat_their_bits_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    platform: type[CpuPlatform | CudaPlatform],
+    model: dict[str, bool],
+) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(f"{platform.__module__}.repeat_bits", lambda: asked.append(None))
+    worker: Any = SimpleNamespace(_site=SimpleNamespace(config=make_config(model=model)))
+    platform.set_up_process(worker)
+    assert bool(asked) == (not model)

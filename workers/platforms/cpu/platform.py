@@ -4,9 +4,8 @@ to.
 
 from __future__ import annotations
 
-import torch
-
 from penstock.models.runtime import ModelRuntime
+from penstock.models.torch_device import repeat_bits
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import residents_of
 from penstock.shm.memory import NodeMemory
@@ -33,9 +32,8 @@ class CpuPlatform:
 
     def set_up_process(self) -> None:
         """Choose deterministic kernels: a repeated attempt gives the same bits."""
-        torch.use_deterministic_algorithms(True)
-        # Filling fresh memory would cost a pass over every activation.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
+        if self._site.config.model.deterministic:
+            repeat_bits()
 
     def runtime(self) -> ModelRuntime:
         """Returns the run's model."""

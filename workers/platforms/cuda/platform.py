@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from penstock.models.gpu import Gpu
 from penstock.models.runtime import ModelRuntime
+from penstock.models.torch_device import repeat_bits
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.plan import Plan
@@ -77,7 +78,9 @@ class CudaPlatform:
         self.meter = CudaMeter(self._gpu)
 
     def set_up_process(self) -> None:
-        """Nothing to do: its kernels repeat their bits as they are."""
+        """Choose deterministic kernels: attention's backward, for one, adds up in any order."""
+        if self._site.config.model.deterministic:
+            repeat_bits()
 
     def runtime(self) -> ModelRuntime:
         """Returns the run's model."""
