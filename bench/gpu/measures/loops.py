@@ -6,6 +6,7 @@ layers are recomputed in the backward.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -176,6 +177,8 @@ def deepspeed(task: Task, one: Shape, *, stage: int) -> Step:
         raise SkippedError(f"DeepSpeed does not import here: {error}") from error
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     host: dict[str, Any] = {"device": "cpu", "pin_memory": task.cuda}
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": host, "overlap_comm": True}
     if stage == 3:
@@ -189,14 +192,7 @@ def deepspeed(task: Task, one: Shape, *, stage: int) -> Step:
         "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": zero,
     }
-    library.init_distributed(
-        "nccl" if task.cuda else "gloo",
-        auto_mpi_discovery=False,
-        distributed_port=port,
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=0,
-        world_size=1,
-    )
+    library.init_distributed("nccl" if task.cuda else "gloo", auto_mpi_discovery=False)
     model = model_of(task, one, torch.bfloat16)
     engine, *_ = library.initialize(
         model=model, model_parameters=list(model.parameters()), config=config
