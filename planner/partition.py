@@ -6,6 +6,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from penstock.protocol.sums import added
+
 _RESOLUTION = 2**40
 """Costs are compared as integers in units of 1/_RESOLUTION of the total, so that ties are exact."""
 
@@ -21,7 +23,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """
     if not 1 <= num_stages <= len(costs):
         raise ValueError(f"cannot cut {len(costs)} blocks into {num_stages} stages")
-    total = sum(costs) or 1.0
+    total = added(costs) or 1.0
     ends = [0, *accumulate(round(cost / total * _RESOLUTION) for cost in costs)]
     return _least_squares(ends, num_stages, _smallest_maximum(ends, num_stages))
 

@@ -46,7 +46,7 @@ MAY_IMPORT = {
 
 FLOORS = {
     "protocol": """errors
-        requirements
+        requirements sums
         platforms.registry
         config
         plan security

@@ -26,6 +26,7 @@ from penstock.protocol.plan.instructions import FetchWeights, Instruction, Updat
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.trace import TraceLane
+from penstock.protocol.sums import added
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, TransferKind
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
@@ -343,7 +344,7 @@ class Attempt:
     @property
     def loss_sum(self) -> float:
         """Unscaled, added in float64 in the order of micro-batches."""
-        return sum((float(self._losses[m]) for m in sorted(self._losses)), 0.0)
+        return added(float(self._losses[m]) for m in sorted(self._losses))
 
     @property
     def loss_tokens(self) -> int:

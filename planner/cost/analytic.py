@@ -31,6 +31,7 @@ from penstock.planner.cost.operators import (
     operator_set,
 )
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.sums import added
 
 _Entry = TypeVar("_Entry")
 
@@ -255,15 +256,15 @@ class _Maker:
         workspace_bytes: float,
     ) -> BlockCost:
         shape = self.shape
-        forward_s = sum(self._seconds(kernel.forward) for kernel in kernels)
+        forward_s = added(self._seconds(kernel.forward) for kernel in kernels)
         return BlockCost(
             forward_s=forward_s,
             recompute_s=forward_s,
-            backward_input_s=sum(self._seconds(kernel.input_gradient) for kernel in kernels),
-            backward_weight_s=sum(self._seconds(kernel.weight_gradient) for kernel in kernels),
+            backward_input_s=added(self._seconds(kernel.input_gradient) for kernel in kernels),
+            backward_weight_s=added(self._seconds(kernel.weight_gradient) for kernel in kernels),
             output_bytes=shape.bytes_of(self.model.hidden_size),
-            activation_bytes=input_bytes + sum(kernel.kept_bytes for kernel in kernels),
-            deferred_bytes=sum(kernel.deferred_bytes for kernel in kernels),
+            activation_bytes=input_bytes + added(kernel.kept_bytes for kernel in kernels),
+            deferred_bytes=added(kernel.deferred_bytes for kernel in kernels),
             workspace_bytes=workspace_bytes,
             parameters=float(parameters),
             weight_bytes=float(parameters * shape.itemsize),
@@ -279,8 +280,8 @@ class _Maker:
         return tuple(
             OperatorCost(
                 name=name,
-                forward_s=sum(self._seconds(k.forward) for k in kernels if k.operator == name),
-                activation_bytes=sum(k.kept_bytes for k in kernels if k.operator == name),
+                forward_s=added(self._seconds(k.forward) for k in kernels if k.operator == name),
+                activation_bytes=added(k.kept_bytes for k in kernels if k.operator == name),
             )
             for name in names
         )

@@ -21,6 +21,7 @@ from penstock.protocol.plan.instructions import (
     Keep,
     Recompute,
 )
+from penstock.protocol.sums import added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +138,12 @@ class BlockCost:
     def drop_seconds(self, drop: Iterable[str]) -> float:
         """Returns the seconds to make the outputs of some operators again."""
         names = frozenset(drop)
-        return sum(op.forward_s for op in self.operators if op.name in names)
+        return added(op.forward_s for op in self.operators if op.name in names)
 
     def drop_bytes(self, drop: Iterable[str]) -> float:
         """Returns the bytes that dropping the outputs of some operators saves, per micro-batch."""
         names = frozenset(drop)
-        return sum(op.activation_bytes for op in self.operators if op.name in names)
+        return added(op.activation_bytes for op in self.operators if op.name in names)
 
     def kept_on_device(self) -> BlockCost:
         """Returns the cost with weights, gradients and what the optimizer works on in device

@@ -36,6 +36,7 @@ from penstock.protocol.plan.semantics import (
     takes,
 )
 from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
+from penstock.protocol.sums import added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ class Sizes:
         backward = [self.backward[b] for b in self.layout.backward_stages_on(device)]
         forward = [self.forward[f] for f in self.layout.forward_stages_on(device)]
         constant_bytes = max((stage.constant_bytes for stage in backward + forward), default=0.0)
-        return sum(stage.static_bytes for stage in backward) / self._copies + constant_bytes
+        return added(stage.static_bytes for stage in backward) / self._copies + constant_bytes
 
 
 class MemoryBooks:
@@ -141,7 +142,7 @@ class MemoryBooks:
         updated = (sizes.blocks[u.block].parameters for u in program if isinstance(u, Update))
         largest = max(updated, default=0.0) if sizes.separate_memory else 0.0
         self._staging = staging_bytes(largest)
-        kept = sum(sizes.blocks[b].parameters for b in residents_of(program))
+        kept = added(sizes.blocks[b].parameters for b in residents_of(program))
         self.resident_bytes = RESIDENT_BYTES * kept
         for instruction in program:
             self._book(instruction)
@@ -224,7 +225,7 @@ class MemoryBooks:
         """
         if stage not in self._accumulating:
             self._accumulating.add(stage)
-            self._gradients = sum(map(self._sum_bytes, self._accumulating))
+            self._gradients = added(map(self._sum_bytes, self._accumulating))
             if self._leaving is not None:
                 self._gradients += self._sum_bytes(self._leaving)
 

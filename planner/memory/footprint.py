@@ -22,6 +22,7 @@ from penstock.planner.memory.arrivals import early_arrivals
 from penstock.planner.memory.books import MemoryBooks, Sizes, Swapped
 from penstock.planner.orders.timing import order_times, unit_costs
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.sums import added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Footprint:
             self.activation_bytes,
             self.workspace_bytes,
         )
-        return tuple(sum(now) + self.static_bytes for now in zip(*uses, strict=True))
+        return tuple(added(now) + self.static_bytes for now in zip(*uses, strict=True))
 
     @property
     def peak_position(self) -> int:

@@ -19,6 +19,7 @@ from penstock.planner.lowering.weights import NUM_WEIGHT_BUFFERS
 from penstock.protocol.plan.instructions import Forward, Keep, SwapIn, SwapOut
 from penstock.protocol.plan.resources import Kind, Place, PlanFacts, StateKind, TensorKind, boundary
 from penstock.protocol.plan.semantics import COMPUTES, GRAPHS, makes, side_of, takes
+from penstock.protocol.sums import added
 
 _Changes = Collection[tuple[Place, float]]
 """Bytes by stage and micro-batch that an instruction brings or, negative, takes away."""
@@ -56,7 +57,7 @@ class OrderMemory:
             facts=PlanFacts(layout=layout, drops=drops),
             drops=drops,
             costs=costs,
-            fixed_bytes=sum(sizes),
+            fixed_bytes=added(sizes),
         )
 
     @property
@@ -84,7 +85,7 @@ class OrderMemory:
         return peak
 
     def _needed_bytes(self, instruction: OrderedInstruction, changes: _Changes) -> float:
-        more = sum(max(change, 0.0) for _, change in changes)
+        more = added(max(change, 0.0) for _, change in changes)
         return self.total_bytes + more + self._cost(instruction).workspace_bytes
 
     def _apply(self, instruction: OrderedInstruction, changes: _Changes) -> None:

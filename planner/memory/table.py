@@ -16,6 +16,7 @@ from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import ownership, storage
+from penstock.protocol.sums import added
 from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
 from penstock.shm.table import BlockTable
 
@@ -98,7 +99,7 @@ def _swap_rows(config: Config, all_footprints: Sequence[Footprint]) -> Iterable[
     """Yields the host memory for swapped activations: the most of all devices of a node."""
     workers = config.cluster.workers
     for node, node_config in enumerate(config.cluster.nodes):
-        swapped = sum(
+        swapped = added(
             max(footprint.host_bytes, default=0.0)
             for footprint in all_footprints[node * workers : (node + 1) * workers]
         )

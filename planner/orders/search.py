@@ -33,6 +33,7 @@ from penstock.protocol.plan.instructions import (
     Forward,
     Recompute,
 )
+from penstock.protocol.sums import added
 
 _Rank = tuple[float, int, float, int]
 
@@ -279,7 +280,7 @@ def _progress(problem: Problem, state: State) -> tuple[int, float]:
         busy_s += count * job.seconds
         if isinstance(job.instruction, Backward | BackwardInput):
             backwards += count
-    return backwards, sum(state.clocks) - busy_s
+    return backwards, added(state.clocks) - busy_s
 
 
 def _after_one(problem: Problem, state: State) -> Iterator[State]:

@@ -33,6 +33,7 @@ from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.schedule import Schedule
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Backward, BackwardInput, BackwardWeight, Update
+from penstock.protocol.sums import added
 
 
 def subgroups_on_gpu(count: int, stride: int, residents: Collection[int] = ()) -> tuple[int, ...]:
@@ -148,7 +149,7 @@ def _balanced(layout: StageLayout, node: _Node, context: PassContext) -> set[int
     """Returns the blocks that devices update, so that all of a node end as early as possible."""
     blocks = context.costs.blocks
     left = {device: list(layout.backward[s].blocks) for device, s in node.last_stages.items()}
-    on_cpu = sum(blocks[b].parameters for stage in left.values() for b in stage)
+    on_cpu = added(blocks[b].parameters for stage in left.values() for b in stage)
     cpu_rate = host_rate(context.cluster, context.optimizer, alone=True)
     gpu_rate = device_rate(context.cluster)
     last_s = max(node.ends_s.values())

@@ -33,6 +33,7 @@ from penstock.planner.schemes.spipe import SCHEME
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward, Keep, Recompute
 from penstock.protocol.plan.plan import StageRange
+from penstock.protocol.sums import added
 
 
 def decouple_backward(schedule: Schedule, context: PassContext) -> Schedule:
@@ -73,7 +74,7 @@ def backward_to_forward(layout: StageLayout, costs: Costs) -> int:
     """Returns equation 1's d: how many backward stages each take as long as one forward stage."""
     blocks = range(layout.num_blocks)
     forward_s = costs.of(blocks).forward_s
-    backward_s = sum(_backward_s(costs, block) for block in blocks)
+    backward_s = added(_backward_s(costs, block) for block in blocks)
     ratio = backward_s * len(layout.forward) / (forward_s * len(layout.backward) or 1.0)
     return max(1, round(ratio))
 

@@ -31,6 +31,7 @@ from penstock.planner.simulate.gradients import Offloads
 from penstock.planner.simulate.graph import Label
 from penstock.protocol.plan.instructions import Update
 from penstock.protocol.plan.semantics import Lane
+from penstock.protocol.sums import added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,7 @@ def _units(context: Context, offloads: Offloads, optimizer: OptimizerModel) -> l
 
 
 def _parameters(context: Context, blocks: Iterable[int]) -> float:
-    return sum(context.costs.blocks[block].parameters for block in blocks)
+    return added(context.costs.blocks[block].parameters for block in blocks)
 
 
 def _add_sweeps(context: Context, sweeps: list[_Sweep], label: Label) -> Ints:
@@ -190,7 +191,7 @@ def _add_pull(context: Context, unit: _Unit, row: int, source: int, offload: int
         queues=context.queues.collective(device),
         origins=row,
         places=device,
-        amounts=sum(blocks[block].gradient_bytes for block in unit.blocks),
+        amounts=added(blocks[block].gradient_bytes for block in unit.blocks),
         routes=context.network.nodes(source, unit.node),
         delays=context.cluster.latency_s,
         unordered=True,

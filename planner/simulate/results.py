@@ -21,6 +21,7 @@ from penstock.planner.simulate.graph import Label, Tasks, Times
 from penstock.planner.tensors import transferred
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
+from penstock.protocol.sums import added
 
 
 class Labels:
@@ -193,7 +194,7 @@ class Simulation:
         return slice(0, self.tasks.num_compute)
 
     def _idle_share(self, period_s: float) -> float:
-        busy_s = sum(device.busy_s for device in self.devices)
+        busy_s = added(device.busy_s for device in self.devices)
         return 1.0 - busy_s / (period_s * len(self.devices)) if period_s > 0.0 else 0.0
 
     def summary(self) -> dict[str, Any]:

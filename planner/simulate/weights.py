@@ -16,6 +16,7 @@ from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.transfers import add_ring
 from penstock.protocol.plan.instructions import FetchWeights, Phase, ReleaseWeights
 from penstock.protocol.plan.semantics import COMPUTES, SEMANTICS, Lane
+from penstock.protocol.sums import added
 
 _FORWARD = [CODES[cls] for cls in COMPUTES if SEMANTICS[cls.opcode].side is Phase.FORWARD]
 """Codes of what computes with a forward stage."""
@@ -68,7 +69,9 @@ def _read_from_owners(context: Context, fetches: Ints, rows: Ints, blocks: list[
                 queues=context.queues.collective(device),
                 origins=row,
                 places=device,
-                amounts=sum(costs[block].weight_bytes for block in stage if owners[block] == owner),
+                amounts=added(
+                    costs[block].weight_bytes for block in stage if owners[block] == owner
+                ),
                 routes=context.network.nodes(owner, node_of(device)),
                 delays=context.cluster.latency_s,
                 unordered=True,

@@ -54,6 +54,7 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.sums import added
 
 BYTES_PER_S = float(2**30)
 PARAMETERS_PER_S = float(2**30)
@@ -165,7 +166,7 @@ class Fit:
         """
         blocks, remote = self._read((phase, stage))
         copied = self._copied_by_block
-        return sum(copied.get(block, 0.0) for block in blocks) if remote else inf
+        return added(copied.get(block, 0.0) for block in blocks) if remote else inf
 
     def _pass_s(self, block: int) -> float:
         return self.sweeps[block] + self.sweep_hop_s if block in self.sweeps else 0.0
@@ -199,8 +200,8 @@ class Fit:
         for key, seconds in self.fetches.items():
             blocks, remote = self._read(key)
             if remote:
-                amount += BYTES_PER_S * sum(copied[block] for block in remote)
-                total_s += max(0.0, seconds - sum(copied[block] for block in blocks))
+                amount += BYTES_PER_S * added(copied[block] for block in remote)
+                total_s += max(0.0, seconds - added(copied[block] for block in blocks))
         return amount / total_s if amount and total_s else inf
 
     def _read(self, fetched: tuple[str, int]) -> tuple[range, list[int]]:
@@ -251,13 +252,13 @@ def _overhead_s(attempt: MeasuredAttempt) -> float:
         if not works:
             continue
         window_s = works[-1].event.end_s - works[0].ready_s
-        waited_s = sum(work.event.waited_s for work in works[1:])
-        loaded_s = sum(
+        waited_s = added(work.event.waited_s for work in works[1:])
+        loaded_s = added(
             load.event.end_s - load.event.start_s
             for load in trace.loads
             if load.event.start_s >= works[0].ready_s
         )
-        total_s += window_s - waited_s - sum(work.seconds for work in works) + loaded_s
+        total_s += window_s - waited_s - added(work.seconds for work in works) + loaded_s
         count += len(works)
     return max(0.0, total_s) / max(1, count)  # rounding may leave less than nothing
 

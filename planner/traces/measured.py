@@ -34,6 +34,7 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.trace import TraceEvent
+from penstock.protocol.sums import added
 
 _DECISIONS = ("commit", "amend", "skip")
 _SETTLING = ("settle", "finish")
@@ -111,7 +112,7 @@ class MeasuredAttempt:
     def devices(self) -> tuple[DeviceTimes, ...]:
         """Seconds that each device computes, and does not, while any does."""
         busy = [
-            sum(work.seconds for work in self.trace.devices[device].computed)
+            added(work.seconds for work in self.trace.devices[device].computed)
             for device in range(self.plan.num_devices)
         ]
         return tuple(DeviceTimes(busy_s=busy_s, idle_s=self.pipeline_s - busy_s) for busy_s in busy)
@@ -119,7 +120,7 @@ class MeasuredAttempt:
     @property
     def bubble_ratio(self) -> float:
         """The share of the pipeline's time in which devices do not compute."""
-        idle_s = sum(device.idle_s for device in self.devices)
+        idle_s = added(device.idle_s for device in self.devices)
         return idle_s / (self.pipeline_s * len(self.devices))
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.planner.simulate import Span
 from penstock.protocol.plan.semantics import Lane
+from penstock.protocol.sums import added
 
 Interval = tuple[float, float]
 
@@ -78,7 +79,7 @@ def overlap(work: Iterable[Interval], cover: Iterable[Interval]) -> Overlap:
         while index < len(others) and others[index][0] < end:
             hidden_s += min(end, others[index][1]) - max(start, others[index][0])
             index += 1
-    return Overlap(seconds=sum(end - start for start, end in mine), hidden_s=hidden_s)
+    return Overlap(seconds=added(end - start for start, end in mine), hidden_s=hidden_s)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

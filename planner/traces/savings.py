@@ -24,6 +24,7 @@ from penstock.planner.traces.causes import Resource
 from penstock.planner.traces.critical import CriticalPath
 from penstock.planner.traces.fitted import Fit
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.sums import added
 
 CRITICAL_SHARE = 0.01
 """A resource is critical if a step without it is shorter by this share at least."""
@@ -122,7 +123,7 @@ def savings(plan: Plan, pricing: Pricing, path: CriticalPath) -> Savings:
 
     def saved_s(resources: Collection[Resource]) -> float:
         serial = [r for r in _SERIAL if r in resources and not _simulated(r, pricing)]
-        seconds = sum(path.seconds[resource] for resource in serial)
+        seconds = added(path.seconds[resource] for resource in serial)
         if len(serial) < len(resources):
             seconds += base_s - pricing.without(resources).simulate(plan).makespan_s
         return min(path.step_s, max(0.0, seconds))  # a simulation may take a little longer

@@ -30,6 +30,7 @@ from penstock.planner.simulate import simulate
 from penstock.planner.tuning.space import Candidate, Space
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.sums import added
 from penstock.shm.layout import GRADIENT_COPIES, TWO_COPIES, WEIGHT_SLOTS, Storage
 
 Progress = Callable[[int, int, "Outcome | None"], None]
@@ -261,7 +262,7 @@ def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
     """Returns what devices keep on average of a model whose weights stay on them."""
     if SCHEMES[candidate.request.scheme].residency is Residency.STREAMED:
         return 0.0
-    kept = sum(
+    kept = added(
         block.weight_bytes + block.device_gradient_bytes + block.static_bytes
         for block in costs.blocks
     )
@@ -270,7 +271,7 @@ def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
 
 def _work_s(candidate: Candidate, costs: Costs) -> float:
     """Returns the seconds of forwards and backwards alone, shared out evenly."""
-    once = sum(block.forward_s + block.backward_s for block in costs.blocks)
+    once = added(block.forward_s + block.backward_s for block in costs.blocks)
     return once * candidate.request.num_microbatches / candidate.request.num_devices
 
 

@@ -35,6 +35,7 @@ from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import SwapIn, SwapOut
+from penstock.protocol.sums import added
 
 _ROUNDING = 1e-9
 
@@ -178,7 +179,7 @@ def swap_rule(problem: RecomputeProblem, solution: RecomputeSolution, stage: int
     """Returns what a solution means for the order of a stage."""
     at, swap = problem.stages[stage], solution.swap
     dropped = zip(problem.operators, at.operator_bytes, strict=True)
-    kept = at.activation_bytes - sum(size for name, size in dropped if name in solution.drop)
+    kept = at.activation_bytes - added(size for name, size in dropped if name in solution.drop)
     moved_s = kept * swap.fraction / problem.bandwidth(swap.style)
     pace = ceil(moved_s / at.forward_s - _ROUNDING) if at.forward_s > 0.0 else 1
     return SwapRule(

@@ -17,6 +17,7 @@ from penstock.planner.passes.obscura.shape import StageOrder, stage_orders
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut
+from penstock.protocol.sums import added
 
 _ON_THEIR_WAY = 4
 """Activations and gradients that a stage receives, has received, and sends, at most at once."""
@@ -68,7 +69,7 @@ def stage_memory(
     parts = [blocks] if grain is Grain.STAGE else [range(i, i + 1) for i in blocks]
     if recompute.mode == "full":
         inputs = [costs.blocks[part.start - 1].output_bytes for part in parts if part.start > 0]
-        kept, remade = sum(inputs), max(costs.of(part).activation_bytes for part in parts)
+        kept, remade = added(inputs), max(costs.of(part).activation_bytes for part in parts)
     else:
         kept = cost.activation_bytes - cost.drop_bytes(recompute.drop)
         remade = max(costs.of(part).drop_bytes(recompute.drop) for part in parts)

@@ -25,6 +25,7 @@ from penstock.protocol.plan.instructions import (
     SwapIn,
     SwapOut,
 )
+from penstock.protocol.sums import added
 
 NONE = Recomputation(mode="none")
 FULL = Recomputation(mode="full")
@@ -209,6 +210,6 @@ def bubbles(schedule: Schedule, times: OrderTimes, stage: int) -> Bubbles:
     backwards = [i for i, x in enumerate(schedule.orders[stage]) if isinstance(x, Backward)]
     idle = [start - end for start, end in zip(starts[1:], ends[:-1], strict=True)]
     return Bubbles(
-        forward_s=sum(idle[: backwards[0]]),
-        backward_s=sum(idle[backwards[0] : backwards[-1]]),
+        forward_s=added(idle[: backwards[0]]),
+        backward_s=added(idle[backwards[0] : backwards[-1]]),
     )
