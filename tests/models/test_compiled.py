@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,8 @@ DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No graphs of other tests, before or after; no threads or processes that outlive the test."""
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    # Its own is also one between processes, for which Python 3.14 starts a process.
+    tqdm.set_lock(threading.RLock())
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with inductor_config.patch(compile_threads=1):
