@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="toy sizes: tries the code")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of measurements")
     parser.add_argument("--patience", type=float, default=1.0, metavar="TIMES", help="of deadlines")
+    parser.add_argument("--no-pin", action="store_true", help="where the driver refuses to pin")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
     options = parser.parse_args()
     if not install.is_installed() and GUARD not in os.environ:
@@ -61,6 +62,7 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
             gpu=gpu,
             only=set(options.only),
             patience=options.patience,
+            pins=not options.no_pin,
         )
     return 0
 

@@ -59,11 +59,12 @@ def run_part(
     gpu: str | None = None,
     only: Collection[str] = (),
     patience: float = 1.0,
+    pins: bool = True,
 ) -> PartResults:
     """Run a part's measurements (``only`` those named, if any are), and write its file after each.
 
     What the file has of others stays: a part may be repeated in pieces. ``gpu``: its name;
-    ``patience``: all times are so many times as long.
+    ``patience``: all times are so many times as long; ``pins``: runs pin shared memory.
     """
     part, path = PARTS[name], folder / f"{name}.json"
     results = PartResults(part=name, device=device, tiny=tiny, gpu=gpu)
@@ -78,7 +79,7 @@ def run_part(
         left_s = ends_s - time.monotonic()
         if left_s > LEAST_S:
             within_s = min(left_s, patience * one.deadline_s)
-            outcome = measure(one, device=device, tiny=tiny, within_s=within_s)
+            outcome = measure(one, device=device, tiny=tiny, within_s=within_s, pins=pins)
         else:
             outcome = Outcome(status=Status.SKIPPED, error="the part's time was over")
         results.measurements[one.name] = outcome

@@ -42,13 +42,14 @@ class SkippedError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What a measurement may use. ``folder`` is removed after it; ``ends_s``: its deadline, on
-    ``time.monotonic``.
+    ``time.monotonic``. ``pins``: whether runs pin shared memory.
     """
 
     device: str
     tiny: bool
     folder: Path
     ends_s: float
+    pins: bool = True
 
     @property
     def cuda(self) -> bool:
@@ -87,11 +88,14 @@ class Measurement:
     shares_shm: bool = False
 
 
-def measure(measurement: Measurement, *, device: str, tiny: bool, within_s: float) -> Outcome:
+def measure(
+    measurement: Measurement, *, device: str, tiny: bool, within_s: float, pins: bool = True
+) -> Outcome:
     """Run it, for at most so many seconds, to one of the four ends."""
     started_s = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"gpu-{measurement.name.replace(' ', '-')}-"))
-    task = Task(device=device, tiny=tiny, folder=folder, ends_s=started_s + within_s)
+    ends_s = started_s + within_s
+    task = Task(device=device, tiny=tiny, folder=folder, ends_s=ends_s, pins=pins)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(measurement, task))
     try:
         process.start()

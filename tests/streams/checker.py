@@ -50,6 +50,7 @@ class Checker:
         self.gpus: dict[int, CheckedGpu] = {}
         self.pinned: dict[int, list[CheckedGpu]] = {}
         self.operations = 0
+        self.dropped = False
         self._random = random.Random(order) if isinstance(order, int) else None
         self._at_once = order == "at once"
         self._memories: list[DeviceMemory] = []
@@ -163,6 +164,7 @@ class Checker:
     def drop_queues(self) -> int:
         """Forget everything that is under way, as when a process dies; returns how much it was."""
         with self.lock:
+            self.dropped = True
             return sum(stream.drop() for stream in self._streams)
 
     def check(self) -> None:

@@ -98,9 +98,14 @@ class DeviceMemory:
         other_access = region.conflict(freed, known)
         if other_access is not None:
             self._checker.found(freed, other_access)
-        # It comes back when the streams that it was kept for are done with it.
-        kept = {other.name for other in block.kept_for}
-        region.accesses = [access for access in region.accesses if access.actor not in kept]
+        # What is over is over for everybody: what the thread has waited for, and what the streams
+        # do that it is kept for.
+        kept, over = {other.name for other in block.kept_for}, clocks.knows(thread)
+        region.accesses = [
+            access
+            for access in region.accesses
+            if access.actor not in kept and access.count > over.get(access.actor, 0)
+        ]
         waits = {id(other): other for other in block.kept_for if other is not stream}.values()
         self._when_done([(other, other.issued) for other in waits], block)
 

@@ -141,6 +141,8 @@ class CheckedEvent:
             return True
 
     def elapsed_time(self, end_event: CheckedEvent) -> float:
-        """Milliseconds between two that are passed."""
+        """Milliseconds between two that are passed; none where they were dropped with the rest."""
+        if self.checker.dropped:
+            return 0.0
         assert self.passed_s and end_event.passed_s, "an event is read before it is passed"
         return (end_event.passed_s[0] - self.passed_s[0]) * 1e3

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def _train(task: Task, recipe: Recipe, folder: Path, kills: int) -> list[float]:
         RuntimeError: the run failed, or time was over; has what it said.
     """
     recipe.shape.tokens(recipe.steps + 2).tofile(folder / "tokens.bin")
-    configuration = recipe.configuration(folder)
+    configuration = recipe.configuration(replace(task, folder=folder))
     configuration["train"]["steps"] = recipe.steps
     configuration["run"]["seed"] = 7
     file = folder / "run.yaml"

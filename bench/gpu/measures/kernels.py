@@ -101,7 +101,7 @@ def layers(task: Task) -> None:
 def configuration(one: Shape, task: Task) -> Config:
     """One worker with resident weights."""
     recipe = Recipe(shape=one, device=task.device, steps=1)
-    return parse_config(recipe.configuration(task.folder))
+    return parse_config(recipe.configuration(task))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,8 +56,9 @@ class Recipe:
         master = self.optimizer.get("master", "fp32")
         return BYTES_PER_PARAMETER[master] * self.shape.parameters
 
-    def configuration(self, folder: Path) -> dict[str, Any]:
-        """As ``penstock train`` reads it."""
+    def configuration(self, task: Task) -> dict[str, Any]:
+        """As ``penstock train`` reads it, below the folder of the task."""
+        folder = task.folder
         shape = self.shape
         return {
             "run": {"name": "ladder", "dir": str(folder / "run")},
@@ -75,7 +76,11 @@ class Recipe:
             },
             "optimizer": {"grad_dtype": "bf16", "lr": 1e-4, **self.optimizer},
             "schedule": dict(self.schedule) or {"scheme": "1f1b", "recompute": "full"},
-            "cluster": {"workers": self.workers, "device": self.device},
+            "cluster": {
+                "workers": self.workers,
+                "device": self.device,
+                "pin_memory": task.pins,
+            },
             "observability": {"trace": self.trace},
         }
 
@@ -108,7 +113,7 @@ def train(task: Task, recipe: Recipe) -> Trained:
     # More than is needed: the run must not go over its data a second time.
     recipe.shape.tokens(steps + 2).tofile(task.folder / "tokens.bin")
     file = task.folder / "run.yaml"
-    file.write_text(yaml.safe_dump(recipe.configuration(task.folder)), encoding="utf-8")
+    file.write_text(yaml.safe_dump(recipe.configuration(task)), encoding="utf-8")
     started_s = time.monotonic()
     with (task.folder / "said").open("wb") as said:
         process = start(file, said)

@@ -110,7 +110,7 @@ def needs(
         limit = config.memory.host_limit
         table.append(Need(place=place, what="memory.host_limit", needed=needed, there=limit))
     table += _device_needs(config, rows)
-    if config.cluster.platform.pins_host_memory:
+    if config.cluster.platform.pins_host_memory and config.cluster.pin_memory:
         needed = sum(shm[node] for node in nodes)
         table.append(
             Need(place="machine", what="memlock limit", needed=needed, there=machine.memlock)
