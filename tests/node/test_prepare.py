@@ -240,6 +240,9 @@ def test_gpu_devices_and_memlock_have_their_lines() -> None:
     gpu = config("cluster.workers=1", "cluster.device=cuda", "memory.device_limit=1G")
     table = needs(gpu, rows, machine(memlock=8 * 2**20), range(1))
     assert [n.what for n in table if n.short] == ["memory.device_limit", "memlock limit"]
+    unpinned = config("cluster.workers=1", "cluster.device=cuda", "cluster.pin_memory=false")
+    table = needs(unpinned, rows, machine(memlock=8 * 2**20), range(1))
+    assert "memlock limit" not in [n.what for n in table]
 
 
 def test_human_bytes() -> None:
