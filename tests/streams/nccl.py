@@ -113,7 +113,8 @@ class _Group:
         return half
 
     def abort(self) -> None:
-        """Nothing hangs here."""
+        """Behind it no transfer is under way."""
+        self._gpu.checker.host_waits(self._stream)
 
 
 @contextmanager
