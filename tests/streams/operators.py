@@ -126,8 +126,6 @@ class Operator:
                         home.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
                         self._wrote(stream, home)
                     homes[storage._cdata] = home
-                    keep = home.untyped_storage()
-                    homes[keep._cdata] = home
                 tensor.set_(
                     home.untyped_storage(),
                     tensor.storage_offset(),
@@ -210,7 +208,7 @@ class Operator:
             if host and not beside and host[0] is source:
                 self._touch(this_thread(), source, writes=False)
                 read = source.detach().clone()
-            elif not host or host[0] is target or beside:
+            else:
                 self._touch(stream.name, source, writes=False)
             if beside or host[0] is source:
                 self._touch(stream.name, target, writes=True)
