@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 
 from penstock.planner.build import ScheduleRequest, with_stages
@@ -32,6 +33,48 @@ class PaperTable:
     text: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+class Evidence(StrEnum):
+    """How we know a number of ours. "Measured" is only what a clock saw on real work."""
+
+    SIMULATED = "simulated"
+    """The planner's simulator, with costs from data sheets."""
+    FITTED = "simulated, fitted"
+    """As before, with a constant that was fitted to rows of the same figure or table."""
+    EMULATED = "emulated"
+    """Real daemons and messages around waits of the simulator's costs: no second source of time."""
+    CPU = "real run, CPUs"
+    GPU = "real run, GPU"
+    COMPUTED = "computed"
+    """A formula, a count or a proof; no time in it."""
+    TESTED = "tested"
+    """A property that tests of the running system assert."""
+    MISSING = "not reproduced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One figure, table or numbered claim of a paper.
+
+    ``where`` it stands, what the paper ``says``, what we ``get`` (computed when the page is made,
+    or read from a recorded run), and ``evidence``. Where nothing is reproduced, ``get`` says why.
+    """
+
+    where: str
+    says: str
+    get: str
+    evidence: Evidence
+
+
+def claims_table(paper: str, claims: Sequence[Claim], text: str = "") -> PaperTable:
+    """Returns the first table of a paper: every figure, table and numbered claim, none left out."""
+    return PaperTable(
+        title=f"{paper}: every figure, table and claim",
+        text=text or "Details are in the tables below.",
+        columns=("where", "the paper", "here", "how we know"),
+        rows=tuple((one.where, one.says, one.get, one.evidence.value) for one in claims),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
