@@ -63,7 +63,7 @@ class PlanContext:
     optimizer: OptimizerModel = ADVANCE
     stops_early: bool = False
     updates_by: OptimizerModel = PREVIEW_SETTLE
-    update_stride: int | None = None
+    update_stride: float | None = None
     resident_share: float = 0.0
 
     @property

@@ -27,7 +27,7 @@ class PassContext:
     memory_limit_bytes: float | None = None
     hop_s: float = 0.0
     optimizer: OptimizerModel = PREVIEW_SETTLE
-    update_stride: int | None = None
+    update_stride: float | None = None
     resident_share: float = 0.0
 
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import chain
-from math import inf
+from math import floor, inf
 
 from penstock.planner.cost.update_rates import device_rate, host_rate, preview_stride
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
@@ -36,23 +37,37 @@ from penstock.protocol.plan.instructions import Backward, BackwardInput, Backwar
 from penstock.protocol.sums import added
 
 
-def subgroups_on_gpu(count: int, stride: int, residents: Collection[int] = ()) -> tuple[int, ...]:
+def subgroups_on_gpu(
+    count: int,
+    stride: float,
+    residents: Collection[int] = (),
+    phase: Fraction = Fraction(0),
+) -> tuple[int, ...]:
     """Returns which of ``count`` subgroups the GPU updates, in the order of updates (Algorithm 1).
 
     It updates every ``stride``-th (those with ``(i + 1) % stride == 0``) and the static residents.
-    Residents should be the last ones, so that transfers of those before hide behind them (section
-    4.1).
+    A stride need not be whole: with 1.5 it updates two of three, wherever a multiple of the stride
+    is passed. ``phase``, from 0 to 1, is the part of a stride that lies before the first subgroup:
+    with different ones GPUs take turns. Residents should be the last ones, so that transfers of
+    those before hide behind them (section 4.1).
     """
-    return tuple(i for i in range(count) if i in residents or (i + 1) % stride == 0)
+    share = 1 / Fraction(stride)
+
+    def passed(subgroups: int) -> int:
+        return floor(subgroups * share + phase)
+
+    return tuple(i for i in range(count) if i in residents or passed(i + 1) > passed(i))
 
 
 def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
     """Puts every k-th block on its GPU, and the last ones of each GPU as residents.
 
     k is ``context.update_stride``, or that of our counterpart of equation 1,
-    :func:`penstock.planner.cost.update_rates.preview_stride`. Blocks are counted per node, in the
-    order in which their gradients become final. Nothing changes where nothing is asked for and the
-    cluster's CPU optimizer is no limit, or devices are its own cores.
+    :func:`penstock.planner.cost.update_rates.preview_stride`. Each device counts its own blocks, in
+    the order in which their gradients become final, so that links and GPUs of a node get equal
+    work; the devices of a node begin to count a part of a stride apart, so that their shares add up
+    to the node's. Nothing changes where nothing is asked for and the cluster's CPU optimizer is no
+    limit, or devices are its own cores.
 
     Raises:
         ConfigError: there are several routes, or updates are there already.
@@ -64,8 +79,11 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
     orders = _final_order(schedule, context)
     residents = _residents(schedule, context, [blocks[::-1] for blocks in orders.values()])
     chosen = set(residents)
-    for blocks in orders.values():
-        chosen.update(blocks[i] for i in subgroups_on_gpu(len(blocks), stride or len(blocks) + 1))
+    if stride is not None:
+        per_node = context.cluster.devices_per_node
+        for device, blocks in orders.items():
+            phase = Fraction(device % per_node, per_node)
+            chosen.update(blocks[i] for i in subgroups_on_gpu(len(blocks), stride, (), phase))
     return _with_updates(schedule, chosen, residents) if chosen else schedule
 
 
@@ -179,8 +197,8 @@ def _require_plain(schedule: Schedule, name: str) -> None:
 
 
 def _final_order(schedule: Schedule, context: PassContext) -> dict[int, list[int]]:
-    """Returns the blocks of every node in the order in which their gradients become final."""
-    layout, cluster = schedule.layout, context.cluster
+    """Returns the blocks of every device in the order in which their gradients become final."""
+    layout = schedule.layout
     times = order_times(layout, schedule.orders, context.costs, hop_s=context.hop_s)
     final_s: dict[int, float] = {}
     for order, ends in zip(schedule.orders, times.ends, strict=True):
@@ -189,8 +207,7 @@ def _final_order(schedule: Schedule, context: PassContext) -> dict[int, list[int
                 final_s[instruction.stage] = end_s
     blocks: dict[int, list[int]] = defaultdict(list)
     for stage in sorted(final_s, key=lambda s: (final_s[s], -s)):
-        node = cluster.node_of(layout.backward[stage].device)
-        blocks[node] += layout.backward[stage].blocks
+        blocks[layout.backward[stage].device] += layout.backward[stage].blocks
     return blocks
 
 

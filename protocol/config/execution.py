@@ -105,11 +105,11 @@ class ScheduleConfig(Section):
         default=(),
         description="Optimising passes over the schedule, in this order (`penstock plan --list`).",
     )
-    update_stride: Annotated[int | None, Unit("blocks")] = Field(
+    update_stride: Annotated[float | None, Unit("blocks")] = Field(
         default=None,
         ge=1,
-        description="Of the pass interleave-updates: every so many-th block is updated on its"
-        " device; unset, what is fastest by the rates of `profile`.",
+        description="Of the pass interleave-updates: of each device's blocks every so many-th is"
+        " updated there (1.5: two of three); unset, what is fastest by the rates of `profile`.",
     )
     resident_share: float = Field(
         default=0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from math import inf
 
 import pytest
@@ -50,15 +51,17 @@ NODE = Cluster(
 """Two GPUs, 1 G parameters/s each over PCIe, and cores that do 1 G/s."""
 
 
-def test_stride_of_the_v100_machine() -> None:
-    assert cpu_subgroups_per_gpu(V100) == pytest.approx(2.29, abs=5e-3)
-    assert update_stride(V100) == 2
-
-
-@pytest.mark.parametrize(("rates", "ratio"), [(H100, 0.49), (H100_BUSY, 1.24)])
-def test_stride_of_the_h100_machine(rates: UpdateRates, ratio: float) -> None:
+@pytest.mark.parametrize(("rates", "ratio"), [(V100, 2.29), (H100, 0.49), (H100_BUSY, 1.24)])
+def test_equation_1_says_what_it_says(rates: UpdateRates, ratio: float) -> None:
+    """Below 1 the GPU takes more subgroups than the CPU; nothing is rounded or limited."""
     assert cpu_subgroups_per_gpu(rates) == pytest.approx(ratio, abs=5e-3)
-    assert update_stride(rates) == 2
+    assert update_stride(rates) == pytest.approx(1.0 + ratio, abs=5e-3)
+
+
+@pytest.mark.parametrize("rates", [V100, H100, H100_BUSY])
+def test_no_stride_beats_the_one_of_equation_1(rates: UpdateRates) -> None:
+    best = update_throughput(rates, update_stride(rates))
+    assert all(update_throughput(rates, tenths / 10) <= best for tenths in range(10, 60))
 
 
 def test_equation_1_balances_both_sides() -> None:
@@ -68,9 +71,10 @@ def test_equation_1_balances_both_sides() -> None:
     assert cpu_s == pytest.approx(gpu_s)
 
 
-def test_a_cpu_faster_than_the_link_has_no_stride() -> None:
-    with pytest.raises(ValueError, match="the link is the limit"):
-        update_stride(UpdateRates(transfer=1e9, device=1e10, host=4e9, downscale=1e12))
+def test_a_cpu_faster_than_the_link_leaves_nothing_to_the_gpu() -> None:
+    rates = UpdateRates(transfer=1e9, device=1e10, host=4e9, downscale=1e12)
+    assert update_stride(rates) == inf
+    assert update_throughput(rates, inf) > update_throughput(rates, 100.0)
 
 
 @pytest.mark.parametrize("rates", [H100, H100_BUSY])
@@ -90,12 +94,14 @@ def test_static_residents_last_beat_twinflow(resident: float) -> None:
 def test_subgroups_of_algorithm_1() -> None:
     assert subgroups_on_gpu(8, 2) == (1, 3, 5, 7)
     assert subgroups_on_gpu(8, 3, residents=(6, 7)) == (2, 5, 6, 7)
+    assert subgroups_on_gpu(6, 1.5) == (1, 2, 4, 5)
+    assert subgroups_on_gpu(8, 2, phase=Fraction(1, 2)) == (0, 2, 4, 6)
 
 
 def test_counterpart_for_previews() -> None:
     """GPUs take 2 G parameters/s, cores 1, and memory has room for both: 28 + 16 of 100 GB/s."""
     assert preview_ratio(NODE, PREVIEW_SETTLE) == pytest.approx(0.5, rel=2e-3)
-    assert preview_stride(NODE, PREVIEW_SETTLE) == 2
+    assert preview_stride(NODE, PREVIEW_SETTLE) == pytest.approx(1.5, rel=2e-3)
     fast = replace(NODE, optimizer_rate=4e9)
     assert preview_ratio(fast, PREVIEW_SETTLE) == pytest.approx(2.0, rel=2e-3)
     assert preview_stride(fast, PREVIEW_SETTLE) == 3
@@ -132,11 +138,36 @@ def _context(cluster: Cluster) -> PassContext:
 
 
 def test_interleave_updates_every_third_block() -> None:
-    """Gradients become final from the last block to the first: blocks 5 and 2 are every third."""
+    """Of what becomes final first on device 0: blocks 7, 5, 3, 1; device 1, with 6, 4, 2, 0, begins
+    to count half a stride earlier.
+    """
     context = _context(replace(NODE, optimizer_rate=4e9))
     schedule = PASSES["interleave-updates"].run(_spipe(context), context)
-    assert _updated(schedule) == [2, 5]
+    assert _updated(schedule) == [3, 4]
     validate(lower(schedule))
+
+
+@pytest.mark.parametrize("stride", [None, 1.5, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_devices_of_a_node_get_equal_shares(num_devices: int, stride: float | None) -> None:
+    """Within one block each, and their sum is the node's share within one block a device."""
+    node = replace(NODE, devices_per_node=num_devices)
+    costs = Costs(blocks=(BLOCK,) * 24)
+    context = PassContext(costs=costs, cluster=node, update_stride=stride)
+    request = ScheduleRequest(
+        scheme="spipe",
+        num_devices=num_devices,
+        num_microbatches=2,
+        forward_stages=24,
+        backward_stages=24,
+        recompute="full",
+    )
+    schedule = build_schedule(request, [block.forward_s for block in costs.blocks])
+    shared = PASSES["interleave-updates"].run(schedule, context)
+    counts = [sum(isinstance(i, Update) for i in order) for order in shared.orders]
+    assert min(counts) > 0 and max(counts) - min(counts) <= 1
+    if stride is not None:
+        assert sum(counts) == pytest.approx(24 / stride, abs=1.0)
 
 
 def _residents(schedule: Schedule) -> list[int]:
@@ -155,9 +186,9 @@ def test_interleave_updates_with_a_stride_and_residents_of_ones_own() -> None:
 def test_a_stride_is_chosen_by_what_the_cpu_does_with_its_blocks() -> None:
     """Beside the devices' 2 updates a second memory has room for 3 previews, or 1.6 advances."""
     context = _context(replace(NODE, optimizer_rate=1e12, dram_bandwidth=76e9))
-    assert _updated(PASSES["interleave-updates"].run(_spipe(context), context)) == [2, 5]
+    assert _updated(PASSES["interleave-updates"].run(_spipe(context), context)) == [3, 4]
     advancing = replace(context, optimizer=ADVANCE)
-    assert _updated(PASSES["interleave-updates"].run(_spipe(context), advancing)) == [0, 2, 4, 6]
+    assert _updated(PASSES["interleave-updates"].run(_spipe(context), advancing)) == [1, 2, 5, 6]
 
 
 def test_twinflow_keeps_the_first_blocks_of_each_device() -> None:
