@@ -16,6 +16,7 @@ from typing import Any
 from penstock.client.planning.outputs import heading, read_plan, stages_text
 from penstock.planner import schemes
 from penstock.planner.build import ScheduleRequest, with_stages
+from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
 from penstock.planner.cost.sources import CostSource, Prices, UnitCosts, parse_costs
 from penstock.planner.orders.search import Effort, Gap, gap
 from penstock.planner.passes import PASSES
@@ -312,12 +313,18 @@ def options_named() -> Iterator[None]:
 
 
 def names_known() -> str:
-    """Returns the text of ``--list``: every scheme and pass with a line about it."""
+    """Returns the text of ``--list``: every scheme and pass with a line about it, and the GPUs and
+    models of ``--costs analytic:GPU:MODEL``.
+    """
     width = max(map(len, (*schemes.SCHEMES, *PASSES)))
     lines = ["schemes:"]
     lines += [f"  {name:<{width}}  {_summary(scheme)}" for name, scheme in schemes.SCHEMES.items()]
     lines.append("passes (applied in the order of --passes):")
     lines += [f"  {name:<{width}}  {one.summary}" for name, one in PASSES.items()]
+    lines.append("GPUs (of --costs analytic:GPU:MODEL, and --gpu):")
+    lines += [f"  {name:<{width}}  {_gpu_summary(gpu)}" for name, gpu in GPUS.items()]
+    lines.append("models (of --costs analytic:GPU:MODEL, and --model):")
+    lines += [f"  {name:<{width}}  {model.summary}" for name, model in MODELS.items()]
     return "\n".join(lines)
 
 
@@ -330,6 +337,13 @@ def _summary(scheme: schemes.Scheme) -> str:
             text = (inspect.getdoc(module) or "").split("\n\n")[0]
             return " ".join(text.split()).partition(": ")[2] or text
     return ""
+
+
+def _gpu_summary(gpu: Gpu) -> str:
+    return (
+        f"{gpu.peak_flops / 1e12:.0f} TFLOP/s, {gpu.memory_bytes / 1e9:.0f} GB at"
+        f" {gpu.memory_bandwidth / 1e9:.0f} GB/s"
+    )
 
 
 def _bytes(value: float, abstract: bool) -> str:

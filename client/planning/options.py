@@ -90,7 +90,8 @@ CostsOption = Annotated[
         "--costs",
         metavar="COSTS",
         help="unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] of a forward stage (b is p1+p2; the default), or"
-        " analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…], or a profile.json.",
+        " analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…] (--list shows which), or a"
+        " profile.json.",
     ),
 ]
 ProfileOption = Annotated[
@@ -154,7 +155,10 @@ def _list_names(wanted: bool) -> None:
 ListOption = Annotated[
     bool,
     typer.Option(
-        "--list", help="List schemes and passes, and stop.", callback=_list_names, is_eager=True
+        "--list",
+        help="List schemes, passes, GPUs and models, and stop.",
+        callback=_list_names,
+        is_eager=True,
     ),
 ]
 

@@ -7,7 +7,7 @@ overhead below :data:`INSTRUCTION_S`, quantisation of matrix sizes to tiles, and
 small products beyond what the roofline shows.
 
 The head is one block like the embedding. With ``half_layers`` a transformer layer is two blocks,
-its attention and its MLP (2 L + 2 blocks: Obscura, section 7.2).
+its attention (or state space) and its MLP (or experts; 2 L + 2 blocks: Obscura, section 7.2).
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu, LanguageModel
+from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.cost.kernels.work import Kernel, KernelWork, Shape
+from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
 from penstock.planner.cost.operators import (
     OPERATOR_SETS,
-    Kernel,
-    KernelWork,
-    Shape,
-    attention_kernels,
     embedding_kernels,
+    feed_forward_kernels,
     head_kernels,
-    mlp_kernels,
+    mixer_kernels,
     operator_set,
 )
 from penstock.protocol.errors import ConfigError
@@ -40,6 +39,9 @@ BANDWIDTH_SHARE = 0.85
 
 INSTRUCTION_S = 2.0e-5
 """Overhead of a compute instruction: launches that the device waits for."""
+
+LAUNCH_S = 5.0e-6
+"""From one kernel to the next where a device waits for the host to launch them."""
 
 ADAM_STATE_BYTES = 12.0
 """fp32 master weight and two moments per parameter, where the optimizer is on the device."""
@@ -198,36 +200,58 @@ class _Maker:
                 workspace_bytes=output,
             ),
         )
-        halves = (
-            self._half("attention", residual_kept=not half_layers),
-            self._half("mlp", residual_kept=False),
-        )
+        kinds = {kind: self._layer(kind, half_layers) for kind in model.pattern}
         for layer in range(model.num_layers):
-            if half_layers:
-                yield f"layer {layer} attention", halves[0]
-                yield f"layer {layer} mlp", halves[1]
-            else:
-                yield f"layer {layer}", _whole(halves, output)
+            for name, block in kinds[model.layer(layer)]:
+                yield f"layer {layer}{name}", block
         yield "head", self._head()
 
-    def _half(self, half: str, *, residual_kept: bool) -> BlockCost:
-        """Returns a half of a layer; its workspace are the gradients that exist at once at the
-        widest place of the backward.
+    def _layer(self, kind: LayerKind, half_layers: bool) -> list[tuple[str, BlockCost]]:
+        """Returns the blocks of a layer, by what follows its name."""
+        halved = half_layers and kind.feed_forward is not FeedForward.NONE
+        both = kind.feed_forward is not FeedForward.NONE and not half_layers
+        mixer = self._mixer(kind, residual_kept=both)
+        if kind.feed_forward is FeedForward.NONE:
+            return [("", mixer)]
+        feed_forward = self._feed_forward(kind)
+        if halved:
+            name = "state space" if kind.mixer is Mixer.STATE_SPACE else "attention"
+            return [(f" {name}", mixer), (" mlp", feed_forward)]
+        return [("", _whole((mixer, feed_forward), self.shape.bytes_of(self.model.hidden_size)))]
+
+    def _mixer(self, kind: LayerKind, *, residual_kept: bool) -> BlockCost:
+        """Returns the first half of a layer; its workspace are the gradients that exist at once at
+        the widest place of the backward.
         """
-        model, shape = self.model, self.shape
-        hidden, inner = model.hidden_size, model.intermediate_size
-        if half == "attention":
-            kernels = attention_kernels(model, shape, residual_kept=residual_kept)
-            parameters = model.attention_parameters
-            width = 3 * hidden + 2 * model.key_value_size
+        model, shape, h = self.model, self.shape, self.model.hidden_size
+        if kind.mixer is Mixer.STATE_SPACE:
+            space = model.state_space
+            assert space is not None
+            width = h + 5 * space.inner_size
+            states = 0 if shape.flash else 4 * space.inner_size * space.state_size
         else:
-            kernels = mlp_kernels(model, shape)
-            parameters = model.mlp_parameters
-            width = hidden + (3 if model.gated else 2) * inner
+            width, states = h + 2 * model.head_width + 2 * model.key_value_size, 0
         return self._block(
-            kernels,
-            parameters,
-            input_bytes=shape.bytes_of(hidden),
+            mixer_kernels(model, shape, kind, residual_kept=residual_kept),
+            model.mixer_parameters(kind),
+            input_bytes=shape.bytes_of(h),
+            workspace_bytes=shape.bytes_of(width) + 4.0 * shape.tokens * states,
+        )
+
+    def _feed_forward(self, kind: LayerKind) -> BlockCost:
+        """Returns the second half of a layer; its workspace as of the first."""
+        model, shape, h = self.model, self.shape, self.model.hidden_size
+        if kind.feed_forward is FeedForward.EXPERTS:
+            experts = model.experts
+            assert experts is not None
+            routed = experts.per_token * (h + 3 * experts.intermediate_size)
+            width = h + max(routed, 3 * experts.shared_size)
+        else:
+            width = h + (3 if model.gated else 2) * model.intermediate_size
+        return self._block(
+            feed_forward_kernels(model, shape, kind),
+            model.feed_forward_parameters(kind),
+            input_bytes=shape.bytes_of(h),
             workspace_bytes=shape.bytes_of(width),
         )
 
@@ -236,16 +260,16 @@ class _Maker:
         summed.
         """
         model, shape = self.model, self.shape
-        norm = model.hidden_size * (1 if model.gated else 2)
+        own = model.head_own_parameters
         matrix = model.vocab_size * model.hidden_size
         block = self._block(
             head_kernels(model, shape),
-            norm + matrix,
+            own + matrix,
             input_bytes=shape.bytes_of(model.hidden_size),
             workspace_bytes=shape.bytes_of(model.vocab_size)
             + 4.0 * shape.tokens * model.vocab_size,
         )
-        return replace(block, parameters=float(norm)) if model.tied else block
+        return replace(block, parameters=float(own)) if model.tied else block
 
     def _block(
         self,
@@ -287,11 +311,16 @@ class _Maker:
         )
 
     def _seconds(self, work: KernelWork) -> float:
-        """Returns the seconds of a kernel by the roofline: the larger of computing and moving
-        bytes.
+        """Returns the seconds of a kernel by the roofline: the largest of computing, moving bytes,
+        and launching all but the first of its kernels.
         """
-        compute = work.flops / (self.gpu.peak_flops * self.share)
-        return max(compute, work.moved_bytes / (self.gpu.memory_bandwidth * BANDWIDTH_SHARE))
+        gpu = self.gpu
+        return max(
+            work.flops / (gpu.peak_flops * self.share),
+            work.vector_flops / gpu.vector_flops,
+            work.moved_bytes / (gpu.memory_bandwidth * BANDWIDTH_SHARE),
+            max(0.0, work.launches - 1.0) * LAUNCH_S,
+        )
 
 
 def _whole(halves: tuple[BlockCost, BlockCost], residual_bytes: float) -> BlockCost:

@@ -21,8 +21,17 @@ TFLOP/s that SPipe's artifact prints are 0.41 of the peak without recomputation,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from penstock.planner.cost.language_models import (
+    Experts,
+    FeedForward,
+    LanguageModel,
+    LayerKind,
+    Mixer,
+    StateSpace,
+)
 
 PCIE_BANDWIDTH: Mapping[int, float] = MappingProxyType({3: 12.5e9, 4: 25.0e9, 5: 55.0e9})
 """Bytes/s each way that copies from and to pinned host memory reach over 16 lanes, by generation.
@@ -35,8 +44,8 @@ Generations 4 and 5: Deep Optimizer States, sections 4.1 and 5.1. Generation 3: 
 class Gpu:
     """A GPU. Rates per second; ``nvlink_bandwidth`` each way, 0 where there is none.
 
-    ``peak_flops``: dense products of 16-bit numbers accumulated in fp32. ``efficiency``: see the
-    module's text.
+    ``peak_flops``: dense products of 16-bit numbers accumulated in fp32. ``vector_flops``: fp32
+    outside of tensor cores. ``efficiency``: see the module's text.
     """
 
     name: str
@@ -45,6 +54,8 @@ class Gpu:
     memory_bandwidth: float
     pcie_generation: int
     efficiency: float
+    vector_flops: float
+    multiprocessors: int
     nvlink_bandwidth: float = 0.0
 
     @property
@@ -53,32 +64,50 @@ class Gpu:
         return PCIE_BANDWIDTH[self.pcie_generation]
 
 
-_V100 = {"memory_bandwidth": 900e9, "pcie_generation": 3, "efficiency": 0.6}
-_A100 = {"peak_flops": 312e12, "pcie_generation": 4, "efficiency": 0.65}
+_V100 = {
+    "memory_bandwidth": 900e9,
+    "pcie_generation": 3,
+    "efficiency": 0.6,
+    "vector_flops": 15.7e12,
+    "multiprocessors": 80,
+}
+_A100 = {
+    "peak_flops": 312e12,
+    "pcie_generation": 4,
+    "efficiency": 0.65,
+    "vector_flops": 19.5e12,
+    "multiprocessors": 108,
+}
 _HOPPER = {
     "peak_flops": 989e12,
+    "vector_flops": 67e12,
+    "multiprocessors": 132,
     "pcie_generation": 5,
     "efficiency": 0.6,
     "nvlink_bandwidth": 450e9,
 }
 _GEFORCE = {"memory_bytes": 24e9, "pcie_generation": 4, "efficiency": 0.75}
+_GA102 = {"vector_flops": 35.6e12, "multiprocessors": 82}
+_AD102 = {"vector_flops": 82.6e12, "multiprocessors": 128}
 
 
 def _gpu(name: str, *shared: Mapping[str, float], **own: float) -> Gpu:
     values = {key: value for mapping in (*shared, own) for key, value in mapping.items()}
-    generation = int(values.pop("pcie_generation"))
-    return Gpu(name=name, pcie_generation=generation, **values)
+    generation, multiprocessors = values.pop("pcie_generation"), values.pop("multiprocessors")
+    return Gpu(
+        name=name, pcie_generation=int(generation), multiprocessors=int(multiprocessors), **values
+    )
 
 
 _GPUS = (
     _gpu("V100-16", _V100, peak_flops=125e12, memory_bytes=16e9, nvlink_bandwidth=150e9),
     _gpu("V100-32", _V100, peak_flops=125e12, memory_bytes=32e9, nvlink_bandwidth=150e9),
-    _gpu("V100-PCIE-32", _V100, peak_flops=112e12, memory_bytes=32e9),
+    _gpu("V100-PCIE-32", _V100, peak_flops=112e12, memory_bytes=32e9, vector_flops=14e12),
     _gpu("A100-40", _A100, memory_bytes=40e9, memory_bandwidth=1555e9, nvlink_bandwidth=300e9),
     _gpu("A100-80", _A100, memory_bytes=80e9, memory_bandwidth=2039e9, nvlink_bandwidth=300e9),
     _gpu("A800-PCIE-80", _A100, memory_bytes=80e9, memory_bandwidth=1935e9),
-    _gpu("RTX3090", _GEFORCE, peak_flops=71e12, memory_bandwidth=936e9),
-    _gpu("RTX4090", _GEFORCE, peak_flops=165e12, memory_bandwidth=1008e9),
+    _gpu("RTX3090", _GEFORCE, _GA102, peak_flops=71e12, memory_bandwidth=936e9),
+    _gpu("RTX4090", _GEFORCE, _AD102, peak_flops=165e12, memory_bandwidth=1008e9),
     _gpu("H100", _HOPPER, memory_bytes=80e9, memory_bandwidth=3350e9),
     _gpu("H200", _HOPPER, memory_bytes=141e9, memory_bandwidth=4800e9),
 )
@@ -96,56 +125,6 @@ def peak_flops_of(name: str) -> float | None:
     if not alike:
         return None
     return max(alike, key=lambda g: sum(w in written for w in g.name.split("-"))).peak_flops
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModel:
-    """The shape of a transformer. Two families:
-
-    ``gated``: LLaMA's (RMSNorm, rotary embedding, gate and up projection with SiLU, no biases, no
-    dropout). Otherwise GPT's (LayerNorm, learned positions, GELU, biases, dropout after both halves
-    of a layer). ``key_value_size``: width of keys, and of values (the hidden size, or less with
-    grouped queries). ``tied``: the head uses the embedding's matrix. ``max_positions``: learned
-    position embeddings, 0 for rotary ones.
-    """
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    key_value_size: int
-    vocab_size: int
-    gated: bool
-    causal: bool = True
-    tied: bool = False
-    max_positions: int = 0
-
-    @property
-    def attention_parameters(self) -> int:
-        """Parameters of the attention half of a layer with its norm (and biases)."""
-        h, kv = self.hidden_size, self.key_value_size
-        projections = h * (h + 2 * kv) + h * h
-        return projections + (h if self.gated else 2 * h + (h + 2 * kv) + h)
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Parameters of the MLP half of a layer with its norm (and biases)."""
-        h, f = self.hidden_size, self.intermediate_size
-        return 3 * h * f + h if self.gated else 2 * h * f + 2 * h + f + h
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of token and position embeddings."""
-        return (self.vocab_size + self.max_positions) * self.hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model; a tied matrix counts once."""
-        layers = self.num_layers * (self.attention_parameters + self.mlp_parameters)
-        norm = self.hidden_size if self.gated else 2 * self.hidden_size
-        head = 0 if self.tied else self.vocab_size * self.hidden_size
-        return self.embedding_parameters + layers + norm + head
 
 
 _LLAMA2_VOCAB, _LLAMA3_VOCAB, _GPT_VOCAB, _BERT_VOCAB = 32000, 128256, 50257, 30522
@@ -272,13 +251,113 @@ smaller than their names (8.4 instead of 10 billion), and the TFLOP/s that the a
 beside iteration times are those of full attention and 50,257 tokens.
 """
 
-_OTHERS = (
-    _gpt("megatron-8.3b", 72, 3072, 24),
-    _gpt("gpt-10b", 50, 4096, 32),
-    _gpt("gpt-neox-20b", 48, 6144, 64),
-    LanguageModel(
-        name="bert-large",
-        num_layers=24,
+_WINDOWED, _OF_EXPERTS = LayerKind(mixer=Mixer.WINDOW), LayerKind(feed_forward=FeedForward.EXPERTS)
+_MAMBA_LAYER = LayerKind(mixer=Mixer.STATE_SPACE, feed_forward=FeedForward.NONE)
+_STATE_SPACE_AND_MLP = LayerKind(mixer=Mixer.STATE_SPACE)
+_STATE_SPACE_AND_EXPERTS = LayerKind(mixer=Mixer.STATE_SPACE, feed_forward=FeedForward.EXPERTS)
+
+
+def _mamba(name: str, layers: int, hidden: int) -> LanguageModel:
+    return LanguageModel(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=0,
+        num_heads=0,
+        key_value_size=0,
+        vocab_size=50280,
+        gated=True,
+        tied=True,
+        state_space=StateSpace(inner_size=2 * hidden, time_rank=-(-hidden // 16)),
+        pattern=(_MAMBA_LAYER,),
+    )
+
+
+def _gemma2(
+    name: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    *,
+    key_value_heads: int,
+    head_size: int = 256,
+) -> LanguageModel:
+    return replace(
+        _llama(name, layers, hidden, intermediate, heads, vocab=256000, tied=True),
+        query_size=heads * head_size,
+        key_value_size=key_value_heads * head_size,
+        post_norms=True,
+        window=4096,
+        pattern=(_WINDOWED, LayerKind()),
+    )
+
+
+_MAMBA = (
+    _mamba("mamba-130m", 24, 768),
+    _mamba("mamba-370m", 48, 1024),
+    _mamba("mamba-790m", 48, 1536),
+    _mamba("mamba-1.4b", 48, 2048),
+    _mamba("mamba-2.8b", 64, 2560),
+)
+"""Mamba (Gu and Dao 2023, table 12): no attention, a layer is one state space of twice the hidden
+size; GPT-NeoX's vocabulary padded to 50,280.
+"""
+
+_WINDOWS = (
+    replace(
+        _llama("mistral-7b", 32, 4096, 14336, 32, key_value_heads=8),
+        window=4096,
+        pattern=(_WINDOWED,),
+    ),
+    _gemma2("gemma2-2b", 26, 2304, 9216, 8, key_value_heads=4),
+    _gemma2("gemma2-9b", 42, 3584, 14336, 16, key_value_heads=8),
+    _gemma2("gemma2-27b", 46, 4608, 36864, 32, key_value_heads=16, head_size=128),
+)
+"""Mistral 7B (Jiang et al. 2023, table 1) and Gemma 2 (Gemma Team 2024, table 1), where every other
+layer has a window; its activation of the gate is GELU, its logits' soft cap is left out.
+"""
+
+_EXPERTS = (
+    replace(
+        _llama("mixtral-8x7b", 32, 4096, 14336, 32, key_value_heads=8),
+        experts=Experts(number=8, per_token=2, intermediate_size=14336),
+        pattern=(_OF_EXPERTS,),
+    ),
+    replace(
+        _llama("qwen1.5-moe-a2.7b", 24, 2048, 5632, 16, vocab=151936),
+        qkv_biases=True,
+        experts=Experts(number=60, per_token=4, intermediate_size=1408, shared_size=5632),
+        pattern=(_OF_EXPERTS,),
+    ),
+    replace(
+        _llama("qwen3-30b-a3b", 48, 2048, 6144, 32, vocab=151936),
+        query_size=32 * 128,
+        key_value_size=4 * 128,
+        query_key_norms=128,
+        experts=Experts(number=128, per_token=8, intermediate_size=768),
+        pattern=(_OF_EXPERTS,),
+    ),
+    replace(
+        _llama("jamba-52b", 32, 4096, 14336, 32, key_value_heads=8, vocab=65536),
+        experts=Experts(number=16, per_token=2, intermediate_size=14336),
+        state_space=StateSpace(inner_size=8192, time_rank=256, inner_norms=True),
+        pattern=(
+            *(_STATE_SPACE_AND_MLP, _STATE_SPACE_AND_EXPERTS) * 2,
+            *(LayerKind(), _STATE_SPACE_AND_EXPERTS),
+            *(_STATE_SPACE_AND_MLP, _STATE_SPACE_AND_EXPERTS),
+        ),
+    ),
+)
+"""Mixtral (Jiang et al. 2024, table 1), Qwen1.5-MoE and Qwen3 (their published configurations), and
+Jamba (Lieber et al. 2024), whose layers are of three kinds.
+"""
+
+
+def _bert(name: str, layers: int) -> LanguageModel:
+    return LanguageModel(
+        name=name,
+        num_layers=layers,
         hidden_size=1024,
         intermediate_size=4096,
         num_heads=16,
@@ -288,13 +367,29 @@ _OTHERS = (
         causal=False,
         tied=True,
         max_positions=512,
-    ),
+    )
+
+
+_OTHERS = (
+    _gpt("megatron-8.3b", 72, 3072, 24),
+    _gpt("gpt-10b", 50, 4096, 32),
+    _gpt("gpt-neox-20b", 48, 6144, 64),
+    _bert("bert-large", 24),
+    _bert("bert-32", 32),
 )
-"""Deep Optimizer States, table 2 (its 7B and 13B are LLaMA-2's), and BERT of 2BP, section 3 (whose
-Transformer-7b is ``llama2-7b`` at sequence length 1024).
+"""Deep Optimizer States, table 2 (its 7B and 13B are LLaMA-2's), and 2BP, section 3: BERT
+large, and the BERT-like model of its figure 6 with 32 layers (its Transformer-7b is ``llama2-7b``
+at sequence length 1024).
 """
 
 MODELS: Mapping[str, LanguageModel] = MappingProxyType(
-    {model.name: model for model in (*_PUBLISHED, *_OBSCURA, *_MARIO, *_SPIPE, *_OTHERS)}
+    {
+        model.name: model
+        for models in (
+            *(_PUBLISHED, _MAMBA, _WINDOWS, _EXPERTS),
+            *(_OBSCURA, _MARIO, _SPIPE, _OTHERS),
+        )
+        for model in models
+    }
 )
 """Every model by name."""

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from penstock.client.main import app
 from penstock.client.planning.outputs import blocks_text
+from penstock.planner.cost.catalogue import GPUS, MODELS
 from penstock.planner.passes import PASSES
 from penstock.planner.schemes import SCHEMES
 
@@ -177,11 +178,11 @@ def test_actions_of_torch_go_out_and_come_back(tmp_path: Path) -> None:
     assert code == 2 and "route" in err
 
 
-def test_a_list_of_schemes_and_passes() -> None:
+def test_a_list_of_schemes_passes_gpus_and_models() -> None:
     code, out, _ = penstock("plan", "--list")
     assert code == 0
     lines = {line.split()[0]: line for line in out.splitlines()}
-    assert set(SCHEMES) | set(PASSES) < set(lines)
+    assert set(SCHEMES) | set(PASSES) | set(GPUS) | set(MODELS) < set(lines)
     assert all(len(lines[name].split()) > 4 for name in (*SCHEMES, *PASSES))
 
 

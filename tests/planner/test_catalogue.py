@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from penstock.planner.cost.analytic import ADAM_STATE_BYTES, analytic_costs
-from penstock.planner.cost.catalogue import GPUS, MODELS, LanguageModel
+from penstock.planner.cost.analytic import ADAM_STATE_BYTES, LAUNCH_S, analytic_costs
+from penstock.planner.cost.catalogue import GPUS, MODELS
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.kernels.work import Shape
+from penstock.planner.cost.language_models import LanguageModel, LayerKind
+from penstock.planner.cost.operators import mixer_kernels
 from penstock.planner.cost.sources import AnalyticSource, UnitCosts, parse_costs
 from penstock.protocol.errors import ConfigError
 
@@ -27,6 +32,16 @@ def test_models_have_the_published_numbers_of_parameters() -> None:
         "llama3-1b": 1.24,
         "gpt3-1.3b": 1.32,
         "gpt3-175b": 174.6,
+        "mamba-1.4b": 1.37,
+        "mamba-2.8b": 2.77,
+        "mistral-7b": 7.24,
+        "gemma2-9b": 9.24,
+        "gemma2-27b": 27.23,
+        "mixtral-8x7b": 46.7,
+        "qwen1.5-moe-a2.7b": 14.32,
+        "qwen3-30b-a3b": 30.53,
+        "jamba-52b": 51.57,
+        "bert-large": 0.34,
     }
     assert {name: _billions(name) for name in published} == published
 
@@ -197,6 +212,62 @@ def test_every_model_can_be_priced() -> None:
         found = analytic_costs("H200", model.name, sequence_length=512, micro_batch=1)
         assert len(found.costs.blocks) == model.num_layers + 2
         assert all(block.forward_s > 0.0 < block.activation_bytes for block in found.costs.blocks)
+
+
+def test_attention_of_a_window_computes_the_scores_of_the_window() -> None:
+    """Counted pair by pair, to one token a row; another layer sees everything."""
+    model = replace(MODELS["gemma2-2b"], window=1000)
+    shape = Shape(sequence_length=4096, micro_batch=1)
+
+    def core_flops(kind: LayerKind) -> float:
+        kernels = mixer_kernels(model, shape, kind, residual_kept=True)
+        return next(k.forward.flops for k in kernels if k.operator == "attention_core")
+
+    window, everything = map(core_flops, model.pattern)
+    pairs = sum(min(i, 1000) for i in range(4096))
+    assert window == pytest.approx(2 * 2 * pairs * model.head_width, rel=1e-3)
+    assert everything == 2 * 2 * 4096 * 2048 * model.head_width
+
+
+def test_layers_of_different_kinds_cost_what_their_kinds_cost() -> None:
+    """Jamba: attention in one of eight layers, experts in every other one."""
+    found = analytic_costs("H100", "jamba-52b", sequence_length=1024, micro_batch=1)
+    layers = found.costs.blocks[1:-1]
+    sizes = sorted({block.parameters for block in layers})
+    assert [[b.parameters for b in layers].count(size) for size in sizes] == [4, 12, 16]
+    assert layers[:8] == layers[8:16]
+    halves = analytic_costs(
+        "H100", "jamba-52b", sequence_length=1024, micro_batch=1, half_layers=True
+    )
+    assert halves.block_names[1:4] == ("layer 0 state space", "layer 0 mlp", "layer 1 state space")
+    assert halves.costs.of(range(1, 3)).parameters == layers[0].parameters
+
+
+def test_experts_compute_for_the_chosen_and_store_all() -> None:
+    mixtral = _layer("mixtral-8x7b")
+    dense = _layer("mistral-7b")
+    assert mixtral.parameters - dense.parameters == 4096 * 8 + 7 * 3 * 4096 * 14336
+    assert 1.5 < mixtral.forward_s / dense.forward_s < 2.0
+
+
+def test_a_state_space_without_its_kernels_waits_for_launches_and_keeps_all_states() -> None:
+    fused = analytic_costs("A100-80", "mamba-1.4b", sequence_length=1024, micro_batch=2)
+    steps = analytic_costs(
+        "A100-80", "mamba-1.4b", sequence_length=1024, micro_batch=2, flash=False
+    )
+    one, other = fused.costs.blocks[1], steps.costs.blocks[1]
+    assert other.forward_s > 3 * 1023 * LAUNCH_S > 5 * one.forward_s
+    assert other.activation_bytes - one.activation_bytes > 3 * 4 * 2048 * 4096 * 16
+    assert one.deferred_bytes == other.deferred_bytes > 0.0
+
+
+def test_bert_predicts_masked_words() -> None:
+    """A dense layer with GELU and norm before the vocabulary, whose matrix is the embedding's."""
+    found = analytic_costs("A100-40", "bert-32", sequence_length=512, micro_batch=2)
+    head = found.costs.blocks[-1]
+    assert len(found.costs.blocks) == 32 + 2
+    assert head.parameters == 1024 * 1024 + 3 * 1024 + 30522
+    assert [op.name for op in head.operators] == ["dense", "gelu", "norm", "head", "loss"]
 
 
 @pytest.mark.parametrize(

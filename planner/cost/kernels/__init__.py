@@ -1,0 +1,1 @@
+"""What the parts of a language model do on a GPU, kernel by kernel."""
