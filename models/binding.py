@@ -122,10 +122,13 @@ class BlockModules:
     def __init__(self, part: Part, modules: Sequence[nn.Module], prefix: str) -> None:
         self._modules = modules
         self._slots = {
-            name.removeprefix(prefix): (module._parameters, attribute)
+            name.removeprefix(prefix): [(module._parameters, attribute)]
             for name, (module, attribute) in part.tensors.items()
         }
-        self._meta = {name: places[key] for name, (places, key) in self._slots.items()}
+        for name, others in part.others.items():
+            slots = self._slots[name.removeprefix(prefix)]
+            slots += [(module._parameters, attribute) for module, attribute in others]
+        self._meta = {name: places[0][0][places[0][1]] for name, places in self._slots.items()}
         self._numbered = [
             (vars(module), name)
             for top in modules
@@ -145,17 +148,18 @@ class BlockModules:
         slots = self._slots
         cut = len(prefix)
         for name, leaf in bound.leaves.items():
-            places, key = slots[name[cut:]]
-            # Past nn.Module's __setattr__, which would refuse what is no nn.Parameter.
-            places[key] = leaf  # type: ignore[assignment]
+            for places, key in slots[name[cut:]]:
+                # Past nn.Module's __setattr__, which would refuse what is no nn.Parameter.
+                places[key] = leaf  # type: ignore[assignment]
         for attributes, name in self._numbered:
             attributes[name] = layer_index
         try:
             yield
         finally:
             # A reference left behind would keep shared memory mapped after the worker let go of it.
-            for name, (places, key) in slots.items():
-                places[key] = self._meta[name]
+            for name, found in slots.items():
+                for places, key in found:
+                    places[key] = self._meta[name]
 
     def set_training(self, training: bool) -> None:
         """Switch dropout on or off; walks the modules only when that changes."""
@@ -176,10 +180,9 @@ class SkeletonModules:
         self._parts = skeleton.parts
         self._prefixes = _prefixes(skeleton)
         self._kinds: dict[str, BlockModules] = {}
-        children = dict(skeleton.decoder.named_children())
-        after = [children[name] for name in skeleton.after]
-        others = (*skeleton.after, skeleton.layers_name)
-        before = [child for name, child in children.items() if name not in others]
+        around = skeleton.around()
+        after = [around[name] for name in skeleton.after]
+        before = [child for name, child in around.items() if name not in skeleton.after]
         for part, prefix in zip(skeleton.parts, self._prefixes, strict=True):
             if part.kind in self._kinds:
                 continue

@@ -1,10 +1,10 @@
 """Training data as a function of (seed, samples consumed): nothing about it needs to be saved.
 
-A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``, inputs all but the
-last, labels all but the first. Sample ``k`` of the run is a sequence of pass ``k // n`` over all
-``n``; each pass has its own order. At the end of the file are the numbers of evaluations' jobs:
-each global batch of an evaluation is a job with messages of its own. No torch here; who writes
-token files is in :mod:`penstock.models.data.prepare`.
+A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``; what is predicted of
+them is the objective's (:mod:`penstock.models.data.objectives`). Sample ``k`` of the run is a
+sequence of pass ``k // n`` over all ``n``; each pass has its own order. At the end of the file are
+the numbers of evaluations' jobs: each global batch of an evaluation is a job with messages of its
+own. No torch here; who writes token files is in :mod:`penstock.models.data.prepare`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
+from penstock.models.data.batch import MicroBatch
 from penstock.models.data.chunks import Checksums
+from penstock.models.data.objectives import Masked, NextToken, Objective, Own
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import MASKED, NEXT_TOKEN
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.run.seal import read_sealed
 
@@ -44,17 +47,16 @@ class TokenDataset:
         shuffle: bool,
         first_token: int = 0,
         num_tokens: int | None = None,
-        eos: int | None = None,
-        document_masks: bool = False,
+        objective: Objective | None = None,
         checksums: Checksums | None = None,
     ) -> None:
         """Map the file of little-endian ids of ``token_dtype``. With ``checksums`` what is read is
-        held against them; ``eos`` ends a document. Pages are read when a batch asks for them.
+        held against them; ``objective`` makes micro-batches, of next tokens by default. Pages are
+        read when a batch asks for them.
 
         Raises:
             StateError: the file is missing or shorter than promised.
-            ConfigError: the file holds not even one sequence, or documents are to be kept apart
-                without an end token.
+            ConfigError: the file holds not even one sequence.
         """
         try:
             tokens = np.memmap(path, dtype=np.dtype(token_dtype).newbyteorder("<"), mode="r")
@@ -73,13 +75,8 @@ class TokenDataset:
                 f"data.sequence_length = {sequence_length}: {path} has {len(self._tokens)} tokens;"
                 f" one sequence takes {sequence_length + 1}"
             )
-        if document_masks and eos is None:
-            raise ConfigError(
-                "data.document_masks: true: needs the id of the token that ends a document; give"
-                " eos_token_id in model.hf, or data.path instead of data.tokens"
-            )
         self._seed, self._shuffle = seed, shuffle
-        self._eos = eos if document_masks else None
+        self.objective = NextToken() if objective is None else objective
 
     @classmethod
     def open(cls, data_dir: Path, split: str, config: Config) -> TokenDataset:
@@ -105,8 +102,7 @@ class TokenDataset:
                 shuffle=config.data.shuffle and split == "train",
                 first_token=meta["first_token"],
                 num_tokens=meta["num_tokens"],
-                eos=meta["eos"],
-                document_masks=config.data.document_masks,
+                objective=_objective(config, meta),
                 checksums=checksums,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -148,33 +144,6 @@ class TokenDataset:
             [self._tokens[s : s + self.sequence_length + 1].astype(np.int64) for s in starts]
         )
 
-    def micro_batch(self, tokens: NDArray[np.int64]) -> MicroBatch:
-        """Returns inputs and labels, (micro_batch, sequence_length), of sequences
-        (micro_batch, sequence_length + 1), all int64.
-
-        With document masks every document of a sequence (it ends with its end token) is on its own,
-        as when sequences are packed from documents: positions restart, attention stays inside, and
-        the end token predicts nothing (label -100), since the next document does not follow from
-        it.
-        """
-        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), tokens[:, 1:].copy()
-        if self._eos is None or not (inputs == self._eos).any():
-            return MicroBatch(input_ids=inputs, labels=labels)
-        ends = inputs == self._eos
-        labels[ends] = IGNORED_LABEL
-        if not ends[:, :-1].any():
-            return MicroBatch(input_ids=inputs, labels=labels)
-        begins = np.zeros_like(ends)
-        begins[:, 1:] = ends[:, :-1]
-        steps = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
-        latest_begin = np.maximum.accumulate(np.where(begins, steps, 0), axis=1)
-        return MicroBatch(
-            input_ids=inputs,
-            labels=labels,
-            position_ids=steps - latest_begin,
-            document_ids=np.cumsum(begins, axis=1, dtype=np.int64),
-        )
-
 
 def micro_batches(
     dataset: TokenDataset, data_position: int, global_batch: int, micro_batch: int
@@ -187,10 +156,38 @@ def micro_batches(
     """
     tokens = dataset.batch(data_position, global_batch)
     batches = [
-        dataset.micro_batch(tokens[start : start + micro_batch])
+        dataset.objective(tokens[start : start + micro_batch], data_position + start)
         for start in range(0, global_batch, micro_batch)
     ]
     return batches, sum(batch.counted_tokens for batch in batches)
+
+
+def _objective(config: Config, meta: dict[str, Any]) -> Objective:
+    """Returns what the configuration asks for; ``meta`` is the split's entry of ``meta.json``.
+
+    Raises:
+        ConfigError: documents are to be kept apart without an end token, or a function of the
+            user's cannot be imported.
+    """
+    data, eos = config.data, None
+    if data.document_masks:
+        eos = meta["eos"]
+        if eos is None:
+            raise ConfigError(
+                "data.document_masks: true: needs the id of the token that ends a document; give"
+                " eos_token_id in model.hf, or data.path instead of data.tokens"
+            )
+    if data.objective == NEXT_TOKEN:
+        return NextToken(eos=eos)
+    if data.objective == MASKED:
+        return Masked(
+            mask=meta["mask"],
+            vocab_size=meta["vocab_size"],
+            fraction=data.mask_fraction,
+            seed=config.run.seed,
+            eos=eos,
+        )
+    return Own.named(data.objective)
 
 
 def _permuted(indices: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:

@@ -96,7 +96,7 @@ def _roots(skeleton: Skeleton, part: Part) -> list[tuple[nn.Module, Any]]:
     owner = decoder if hasattr(decoder, "_init_weights") else model
     if part.layer_index is not None:
         return [(skeleton.layers[part.layer_index], owner)]
-    children = dict(decoder.named_children())
+    children = skeleton.around()
     if part is skeleton.parts[0]:
         return [(children[name], owner) for name in skeleton.before]
     top = skeleton.decoder_path.partition(".")[0]

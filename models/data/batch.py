@@ -20,9 +20,10 @@ class MicroBatch:
     """Arrays of shape ``(micro_batch, sequence)``, int64 unless said otherwise.
 
     ``labels[i, t]`` is the token that position ``t`` must predict (already shifted), or
-    :data:`IGNORED_LABEL`. ``attention_mask`` (bool) is False at padding. ``position_ids`` restart
-    at 0 with every document when documents are kept apart; ``document_ids`` then numbers the
-    documents of a row from 0, and attention stays inside a document.
+    :data:`IGNORED_LABEL`; a model that predicts once for a sequence has labels (micro_batch, 1).
+    ``attention_mask`` (bool) is False at padding. ``position_ids`` restart at 0 with every document
+    when documents are kept apart; ``document_ids`` then numbers the documents of a row from 0, and
+    attention stays inside a document.
     """
 
     input_ids: NDArray[np.int64]

@@ -25,12 +25,15 @@ from penstock.models.data.chunks import ChunkHasher, Progress, write_sums
 from penstock.models.data.corpus import documents, source_files, token_dtype, write_tokens
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import MASKED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 
 _SCAN_TOKENS = 1 << 24
+_NOT_IN_FILES = {"shuffle", "document_masks", "objective", "mask_fraction", "mask_token"}
+"""Keys of ``data`` that say what becomes of tokens, not which they are."""
 
 
 def prepare(
@@ -63,7 +66,7 @@ def _prepare_model(
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     eos = None if tokenizer is None else tokenizer.eos
     fingerprint = _fingerprint(
-        config.model.model_dump(mode="json"),
+        config.model.model_dump(mode="json", exclude={"imports"}),
         _file_stamps([config.model.path / "config.json"]) if config.model.path else None,
         [config.data.sequence_length, list(config.train.freeze), vocab_size, eos],
         config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),
@@ -124,6 +127,7 @@ class _Sources:
         else:
             assert data.path is not None
             self._files = source_files(data.path)
+        self._mask = self._find_mask()
         self._holds_out = config.train.eval_every > 0
         self._eval_files: list[Path] = []
         if self._holds_out and data.eval_path is not None:
@@ -134,12 +138,35 @@ class _Sources:
                 )
             self._eval_files = source_files(data.eval_path, key="data.eval_path")
         self.fingerprint = _fingerprint(
-            data.model_dump(mode="json", exclude={"shuffle", "document_masks"}),
+            data.model_dump(mode="json", exclude=_NOT_IN_FILES),
             [self._holds_out, self._vocab_size, self._eos],
             _file_stamps(self._files),
             _file_stamps(self._eval_files),
             None if tokenizer is None else hashlib.sha256(_tokenizer_bytes(tokenizer)).hexdigest(),
         )
+
+    def _find_mask(self) -> int | None:
+        """Returns the token that stands for masked ones; None where none are masked.
+
+        Raises:
+            ConfigError: nobody says which, or the model has no such token.
+        """
+        data = self._config.data
+        if data.objective != MASKED:
+            return None
+        own = None if self._tokenizer is None else self._tokenizer.mask
+        mask = own if data.mask_token is None else data.mask_token
+        if mask is None:
+            raise ConfigError(
+                f"data.objective = {MASKED!r}: the tokenizer has no mask token; give its number as"
+                " data.mask_token"
+            )
+        if mask >= self._vocab_size:
+            raise ConfigError(
+                f"data.mask_token = {mask}: the model has a vocabulary of {self._vocab_size}; check"
+                " model.hf.vocab_size"
+            )
+        return mask
 
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
         """Make the token files; returns the entry of each split in ``meta.json``."""
@@ -199,6 +226,7 @@ class _Sources:
             "token_dtype": dtype,
             "vocab_size": self._vocab_size,
             "eos": eos,
+            "mask": self._mask,
             "fingerprint": self.fingerprint,
         }
 

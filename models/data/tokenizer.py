@@ -18,11 +18,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.models.data.tokenizer_folder import FolderTokenizer
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import BYTE
+from penstock.protocol.config.values import BYTE, MASKED
 from penstock.protocol.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 
+MASK = "<mask>"
+_KNOWN_MASKS = ("[MASK]", MASK)
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[EOS]", "<end>")
 
 
@@ -37,6 +39,10 @@ class Tokenizer(Protocol):
     def eos(self) -> int:
         """The id that ends a document."""
 
+    @property
+    def mask(self) -> int | None:
+        """The id that stands for a masked token; None where there is none."""
+
     def encode(self, document: bytes) -> NDArray[np.uint32]:
         """Returns the uint32 ids of one UTF-8 document, (tokens,), without the end token."""
 
@@ -45,10 +51,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0-255 are bytes, 256 ends a document."""
+    """Ids 0-255 are bytes, 256 ends a document; with ``masks`` 257 stands for a masked token."""
 
-    vocab_size = 257
     eos = 256
+
+    def __init__(self, *, masks: bool = False) -> None:
+        self.mask = 257 if masks else None
+        self.vocab_size = 258 if masks else 257
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
         """Returns the uint32 ids of a document, (bytes,): one id per byte; any bytes will do."""
@@ -62,8 +71,8 @@ class ByteTokenizer:
         tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([END_OF_TEXT])
-        return _files(tokenizer.to_str(), END_OF_TEXT)
+        tokenizer.add_special_tokens([END_OF_TEXT] if self.mask is None else [END_OF_TEXT, MASK])
+        return _files(tokenizer.to_str(), END_OF_TEXT, None if self.mask is None else MASK)
 
 
 class JsonTokenizer:
@@ -103,6 +112,12 @@ class JsonTokenizer:
         """One more than the largest id, added tokens included."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def mask(self) -> int | None:
+        """The id of a mask token that is known by its name."""
+        found = (self._tokenizer.token_to_id(name) for name in _KNOWN_MASKS)
+        return next((id_ for id_ in found if id_ is not None), None)
+
     def encode(self, document: bytes) -> NDArray[np.uint32]:
         """Returns the uint32 ids of a document, (tokens,); bytes that are no UTF-8 are replaced."""
         text = document.decode("utf-8", errors="replace")
@@ -139,7 +154,7 @@ def open_tokenizer(config: Config) -> Tokenizer | None:
     if name is None:
         return None
     if name == BYTE:
-        return ByteTokenizer()
+        return ByteTokenizer(masks=config.data.objective == MASKED)
     path = Path(name)
     if path.name == "tokenizer.json" and path.is_file():
         path = path.parent
@@ -149,12 +164,14 @@ def open_tokenizer(config: Config) -> Tokenizer | None:
     return FolderTokenizer(path, key=key, known_ends=_KNOWN_ENDS)
 
 
-def _files(tokenizer_json: str, end: str) -> dict[str, bytes]:
+def _files(tokenizer_json: str, end: str, mask: str | None = None) -> dict[str, bytes]:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         "clean_up_tokenization_spaces": False,
     }
+    if mask is not None:
+        settings["mask_token"] = mask
     return {
         "tokenizer.json": tokenizer_json.encode(),
         "tokenizer_config.json": json.dumps(settings, indent=2).encode(),

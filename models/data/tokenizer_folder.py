@@ -84,6 +84,12 @@ class FolderTokenizer:
         """One more than the largest id, added tokens included."""
         return int(max(self._tokenizer.get_vocab().values())) + 1
 
+    @property
+    def mask(self) -> int | None:
+        """The tokenizer's own mask token."""
+        found = getattr(self._tokenizer, "mask_token_id", None)
+        return found if isinstance(found, int) else None
+
     def encode(self, document: bytes) -> NDArray[np.uint32]:
         """Returns the uint32 ids of a document, (tokens,), without the end token.
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.models.data.batch import MicroBatch
-from penstock.models.surgery.probe import WeightlessStub, layer_stubs, shell, shell_at
+from penstock.models.surgery.probe import WeightlessStub, layer_stubs, shell
 from penstock.models.surgery.skeleton import Skeleton
 from penstock.protocol.errors import ConfigError
 
@@ -164,7 +164,7 @@ class DecoderParts:
         def decoder(*_: Any, **__: Any) -> Any:
             return _decoder_output()(last_hidden_state=finished[None])
 
-        model = shell_at(self._skeleton.model, self._skeleton.decoder_path, decoder)
+        model = shell(self._skeleton.model, {self._skeleton.decoder_path: decoder})
         logits: torch.Tensor = model(inputs_embeds=finished[None], use_cache=False).logits
         return logits[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import json
 import re
@@ -12,18 +13,27 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
 
 from penstock.models.surgery.probe import refused
+from penstock.models.surgery.skeleton import predicts_masked
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import MASKED, NEXT_TOKEN
 from penstock.protocol.errors import ConfigError, StateError, reason
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import check_sealed
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
 """Accepted by transformers although no configuration lists them any more."""
 
-_SUPPORTED = "decoder-only types are supported, such as llama, gpt2, qwen2 and mistral"
+_SUPPORTED = (
+    "decoder-only types are supported, such as llama, gpt2, qwen2, mistral and mamba, and encoders"
+    " such as bert"
+)
 
 _WITHOUT_EFFECT = {"max_window_layers", "n_ctx", "prefix", "task_specific_params"}
 """Published configurations have them; transformers reads them for some types, or no longer."""
@@ -54,6 +64,7 @@ def resolve_hf_config(
     Raises:
         ConfigError: unknown type or key, impossible value, vocabulary or positions too small.
     """
+    import_modules(config)
     if config.model.path is not None:
         hf_config = read_hf_config(config.model.path)
         vocab_key = f"vocab_size of {config.model.path / 'config.json'}"
@@ -69,9 +80,22 @@ def resolve_hf_config(
             f"{vocab_key} = {vocab_size}: tokenizer {config.tokenizer!r} has ids up to"
             f" {tokenizer_vocab_size - 1}; give {remedy}"
         )
+    _check_objective(hf_config, config.data.objective)
     _check_positions(hf_config, config.data.sequence_length)
     _check_loss(hf_config)
     return hf_config
+
+
+def import_modules(config: Config) -> None:
+    """Import what ``model.imports`` lists, so that transformers knows the types of model that these
+    modules register.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    for name in config.model.imports:
+        with refused(lambda error, name=name: f"model.imports: {name!r}: {reason(error)}"):  # type: ignore[misc]
+            importlib.import_module(name)
 
 
 def read_hf_config(directory: Path) -> PretrainedConfig:
@@ -111,6 +135,7 @@ def load_run_config(run_dir: Path) -> PretrainedConfig:
         StateError: it is missing, damaged, or not what it was when the run was started.
     """
     name = "model/config.json"
+    import_modules(RunDirectory(run_dir).config)
     try:
         check_sealed(run_dir, name, (run_dir / name).read_bytes())
     except OSError as error:
@@ -169,18 +194,23 @@ def _innermost(error: Exception) -> Exception:
 
 
 def _check_kind(hf_config: PretrainedConfig, where: str) -> None:
-    """Refuse what is no causal language model, or has one among other parts."""
+    """Refuse what is no language model, or has one among other parts."""
     model_type = hf_config.model_type
     named = f"{where} = {model_type!r}"
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(f"{named}: transformers has no causal language model of it; {_SUPPORTED}")
+    if not _is_language_model(hf_config) or getattr(hf_config, "is_encoder_decoder", False):
+        raise ConfigError(f"{named}: transformers has no language model of it; {_SUPPORTED}")
     inner = hf_config.get_text_config(decoder=True)
     if inner.model_type != model_type or not isinstance(
         getattr(hf_config, "vocab_size", None), int
     ):
-        alone = inner.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        alone = _is_language_model(inner)
         remedy = f"give {inner.model_type!r} by itself" if alone else _SUPPORTED
         raise ConfigError(f"{named}: its language model is one part of several; {remedy}")
+
+
+def _is_language_model(hf_config: PretrainedConfig) -> bool:
+    known = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
+    return any(type(hf_config) in mapping for mapping in known)
 
 
 def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
@@ -219,6 +249,21 @@ def _check_loss(hf_config: PretrainedConfig) -> None:
                 " that of the tokens, and blocks that run one after the other train on the latter"
                 f" alone; set it to {json.dumps(type(value)())}"
             )
+
+
+def _check_objective(hf_config: PretrainedConfig, objective: str) -> None:
+    """Refuse a model that sees what it is to predict, or does not see what follows a mask."""
+    masked = predicts_masked(hf_config)
+    if masked and objective == NEXT_TOKEN:
+        raise ConfigError(
+            f"data.objective = {objective!r}: {hf_config.model_type!r} is an encoder, which sees"
+            f" the words that it would have to predict; set data.objective: {MASKED}"
+        )
+    if not masked and objective == MASKED:
+        raise ConfigError(
+            f"data.objective = {objective!r}: {hf_config.model_type!r} is a decoder, which sees no"
+            f" words behind a masked one; set data.objective: {NEXT_TOKEN}"
+        )
 
 
 def _check_positions(hf_config: PretrainedConfig, sequence_length: int) -> None:

@@ -41,14 +41,23 @@ def refused(explain: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = False) -> Any:
-    """Returns a shallow copy of ``module`` whose attributes in ``overrides`` are replaced.
+    """Returns a shallow copy of ``module`` whose attributes in ``overrides`` are replaced; a dotted
+    name is an attribute of a descendant, and what lies between becomes a shell, too.
 
-    ``training`` is for what its own forward does; children keep their mode.
+    ``training`` is for what the shells' own forwards do; children keep their mode.
     """
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
     clone.training = training
-    for name, value in overrides.items():
+    here = {name: value for name, value in overrides.items() if "." not in name}
+    deeper: dict[str, dict[str, Any]] = {}
+    for path, value in overrides.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            deeper.setdefault(name, {})[rest] = value
+    for name, inner in deeper.items():
+        here[name] = shell(module.get_submodule(name), inner, training=training)
+    for name, value in here.items():
         clone._modules.pop(name, None)
         # A name in the instance's dictionary is found before nn.Module's own lookup, whatever its
         # type.
@@ -56,11 +65,19 @@ def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = F
     return clone
 
 
-def shell_at(module: nn.Module, path: str, value: Any) -> Any:
-    """Returns a shell of ``module`` in which the descendant at dotted ``path`` is ``value``."""
-    name, _, rest = path.partition(".")
-    child = shell_at(module.get_submodule(name), rest, value) if rest else value
-    return shell(module, {name: child})
+def children_around(decoder: nn.Module, layers_name: str) -> dict[str, nn.Module]:
+    """Returns the modules of a decoder that stand beside its layers, by dotted name in the order of
+    the modules: its children, and those of what contains the layers (an encoder's list of them).
+    """
+    around: dict[str, nn.Module] = {}
+    first, _, rest = layers_name.partition(".")
+    for name, child in decoder.named_children():
+        if name != first:
+            around[name] = child
+        elif rest:
+            inner = children_around(child, rest)
+            around |= {f"{name}.{path}": module for path, module in inner.items()}
+    return around
 
 
 class LayerStub:
@@ -195,8 +212,9 @@ class _Observation:
         self._overrides: dict[str, Any] = {
             layers_name: layer_stubs(layers, self._on_layer, as_tuple=as_tuple)
         }
-        for name, child in decoder.named_children():
-            if name != layers_name and any(True for _ in child.parameters()):
+        self._around = children_around(decoder, layers_name)
+        for name, child in self._around.items():
+            if any(True for _ in child.parameters()):
                 self._overrides[name] = self._watching(name)
 
     def run(self) -> Order:
@@ -219,7 +237,7 @@ class _Observation:
                 f"model: {', '.join(sorted(both))} of {type(self._decoder).__name__} run both"
                 " before and after the layers; this architecture is not supported"
             )
-        names = [name for name, _ in self._decoder.named_children()]
+        names = list(self._around)
         before = tuple(n for n in names if n in seen_before)
         # What never ran without a cache or labels still has parameters; it travels with the head.
         unseen = set(self._overrides) - {self._layers_name} - set(before)

@@ -1,5 +1,4 @@
-"""A Hugging Face causal language model without parameters, and which of its parts belongs to which
-block.
+"""A Hugging Face language model without parameters, and which of its parts belongs to which block.
 
 The model is built on the meta device, so that its parameters take no memory; its non-persistent
 buffers (rotary frequencies, embedding scales) are then rebuilt for real. Which of the decoder's
@@ -13,6 +12,7 @@ How the parts are run is in :mod:`penstock.models.surgery.decoder_parts`.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from penstock.models.surgery.probe import observe_order, refused
+from penstock.models.surgery.probe import children_around, observe_order, refused
 from penstock.protocol.errors import ConfigError, reason
 
 if TYPE_CHECKING:
@@ -38,21 +38,24 @@ class Part:
     """One block's share of the model: its kind and its parameters.
 
     ``tensors`` maps state-dict names to ``(module, attribute)``, the place of the parameter.
+    ``others`` are further places of the same parameters within the block, by the same names.
     """
 
     name: str
     kind: str
     layer_index: int | None
     tensors: dict[str, tuple[nn.Module, str]]
+    others: dict[str, list[tuple[nn.Module, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
     """The model on the meta device and its parts in block order: embedding, layers, head.
 
-    ``decoder_path`` names the module whose forward loops over the layers; ``layers_name`` its list
-    of layers. ``before`` and ``after`` are the names of the decoder's children that own parameters
-    and run before the first and after the last layer; one that does all there is to do is named by
+    ``decoder_path`` names the module whose forward goes from token ids through the layers;
+    ``layers_name`` its list of layers, dotted where that belongs to an encoder inside. ``before``
+    and ``after`` are the names of the modules around the layers that own parameters and run before
+    the first and after the last layer; one that does all there is to do is named by
     ``embeds_alone`` or ``finishes_alone``. ``layers_return_tuples``: what the decoder expects of a
     layer.
     """
@@ -69,7 +72,7 @@ class Skeleton:
 
     @property
     def decoder(self) -> nn.Module:
-        """The module whose forward loops over the layers."""
+        """The module whose forward goes from token ids through the layers."""
         decoder: nn.Module = self.model.get_submodule(self.decoder_path)
         return decoder
 
@@ -79,6 +82,10 @@ class Skeleton:
         layers = self.decoder.get_submodule(self.layers_name)
         assert isinstance(layers, nn.ModuleList)
         return layers
+
+    def around(self) -> dict[str, nn.Module]:
+        """Returns the decoder's modules beside its layers, by name in the order of the modules."""
+        return children_around(self.decoder, self.layers_name)
 
     def tied_names(self) -> dict[str, list[str]]:
         """Returns, for every distinct parameter, its first name in block order -> all its names in
@@ -96,8 +103,10 @@ class Skeleton:
 def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
     """Build the model of a configuration on the meta device and find its parts.
 
+    The model predicts masked tokens where :func:`predicts_masked` says so, else the next one.
+
     Raises:
-        ConfigError: the model cannot be built, or is no decoder that runs layer after layer.
+        ConfigError: the model cannot be built, or does not run layer after layer.
     """
     model = _build_on_meta(hf_config)
     with refused(
@@ -114,16 +123,7 @@ def _taken_apart(model: Any) -> Skeleton:
     rebuild_buffers(model)
     decoder_path, layers_name = _find_layers(model)
     decoder = model.get_submodule(decoder_path)
-    try:
-        order = observe_order(decoder, layers_name, int(model.config.hidden_size))
-    except ConfigError as error:
-        # Some decoders have the key, too, and leave it false.
-        if getattr(model.config, "is_decoder", None) is False:
-            raise ConfigError(
-                f"model: type {model.config.model_type!r} is an encoder, which sees the words that"
-                " it would have to predict; decoder-only models are supported"
-            ) from error
-        raise
+    order = observe_order(decoder, layers_name, int(model.config.hidden_size))
     parts = _divide(model, decoder_path, layers_name, order.before)
     return Skeleton(
         model=model,
@@ -138,9 +138,25 @@ def _taken_apart(model: Any) -> Skeleton:
     )
 
 
+def predicts_masked(hf_config: PretrainedConfig) -> bool:
+    """Whether the model of a configuration sees the words on both sides of one, and so is trained
+    to predict words that were masked: transformers has it as such, and not as a decoder.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
+
+    kind = type(hf_config)
+    if kind not in MODEL_FOR_MASKED_LM_MAPPING:
+        return False
+    decodes = getattr(hf_config, "is_decoder", None) is not False
+    return not (decodes and kind in MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
 def _build_on_meta(hf_config: PretrainedConfig) -> Any:
     # Imported here: it takes seconds, and emulated workers import this module and build nothing.
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     config = copy.deepcopy(hf_config)
     config.use_cache = False
@@ -149,22 +165,22 @@ def _build_on_meta(hf_config: PretrainedConfig) -> Any:
     attention = {"attn_implementation": "eager"} if softcap is not None else {}
     explain = f"model: transformers cannot build a model of type {config.model_type!r} from these"
     with refused(lambda error: f"{explain} values: {reason(error)}"), torch.device("meta"):
-        make: Any = AutoModelForCausalLM.from_config
-        model = make(config, dtype=torch.float32, **attention)
+        kind: Any = AutoModelForMaskedLM if predicts_masked(config) else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32, **attention)
     return model.train()
 
 
 def _check_kind(model: Any) -> None:
-    """Refuse models that are no decoders of attention layers, or that act at random in a way that
+    """Refuse models that are no layers one after the other, or that act at random in a way that
     others could not repeat.
     """
     config = model.config
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
         value = getattr(config, key, None)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(
                 f"model: type {config.model_type!r} has no {key}; so far, models are supported that"
-                " are attention layers one after the other"
+                " are layers one after the other"
             )
     persistent = sorted(set(dict(model.named_buffers())) & set(model.state_dict(keep_vars=True)))
     if persistent:
@@ -246,7 +262,15 @@ def _find_layers(model: Any) -> tuple[str, str]:
         )
     path = max(found, key=lambda entry: entry[1])[0]
     decoder_path, _, layers_name = path.rpartition(".")
-    return decoder_path, layers_name
+    # The list may belong to an encoder within the module that takes token ids (BERT).
+    outer = decoder_path
+    while outer and not _takes_token_ids(model.get_submodule(outer)):
+        outer = outer.rpartition(".")[0]
+    return (outer, path.removeprefix(f"{outer}.")) if outer else (decoder_path, layers_name)
+
+
+def _takes_token_ids(module: nn.Module) -> bool:
+    return "input_ids" in inspect.signature(module.forward).parameters
 
 
 def _divide(
@@ -263,27 +287,40 @@ def _divide(
             if parameter is None:
                 continue
             name = f"{module_path}.{attribute}" if module_path else attribute
-            if inside == "":
+            if inside is not None and (inside == "" or layers_name.startswith(f"{inside}.")):
                 raise ConfigError(
                     f"model: parameter {name} belongs to the decoder itself, not to a module of it;"
                     " this architecture is not supported"
                 )
-            child, _, rest = (inside or "").partition(".")
-            if inside is not None and child == layers_name:
-                layers[int(rest.partition(".")[0])][name] = (module, attribute)
-            elif inside is not None and child in before:
+            layer = None if inside is None else _relative(inside, layers_name)
+            if layer is not None:
+                layers[int(layer.partition(".")[0])][name] = (module, attribute)
+            elif inside is not None and any(_relative(inside, b) is not None for b in before):
                 embedding[name] = (module, attribute)
             else:
                 head[name] = (module, attribute)
     kinds = _layer_kinds(model.get_submodule(f"{decoder_path}.{layers_name}"))
     return (
-        Part(name="embedding", kind=EMBEDDING_KIND, layer_index=None, tensors=embedding),
-        *(
-            Part(name=f"layer.{i}", kind=kinds[i], layer_index=i, tensors=tensors)
-            for i, tensors in enumerate(layers)
-        ),
-        Part(name="head", kind=HEAD_KIND, layer_index=None, tensors=head),
+        _part("embedding", EMBEDDING_KIND, None, embedding),
+        *(_part(f"layer.{i}", kinds[i], i, places) for i, places in enumerate(layers)),
+        _part("head", HEAD_KIND, None, head),
     )
+
+
+def _part(
+    name: str, kind: str, layer_index: int | None, places: dict[str, tuple[nn.Module, str]]
+) -> Part:
+    """Returns a block whose parameters go by the first of their names in ``places``."""
+    first: dict[int, str] = {}
+    tensors: dict[str, tuple[nn.Module, str]] = {}
+    others: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, (module, attribute) in places.items():
+        found = first.setdefault(id(module._parameters[attribute]), path)
+        if found == path:
+            tensors[path] = (module, attribute)
+        else:
+            others.setdefault(found, []).append((module, attribute))
+    return Part(name=name, kind=kind, layer_index=layer_index, tensors=tensors, others=others)
 
 
 def _relative(path: str, ancestor: str) -> str | None:

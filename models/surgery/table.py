@@ -19,6 +19,7 @@ from penstock.models.surgery.skeleton import (
     Part,
     Skeleton,
     build_skeleton,
+    predicts_masked,
 )
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
@@ -133,7 +134,8 @@ class _Costs:
 
     A matrix costs two operations an element. Attention over s tokens, scores and values of h heads
     of d numbers, costs 2 * 2 s h d of them a token, half of that where it is causal (Narayanan et
-    al. 2021, arXiv 2104.04473, appendix).
+    al. 2021, arXiv 2104.04473, appendix). Layers without attention (Mamba) cost their matrices: of
+    the scan over n states of each of d channels, A (d, n) is one.
     """
 
     hf_config: PretrainedConfig
@@ -150,9 +152,12 @@ class _Costs:
         matrices = 2.0 * sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
         if part.kind == HEAD_KIND:
             return matrices + 5.0 * int(self.hf_config.vocab_size)
-        heads = int(self.hf_config.num_attention_heads)
+        heads = int(getattr(self.hf_config, "num_attention_heads", 0))
+        if not heads:
+            return matrices
         head_size = int(getattr(self.hf_config, "head_dim", None) or self._hidden // heads)
-        return matrices + 2.0 * self.sequence_length * heads * head_size
+        seen = 2.0 if predicts_masked(self.hf_config) else 1.0
+        return matrices + seen * 2.0 * self.sequence_length * heads * head_size
 
     def activation_bytes(self, part: Part, shapes: Sequence[tuple[int, ...]]) -> float:
         if part.kind == EMBEDDING_KIND:

@@ -23,6 +23,8 @@ from penstock.protocol.config.optimizers import (
 )
 from penstock.protocol.config.values import (
     AUTO,
+    MASKED,
+    NEXT_TOKEN,
     Accepts,
     Attempts,
     Cores,
@@ -78,6 +80,11 @@ class ModelConfig(Section):
     dtype: DType = Field(
         default=DType.FP32, description="Weights are stored and sent to devices in this type."
     )
+    imports: Annotated[tuple[str, ...], Accepts("a list of modules such as [fla]")] = Field(
+        default=(),
+        description="Python modules that everybody who needs the model imports first: those that"
+        " register types of model of their own with transformers. Every machine has them.",
+    )
     compile: bool = Field(
         default=False,
         description="Runs the layers through torch.compile, but for forwards whose plan splits the"
@@ -121,6 +128,28 @@ class DataConfig(Section):
     )
     sequence_length: Annotated[int, Unit("tokens")] = Field(
         default=256, ge=1, description="Each training sequence is so long."
+    )
+    objective: Annotated[
+        str, Accepts("next-token, masked, or a function of yours such as package.module:function")
+    ] = Field(
+        default=NEXT_TOKEN,
+        pattern=rf"^({NEXT_TOKEN}|{MASKED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="What is predicted of a sequence: each next token; with encoders such as bert,"
+        " masked tokens (drawn anew in each pass); or what a function says that is given token"
+        " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
+        " (models/data/batch.py).",
+    )
+    mask_fraction: float = Field(
+        default=0.15,
+        gt=0.0,
+        lt=1.0,
+        description="With masked: share of the tokens that are predicted. Of them 80 % are"
+        " replaced by the mask, 10 % by any token, 10 % stay.",
+    )
+    mask_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="With masked: number of the mask token; unset, the tokenizer's.",
     )
     shuffle: bool = Field(
         default=True,

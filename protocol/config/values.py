@@ -15,6 +15,10 @@ from penstock.shm.topology import parse_cpus
 BYTE = "byte"
 """The tokenizer whose tokens are bytes."""
 
+NEXT_TOKEN = "next-token"
+MASKED = "masked"
+"""What a model is trained to predict: each next token, or tokens that were masked."""
+
 AUTO = "auto"
 """Value of keys that Penstock decides; as ``schedule.scheme``, the tuner does."""
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.models.data.batch import MicroBatch
+from penstock.models.data.objectives import Masked, NextToken, Own
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.workers.data import TokenDataset, micro_batches
 
@@ -17,6 +19,7 @@ GOLDEN = (
     [16, 149, 57, 42, 134, 92, 114, 171],
     [57, 129, 152, 13, 134, 83, 148, 12],
 )
+GOLDEN_MASKS = [15, 17, 32, 35, 51, 64, 68, 69, 70, 76, 80, 86, 87, 89, 98]
 
 SETTINGS = settings(max_examples=60, deadline=None)
 
@@ -100,7 +103,7 @@ def test_sequences_are_the_design_s(token_file) -> None:
 def test_documents_of_a_packed_sequence(tmp_path) -> None:
     tokens = [1, 2, EOS, 3, EOS, 4, 5, 6, 7, 8, 1, EOS, 2]
     np.array(tokens, dtype="<u2").tofile(tmp_path / "t.bin")
-    options = {"shuffle": False, "eos": EOS, "document_masks": True}
+    options = {"shuffle": False, "objective": NextToken(eos=EOS)}
     data = dataset(tmp_path / "t.bin", 6, **options)
     (batch,), counted = micro_batches(data, 0, 2, 2)
     assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4], [5, 6, 7, 8, 1, 9]]
@@ -113,6 +116,50 @@ def test_documents_of_a_packed_sequence(tmp_path) -> None:
     assert counted == 5
     (plain,), counted = micro_batches(dataset(tmp_path / "t.bin", 6, shuffle=False), 0, 2, 2)
     assert plain.document_ids is None and counted == 12
+
+
+MASKS = Masked(mask=2001, vocab_size=2002, fraction=0.15, seed=3)
+
+
+def masked(path: Path, position: int, count: int, micro_batch: int) -> np.ndarray:
+    """Inputs and labels of some samples, (2, count, 100)."""
+    data = dataset(path, 100, shuffle=False, objective=MASKS)
+    batches, counted = micro_batches(data, position, count, micro_batch)
+    assert counted == 15 * count
+    parts = [np.stack([batch.input_ids, batch.labels]) for batch in batches]
+    return np.concatenate(parts, axis=1)
+
+
+def test_masked_tokens_are_to_be_predicted(token_file) -> None:
+    inputs, labels = masked(token_file, 0, 20, 4)
+    tokens = np.arange(2000).reshape(20, 100)
+    chosen = labels != -100
+    assert (labels[chosen] == tokens[chosen]).all() and (inputs[~chosen] == tokens[~chosen]).all()
+    masks, kept = (inputs[chosen] == 2001).mean(), (inputs[chosen] == tokens[chosen]).mean()
+    assert 0.74 < masks < 0.86 and 0.05 < kept < 0.15
+    assert (chosen.sum(axis=1) == 15).all() and inputs.max() <= 2001 and inputs.min() >= 0
+
+
+def test_masks_follow_from_the_sample_alone(token_file) -> None:
+    """Whoever asks, in whatever micro-batches; each pass has masks of its own."""
+    whole = masked(token_file, 0, 20, 20)
+    assert (whole == masked(token_file, 0, 20, 1)).all()
+    assert (whole[:, 7:9] == masked(token_file, 7, 2, 2)).all()
+    assert (whole != masked(token_file, 20, 20, 20)).any(), "the same sequences, a pass later"
+    assert np.flatnonzero(whole[1, 0] != -100).tolist() == GOLDEN_MASKS
+
+
+def test_an_objective_of_ones_own(token_file) -> None:
+    own = Own.named(f"{__name__}:halves")
+    (batch,), counted = micro_batches(dataset(token_file, 4, shuffle=False, objective=own), 0, 1, 1)
+    assert batch.input_ids.tolist() == [[0, 1]] and counted == 2
+    with pytest.raises(ConfigError, match=r"data.objective = 'no.such:thing': cannot import it"):
+        Own.named("no.such:thing")
+
+
+def halves(tokens: np.ndarray) -> MicroBatch:
+    """The second half of a sequence is predicted from the first."""
+    return MicroBatch(input_ids=tokens[:, :2], labels=tokens[:, 2:4])
 
 
 def test_part_of_a_file(token_file) -> None:
@@ -131,5 +178,3 @@ def test_bad_files_are_named(tmp_path, token_file) -> None:
         dataset(token_file, num_tokens=3000)
     with pytest.raises(ConfigError, match=r"data.sequence_length = 2001: .* has 2001 tokens"):
         dataset(token_file, 2001)
-    with pytest.raises(ConfigError, match=r"data.document_masks: true: needs the id"):
-        dataset(token_file, document_masks=True)

@@ -22,7 +22,7 @@ from penstock.models.surgery.hf import resolve_hf_config
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.workers.data import TokenDataset
+from penstock.workers.data import TokenDataset, micro_batches
 
 LLAMA = {
     "model_type": "llama",
@@ -32,6 +32,9 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
+}
+BERT = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "model_type": "bert"
 }
 
 
@@ -64,6 +67,7 @@ def test_prepared_directory(tmp_path: Path) -> None:
         "token_dtype": "uint16",
         "vocab_size": 257,
         "eos": 256,
+        "mask": None,
     }
     tokens = np.fromfile(tmp_path / "data/train.bin", dtype="<u2")
     assert tokens[:3].tolist() == [32, 33, 34] and tokens[-4:].tolist() == [101, 110, 100, 256]
@@ -124,11 +128,32 @@ def test_token_files_stay_where_they_are(tmp_path: Path) -> None:
     prepare(config, tmp_path)
     dataset = TokenDataset.open(tmp_path / "data", "train", config)
     assert dataset.batch(1, 1).tolist() == [list(range(16, 33))]
+    apart = make(tmp_path, hf={"vocab_size": 1000}, data={**data, "document_masks": True})
+    with pytest.raises(ConfigError, match=r"data.document_masks: true: needs the id"):
+        TokenDataset.open(tmp_path / "data", "train", apart)
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["meta.json", "train.sums"]
     with pytest.raises(ConfigError, match=r"holds token 999, the model has a vocabulary of 999"):
         prepare(make(tmp_path, hf={"vocab_size": 999}, data=data), tmp_path)
     with pytest.raises(ConfigError, match=r"model.hf.vocab_size: is missing"):
         prepare(make(tmp_path, data=data), tmp_path)
+
+
+def test_a_masked_token_file_needs_the_number_of_its_mask(tmp_path: Path) -> None:
+    np.arange(1000, dtype="<u2").tofile(tmp_path / "own.bin")
+    tokens = {"tokens": str(tmp_path / "own.bin"), "sequence_length": 16, "objective": "masked"}
+
+    def made(mask_token: int | None) -> Config:
+        data = {**tokens, "mask_token": mask_token}
+        return parse_config({"model": {"hf": {**BERT, "vocab_size": 1000}}, "data": data})
+
+    with pytest.raises(ConfigError, match=r"the tokenizer has no mask token; give its number"):
+        prepare(made(None), tmp_path)
+    with pytest.raises(ConfigError, match=r"data.mask_token = 1000: the model has a vocabulary"):
+        prepare(made(1000), tmp_path)
+    prepare(made(999), tmp_path)
+    dataset = TokenDataset.open(tmp_path / "data", "train", made(999))
+    (batch,), counted = micro_batches(dataset, 0, 1, 1)
+    assert counted == 2 and (batch.labels != -100).sum() == 2
 
 
 @pytest.mark.parametrize(

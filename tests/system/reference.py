@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from penstock.daemons.scheduler.machine.position import learning_rate
 from penstock.models.checkpoints.initial import initial_blocks
+from penstock.protocol.config.values import MASKED
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
 
@@ -40,7 +41,9 @@ class ReferenceLoop:
         files = RunDirectory(run_dir)
         self.config, table = files.config, files.table
         hf_config = AutoConfig.from_pretrained(run_dir / "model")
-        self.model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        masked = self.config.data.objective == MASKED
+        kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+        self.model = kind.from_config(hf_config, dtype=torch.float32)
         self.model.train()
         self.parameters = dict(self.model.named_parameters())
         blocks = range(len(table.blocks))
@@ -77,7 +80,7 @@ class ReferenceLoop:
         for batch in batches:
             inputs = torch.as_tensor(np.asarray(batch.input_ids), dtype=torch.long)
             labels = torch.as_tensor(np.asarray(batch.labels), dtype=torch.long)
-            logits = self.model(input_ids=inputs, use_cache=False).logits
+            logits = self.model(input_ids=inputs).logits
             loss_sum = functional.cross_entropy(
                 logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=-100
             )

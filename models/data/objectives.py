@@ -1,0 +1,136 @@
+"""What is predicted of a sequence: each next token, tokens that were masked, or what a function of
+the user's says. No torch.
+
+An objective turns rows of tokens, (micro_batch, sequence_length + 1), into a
+:class:`~penstock.models.data.batch.MicroBatch`. It is a function of the tokens and of the samples'
+numbers in the run, so a repeated attempt, any stage and any micro-batch size see the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
+from penstock.protocol.errors import ConfigError, reason
+
+_REPLACED, _ANY = 0.8, 0.9
+"""Of the tokens to be predicted: up to which share the mask stands for them, and up to which any
+token does (Devlin et al. 2019, section 3.1)."""
+
+
+class Objective(Protocol):
+    """Makes micro-batches."""
+
+    def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
+        """Returns the micro-batch of int64 ``tokens``, (micro_batch, sequence_length + 1), which
+        are the run's samples ``first_sample``, ``first_sample + 1`` and so on.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextToken:
+    """Labels are the tokens that follow; the end token ``eos`` keeps documents apart, None: they
+    are not.
+    """
+
+    eos: int | None = None
+
+    def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
+        """Returns inputs and labels, (micro_batch, sequence_length).
+
+        With documents apart every document of a sequence (it ends with its end token) is on its
+        own, as when sequences are packed from documents: positions restart, attention stays
+        inside, and the end token predicts nothing (label -100), since the next document does not
+        follow from it.
+        """
+        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), tokens[:, 1:].copy()
+        if self.eos is None or not (inputs == self.eos).any():
+            return MicroBatch(input_ids=inputs, labels=labels)
+        ends = inputs == self.eos
+        labels[ends] = IGNORED_LABEL
+        if not ends[:, :-1].any():
+            return MicroBatch(input_ids=inputs, labels=labels)
+        begins = np.zeros_like(ends)
+        begins[:, 1:] = ends[:, :-1]
+        steps = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
+        latest_begin = np.maximum.accumulate(np.where(begins, steps, 0), axis=1)
+        return MicroBatch(
+            input_ids=inputs,
+            labels=labels,
+            position_ids=steps - latest_begin,
+            document_ids=np.cumsum(begins, axis=1, dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masked:
+    """Labels are the tokens that were masked, ``fraction`` of all and at least one of a sequence;
+    what is masked follows from ``seed`` and the sample's number, so it differs from pass to pass.
+
+    ``mask`` stands for a masked token; any of ``vocab_size`` tokens may be drawn in its place.
+    ``eos`` keeps documents apart, as in :class:`NextToken`.
+    """
+
+    mask: int
+    vocab_size: int
+    fraction: float
+    seed: int
+    eos: int | None = None
+
+    def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
+        """Returns inputs with masks, and labels (-100 where nothing was masked), (micro_batch,
+        sequence_length).
+        """
+        batch = NextToken(eos=self.eos)(tokens, first_sample)
+        inputs = batch.input_ids.copy()
+        labels = np.full_like(inputs, IGNORED_LABEL)
+        for row in range(len(inputs)):
+            self._mask(inputs[row], labels[row], first_sample + row)
+        return replace(batch, input_ids=inputs, labels=labels)
+
+    def _mask(self, inputs: NDArray[np.int64], labels: NDArray[np.int64], sample: int) -> None:
+        digest = hashlib.blake2b(f"mask/{self.seed}/{sample}".encode(), digest_size=8).digest()
+        # Bits of PCG64 are the same in every NumPy; those of its distributions need not be.
+        bits = np.random.PCG64(int.from_bytes(digest, "little"))
+        drawn = np.asarray(bits.random_raw(3 * len(inputs)), dtype=np.uint64) >> np.uint64(11)
+        chosen, kind, other = (drawn.astype(np.float64) / 2.0**53).reshape(3, -1)
+        wanted = max(1, round(self.fraction * len(inputs)))
+        places = np.argsort(chosen, kind="stable")[:wanted]
+        labels[places] = inputs[places]
+        masked = places[kind[places] < _REPLACED]
+        swapped = places[(kind[places] >= _REPLACED) & (kind[places] < _ANY)]
+        inputs[masked] = self.mask
+        inputs[swapped] = (other[swapped] * self.vocab_size).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A function of the user's, which is given the tokens alone."""
+
+    function: Callable[[NDArray[np.int64]], MicroBatch]
+
+    @classmethod
+    def named(cls, path: str) -> Own:
+        """Returns the function ``package.module:function``.
+
+        Raises:
+            ConfigError: there is none, or its module cannot be imported.
+        """
+        module, _, name = path.partition(":")
+        try:
+            return cls(getattr(importlib.import_module(module), name))
+        except Exception as error:  # whatever the user's module does
+            raise ConfigError(
+                f"data.objective = {path!r}: cannot import it: {reason(error)}"
+            ) from error
+
+    def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
+        """Returns what the function makes of the tokens."""
+        return self.function(tokens)
