@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,13 +41,10 @@ class ReferenceLoop:
 
     def __init__(self, run_dir: Path) -> None:
         files = RunDirectory(run_dir)
-        self.config, table = files.config, files.table
+        self.run_dir, self.config, table = run_dir, files.config, files.table
         hf_config = AutoConfig.from_pretrained(run_dir / "model")
-        masked = self.config.data.objective == MASKED
-        kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-        self.model = kind.from_config(hf_config, dtype=torch.float32)
-        self.model.train()
-        self.parameters = dict(self.model.named_parameters())
+        self.model = self.make_model(hf_config).train()
+        self.parameters = self.named_parameters()
         blocks = range(len(table.blocks))
         with torch.no_grad():
             for _, tensors in initial_blocks(self.config, hf_config, table, blocks):
@@ -54,6 +53,20 @@ class ReferenceLoop:
         self.masters = {n: nn.Parameter(p.detach().clone()) for n, p in self.parameters.items()}
         self.optimizer = self._optimizer()
         self.dataset = TokenDataset.open(run_dir / "data", "train", self.config)
+
+    def make_model(self, hf_config: Any) -> Any:
+        """transformers' own model, in fp32."""
+        masked = self.config.data.objective == MASKED
+        kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+        return kind.from_config(hf_config, dtype=torch.float32)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by the names that the run's blocks have."""
+        return dict(self.model.named_parameters())
+
+    def logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the model makes of a micro-batch, (micro_batch, positions, vocabulary)."""
+        return self.model(input_ids=inputs).logits
 
     def _optimizer(self) -> torch.optim.AdamW:
         settings = self.config.optimizer
@@ -80,9 +93,9 @@ class ReferenceLoop:
         for batch in batches:
             inputs = torch.as_tensor(np.asarray(batch.input_ids), dtype=torch.long)
             labels = torch.as_tensor(np.asarray(batch.labels), dtype=torch.long)
-            logits = self.model(input_ids=inputs).logits
+            logits = self.logits(inputs).flatten(0, 1).float()
             loss_sum = functional.cross_entropy(
-                logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=-100
+                logits, labels.flatten(), reduction="sum", ignore_index=-100
             )
             (loss_sum / counted).backward()
             total += loss_sum.item()
@@ -102,10 +115,12 @@ class ReferenceLoop:
         return float(norm)
 
 
-def reference_loop(run_dir: Path, steps: int) -> ReferenceResult:
+def reference_loop(
+    run_dir: Path, steps: int, make: Callable[[Path], ReferenceLoop] = ReferenceLoop
+) -> ReferenceResult:
     """Train the run's model on its data for ``steps`` steps."""
     torch.set_num_threads(1)  # several wait for each other when other tests have the cores
-    loop = ReferenceLoop(run_dir)
+    loop = make(run_dir)
     train, result = loop.config.train, ReferenceResult([], [], {}, 0.0)
     for step in range(1, steps + 1):
         rate = learning_rate(loop.config.optimizer, train.steps, step)

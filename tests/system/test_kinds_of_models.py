@@ -4,13 +4,21 @@ losses and weights, and the same bytes whether the backward is split or not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification
 
+from bench.papers.two_bp import pictures, resnet
+from penstock.models.surgery.hf import load_run_config
 from tests.system import conftest as H
+from tests.system.reference import ReferenceLoop
 from tests.system.test_parity import check_parity_of
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,44 +40,96 @@ KINDS: dict[str, dict[str, Any]] = {
         "data": {"objective": "masked"},
     },
 }
-"""Layers of each kind are in a run's own number; without dropout, since a plain loop draws other
-numbers.
-"""
+"""Without dropout, since a plain loop draws other numbers."""
+
+PICTURES = "resnet"
+"""ResNet with the depths of so many bottlenecks; the others have so many layers."""
+DEPTHS = {4: [1, 1, 1, 1], 50: [3, 8, 36, 3]}
 
 
-def configured(runner: H.Runner, name: str, kind: str, changes: dict[str, Any]) -> Path:
-    """The configuration of a run of one kind."""
-    path = runner.configure(name, H.merge(KINDS[kind], changes))
+class PicturesLoop(ReferenceLoop):
+    """transformers' own ResNet, with its four stages and its running means and variances."""
+
+    def make_model(self, hf_config: Any) -> Any:
+        self.shown = partial(
+            resnet.shown,
+            side=hf_config.side,
+            shown_side=hf_config.shown_side,
+            levels=hf_config.vocab_size,
+        )
+        fields = ("num_channels", "embedding_size", "hidden_sizes", "depths", "num_labels")
+        return ResNetForImageClassification(
+            ResNetConfig(**{name: getattr(hf_config, name) for name in fields})
+        )
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Both models have them in the same order, under other names."""
+        ours = resnet.ResNetBlocksForClassification(load_run_config(self.run_dir))
+        names = [name for name, _ in ours.named_parameters()]
+        return dict(zip(names, self.model.parameters(), strict=True))
+
+    def logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(self.shown(inputs)).logits[:, None]
+
+
+def configured(runner: H.Runner, kind: str, changes: dict[str, Any], layers: int) -> Path:
+    """The configuration of a run of one kind, with so many layers."""
+    path = runner.configure(changes["run"]["name"], changes)
     fields = yaml.safe_load(path.read_text())
-    # Instead of the model that all other tests have, not merged with it.
-    fields["model"]["hf"] = KINDS[kind]["model"]["hf"] | {"num_hidden_layers": changes["layers"]}
-    del fields["layers"]
+    if kind == PICTURES:
+        pictures.write_digits(runner.root / "digits.bin")
+        hf = {"hidden_sizes": [16, 32, 64, 128], "embedding_size": 8, "depths": DEPTHS[layers]}
+        fields["model"] = {
+            "imports": ["bench.papers.two_bp.resnet"],
+            "hf": {"model_type": resnet.MODEL_TYPE, "vocab_size": pictures.LEVELS, **hf},
+        }
+        fields["data"] = {
+            "tokens": str(runner.root / "digits.bin"),
+            "sequence_length": pictures.SEQUENCE_LENGTH,
+            "objective": "bench.papers.two_bp.pictures:digits",
+        }
+        fields["train"] |= {"global_batch": 32, "micro_batch": 8}
+    else:
+        fields["model"]["hf"] = {**KINDS[kind]["model"]["hf"], "num_hidden_layers": layers}
+        fields["data"] |= KINDS[kind].get("data", {})
     path.write_text(yaml.safe_dump(fields))
     return path
 
 
 def trained(runner: H.Runner, kind: str, passes: list[str], steps: int, layers: int) -> Path:
     """The directory of a finished run."""
-    schedule = {"scheme": "1f1b", "passes": passes}
-    changes = {"train": {"steps": steps}, "schedule": schedule, "layers": layers}
     name = f"{kind}-{'-'.join(passes) or 'unsplit'}"
-    return runner.train(configured(runner, name, kind, changes))
+    changes = {
+        "run": {"name": name, "dir": str(runner.root / name)},
+        "train": {"steps": steps},
+        "schedule": {"scheme": "1f1b", "passes": passes},
+    }
+    return runner.train(configured(runner, kind, changes, layers))
+
+
+def loop_of(kind: str) -> Callable[[Path], ReferenceLoop]:
+    """The plain loop of a kind."""
+    return PicturesLoop if kind == PICTURES else ReferenceLoop
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PICTURES])
 def test_a_split_run_is_the_plain_loop(runner: H.Runner, kind: str) -> None:
-    split = trained(runner, kind, ["split-backward"], steps=6, layers=2)
+    layers = 4 if kind == PICTURES else 2
+    split = trained(runner, kind, ["split-backward"], steps=6, layers=layers)
     assert "BW" in (split / "plan.json").read_text()
-    check_parity_of(split, clip=False)
+    check_parity_of(split, clip=False, make=loop_of(kind))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PICTURES])
 def test_split_or_not_the_bytes_are_the_same(runner: H.Runner, kind: str) -> None:
+    """ResNet with the depth of ResNet-152."""
+    layers = 50 if kind == PICTURES else 6
     unsplit, split = (
-        trained(runner, kind, passes, steps=100, layers=6) for passes in ([], ["split-backward"])
+        trained(runner, kind, passes, steps=60, layers=layers)
+        for passes in ([], ["split-backward"])
     )
     assert H.state_bytes(split) == H.state_bytes(unsplit)
-    check_parity_of(unsplit, clip=False)
+    check_parity_of(unsplit, clip=False, make=loop_of(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from penstock.daemons.memory.snapshot import read_block
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
-from tests.system.reference import reference_loop
+from tests.system.reference import ReferenceLoop, reference_loop
 
 STEPS = 20
 
@@ -74,11 +75,13 @@ def check_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
     check_parity_of(runner.train(runner.configure("parity", case(*cell))), clip=cell[3])
 
 
-def check_parity_of(run_dir: Path, *, clip: bool) -> None:
+def check_parity_of(
+    run_dir: Path, *, clip: bool, make: Callable[[Path], ReferenceLoop] = ReferenceLoop
+) -> None:
     """Compare losses, norms and weights of a finished run with the reference's."""
     lines = H.metrics(run_dir)
     steps = RunDirectory(run_dir).config.train.steps
-    expected = reference_loop(run_dir, steps)
+    expected = reference_loop(run_dir, steps, make)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     np.testing.assert_allclose([m["loss"] for m in lines], expected.losses, rtol=1e-5)
     np.testing.assert_allclose([m["grad_norm"] for m in lines], expected.grad_norms, rtol=1e-5)
