@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.papers import two_bp as paper
+from bench.papers.two_bp import theory as paper
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import Residency
