@@ -26,6 +26,7 @@ from penstock.planner.schemes import Recomputation
 from penstock.planner.settling import settle_as_configured
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate.check import PlanError, validate
+from penstock.protocol.config.execution import DeviceUpdates, ScheduleConfig
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ConfigError, ProtocolError, reason
 from penstock.protocol.plan.executable import check_executable, check_updates
@@ -95,6 +96,7 @@ def config_context(config: Config, table: BlockTable, prices: Prices | None = No
         updates_by=(early and optimizer.early) or optimizer,
         update_stride=config.schedule.update_stride,
         resident_share=config.schedule.resident_share,
+        device_updates=config.schedule.device_updates,
     )
 
 
@@ -107,6 +109,7 @@ def _in(context: PlanContext | None, config: Config, table: BlockTable) -> PlanC
         memory_limit_bytes=config.memory.device_limit,
         update_stride=config.schedule.update_stride,
         resident_share=config.schedule.resident_share,
+        device_updates=config.schedule.device_updates,
     )
 
 
@@ -259,12 +262,18 @@ def dropped_operators(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def _unless_default(schedule: ScheduleConfig) -> str:
+    preview = schedule.device_updates is DeviceUpdates.PREVIEW
+    return "" if preview else schedule.device_updates.value
+
+
 def _check_used(config: Config) -> None:
     """Refuses keys for passes that no configured pass looks at."""
     schedule = config.schedule
     for key, value, users in (
         ("update_stride", schedule.update_stride, ("interleave-updates",)),
         ("resident_share", schedule.resident_share, ("interleave-updates", "twinflow")),
+        ("device_updates", _unless_default(schedule), ("interleave-updates", "device-update")),
     ):
         if value and not set(users) & set(schedule.passes):
             raise ConfigError(

@@ -32,6 +32,7 @@ from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.validate.check import validate
+from penstock.protocol.config.execution import DeviceUpdates
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
 
@@ -53,8 +54,8 @@ class PlanContext:
     ``block_work``: what stages are balanced by; forward seconds unless given.
     ``memory_limit_bytes``: of one device, ``None`` where it is no limit. ``optimizer`` and
     ``stops_early``: as in :func:`penstock.planner.simulate.simulate`. ``updates_by``,
-    ``update_stride`` and ``resident_share`` are what passes decide updates by, see
-    :class:`~penstock.planner.passes.PassContext`.
+    ``update_stride``, ``resident_share`` and ``device_updates`` are what passes decide updates by,
+    see :class:`~penstock.planner.passes.PassContext`.
     """
 
     prices: Prices
@@ -65,6 +66,7 @@ class PlanContext:
     updates_by: OptimizerModel = PREVIEW_SETTLE
     update_stride: float | None = None
     resident_share: float = 0.0
+    device_updates: DeviceUpdates = DeviceUpdates.PREVIEW
 
     @property
     def work(self) -> tuple[float, ...]:
@@ -84,6 +86,7 @@ class PlanContext:
             optimizer=self.updates_by,
             update_stride=self.update_stride,
             resident_share=self.resident_share,
+            device_updates=self.device_updates,
         )
 
 

@@ -17,6 +17,13 @@ and the upper halves of version v of the state are its weights, in slot v mod 2:
 state, too, until a sweep has led the block's state on to v + 1, whatever the slot's version word
 says (:mod:`penstock.daemons.optimizer.machine.words`).
 
+Blocks whose workers flush their state (:attr:`Storage.flushed`) have two copies of it, like slots::
+
+    state     | block 0: copy 0: master | exp_avg | … | copy 1: master | …   fp32
+
+State of version v is in copy v mod 2: the block's state version says which one counts. The other
+one is room for the next version, in which anything may be.
+
 An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
 ``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are
 *computed* on the node: those of owned blocks, of a tied tensor's other uses, and of the plan's
@@ -46,6 +53,8 @@ LARGE_BYTES = 1 << 20
 GRADS_MARGIN = 40 * PAGE_BYTES
 """Left free at both ends of large gradients: segments are mapped one after the other, in any order,
 and their arrays should not be as far from those of the state as these are from each other."""
+STATE_COPIES = 2
+"""At most, see :class:`Storage`."""
 GRADIENT_COPIES = 2
 """At most, see :class:`Storage`."""
 
@@ -121,11 +130,13 @@ class Storage:
     ``split_master``: lower halves in the state, weights as the upper ones. ``single_gradients``:
     those of these blocks whose gradients are all computed on the owner's node have one copy of
     them; what else writes it waits until the state has taken the gradients in. Contributions that
-    are pulled keep two: the node that computes them does not see the owner's words.
+    are pulled keep two: the node that computes them does not see the owner's words. ``flushed``:
+    blocks whose next state workers write beside the committed one, so that there are two copies.
     """
 
     split_master: bool = False
     single_gradients: tuple[int, ...] = ()
+    flushed: tuple[int, ...] = ()
 
 
 TWO_COPIES = Storage()
@@ -137,7 +148,7 @@ class NodeLayout:
     """Where every array of one node lies, and how large its segments are.
 
     ``contributions[b]``: gradient contributions of block b, on all nodes; ``gradient_copies[b]``:
-    copies of each, version v in copy ``v % gradient_copies[b]``.
+    copies of each, version v in copy ``v % gradient_copies[b]``; ``state_copies[b]`` likewise.
     """
 
     node: int
@@ -145,6 +156,7 @@ class NodeLayout:
     sizes: dict[SegmentKind, int]
     contributions: tuple[int, ...]
     gradient_copies: tuple[int, ...]
+    state_copies: tuple[int, ...]
     storage: Storage
     digest: bytes
 
@@ -155,6 +167,7 @@ class NodeLayout:
         """Lay out the node's arrays; ``sizes`` lacks the control segment."""
         builder = _Builder()
         copies = tuple(_copies(ownership, b.index, storage) for b in table.blocks)
+        states = tuple(STATE_COPIES if b.index in storage.flushed else 1 for b in table.blocks)
         for block in table.blocks:
             b, weight, grad = block.index, table.weight_dtype.itemsize, table.grad_dtype.itemsize
             if ownership.owner[b] == node:
@@ -165,10 +178,13 @@ class NodeLayout:
                         block.trainable_elements * weight,
                     )
                 builder.add(SegmentKind.FROZEN, (b, "frozen", 0, 0), block.frozen_elements * weight)
-                for name, itemsize in _state(table, storage):
-                    builder.add(
-                        SegmentKind.STATE, (b, name, 0, 0), block.trainable_elements * itemsize
-                    )
+                for copy in range(states[b]):
+                    for name, itemsize in _state(table, storage):
+                        builder.add(
+                            SegmentKind.STATE,
+                            (b, name, copy, 0),
+                            block.trainable_elements * itemsize,
+                        )
             for copy in range(copies[b]):
                 for k, place in enumerate(ownership.computed_on[b]):
                     if place == node:
@@ -177,7 +193,7 @@ class NodeLayout:
                             (b, "grads", copy, k),
                             block.trainable_elements * grad,
                         )
-        placed = [_storage(table), ownership.owner, ownership.computed_on, node, asdict(storage)]
+        placed = [_storage(table), ownership.owner, ownership.computed_on, node, _kept(storage)]
         digest = hashlib.sha256(json.dumps(placed, sort_keys=True).encode()).digest()
         return cls(
             node=node,
@@ -185,6 +201,7 @@ class NodeLayout:
             sizes=builder.finish(),
             contributions=tuple(map(len, ownership.computed_on)),
             gradient_copies=copies,
+            state_copies=states,
             storage=storage,
             digest=digest,
         )
@@ -194,6 +211,14 @@ def _state(table: BlockTable, storage: Storage) -> list[tuple[str, int]]:
     """Returns the names and bytes an element of a block's state arrays."""
     master = ("low", 2) if storage.split_master else ("master", 4)
     return [master, *((name, 4) for name in table.state_arrays)]
+
+
+def _kept(storage: Storage) -> dict[str, object]:
+    """Returns a storage for the digest; without blocks that are flushed, as it has always been."""
+    found = asdict(storage)
+    if not storage.flushed:
+        del found["flushed"]
+    return found
 
 
 def _copies(ownership: Ownership, block: int, storage: Storage) -> int:

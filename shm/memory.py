@@ -192,9 +192,15 @@ class NodeMemory:
         """Frozen weights, 1-D, in the weight dtype."""
         return self._view((block, "frozen", 0, 0), self.spec.table.weight_dtype)
 
-    def state(self, block: int, name: str) -> Array:
-        """``master`` or one of the table's state arrays, 1-D fp32."""
-        return self._view((block, name, 0, 0), DType.FP32)
+    def state(self, block: int, name: str, version: int = 0) -> Array:
+        """``master`` or one of the table's state arrays where state of ``version`` lies, 1-D
+        fp32. The version matters only to blocks with two copies of their state.
+        """
+        return self._view((block, name, self.state_copy(block, version), 0), DType.FP32)
+
+    def state_copy(self, block: int, version: int) -> int:
+        """Returns the copy of a block's state that is of ``version``, if any is."""
+        return version % self.spec.layout.state_copies[block]
 
     @property
     def split_master(self) -> bool:
@@ -212,14 +218,14 @@ class NodeMemory:
         """Master of a block whose state is at ``version``, 1-D fp32: a copy."""
         if self.split_master:
             return self.halves(block, version).load()
-        return self.state(block, "master").copy()
+        return self.state(block, "master", version).copy()
 
     def store_master(self, block: int, version: int, values: Array) -> None:
         """Fill the master of a block whose state is to be at ``version``; ``values``: 1-D fp32."""
         if self.split_master:
             self.halves(block, version).store(values)
         else:
-            self.state(block, "master")[:] = values
+            self.state(block, "master", version)[:] = values
 
     def grads(self, block: int, copy: int, contribution: int) -> Array:
         """Gradients of one contribution, 1-D, in the gradient dtype (bf16 as uint16 bits)."""

@@ -22,6 +22,7 @@ from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.plan.step import WEIGHTS_DTYPES
 from penstock.shm.control import INVALID_VERSION, CommitRecord
+from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockSpec, padded
 
@@ -69,7 +70,7 @@ def restore(
         files = snapshot.check(memory, filling.source, filling.version, cancelled)
     _invalidate(memory)
     if filling.source is None:
-        _zero_state(memory)
+        _zero_state(memory, filling.version)
         load_initial(cancelled)
     for block, places in files.items():
         if cancelled():
@@ -133,10 +134,10 @@ def _invalidate(memory: NodeMemory) -> None:
     control.clear_history()
 
 
-def _zero_state(memory: NodeMemory) -> None:
+def _zero_state(memory: NodeMemory, version: int) -> None:
     for block in memory.owned_blocks():
         for name in memory.spec.table.state_arrays:
-            memory.state(block, name)[:] = 0
+            memory.state(block, name, version)[:] = 0
 
 
 def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
@@ -146,7 +147,7 @@ def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
     with _native.Pool(list(cores)) as pool:
         for block in blocks:
             _zero_padding(memory, memory.spec.table.blocks[block], version)
-            _cast(pool, memory, block, version % 2)
+            _cast(pool, memory, block, version)
     for block in blocks:
         control.set_state_version(block, version)
         control.set_slot_version(block, version % 2, version)
@@ -157,15 +158,15 @@ def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
     control.set_incarnation(filling.incarnation)
 
 
-def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None:
+def _cast(pool: _native.Pool, memory: NodeMemory, block: int, version: int) -> None:
     """Weights from master, rounded as the optimizer's sweeps round; those that are its upper half
     are there.
     """
-    weights = memory.weights(block, slot)
+    weights = memory.weights(block, version % WEIGHT_SLOTS)
     if weights.size and not memory.split_master:
         _native.cast_weights(
             pool,
-            master=memory.state(block, "master"),
+            master=memory.state(block, "master", version),
             weights=weights.view(np.uint16) if weights.dtype == np.float16 else weights,
             weights_dtype=WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
         )
@@ -173,12 +174,13 @@ def _cast(pool: _native.Pool, memory: NodeMemory, block: int, slot: int) -> None
 
 def _zero_padding(memory: NodeMemory, block: BlockSpec, version: int) -> None:
     """Padding takes part in sweeps and norms; it must be zero, whatever was there before."""
-    arrays = [memory.state(block.index, name) for name in memory.spec.table.state_arrays]
+    names = memory.spec.table.state_arrays
+    arrays = [memory.state(block.index, name, version) for name in names]
     if memory.split_master:
         halves = memory.halves(block.index, version)
         arrays += [halves.high, halves.low]
     else:
-        arrays.append(memory.state(block.index, "master"))
+        arrays.append(memory.state(block.index, "master", version))
     for tensor in block.tensors:
         end = tensor.offset + tensor.num_elements
         gap = slice(end, tensor.offset + padded(tensor.num_elements))

@@ -77,14 +77,16 @@ def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[T
     """Returns what the file of an owned block whose state is at ``version`` holds, as views of the
     node's memory.
     """
-    table = memory.spec.table
+    table, copy = memory.spec.table, memory.state_copy(block.index, version)
     found: list[TensorBytes] = []
     arrays: list[tuple[str, memoryview | Halves]] = [
         ("", memory.halves(block.index, version))
         if memory.split_master
-        else ("", memory.raw((block.index, "master", 0, 0)))
+        else ("", memory.raw((block.index, "master", copy, 0)))
     ]
-    arrays += [(f"{name}.", memory.raw((block.index, name, 0, 0))) for name in table.state_arrays]
+    arrays += [
+        (f"{name}.", memory.raw((block.index, name, copy, 0))) for name in table.state_arrays
+    ]
     for prefix, array in arrays:
         found += _cut(array, block, trainable=True, prefix=prefix, dtype=DType.FP32)
     raw = memory.raw((block.index, "frozen", 0, 0))

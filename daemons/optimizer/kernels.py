@@ -129,9 +129,11 @@ class Kernels:
         arrays = self._arrays[work.block]
         grads = sum(array.itemsize for array in arrays.grads[0])
         weights = arrays.weights[0].itemsize
-        state = sum(array.itemsize for array in arrays.arrays)
+        state = sum(array.itemsize for array in arrays.states[0].arrays)
         read = 4 + state  # of a split master both halves
-        written = arrays.master.itemsize + state
+        written = arrays.states[0].master.itemsize + state
+        if len(arrays.states) > 1:  # sweeps over the state copy it first
+            written += read + written
         of_each = {
             Preview: read + grads + weights,
             Settle: read + grads + written,
@@ -144,7 +146,7 @@ class Kernels:
             GradientStatus: grads,
             CastWeights: 4 + weights,
         }
-        parameters = len(arrays.master)
+        parameters = len(arrays.states[0].master)
         return parameters, parameters * of_each[type(work)]
 
     def run(self, work: Sweep) -> SweepStatus | None:
@@ -177,14 +179,15 @@ class Kernels:
         self._hold(work, self._repair(work))
 
     def _repair(self, work: FinishSettle | FinishHold) -> list[tuple[int, int]]:
-        state = self._arrays[work.block].state(work.update.version - 1)
+        arrays, version = self._arrays[work.block], work.update.version
+        state = arrays.state(version if len(arrays.states) > 1 else version - 1)
         return _native.repair(self._undo, **state)
 
     def _hold(self, work: Hold | FinishHold, spans: list[tuple[int, int]] | None = None) -> None:
         arrays, version = self._arrays[work.block], work.update.version
         _native.hold(
             self._pool,
-            **arrays.state(version - 1),
+            **_led_on(arrays, version - 1, version, begun=spans is not None),
             grads=arrays.gradients(version),
             hyper=work.update.hyper(self._config),
             weights=arrays.weights[version % 2],
@@ -217,7 +220,7 @@ class Kernels:
         arrays = self._arrays[work.block]
         run(
             self._pool,
-            **arrays.state(before),
+            **_led_on(arrays, before, after, begun=spans is not None),
             grads=arrays.gradients(work.update.version),
             hyper=work.update.hyper(self._config),
             ranges=arrays.ranges,
@@ -230,7 +233,7 @@ class Kernels:
         arrays, pending, version = self._arrays[work.block], work.pending, work.update.version
         status = _native.advance(
             self._pool,
-            **arrays.state(pending.version - 1),
+            **_led_on(arrays, pending.version - 1, pending.version),
             pending_grads=arrays.gradients(pending.version),
             pending_hyper=pending.hyper(self._config),
             grads=arrays.gradients(version),
@@ -253,10 +256,24 @@ class Kernels:
             return  # they are the upper halves of the state itself: only their word was missing
         _native.cast_weights(
             self._pool,
-            master=arrays.master,
+            master=arrays.copy_of(work.version).master,
             weights=arrays.weights[work.version % 2],
             weights_dtype=arrays.weights_dtype,
         )
+
+
+def _led_on(arrays: BlockArrays, before: int, after: int, *, begun: bool = False) -> dict[str, Any]:
+    """Returns the arguments of a sweep that leads the state from version ``before`` to ``after``.
+
+    It works in place. A block with two copies of its state has the later version in the other one,
+    which gets the earlier state first, unless the sweep had ``begun`` when it was cut short: the
+    undo area is armed behind this copy only.
+    """
+    if len(arrays.states) == 1:
+        return arrays.state(before)
+    if not begun:
+        arrays.copy_of(after).fill(arrays.copy_of(before))
+    return arrays.state(after)
 
 
 def _grads(

@@ -76,6 +76,7 @@ def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy
     ours = UpdatePolicy.IN_PLACE if config.rollback == "arithmetic" else UpdatePolicy.ADVANCE
     policies = dict.fromkeys(plan.settled_early, UpdatePolicy.SETTLE_EARLY)
     policies |= dict.fromkeys(plan.updates, UpdatePolicy.DEVICE)
+    policies |= dict.fromkeys(plan.flushed, UpdatePolicy.FLUSH)
     return lambda block: policies.get(block, ours)
 
 

@@ -37,7 +37,6 @@ from penstock.daemons.optimizer.machine.events import (
     SettleAsked,
     SkipAsked,
     SweepDone,
-    UpdatePolicy,
 )
 from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import Sweep
@@ -111,7 +110,7 @@ class OptimizerService:
         self._local = {
             (b.index, k) for b in parts.blocks for k in range(b.contributions) if k not in b.remote
         }
-        self._on_devices = {b.index for b in parts.blocks if b.policy is UpdatePolicy.DEVICE}
+        self._on_devices = {b.index for b in parts.blocks if b.policy.by_worker}
         self._idle_s = 0.0
         self._items = 0
         self._handling = ""

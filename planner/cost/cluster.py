@@ -28,7 +28,7 @@ class Cluster:
     limit. ``preview_speed``, ``settle_speed``: how many times as fast they preview, or settle, as
     they do both in one sweep. ``device_optimizer_rate``: parameters/s of an UPDATE on a device,
     without its copies; ``update_fetch_bytes`` and ``update_offload_bytes``: what it copies per
-    parameter.
+    parameter, the state there and the weight back.
 
     ``replicas``: copies of the whole plan that train together (data parallelism beyond the plan's
     own routes); REDUCE_GRADIENTS sums over them, from each device to its replica at
@@ -69,6 +69,12 @@ class Cluster:
         per_node = -(-self.devices_per_node // self.devices_per_switch)
         inside = device % self.devices_per_node // self.devices_per_switch
         return self.node_of(device) * per_node + inside
+
+    def update_bytes_out(self, *, flush: bool) -> float:
+        """Returns the bytes per parameter that an UPDATE sends to the host: the weight, and with
+        ``flush`` the state as well, which are as many as came.
+        """
+        return self.update_offload_bytes + (self.update_fetch_bytes if flush else 0.0)
 
 
 class OptimizerStart(StrEnum):

@@ -17,7 +17,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import ownership, storage
 from penstock.protocol.sums import added
-from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership
+from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership, SegmentKind
 from penstock.shm.table import BlockTable
 
 
@@ -128,11 +128,13 @@ def _device_rows(place: str, resource: MemoryKind, peak: DevicePeak) -> Iterable
 
 def _node_rows(place: str, layout: NodeLayout, plan: Plan) -> Iterable[MemoryRow]:
     """Yields rows by array; of gradients also by when their blocks are settled, where plans tell
-    blocks apart.
+    blocks apart. What state is flushed into has a row of its own.
     """
     early = {*plan.settled_early, *plan.updates} if plan.settled_early else None
     uses: dict[str, int] = {}
-    for (block, name, _, _), array in layout.arrays.items():
+    for (block, name, copy, _), array in layout.arrays.items():
+        if array.segment is SegmentKind.STATE and copy:
+            name = "state, flushed into"
         if name == "grads" and early is not None:
             name = "grads, early" if block in early else "grads, advance"
         uses[name] = uses.get(name, 0) + array.num_bytes

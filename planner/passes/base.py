@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, Cluster, OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.schedule import Schedule
+from penstock.protocol.config.execution import DeviceUpdates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class PassContext:
     :func:`penstock.planner.orders.timing.order_times`. ``optimizer``: what the CPU does with the
     blocks that it updates. ``update_stride``: ``interleave-updates`` takes every so many blocks, or
     decides itself (``None``). ``resident_share``: the share of each device's parameters whose
-    optimizer state stays there.
+    optimizer state stays there. ``device_updates``: whether devices preview blocks, flush them, or
+    (``auto``) what makes the simulated step shorter.
     """
 
     costs: Costs
@@ -29,6 +31,7 @@ class PassContext:
     optimizer: OptimizerModel = PREVIEW_SETTLE
     update_stride: float | None = None
     resident_share: float = 0.0
+    device_updates: DeviceUpdates = DeviceUpdates.PREVIEW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

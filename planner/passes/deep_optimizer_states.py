@@ -1,8 +1,10 @@
 """UPDATE on devices: optimizer work that the GPUs do while the CPU does the rest.
 
 Source: Maurya et al., "Deep Optimizer States", Middleware 2024, sections 4.1 to 4.3, with blocks as
-subgroups and our own step: an UPDATE is a *preview* (state in, next weights out, see
-:func:`penstock.planner.cost.update_rates.preview_ratio`). What the CPU does with the others is
+subgroups. An UPDATE has one of two forms (``context.device_updates``): our own *preview* (state in,
+next weights out, see :func:`penstock.planner.cost.update_rates.preview_ratio`; the CPU takes the
+step into the state later), or the paper's *flush* (state in, next weights and state out,
+:func:`penstock.planner.cost.update_rates.flushing`). What the CPU does with the others is
 ``context.optimizer``.
 
 - ``interleave-updates``: every k-th block, right behind the last backward of its stage. Its state
@@ -15,7 +17,8 @@ subgroups and our own step: an UPDATE is a *preview* (state in, next weights out
   more. Ours, for SPipe's optimizer tail; it is also what the paper's static residents last come to
   where no state stays on a GPU.
 
-An UPDATE runs on the device that made the block's gradients: it reads them there.
+An UPDATE runs on the device that made the block's gradients: it reads them there. Residents are
+always previewed.
 """
 
 from __future__ import annotations
@@ -26,15 +29,22 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
 from math import floor, inf
+from typing import Protocol
 
-from penstock.planner.cost.update_rates import device_rate, host_rate, preview_stride
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.update_rates import device_rate, flushing, host_rate, preview_stride
 from penstock.planner.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.base import Pass, PassContext
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule import Schedule, lower
+from penstock.planner.simulate import simulate
+from penstock.protocol.config.execution import DeviceUpdates
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Backward, BackwardInput, BackwardWeight, Update
 from penstock.protocol.sums import added
+
+WORTH_FLUSHING = 0.01
+"""What steps must be shorter by, relatively, for spare room for the state of blocks."""
 
 
 def subgroups_on_gpu(
@@ -73,9 +83,13 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
         ConfigError: there are several routes, or updates are there already.
     """
     _require_plain(schedule, "interleave-updates")
+    return _in_form(schedule, context, _interleaved)
+
+
+def _interleaved(schedule: Schedule, context: PassContext, *, flush: bool) -> Schedule:
     stride = context.update_stride
     if stride is None and context.costs.separate_memory:
-        stride = preview_stride(context.cluster, context.optimizer)
+        stride = preview_stride(_cluster(context, flush=flush), context.optimizer)
     orders = _final_order(schedule, context)
     residents = _residents(schedule, context, [blocks[::-1] for blocks in orders.values()])
     chosen = set(residents)
@@ -84,7 +98,7 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
         for device, blocks in orders.items():
             phase = Fraction(device % per_node, per_node)
             chosen.update(blocks[i] for i in subgroups_on_gpu(len(blocks), stride, (), phase))
-    return _with_updates(schedule, chosen, residents) if chosen else schedule
+    return _with_updates(schedule, chosen, residents, flush=flush) if chosen else schedule
 
 
 def twinflow(schedule: Schedule, context: PassContext) -> Schedule:
@@ -102,7 +116,7 @@ def twinflow(schedule: Schedule, context: PassContext) -> Schedule:
             " stays on devices? Accepted: above 0, at most 1"
         )
     residents = _residents(schedule, context, _final_order(schedule, context).values())
-    return _with_updates(schedule, residents, residents)
+    return _with_updates(schedule, residents, residents, flush=False)
 
 
 def _residents(
@@ -135,10 +149,41 @@ def device_update(schedule: Schedule, context: PassContext) -> Schedule:
         ConfigError: there are several routes, or updates are there already.
     """
     _require_plain(schedule, "device-update")
+    return _in_form(schedule, context, _device_updated)
+
+
+def _device_updated(schedule: Schedule, context: PassContext, *, flush: bool) -> Schedule:
     chosen: set[int] = set()
     for node in _nodes(schedule, context):
-        chosen.update(_balanced(schedule.layout, node, context))
-    return _with_updates(schedule, chosen, ()) if chosen else schedule
+        chosen.update(_balanced(schedule.layout, node, context, flush=flush))
+    return _with_updates(schedule, chosen, (), flush=flush) if chosen else schedule
+
+
+class _Updated(Protocol):
+    """Puts updates into a schedule, of blocks that suit their form."""
+
+    def __call__(self, schedule: Schedule, context: PassContext, *, flush: bool) -> Schedule: ...
+
+
+def _in_form(schedule: Schedule, context: PassContext, updated: _Updated) -> Schedule:
+    """Returns the schedule with updates in the form that the context asks for. With ``auto`` they
+    flush where that makes the simulated step shorter by :data:`WORTH_FLUSHING`.
+    """
+    wanted = context.device_updates
+    if wanted is not DeviceUpdates.AUTO:
+        return updated(schedule, context, flush=wanted is DeviceUpdates.FLUSH)
+    previewed, flushed = (updated(schedule, context, flush=flush) for flush in (False, True))
+    before_s, after_s = (_step_s(one, context) for one in (previewed, flushed))
+    return flushed if after_s < (1.0 - WORTH_FLUSHING) * before_s else previewed
+
+
+def _step_s(schedule: Schedule, context: PassContext) -> float:
+    plan, costs = lower(schedule), context.costs
+    return simulate(plan, costs, context.cluster, optimizer=context.optimizer).makespan_s
+
+
+def _cluster(context: PassContext, *, flush: bool) -> Cluster:
+    return flushing(context.cluster) if flush else context.cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +208,13 @@ def _nodes(schedule: Schedule, context: PassContext) -> list[_Node]:
     return list(nodes.values())
 
 
-def _balanced(layout: StageLayout, node: _Node, context: PassContext) -> set[int]:
+def _balanced(layout: StageLayout, node: _Node, context: PassContext, *, flush: bool) -> set[int]:
     """Returns the blocks that devices update, so that all of a node end as early as possible."""
     blocks = context.costs.blocks
     left = {device: list(layout.backward[s].blocks) for device, s in node.last_stages.items()}
     on_cpu = added(blocks[b].parameters for stage in left.values() for b in stage)
     cpu_rate = host_rate(context.cluster, context.optimizer, alone=True)
-    gpu_rate = device_rate(context.cluster)
+    gpu_rate = device_rate(_cluster(context, flush=flush))
     last_s = max(node.ends_s.values())
     busy_s = dict(node.ends_s)
     chosen: set[int] = set()
@@ -212,12 +257,15 @@ def _final_order(schedule: Schedule, context: PassContext) -> dict[int, list[int
 
 
 def _with_updates(
-    schedule: Schedule, chosen: Collection[int], residents: Collection[int]
+    schedule: Schedule, chosen: Collection[int], residents: Collection[int], *, flush: bool
 ) -> Schedule:
-    backward = schedule.layout.backward
+    def update(block: int) -> Update:
+        resident = block in residents
+        return Update(block=block, resident=resident, flush=flush and not resident)
+
     updates = {
-        stage: tuple(Update(block=b, resident=b in residents) for b in blocks.blocks if b in chosen)
-        for stage, blocks in enumerate(backward)
+        stage: tuple(update(b) for b in blocks.blocks if b in chosen)
+        for stage, blocks in enumerate(schedule.layout.backward)
     }
     orders = tuple(tuple(_inserted(order, updates)) for order in schedule.orders)
     return replace(schedule, orders=orders)

@@ -8,7 +8,8 @@ are reduced there is one contribution, made on the node of the owner
 
 An UPDATE takes a block from its unit. The block is settled at the start of the attempt; its state
 is fetched when the instruction is issued, its kernel runs on the compute stream when the state is
-there and nothing else can run, and its weights go back when the kernel is over. Its bytes are those
+there and nothing else can run, and its weights go back when the kernel is over. One that flushes
+sends its state back as well, and nobody settles its block. Its bytes are those
 of a sweep that reads the gradients from device memory; on another device than the one that made
 them they are fetched as well. Of a resident no state is fetched; the kernel takes twice as long,
 since it takes the last commit in first.
@@ -90,12 +91,13 @@ def _add_settles(context: Context, units: list[_Unit]) -> dict[int, int]:
     """Adds settles from the start of the attempt on; returns them by block: of units that are
     settled in a sweep of its own, and of what devices update.
     """
-    updated = frozenset(context.columns.stages[context.columns.rows(Update)].tolist())
+    updated = frozenset(context.plan.updates).difference(context.plan.flushed)
+    flushed = frozenset(context.plan.flushed)
     sweeps: list[_Sweep] = []
     due: list[list[int]] = []
     for unit in units:
         early = unit.way.settle_bytes > 0.0
-        blocks = [block for block in unit.blocks if early or block in updated]
+        blocks = [b for b in unit.blocks if (early and b not in flushed) or b in updated]
         if blocks:
             due.append(blocks)
             sweeps.append(
@@ -211,6 +213,7 @@ def _add_updates(
     devices, updated = columns.devices[rows], columns.stages[rows].tolist()
     parameters = np.array([context.costs.blocks[block].parameters for block in updated])
     residents = np.array([update.resident for update in columns.at(rows)])
+    returned = [cluster.update_bytes_out(flush=update.flush) for update in columns.at(rows)]
     gradients, needs = _elsewhere(context, rows, offloads)
     common: dict[str, Any] = {"origins": rows, "places": devices}
     fetches = builder.add(
@@ -233,7 +236,7 @@ def _add_updates(
         len(rows),
         lane=Lane.OFFLOAD,
         queues=context.queues.offload(devices),
-        amounts=parameters * cluster.update_offload_bytes,
+        amounts=parameters * np.array(returned),
         routes=[context.network.offload(device) for device in devices.tolist()],
         unordered=True,
         **common,

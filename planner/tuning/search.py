@@ -31,7 +31,13 @@ from penstock.planner.tuning.space import Candidate, Space
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.sums import added
-from penstock.shm.layout import GRADIENT_COPIES, TWO_COPIES, WEIGHT_SLOTS, Storage
+from penstock.shm.layout import (
+    GRADIENT_COPIES,
+    STATE_COPIES,
+    TWO_COPIES,
+    WEIGHT_SLOTS,
+    Storage,
+)
 
 Progress = Callable[[int, int, "Outcome | None"], None]
 """Called with candidates done, candidates in all so far, and the best outcome."""
@@ -287,8 +293,9 @@ def host_bytes(
 
     Counted are per parameter two copies of weights, and two or one of gradients, as they travel;
     the float32 master weight (of a split one its lower half) and ``moments_bytes`` of what else the
-    optimizer keeps; nothing where its state stays on the devices. A node owns the blocks
-    whose backward it runs (for the first route), and holds the gradients that its devices make.
+    optimizer keeps, both twice of blocks that are flushed; nothing where its state stays on the
+    devices. A node owns the blocks whose backward it runs (for the first route), and holds the
+    gradients that its devices make.
     """
     state_bytes = moments_bytes + (2.0 if storage.split_master else 4.0)
     costs, cluster = prices.costs, prices.cluster
@@ -306,6 +313,7 @@ def host_bytes(
             nodes[node] += copies * block.gradient_bytes
             if index not in owned:
                 owned.add(index)
-                state = state_bytes * block.parameters
+                spare = STATE_COPIES if index in storage.flushed else 1
+                state = spare * state_bytes * block.parameters
                 nodes[node] += WEIGHT_SLOTS * block.weight_bytes + state
     return max(nodes)

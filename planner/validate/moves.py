@@ -245,6 +245,8 @@ def update(world: World, device: DeviceState, updating: Update) -> Event | None:
         raise RuleBroken(f"there are {world.layout.num_blocks} blocks, numbered from 0")
     if block in world.updated:
         raise RuleBroken("this work was done before")
+    if updating.flush and updating.resident:
+        raise RuleBroken("state that stays on the device (resident) is not flushed")
     for stage in world.backward_stages_of[block]:
         if stage in world.offloaded:
             continue

@@ -4,6 +4,7 @@ observability. Keys are explained as in :mod:`penstock.protocol.config.training`
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +43,18 @@ SchemeName = Literal[
 """What ``schedule.scheme`` can name. All but ``auto`` are defined in modules of
 :mod:`penstock.planner.schemes`, and its registry has this order.
 """
+
+
+class DeviceUpdates(StrEnum):
+    """What an UPDATE that a pass inserts does with the state of its block."""
+
+    PREVIEW = "preview"
+    """Leaves it to the CPU, after the commit."""
+    FLUSH = "flush"
+    """Writes the next one beside the committed one."""
+    AUTO = "auto"
+    """What makes the simulated step shorter."""
+
 
 _PAPERS_1F1B = "1f1b-2"
 """What the 2BP paper calls 1F1B with two micro-batches for each device: the same orders."""
@@ -117,6 +130,14 @@ class ScheduleConfig(Section):
         le=1.0,
         description="Of each device's parameters, the share whose optimizer state stays on the"
         " device: the last to be updated with interleave-updates, the first with twinflow.",
+    )
+    device_updates: DeviceUpdates = Field(
+        default=DeviceUpdates.PREVIEW,
+        description="What devices do with the blocks that interleave-updates or device-update give"
+        " them: preview, write their next weights, and the CPU takes the step into their state"
+        " after the commit; flush, write their next state as well, beside the committed one, so"
+        " that the CPU has nothing to do with them, for a second copy of their state in host memory"
+        " (Deep Optimizer States; docs/OPTIMIZER.md); auto, what makes the simulated step shorter.",
     )
     file: Path | None = Field(
         default=None,

@@ -333,17 +333,21 @@ class Update(Instruction):
     """Optimizer sweep over block ``block`` on this device instead of its node's CPU cores.
 
     Waits for the OffloadGradients of every backward stage that contains the block (one of each
-    route). Reads its state from host memory, writes its next weights there (Deep Optimizer States,
-    section 4).
+    route). Reads its state from host memory, writes its next weights there; the CPU takes the step
+    into the state after the commit.
+
+    ``flush``: the device writes the next state back, too, beside the committed one; with the commit
+    it counts, and the CPU has nothing to do with the block (Deep Optimizer States, algorithm 1).
 
     ``resident``: the device keeps the state that it read, and the gradients, and brings them up to
     each commit itself, so that it reads no state in later attempts (a static resident, section
-    4.1). What is in host memory stays the truth.
+    4.1). What is in host memory stays the truth. Residents are not flushed.
     """
 
     opcode: ClassVar[Opcode] = Opcode.UPDATE
     block: int
     resident: bool = False
+    flush: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,6 +471,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "phase": _parse_phase,
     "after": _parse_after,
     "resident": _parse_flag,
+    "flush": _parse_flag,
 }
 
 

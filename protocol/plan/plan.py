@@ -99,6 +99,18 @@ class Plan:
             if isinstance(instruction, Update)
         }
 
+    @property
+    def flushed(self) -> tuple[int, ...]:
+        """Blocks whose next state devices write back, ascending: UPDATE with ``flush``."""
+        return tuple(
+            sorted(
+                instruction.block
+                for program in self.programs
+                for instruction in program
+                if isinstance(instruction, Update) and instruction.flush
+            )
+        )
+
     def forward_stage_of(self, block: int) -> int:
         """Returns the index of the first route's forward stage that contains ``block``."""
         return _stage_of(self.forward_stages, block)

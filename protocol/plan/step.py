@@ -99,18 +99,37 @@ class SweepStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateArrays:
+    """One copy of a block's state, (elements,) each. ``master``: fp32, or of a split one the lower
+    halves as uint16; ``arrays``: the optimizer's, fp32.
+    """
+
+    master: Array
+    arrays: list[Array]
+
+    @property
+    def all(self) -> tuple[Array, ...]:
+        """Master, then the optimizer's arrays."""
+        return (self.master, *self.arrays)
+
+    def fill(self, source: StateArrays) -> None:
+        """Copy another copy's content."""
+        for target, values in zip(self.all, source.all, strict=True):
+            target[:] = values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockArrays:
     """Views of what the sweeps over one block read and write, all flat, (elements,), and alive only
     as long as the memory is mapped.
 
-    ``master``: fp32, or if ``split`` its lower halves as uint16; ``arrays``: the optimizer's, fp32;
-    ``weights`` by slot and ``grads`` by copy, contributions in order, in their storage types
-    (16-bit weights and bf16 gradients as uint16). ``ranges`` are (start, end, weight decay).
+    ``states``: one copy, or two, of which version v has ``v % 2``; ``split``: whether their masters
+    are halves; ``weights`` by slot and ``grads`` by copy, contributions in order, in their storage
+    types (16-bit weights and bf16 gradients as uint16). ``ranges`` are (start, end, weight decay).
     """
 
-    master: Array
+    states: tuple[StateArrays, ...]
     split: bool
-    arrays: list[Array]
     weights: tuple[Array, ...]
     weights_dtype: _native.WeightsDtype
     grads: tuple[list[Array], ...]
@@ -131,9 +150,20 @@ class BlockArrays:
         grads = grads or memory.grads
         contributions = range(memory.spec.layout.contributions[block])
         return cls(
-            master=memory.halves(block, 0).low if split else memory.state(block, "master"),
+            states=tuple(
+                StateArrays(
+                    master=(
+                        memory.halves(block, copy).low
+                        if split
+                        else memory.state(block, "master", copy)
+                    ),
+                    arrays=[
+                        memory.state(block, name, copy) for name in memory.spec.table.state_arrays
+                    ],
+                )
+                for copy in range(memory.spec.layout.state_copies[block])
+            ),
             split=split,
-            arrays=[memory.state(block, name) for name in memory.spec.table.state_arrays],
             weights=tuple(_bits(memory.weights(block, slot)) for slot in range(WEIGHT_SLOTS)),
             weights_dtype=WEIGHTS_DTYPES[memory.spec.table.weight_dtype],
             grads=tuple(
@@ -143,12 +173,16 @@ class BlockArrays:
             ranges=[(r.start, r.end, weight_decay if r.decay else 0.0) for r in spec.decay_ranges],
         )
 
+    def copy_of(self, version: int) -> StateArrays:
+        """Returns where state of ``version`` is, or has room."""
+        return self.states[version % len(self.states)]
+
     def state(self, version: int) -> dict[str, Any]:
         """Returns arguments that all native sweeps over the state have; it is at ``version``."""
-        high = self.weights[version % WEIGHT_SLOTS]
+        high, found = self.weights[version % WEIGHT_SLOTS], self.copy_of(version)
         return {
-            "master": (high, self.master) if self.split else self.master,
-            "arrays": self.arrays,
+            "master": (high, found.master) if self.split else found.master,
+            "arrays": found.arrays,
         }
 
     def gradients(self, version: int) -> list[Array]:

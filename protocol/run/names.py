@@ -129,7 +129,9 @@ def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
 
 
 def storage(config: Config, plan: Plan) -> Storage:
-    """Returns how the optimizer's options, and what the plan settles early, store model state."""
+    """Returns how the optimizer's options, and what the plan settles early and flushes, store
+    model state.
+    """
     optimizer = config.optimizer
     split = optimizer.master == "split"
     single: Iterable[int] = ()
@@ -138,7 +140,7 @@ def storage(config: Config, plan: Plan) -> Storage:
         single = range(plan.num_blocks)
     elif split:  # and devices update none of the blocks: protocol.executable
         single = plan.settled_early
-    return Storage(split_master=split, single_gradients=tuple(single))
+    return Storage(split_master=split, single_gradients=tuple(single), flushed=plan.flushed)
 
 
 def _check_contributions(table: BlockTable, num_routes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_loader
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
 from penstock.protocol.errors import CapacityError, ExitCode, StateError
+from penstock.protocol.plan.instructions import Update
 from penstock.protocol.run.loading import INITIAL_VERSION
+from penstock.protocol.run.names import ownership, storage
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
+from penstock.shm.layout import NodeLayout
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 
@@ -133,6 +137,40 @@ def test_split_and_whole_masters_read_each_others_files(
     finally:
         whole.close()
         split.close()
+
+
+@pytest.mark.parametrize("version", [6, 7])
+def test_of_two_copies_of_a_state_the_committed_one_is_saved(
+    make_run: Any, helpers: Any, tmp_path: Path, version: int
+) -> None:
+    """The other one may hold anything; a restore fills the one that its version lies in."""
+    run = make_run()
+    spec = run.memory_spec(0)
+    doubled = replace(run.plan, programs=(tuple(Update(block=b, flush=True) for b in range(3)),))
+    layout = NodeLayout.compute(
+        run.table, ownership(run.config, run.table, run.plan), 0, storage(run.config, doubled)
+    )
+    memory = NodeMemory.create(replace(spec, layout=layout))
+    try:
+        helpers.fill(memory)
+        names = ("master", "exp_avg", "exp_avg_sq")
+        for b in range(3):
+            for name in names:
+                here, there = memory.state(b, name, 0), memory.state(b, name, 1)
+                there[:] = here if version % 2 else 3.0
+                if version % 2:
+                    here[:] = 3.0
+        helpers.commit(memory, version)
+        before = {(b, n): memory.state(b, n, version).tobytes() for b in range(3) for n in names}
+        files = snapshot.save(memory, tmp_path / "state", version, never)
+        helpers.manifest(memory, tmp_path / "state", version, files)
+        for key in memory.spec.layout.arrays:
+            memory.raw(key)[:] = b"\xa5" * len(memory.raw(key))
+        load(memory, tmp_path / "state", version)
+        after = {(b, n): memory.state(b, n, version).tobytes() for b in range(3) for n in names}
+        assert after == before
+    finally:
+        memory.close()
 
 
 def test_initial_weights_of_a_split_master(make_run: Any) -> None:

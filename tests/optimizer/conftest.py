@@ -144,7 +144,7 @@ class Reference:
             if b in self.arrays:
                 memory.store_master(b, version, self.arrays[b]["master"])
                 for name in ("exp_avg", "exp_avg_sq"):
-                    memory.state(b, name)[:] = self.arrays[b][name]
+                    memory.state(b, name, version)[:] = self.arrays[b][name]
                 weights = memory.weights(b, version % 2)
                 weights.view(self.arrays[b]["weights"].dtype)[:] = self.arrays[b]["weights"]
         control.set_committed(version)
@@ -187,7 +187,7 @@ class Reference:
         if block not in self.arrays:
             return
         version = memory.control.state_version(block)
-        found = {name: memory.state(block, name) for name in ("exp_avg", "exp_avg_sq")}
+        found = {n: memory.state(block, n, version) for n in ("exp_avg", "exp_avg_sq")}
         for name, array in (("master", memory.load_master(block, version)), *found.items()):
             expected = self.arrays[block][name].tobytes()
             assert array.tobytes() == expected, f"{name} of block {block}"

@@ -105,13 +105,16 @@ class World:
         self.elsewhere_ready: dict[tuple[int, int], tuple[int, int]] = {}
         self.updating: dict[int, OptimizerStep] = {}  # blocks whose UPDATE a worker has begun
         self.updates = 0
+        self.flushes = 0
         self.kills = 0
         self.new_process()
 
     def choose_policy(self, block: int) -> UpdatePolicy:
         uses = range(self.table.blocks[block].contributions)
         local = all(self.memory.has((block, "grads", 0, k)) for k in uses)
-        wanted = {*self.policies} - ({UpdatePolicy.DEVICE} if not local else set())
+        wanted = {p for p in self.policies if local or not p.by_worker}
+        if self.memory.spec.layout.state_copies[block] == 1:
+            wanted -= {UpdatePolicy.FLUSH}
         if self.memory.spec.layout.gradient_copies[block] == 1:
             wanted -= {UpdatePolicy.ADVANCE}
         return self.fate.choice(sorted(wanted, key=lambda policy: policy.value))
@@ -126,6 +129,7 @@ class World:
         self.pulls: list[Pull] = []
         self.sent: list[Effect] = []
         for block in self.blocks:
+            self.scribble_spare(block.index)
             for contribution in block.remote:
                 for copy in (0, 1):
                     self.scribble(self.remote.array(block.index, contribution, copy))
@@ -135,6 +139,16 @@ class World:
                     invalid = self.control.slot_version(block.index, slot) == INVALID_VERSION
                     if invalid and not self.holds_state(block.index, slot):
                         self.scribble(self.memory.weights(block.index, slot))
+
+    def scribble_spare(self, block: int) -> None:
+        """The copy of the state that does not count may be anything, but what a sweep left there
+        that was cut short, or lacks its word.
+        """
+        intent, version = self.control.interrupted_sweep, self.control.state_version(block)
+        spared = intent is not None and intent.block == block
+        if self.memory.spec.layout.state_copies[block] == 2 and not spared:
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                self.scribble(self.memory.state(block, name, version + 1))
 
     def holds_state(self, block: int, slot: int) -> bool:
         """Whether a slot's bytes are the upper halves of the block's state."""
@@ -222,9 +236,13 @@ class World:
         step = self.updating.pop(block)
         if self.fate.random() < self.kill_probability:
             self.scribble(self.memory.weights(block, step.version % 2))
-            raise BrokenEpochError  # the worker died amid the weights
+            self.scribble_spare(block)
+            raise BrokenEpochError  # the worker died amid the weights, or amid the flush
         arrays = BlockArrays.of(self.memory, block, self.config.weight_decay)
         status = arrays.preview(self.pool, step, self.config)
+        if self.policy_of(block) is UpdatePolicy.FLUSH:
+            self.flush(arrays, step)
+            self.flushes += 1
         self.perhaps_break()
         self.updates += 1
         self.deliver(
@@ -233,10 +251,28 @@ class World:
             )
         )
 
+    def policy_of(self, block: int) -> UpdatePolicy:
+        return next(b.policy for b in self.blocks if b.index == block)
+
+    def flush(self, arrays: BlockArrays, step: OptimizerStep) -> None:
+        """As the native previewer does it."""
+        there = arrays.copy_of(step.version)
+        there.fill(arrays.copy_of(step.version - 1))
+        _native.settle(
+            self.pool,
+            master=there.master,
+            arrays=there.arrays,
+            grads=arrays.gradients(step.version),
+            hyper=step.hyper(self.config),
+            ranges=arrays.ranges,
+            undo=self.tools.aligned(_native.undo_bytes(1), np.uint8),
+        )
+
     def stop_updates(self) -> None:
         """Workers drain; those that were writing leave anything."""
         for block in self.updatable():
             if self.fate.random() < 0.5:
+                self.scribble_spare(block)
                 self.scribble(self.memory.weights(block, self.updating[block].version % 2))
         self.updating.clear()
 
@@ -369,7 +405,7 @@ class World:
             self.deliver(asked)
         if not hold:
             step = OptimizerStep.speculative(version=base + 1, loss_scale=scale, learning_rate=lr)
-            devices = [b.index for b in self.blocks if b.policy is UpdatePolicy.DEVICE]
+            devices = [b.index for b in self.blocks if b.policy.by_worker]
             self.updating = {b: step for b in devices if self.table.blocks[b].trainable_elements}
         self.wait_for_weights(base)
         grads: dict[tuple[int, int], Any] = {}
@@ -525,9 +561,10 @@ def test_any_life_ends_with_the_bytes_of_its_commits(
     table = tools.make_table(blocks, weight, grad)
     there = 1 if remote else 0
     ownership = Ownership(owner=(0, 0, 0, 0), computed_on=((0, there), (0,), (0,), (0,)))
-    memory = new_memory(table, ownership)
+    memory = new_memory(table, ownership, 0, Storage(flushed=(0, 2)))
     lives = live(lambda fate: World(fate, memory, pool, tools))
     assert sum(world.updates for world in lives) > CASES / 2, "devices must update"
+    assert sum(world.flushes for world in lives) > CASES / 4, "devices must flush"
 
 
 @pytest.mark.parametrize(

@@ -557,3 +557,43 @@ def test_a_settle_that_is_asked_for_counts_those_that_are_under_way_already() ->
         EndSweep(),
         SendSettled(epoch=1, version=5),
     ]
+
+
+FLUSH_BLOCK = OwnedBlock(index=0, contributions=1, policy=UpdatePolicy.FLUSH)
+
+
+def test_a_commit_takes_over_what_a_worker_flushed_and_nothing_is_settled() -> None:
+    """Until the state's version says so, behind the commit, the other copy is the state."""
+    machine = live(state=5, blocks=(FLUSH_BLOCK,))
+    assert machine.handle(attempt(51, 5)) == [invalid(0, 0)]
+    assert machine.handle(ready(51)) == []
+    assert machine.handle(updated(51)) == [SetSlot(block=0, slot=0, version=6), status(51)]
+    commit = CommitAsked(epoch=1, record=record(6, 51))
+    assert machine.handle(commit) == [
+        WriteRecord(record=record(6, 51)),
+        FlipCommitted(version=6),
+        SetState(block=0, version=6),
+    ]
+    machine.validate()
+    assert machine.handle(attempt(52, 6)) == [invalid(0, 1)], "nothing is left to settle"
+
+
+def test_what_is_not_committed_as_it_was_flushed_is_settled_by_us() -> None:
+    machine = live(state=5, blocks=(FLUSH_BLOCK,))
+    machine.handle(attempt(51, 5))
+    machine.handle(updated(51))
+    commit = record(6, 51, coefficient=0.5, decision=Decision.AMEND)
+    assert machine.handle(AmendAsked(epoch=1, attempt=51, record=commit)) == [
+        invalid(0, 0),
+        RunSweep(work=Preview(block=0, update=update(6, 0.125))),
+    ]
+    machine.handle(DONE)
+    assert machine.handle(CommitAsked(epoch=1, record=commit)) == [
+        WriteRecord(record=commit),
+        FlipCommitted(version=6),
+    ]
+    assert machine.handle(attempt(52, 6)) == [
+        invalid(0, 1),
+        BeginSweep(block=0, state_version=6),
+        RunSweep(work=Settle(block=0, update=update(6, 0.125))),
+    ]

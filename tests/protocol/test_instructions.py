@@ -43,6 +43,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "phase": st.sampled_from(Phase),
     "after": st.sampled_from(RecomputeAfter),
     "resident": st.booleans(),
+    "flush": st.booleans(),
 }
 
 

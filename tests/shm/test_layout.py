@@ -100,6 +100,18 @@ def test_split_masters_and_single_gradients(table: BlockTable) -> None:
     assert layout.digest != NodeLayout.compute(table, owners, 1).digest
 
 
+def test_blocks_that_are_flushed_have_two_copies_of_their_state(table: BlockTable) -> None:
+    """Others lie, and are told apart, as without such blocks."""
+    owners = Ownership.from_backward_nodes(table, [0, 0])
+    plain = NodeLayout.compute(table, owners, 0)
+    layout = NodeLayout.compute(table, owners, 0, Storage(flushed=(1,)))
+    assert (plain.state_copies, layout.state_copies) == ((1, 1), (1, 2))
+    names = ("master", "exp_avg", "exp_avg_sq")
+    copies = [key for key in layout.arrays if key[1] in names and key[0] == 1]
+    assert copies == [(1, name, copy, 0) for copy in (0, 1) for name in names]
+    assert layout.digest != plain.digest
+
+
 @pytest.mark.parametrize("low", [0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_halves_hold_every_float(low: int) -> None:
     bits = (np.arange(1 << 16, dtype=np.uint32) << 16) | low

@@ -50,7 +50,7 @@ LIKELY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "nccl": ("nccl", "nccl, streamed"),
         "clock": ("aborted early",),
         "device": ("streamed", "aborted", "nccl, streamed"),
-        "update": ("updates", "broken updates", "residents", "updates in 16 bits"),
+        "update": ("updates", "broken updates", "residents", "flushes", "updates in 16 bits"),
     }
 )
 """Scenarios that are tried first, by a part of the file's name."""

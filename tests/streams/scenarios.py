@@ -29,8 +29,10 @@ from tests.streams.platform import checked
 from tests.worker.cluster import Cluster, build_cluster, make_config
 from tests.worker.test_parity_matrix import SMALL, swapped
 from tests.worker.test_update import (
+    FLUSHED,
     STEP,
     Home,
+    check_flushes,
     check_residents,
     expected_weights,
     fill_state,
@@ -167,6 +169,18 @@ def residents(order: Order) -> None:
     checker.check()
 
 
+def flushes(order: Order) -> None:
+    """State goes back, while other pieces come, beside what it was read from."""
+    checker = Checker(order)
+    with small_pieces(), checked(checker), ExitStack() as stack:
+        settings = settings_of("1f1b", 1, device="cuda")
+        cluster = build_cluster(stack, make_config(**{**settings, "schedule": FLUSHED}))
+        previewer = cluster.workers[0].platform.previewer(cluster.memories[0], cluster.plan)
+        check_flushes(cluster.memories[0], previewer)
+        previewer.close()
+    checker.check()
+
+
 class _Ends(Abort):
     """Set when it has been asked a number of times."""
 
@@ -263,6 +277,7 @@ SCENARIOS: Mapping[str, Callable[[Order], None]] = MappingProxyType(
         "updates": partial(updates, settings_of("1f1b")),
         "updates in 16 bits": partial(updates, settings_of("1f1b", **BF16)),
         "residents": residents,
+        "flushes": flushes,
         "broken updates": broken_updates,
         "aborted early": partial(aborts, settings_of("mobius"), 9),
         "aborted": partial(aborts, settings_of("mobius"), None),

@@ -30,6 +30,7 @@ OFTEN = (
     "nccl, streamed",
     "updates in 16 bits",
     "residents",
+    "flushes",
     "broken updates",
 )
 """In the gate; the others in ``make soak``."""

@@ -83,6 +83,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "optimizer": {"settle": "early", "initial_loss_scale": 2.0**20, "grad_dtype": "bf16"},
         "schedule": {"passes": ["interleave-updates"], "update_stride": 2, "resident_share": 0.2},
     },
+    "flushed by devices": {
+        "schedule": {
+            "passes": ["interleave-updates"],
+            "update_stride": 2,
+            "device_updates": "flush",
+        },
+    },
     "gpipe, dropout": {
         "model": {"hf": {"attention_dropout": 0.2}},
         "schedule": {"scheme": "gpipe"},

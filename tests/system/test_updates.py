@@ -1,7 +1,10 @@
-"""Plans with UPDATE: blocks that workers preview end with the bytes of those that the CPU does."""
+"""Plans with UPDATE: blocks that workers preview, or flush, end with the bytes of those that the
+CPU does, whoever is killed meanwhile.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +16,23 @@ from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 
+HERE = Path(__file__).parent
 CHANGES: dict[str, Any] = {**H.CLIPPED, "optimizer": {"settle": "early"}}
 
 
 def with_updates(plan: Plan) -> Plan:
-    """All blocks but every third on the device that makes their gradients, half of which keeps
-    their state.
+    """All blocks but every third on the device that makes their gradients; half of these keep their
+    state, the others are flushed.
     """
 
     def behind(instruction: Instruction) -> list[Instruction]:
         if not isinstance(instruction, OffloadGradients):
             return [instruction]
         blocks = plan.backward_stages[instruction.stage].blocks
-        return [instruction, *(Update(block=b, resident=b % 3 == 0) for b in blocks if b % 3 != 1)]
+        return [instruction, *(update(b) for b in blocks if b % 3 != 1)]
+
+    def update(block: int) -> Update:
+        return Update(block=block, resident=block % 3 == 0, flush=block % 3 == 2)
 
     programs = tuple(tuple(i for old in p for i in behind(old)) for p in plan.programs)
     updated = replace(plan, programs=programs, settled_early=()).updates
@@ -47,5 +54,51 @@ def test_updates_on_devices_leave_the_same_bytes(runner: Any, clipped_run: Path)
     """Of tied weights, with clipping in some steps; the other run advances all on the CPU."""
     run_dir = runner.train(configured(runner, clipped_run, CHANGES))
     assert RunDirectory(run_dir).plan.updates.keys() == {0, 2, 3, 5, 6}
+    assert RunDirectory(run_dir).plan.flushed == (2, 5)
     assert [m["loss"] for m in H.metrics(run_dir)] == [m["loss"] for m in H.metrics(clipped_run)]
     assert H.state_bytes(run_dir) == H.state_bytes(clipped_run)
+
+
+@pytest.mark.timeout(300)
+def test_kills_inside_flushes_leave_the_same_bytes(runner: Any, clipped_run: Path) -> None:
+    """The worker that flushes dies with half a block written, later optimizerd while another one
+    does, and the scheduler between the journal and its broadcast. What was flushed without a commit
+    is written anew, what was committed and not taken over is settled.
+    """
+    hook, marker = runner.root / "hook", runner.root / "killed"
+    hook.mkdir()
+    parts = ("kill_inside_flush.py", "kill_after_journal.py")
+    (hook / "sitecustomize.py").write_text("\n".join((HERE / part).read_text() for part in parts))
+    run = runner.start(
+        configured(runner, clipped_run, CHANGES),
+        env={
+            "PYTHONPATH": os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")]),
+            "TEST_KILL_MARKER": str(marker),
+            "TEST_KILL_WORKER": "4",
+            "TEST_KILL_OPTIMIZERD": "9",
+            "TEST_KILL_VERSION": "14",
+        },
+    )
+    code, output = run.wait(240)
+    assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
+    assert all(Path(f"{marker}{who}").exists() for who in ("", "-worker", "-optimizerd"))
+    assert H.state_bytes(run.run_dir) == H.state_bytes(clipped_run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_flushed_state_is_saved_and_resumed_without_flushing(
+    runner: Any, clipped_run: Path
+) -> None:
+    """Saved at an odd version, which lies in the second copy; then all on the CPU, and back."""
+    flushing = configured(runner, clipped_run, H.merge(CHANGES, {"train": {"steps": 17}}))
+    run_dir = runner.train(flushing)
+    for steps, changes in ((26, CHANGES), (36, {**CHANGES, "schedule": resumed_plan(runner)})):
+        runner.configure("run", H.merge(changes, {"train": {"steps": steps}}))
+        runner.train(flushing)
+    assert H.state_bytes(run_dir) == H.state_bytes(clipped_run)
+
+
+def resumed_plan(runner: Any) -> dict[str, Any]:
+    """The schedule of :func:`configured`'s file."""
+    return {"file": str(runner.root / "updates.json")}

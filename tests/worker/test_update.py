@@ -314,6 +314,58 @@ def test_a_resident_takes_a_commit_in_once_though_its_update_broke_off(make_clus
     previewer.close()
 
 
+# ---- flushed blocks ----
+
+FLUSHED = {"passes": ["interleave-updates"], "update_stride": 1, "device_updates": "flush"}
+"""A schedule whose devices flush all blocks."""
+
+
+def check_flushes(memory: NodeMemory, previewer: Previewer) -> None:
+    """Of block 0: three attempts, of which the first does not count. State and weights have
+    optimizerd's bits, and the committed copy is left alone.
+    """
+    fill_state(memory)
+    numbers = np.random.default_rng(3)
+    for version, attempt in ((1, 1), (1, 2), (2, 3)):
+        step = replace(STEP, version=version, bias_step=version)
+        for k in range(memory.spec.layout.contributions[0]):
+            grads = memory.grads(0, version % 2, k)
+            grads[:] = numbers.standard_normal(len(grads), np.float32)
+        arrays = BlockArrays.of(memory, 0, OptimizerConfig().weight_decay)
+        before = [array.tobytes() for array in arrays.copy_of(version - 1).all]
+        weights, _ = expected_weights(memory, 0, step)
+        state = expected_state(arrays, step)
+        previewer.preview(0, scope_of(step, attempt))
+        assert memory.weights(0, version % 2).tobytes() == weights
+        assert [array.tobytes() for array in arrays.copy_of(version).all] == state
+        assert [array.tobytes() for array in arrays.copy_of(version - 1).all] == before
+
+
+def expected_state(arrays: BlockArrays, step: OptimizerStep) -> list[bytes]:
+    """What optimizerd would settle, in memory of its own."""
+    master, *others = (aligned(array) for array in arrays.copy_of(step.version - 1).all)
+    with _native.Pool([0]) as pool:
+        _native.settle(
+            pool,
+            master=master,
+            arrays=others,
+            grads=arrays.gradients(step.version),
+            hyper=step.hyper(OptimizerConfig()),
+            ranges=arrays.ranges,
+            undo=aligned(np.zeros(_native.undo_bytes(1), np.uint8)),
+        )
+    return [array.tobytes() for array in (master, *others)]
+
+
+def test_a_flush_writes_the_next_state_beside_the_committed_one(make_cluster: Any) -> None:
+    cluster = make_cluster(hf=TIED, workers=1, schedule=FLUSHED)
+    memory = cluster.memories[0]
+    assert cluster.plan.flushed == tuple(range(cluster.plan.num_blocks))
+    previewer = NativePreviewer(memory, OptimizerConfig(), [0], flushed=cluster.plan.flushed)
+    check_flushes(memory, previewer)
+    previewer.close()
+
+
 # ---- the arithmetic for devices other than the CPU ----
 
 COUNT = 3 * 4096 + 48
@@ -400,4 +452,22 @@ def test_a_gpu_updates_with_the_bits_of_the_native_kernel(
         previewer = CudaPreviewer(gpu, memory, OptimizerConfig(), [0], residents=[0])
         check_residents(Home(memory, previewer))
         previewer.close()
+    device.detach()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_flushes_with_the_bits_of_the_native_kernel(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces that do not divide the block."""
+    monkeypatch.setattr("penstock.workers.platforms.cuda.update.PIECE_ELEMENTS", 1024)
+    cluster = make_cluster(hf=TIED, workers=1, schedule=FLUSHED)
+    memory, table = cluster.memories[0], cluster.table
+    gpu = gpu_of(0)
+    device = CudaDevice(gpu, weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype)
+    device.attach(memory, 1 << 20, 1)
+    previewer = CudaPreviewer(gpu, memory, OptimizerConfig(), [0], flushed=[0])
+    check_flushes(memory, previewer)
+    previewer.close()
     device.detach()

@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 
 from penstock import _native
 from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.plan.step import BlockArrays, OptimizerStep, SweepStatus
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep, StateArrays, SweepStatus
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory
@@ -68,10 +68,11 @@ class Previewer(Protocol):
         """The block's state may be read now; its gradients may still be on their way."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """Write the weights of the scope's step; returns when the last byte is in host memory.
+        """Write the weights of the scope's step, and where blocks are flushed the state, into the
+        copy that does not count yet; returns when the last byte is in host memory.
 
         Raises:
-            Interrupted: aborted; the slot holds anything.
+            Interrupted: aborted; the slot, and that copy, hold anything.
         """
 
     def close(self) -> None:
@@ -230,8 +231,11 @@ class NativePreviewer:
         config: OptimizerConfig,
         cores: Sequence[int],
         residents: Collection[int] = (),
+        flushed: Collection[int] = (),
     ) -> None:
-        """``cores``: one thread is pinned to each. ``residents``: blocks whose state is kept."""
+        """``cores``: one thread is pinned to each. ``residents``: blocks whose state is kept.
+        ``flushed``: those whose next state is written as well.
+        """
         self._config = config
         self._memory = memory
         self._pool = _native.Pool(list(cores))
@@ -239,6 +243,7 @@ class NativePreviewer:
         self._arrays: dict[int, BlockArrays] = {}
         self._copies: dict[int, BlockArrays] = {}
         self._wanted = residents
+        self._flushed = flushed
         self.residents = Residents(memory.control)
 
     def issue(self, block: int) -> None:
@@ -248,7 +253,9 @@ class NativePreviewer:
         """Does nothing: the state is read where it lies."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """Run one sweep, or two over a resident whose copy lags; an abort waits for their end."""
+        """Run one sweep, or two over a resident whose copy lags, or a block that is flushed; an
+        abort waits for their end.
+        """
         scope.abort.check()
         arrays = self._arrays.get(block)
         if arrays is None:
@@ -258,6 +265,8 @@ class NativePreviewer:
         if block in self._wanted:
             arrays = self._of_copy(block, arrays, scope)
         status = arrays.preview(self._pool, scope.step, self._config)
+        if block in self._flushed:
+            self._flush(arrays, scope.step)
         return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
 
     def close(self) -> None:
@@ -275,7 +284,7 @@ class NativePreviewer:
         lag = self.residents.lag(block, version - 1)
         self.residents.forget(block)
         if lag.whole:
-            _copy_all((copy.master, *copy.arrays), (shared.master, *shared.arrays))
+            copy.states[0].fill(shared.copy_of(version - 1))
         elif lag.step is not None:
             _native.settle(
                 self._pool,
@@ -287,15 +296,27 @@ class NativePreviewer:
             )
         _copy_all(copy.grads[0], shared.gradients(version))
         self.residents.keep(block, version - 1, scope.attempt)
-        return replace(shared, master=copy.master, arrays=copy.arrays)
+        return replace(shared, states=copy.states)
+
+    def _flush(self, arrays: BlockArrays, step: OptimizerStep) -> None:
+        """Write the state that ``step`` leads to beside the one that it was read from."""
+        arrays.copy_of(step.version).fill(arrays.copy_of(step.version - 1))
+        _native.settle(
+            self._pool,
+            **arrays.state(step.version),
+            grads=arrays.gradients(step.version),
+            hyper=step.hyper(self._config),
+            ranges=arrays.ranges,
+            undo=self._undo,
+        )
 
 
 def _private(shared: BlockArrays) -> BlockArrays:
     """Returns room for a copy: state, and one copy of the gradients."""
+    master, *arrays = (_mapped(len(array), np.float32) for array in shared.states[0].all)
     return replace(
         shared,
-        master=_mapped(len(shared.master), np.float32),
-        arrays=[_mapped(len(array), np.float32) for array in shared.arrays],
+        states=(StateArrays(master=master, arrays=arrays),),
         grads=([_mapped(len(array), array.dtype) for array in shared.grads[0]],),
     )
 

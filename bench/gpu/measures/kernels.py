@@ -132,8 +132,7 @@ class Updates:
         arrays = self.arrays[block]
         _native.advance(
             self.pool,
-            master=arrays.master,
-            arrays=arrays.arrays,
+            **arrays.state(0),
             ranges=arrays.ranges,
             pending_grads=arrays.grads[0],
             pending_hyper=hyper,

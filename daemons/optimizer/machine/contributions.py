@@ -20,7 +20,8 @@ class OwnedBlocks:
     ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are the pairs
     (block, contribution) that this node computes and that others compute. ``settled_early`` are the
     active blocks whose state is brought up to date before new gradients come, ``on_devices`` those
-    of them that workers preview. ``in_place``: all blocks step in place.
+    of them that workers preview, ``flushed`` those of these whose next state workers write, too.
+    ``in_place``: all blocks step in place.
 
     ``together``: no block's update begins before all gradients of the node are there, which is the
     synchronous optimizer of Mobius and Megatron.
@@ -35,8 +36,10 @@ class OwnedBlocks:
         self.local = tuple((b.index, k) for b, k in pairs if k not in b.remote)
         self.remote = tuple((b.index, k) for b, k in pairs if k in b.remote)
         # Last blocks first: their gradients are the first to come.
-        self.settled_early = self._with(UpdatePolicy.SETTLE_EARLY, UpdatePolicy.DEVICE)[::-1]
-        self.on_devices = self._with(UpdatePolicy.DEVICE)
+        self.on_devices = self._with(UpdatePolicy.DEVICE, UpdatePolicy.FLUSH)
+        early = UpdatePolicy.SETTLE_EARLY, UpdatePolicy.DEVICE, UpdatePolicy.FLUSH
+        self.settled_early = self._with(*early)[::-1]
+        self.flushed = frozenset(self._with(UpdatePolicy.FLUSH))
         self.in_place = any(b.policy is UpdatePolicy.IN_PLACE for b in self.all)
         self.num_contributions = {b.index: b.contributions for b in self.all}
 

@@ -306,6 +306,9 @@ class Epoch:
             words.forget(block, record.version)
         words.commit(record)
         words.follow_commit(self.blocks.empty)
+        for block, step in attempt.flushed.items():
+            if step == promised:  # after the commit: until then the other copy is the state
+                words.set_state(block, record.version)
         self.attempt = None
         self.plan(WorkKind.COMPLETE, unlike)
 

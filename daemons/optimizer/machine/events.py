@@ -34,10 +34,19 @@ class UpdatePolicy(Enum):
     """Preview when the gradients are there, settle during the next forward."""
     DEVICE = auto()
     """Settle during the next forward; a worker's UPDATE previews. A holding attempt's is ours."""
+    FLUSH = auto()
+    """A worker's UPDATE previews, and writes the next state beside the committed one; the commit
+    takes it over. What is not committed as it was flushed (holds, amends) is settled by us.
+    """
     IN_PLACE = auto()
     """Step in place when the gradients are there; arithmetic takes back what does not count. All
     blocks of a run or none (:mod:`penstock.daemons.optimizer.machine.arithmetic`).
     """
+
+    @property
+    def by_worker(self) -> bool:
+        """Whether a worker's UPDATE makes the block's next weights."""
+        return self in (UpdatePolicy.DEVICE, UpdatePolicy.FLUSH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,8 @@ class ExactSteps:
             )
         self.epoch.words.set_slot(block, attempt.update.version)
         attempt.previewed[block] = attempt.update
+        if block in self.epoch.blocks.flushed:
+            attempt.flushed[block] = attempt.update
         self.epoch.report(attempt, block, event.status, event.seconds)
 
     def _on_devices(self) -> tuple[int, ...]:

@@ -64,6 +64,23 @@ finds the slot invalid until the worker has said that its last byte is written::
     Settle of b, if one is due    as above
       the worker writes weights   killed here, either of both: the slot is invalid
     SetSlot(b, t % 2, t)          when its message comes; BlockStatus follows
+
+A block that the worker flushes, too, has two copies of its state (:mod:`penstock.shm.layout`): of
+version v in copy v % 2, so its state version says which one counts, and the other is spare::
+
+      the worker writes copy t % 2, and the weights
+                                  killed here: the state version is c, copy c % 2 is whole
+    SetSlot(b, t % 2, t)          as above
+    WriteRecord, FlipCommitted    killed before: without a commit in the journal it never counts;
+                                  with one the block lags, as any block that is not settled: its
+                                  gradients are there, and the CPU settles it
+    SetState(b, t)                of blocks that were flushed with the very step of the record;
+                                  killed before: like the line above. The next attempt's flush
+                                  writes copy c % 2, and waits for this word
+
+Where the CPU leads such a block's state on (holds, amends, what a kill left behind) the sweep works
+in the spare copy, which gets the state first, behind BeginSweep: killed before the undo area is
+armed, nothing has happened.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class RunningSweep:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptProgress:
-    """The attempt under way. ``previewed``: the step whose weights each block's slot holds.
+    """The attempt under way. ``previewed``: the step whose weights each block's slot holds;
+    ``flushed``: the step that the other copy of a block's state contains.
 
     ``ready``: contributions that are complete, by block; ``reported``: blocks whose status was
     sent; ``update``: the step it leads to if nothing is clipped, ``amended`` the clipped one;
@@ -60,5 +61,6 @@ class AttemptProgress:
     ready: dict[int, set[int]] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     previewed: dict[int, OptimizerStep] = field(default_factory=dict)
+    flushed: dict[int, OptimizerStep] = field(default_factory=dict)
     amended: OptimizerStep | None = None
     amending: set[int] = field(default_factory=set)

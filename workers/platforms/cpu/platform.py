@@ -44,5 +44,5 @@ class CpuPlatform:
         site = self._site
         residents = residents_of(plan.programs[site.device_index])
         return NativePreviewer(
-            memory, site.config.optimizer, own_cores(site.local_index), residents
+            memory, site.config.optimizer, own_cores(site.local_index), residents, plan.flushed
         )

@@ -95,4 +95,5 @@ class CudaPlatform:
             self._site.config.optimizer,
             [block for block, device in plan.updates.items() if device == index],
             residents_of(plan.programs[index]),
+            plan.flushed,
         )

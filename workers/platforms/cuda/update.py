@@ -1,4 +1,4 @@
-"""UPDATE on a GPU: state comes in piece by piece, only weights go back.
+"""UPDATE on a GPU: state comes in piece by piece; only weights go back, or weights and state.
 
 Three streams of its own, beside those of the computation: host-to-device, arithmetic,
 device-to-host. Two pieces are on the device
@@ -8,6 +8,9 @@ finite.
 
 Gradients are read from host memory, where the block's workers have published them. A block with
 several contributions gets them one after the other into the same place.
+
+A block that is flushed (Deep Optimizer States, algorithm 1) has its next state go back behind its
+weights, into the copy in host memory that does not count before the commit.
 
 Residents (:mod:`penstock.workers.state.residents`) have their whole state on the device, and the
 sum of their gradients: the commit is applied to it there, piece by piece, right before the preview,
@@ -26,7 +29,7 @@ import torch
 from penstock.models.gpu import Event, Gpu
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.plan.step import BlockArrays, OptimizerStep, SweepStatus
+from penstock.protocol.plan.step import BlockArrays, OptimizerStep, StateArrays, SweepStatus
 from penstock.protocol.plan.updating import PIECE_ELEMENTS, PIECES
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
@@ -43,8 +46,8 @@ _STATE = ("master", "exp_avg", "exp_avg_sq")
 class _Slot:
     """Room for one piece, and what must have happened before it is used again.
 
-    ``arrived``: the copies issued last; ``consumed``: the arithmetic on them; ``left``: the copy of
-    the weights.
+    ``arrived``: the copies issued last; ``consumed``: the arithmetic on them; ``left``: the copies
+    of the weights, and of the state where it goes back.
     """
 
     state: dict[str, torch.Tensor]
@@ -66,11 +69,14 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """One block: ``resident`` and what its copy lacks, where there is one."""
+    """One block: ``resident`` and what its copy lacks, where there is one; ``target``: where its
+    next state goes, if it is flushed.
+    """
 
     arrays: BlockArrays
     scalars: StepScalars
     version: int
+    target: StateArrays | None
     resident: _Resident | None
     lag: Lag
     committed: StepScalars | None
@@ -86,12 +92,16 @@ class CudaPreviewer:
         config: OptimizerConfig,
         blocks: Sequence[int],
         residents: Collection[int] = (),
+        flushed: Collection[int] = (),
     ) -> None:
-        """``blocks``: those that the device updates; the state of ``residents`` stays there."""
+        """``blocks``: those that the device updates; the state of ``residents`` stays there, that
+        of ``flushed`` goes back.
+        """
         self._gpu = gpu
         self._memory = memory
         self._config = config
         table = memory.spec.table
+        self._flushed = flushed
         self._weight_dtype, self._grad_dtype = table.weight_dtype, table.grad_dtype
         largest = max(table.blocks[block].trainable_elements for block in blocks)
         self._piece = min(PIECE_ELEMENTS, largest)
@@ -154,13 +164,14 @@ class CudaPreviewer:
             arrays=arrays,
             scalars=StepScalars.of(step, self._config),
             version=step.version,
+            target=arrays.copy_of(step.version) if block in self._flushed else None,
             resident=resident,
             lag=lag,
             committed=None if lag.step is None else StepScalars.of(lag.step, self._config),
         )
 
     def _preview(self, work: _Work, abort: Abort) -> None:
-        arrays = work.arrays
+        arrays, source = work.arrays, work.arrays.copy_of(work.version - 1)
         grads = arrays.gradients(work.version)
         weights = arrays.weights[work.version % WEIGHT_SLOTS]
         with self._gpu.on(self._arithmetic):
@@ -172,22 +183,21 @@ class CudaPreviewer:
             # that an abort is soon noticed.
             slot.left.synchronize()
             if work.lag.whole:
-                self._bring(slot, arrays, start, end)
+                self._bring(slot, source, start, end)
             self._add_up(slot, grads, start, end)
             ranges = _within(arrays.ranges, start, end)
             if work.resident is not None:
                 self._exchange(slot, work.resident, work, ranges, slice(start, end))
             self._compute(slot, work.scalars, ranges, end - start)
-            self._take_back(slot, weights[start:end])
+            self._take_back(slot, weights[start:end], work.target, slice(start, end))
 
     def _pieces(self, num_elements: int) -> Iterator[tuple[int, int]]:
         for start in range(0, num_elements, self._piece):
             yield start, min(start + self._piece, num_elements)
 
-    def _bring(self, slot: _Slot, arrays: BlockArrays, start: int, end: int) -> None:
+    def _bring(self, slot: _Slot, source: StateArrays, start: int, end: int) -> None:
         with self._gpu.on(self._in):
-            here = (arrays.master, *arrays.arrays)
-            for there, array in zip(slot.state.values(), here, strict=True):
+            for there, array in zip(slot.state.values(), source.all, strict=True):
                 there[: end - start].copy_(torch.from_numpy(array[start:end]), non_blocking=True)
 
     def _add_up(self, slot: _Slot, grads: Sequence[HostArray], start: int, end: int) -> None:
@@ -252,11 +262,17 @@ class CudaPreviewer:
             slot.weights[:count].copy_(apply(piece, scalars))
             slot.consumed.record(self._arithmetic)
 
-    def _take_back(self, slot: _Slot, target: HostArray) -> None:
+    def _take_back(
+        self, slot: _Slot, weights: HostArray, state: StateArrays | None, part: slice
+    ) -> None:
+        count = len(weights)
         with self._gpu.on(self._out):
             self._out.wait_event(slot.consumed)
-            host = as_tensor(target, self._weight_dtype)
-            host.copy_(slot.weights[: len(target)], non_blocking=True)
+            host = as_tensor(weights, self._weight_dtype)
+            host.copy_(slot.weights[:count], non_blocking=True)
+            if state is not None:
+                for array, here in zip(state.all, slot.state.values(), strict=True):
+                    torch.from_numpy(array[part]).copy_(here[:count], non_blocking=True)
             slot.left.record(self._out)
 
     def _slot(self) -> _Slot:

@@ -95,7 +95,8 @@ class EmulatedPreviewer:
     ) -> None:
         self._device = device
         self._residents = residents_of(plan.programs[device_index])
-        self._stored = NativePreviewer(memory, config, cores, self._residents)
+        self._flushed = plan.flushed
+        self._stored = NativePreviewer(memory, config, cores, self._residents, plan.flushed)
         self._plan = plan
         self._index = device_index
         self._issued_at: dict[int, float] = {}
@@ -116,7 +117,7 @@ class EmulatedPreviewer:
             self._here_at[block] = self._copy_in(block, self._issued_at.pop(block), lag)
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """Returns when the copy of the weights would have ended."""
+        """Returns when the copy of the weights, and of what is flushed, would have ended."""
         device, parameters, lag = self._device, self._parameters(block), self._lag(block, scope)
         if block not in self._here_at:
             issued_at = max(self._issued_at.pop(block), time.monotonic())
@@ -130,7 +131,8 @@ class EmulatedPreviewer:
             scope.abort,
         )
         done = self._stored.preview(block, scope)
-        sleep_until(device.copy_out(end, parameters * cluster.update_offload_bytes), scope.abort)
+        left = parameters * cluster.update_bytes_out(flush=block in self._flushed)
+        sleep_until(device.copy_out(end, left), scope.abort)
         return replace(done, start_s=start, end_s=end)
 
     def close(self) -> None:
