@@ -2,9 +2,10 @@
 
 A kernel takes max(operations / (peak x efficiency), bytes / (bandwidth x 0.85)): the roofline. The
 sum over the kernels of :mod:`penstock.planner.cost.operators` gives the forward of a block and both
-halves of its backward, so that the ratio of backward to forward is a result. Left out: launch
-overhead below :data:`INSTRUCTION_S`, quantisation of matrix sizes to tiles, and the slow-down of
-small products beyond what the roofline shows.
+halves of its backward, so that the ratio of backward to forward is a result. Left out, unless a
+:class:`~penstock.planner.cost.frameworks.Framework` says otherwise: launch overhead below
+:data:`INSTRUCTION_S`, quantisation of matrix sizes to tiles, and the slow-down of small products
+beyond what the roofline shows.
 
 The head is one block like the embedding. With ``half_layers`` a transformer layer is two blocks,
 its attention (or state space) and its MLP (or experts; 2 L + 2 blocks: Obscura, section 7.2).
@@ -19,6 +20,7 @@ from typing import TypeVar
 from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.cost.frameworks import IDEAL, Framework, tile_efficiency
 from penstock.planner.cost.kernels.work import Kernel, KernelWork, Shape
 from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
 from penstock.planner.cost.operators import (
@@ -42,6 +44,9 @@ INSTRUCTION_S = 2.0e-5
 
 LAUNCH_S = 5.0e-6
 """From one kernel to the next where a device waits for the host to launch them."""
+
+MANY_LAUNCHES = 16.0
+"""Of one operator: more are a loop over tokens, which waits for each launch."""
 
 ADAM_STATE_BYTES = 12.0
 """fp32 master weight and two moments per parameter, where the optimizer is on the device."""
@@ -103,6 +108,7 @@ def analytic_costs(
     devices_per_node: int = 8,
     devices_per_switch: int = 1,
     host: Host | None = None,
+    framework: Framework = IDEAL,
 ) -> AnalyticCosts:
     """Returns costs for micro-batches of ``micro_batch`` sequences of ``sequence_length`` tokens.
 
@@ -110,7 +116,7 @@ def analytic_costs(
     otherwise the device keeps 12 bytes a parameter of optimizer state all the time
     (``static_bytes``) beside weights and gradients of ``itemsize`` bytes: 16 bytes a parameter in
     all, or 18 with ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given.
-    ``layers``: as many instead of the model's own number.
+    ``layers``: as many instead of the model's own number. ``framework``: how kernels run.
 
     A block's ``activation_bytes`` are its input and what its ``operators`` keep.
 
@@ -135,8 +141,16 @@ def analytic_costs(
         itemsize=itemsize,
         gradient_itemsize=gradient_itemsize,
         flash=flash,
+        fused=framework.fused or not language_model.gated,
     )
-    maker = _Maker(gpu=chip, model=language_model, shape=shape, share=share, offloaded=offloaded)
+    maker = _Maker(
+        gpu=chip,
+        model=language_model,
+        shape=shape,
+        share=share,
+        offloaded=offloaded,
+        framework=framework,
+    )
     names, blocks = zip(*maker.blocks(half_layers), strict=True)
     return AnalyticCosts(
         gpu=chip,
@@ -188,6 +202,7 @@ class _Maker:
     shape: Shape
     share: float
     offloaded: bool
+    framework: Framework
 
     def blocks(self, half_layers: bool) -> Iterator[tuple[str, BlockCost]]:
         model, shape, output = self.model, self.shape, self.shape.bytes_of(self.model.hidden_size)
@@ -280,12 +295,13 @@ class _Maker:
         workspace_bytes: float,
     ) -> BlockCost:
         shape = self.shape
-        forward_s = added(self._seconds(kernel.forward) for kernel in kernels)
+        forward_s = self._together([kernel.forward for kernel in kernels])
+        weight_s = self._together([kernel.weight_gradient for kernel in kernels])
         return BlockCost(
             forward_s=forward_s,
             recompute_s=forward_s,
-            backward_input_s=added(self._seconds(kernel.input_gradient) for kernel in kernels),
-            backward_weight_s=added(self._seconds(kernel.weight_gradient) for kernel in kernels),
+            backward_input_s=self._together([kernel.input_gradient for kernel in kernels]),
+            backward_weight_s=weight_s + self._adding_s(parameters),
             output_bytes=shape.bytes_of(self.model.hidden_size),
             activation_bytes=input_bytes + added(kernel.kept_bytes for kernel in kernels),
             deferred_bytes=added(kernel.deferred_bytes for kernel in kernels),
@@ -310,16 +326,32 @@ class _Maker:
             for name in names
         )
 
+    def _together(self, works: Sequence[KernelWork]) -> float:
+        """Returns the seconds of kernels one after the other, or of launching them."""
+        seconds = added(map(self._seconds, works))
+        if not self.framework.launch_s:
+            return seconds
+        return max(seconds, added(work.launches for work in works) * self.framework.launch_s)
+
+    def _adding_s(self, parameters: int) -> float:
+        """Returns the seconds in which gradients are added to those of other micro-batches."""
+        if not self.framework.gradient_adds:
+            return 0.0
+        moved = parameters * (self.shape.itemsize + 2.0 * self.shape.gradient_itemsize)
+        return moved / (self.gpu.memory_bandwidth * BANDWIDTH_SHARE)
+
     def _seconds(self, work: KernelWork) -> float:
         """Returns the seconds of a kernel by the roofline: the largest of computing, moving bytes,
-        and launching all but the first of its kernels.
+        and launching all but the first where there are more launches than a kernel has in itself.
         """
-        gpu = self.gpu
+        gpu, rate = self.gpu, self.gpu.peak_flops * self.share
+        if self.framework.tiles and work.product is not None:
+            rate *= tile_efficiency(work.product, gpu.multiprocessors)
         return max(
-            work.flops / (gpu.peak_flops * self.share),
+            work.flops / rate,
             work.vector_flops / gpu.vector_flops,
             work.moved_bytes / (gpu.memory_bandwidth * BANDWIDTH_SHARE),
-            max(0.0, work.launches - 1.0) * LAUNCH_S,
+            max(0.0, work.launches - MANY_LAUNCHES) * LAUNCH_S,
         )
 
 

@@ -256,7 +256,7 @@ def test_a_state_space_without_its_kernels_waits_for_launches_and_keeps_all_stat
         "A100-80", "mamba-1.4b", sequence_length=1024, micro_batch=2, flash=False
     )
     one, other = fused.costs.blocks[1], steps.costs.blocks[1]
-    assert other.forward_s > 3 * 1023 * LAUNCH_S > 5 * one.forward_s
+    assert other.forward_s > 3 * 1000 * LAUNCH_S > 5 * one.forward_s
     assert other.activation_bytes - one.activation_bytes > 3 * 4 * 2048 * 4096 * 16
     assert one.deferred_bytes == other.deferred_bytes > 0.0
 

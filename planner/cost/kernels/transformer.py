@@ -10,6 +10,7 @@ from penstock.planner.cost.kernels.work import (
     elementwise,
     linear,
     norm,
+    rotary,
 )
 from penstock.planner.cost.language_models import LanguageModel, Mixer
 
@@ -35,7 +36,7 @@ def attention_kernels(
         # The rotary embedding's result is kept by the projection; this is what the norm reads.
         kernels.append(norm(shape, q + kv, "qkv"))
     if model.gated:
-        kernels.append(elementwise("qkv", shape, reads=q + kv, writes=q + kv))
+        kernels.append(rotary("qkv", shape, q + kv))
     window = model.window if mixer is Mixer.WINDOW else shape.sequence_length
     kernels.append(_flash_core(model, shape, window) if shape.flash else _plain_core(model, shape))
     kernels.append(linear("attention_output", shape, q, h, kept=h if residual_kept else 0))
@@ -115,7 +116,8 @@ def _flash_core(model: LanguageModel, shape: Shape, window: int) -> Kernel:
 def _plain_core(model: LanguageModel, shape: Shape) -> Kernel:
     """Scores stored: softmax kept, and with dropout its mask and result too (Korthikanti's 5as).
 
-    A window saves nothing: the mask covers what was computed.
+    A window saves nothing: the mask covers what was computed. Launched are two products, softmax,
+    and copies of transposed tensors.
     """
     q, length = model.head_width, shape.sequence_length
     product = 2.0 * shape.tokens * length * q
@@ -130,9 +132,17 @@ def _plain_core(model: LanguageModel, shape: Shape) -> Kernel:
     )
     return Kernel(
         operator="attention_core",
-        forward=KernelWork(flops=2 * product, moved_bytes=4 * scores + 2 * dropout, product=one),
+        forward=KernelWork(
+            flops=2 * product,
+            moved_bytes=4 * scores + 2 * dropout,
+            launches=6.0,
+            product=one,
+        ),
         input_gradient=KernelWork(
-            flops=4 * product, moved_bytes=6 * scores + 2 * dropout, product=one
+            flops=4 * product,
+            moved_bytes=6 * scores + 2 * dropout,
+            launches=8.0,
+            product=one,
         ),
         kept_bytes=shape.bytes_of(q) + scores + dropout,
     )

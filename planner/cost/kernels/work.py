@@ -58,7 +58,8 @@ class Shape:
     """One micro-batch: ``micro_batch`` sequences of ``sequence_length`` tokens.
 
     ``itemsize``: bytes of an activation or weight; ``gradient_itemsize``: of an accumulated
-    weight gradient; ``flash``: attention without stored scores, state spaces without stored states.
+    weight gradient; ``flash``: attention without stored scores, state spaces without stored states;
+    ``fused``: RMSNorm and rotary embeddings are one kernel each.
     """
 
     sequence_length: int
@@ -66,6 +67,7 @@ class Shape:
     itemsize: int = 2
     gradient_itemsize: int = 4
     flash: bool = True
+    fused: bool = True
 
     @property
     def tokens(self) -> int:
@@ -78,10 +80,33 @@ class Shape:
 
 
 def norm(shape: Shape, hidden: float, operator: str = "norm") -> Kernel:
-    """Returns a norm of hidden states; its output is kept."""
-    return elementwise(
-        operator, shape, reads=hidden, writes=hidden, backward_reads=2 * hidden, kept=hidden
+    """Returns a norm of hidden states; its output is kept.
+
+    Not fused (RMSNorm as element-wise kernels): to fp32, square, mean, factor, product, back, times
+    the weight; 36 bytes a number forward, 62 backward. The input in fp32 and the normalized one are
+    kept too.
+    """
+    if shape.fused:
+        return elementwise(
+            operator, shape, reads=hidden, writes=hidden, backward_reads=2 * hidden, kept=hidden
+        )
+    numbers = shape.tokens * hidden
+    return Kernel(
+        operator=operator,
+        forward=KernelWork(moved_bytes=36.0 * numbers, launches=8.0),
+        input_gradient=KernelWork(moved_bytes=62.0 * numbers, launches=12.0),
+        kept_bytes=4.0 * numbers + shape.bytes_of(2 * hidden),
     )
+
+
+def rotary(operator: str, shape: Shape, width: float) -> Kernel:
+    """Returns the rotary embedding of queries and keys, ``width`` numbers a token together; not
+    fused it is two products, a negation, a concatenation and a sum of each.
+    """
+    if shape.fused:
+        return elementwise(operator, shape, reads=width, writes=width)
+    work = KernelWork(moved_bytes=shape.bytes_of(10.5 * width), launches=10.0)
+    return Kernel(operator=operator, forward=work, input_gradient=work)
 
 
 def elementwise(
