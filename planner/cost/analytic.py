@@ -13,43 +13,24 @@ its attention (or state space) and its MLP (or experts; 2 L + 2 blocks: Obscura,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from penstock.planner.cost.block_maker import BANDWIDTH_SHARE, BlockMaker, TensorGroup
 from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
 from penstock.planner.cost.cluster import Cluster
-from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.cost.frameworks import IDEAL, Framework, tile_efficiency
-from penstock.planner.cost.kernels.work import Kernel, KernelWork, Shape
-from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
-from penstock.planner.cost.operators import (
-    OPERATOR_SETS,
-    embedding_kernels,
-    feed_forward_kernels,
-    head_kernels,
-    mixer_kernels,
-    operator_set,
-)
+from penstock.planner.cost.costs import Costs
+from penstock.planner.cost.frameworks import IDEAL, Framework
+from penstock.planner.cost.kernels.work import Shape
+from penstock.planner.cost.language_models import LanguageModel
+from penstock.planner.cost.operators import OPERATOR_SETS, operator_set
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.sums import added
 
 _Entry = TypeVar("_Entry")
 
-BANDWIDTH_SHARE = 0.85
-"""Share of the memory bandwidth that element-wise kernels reach (STREAM-like kernels: 0.8-0.9)."""
-
 INSTRUCTION_S = 2.0e-5
 """Overhead of a compute instruction: launches that the device waits for."""
-
-LAUNCH_S = 5.0e-6
-"""From one kernel to the next where a device waits for the host to launch them."""
-
-MANY_LAUNCHES = 16.0
-"""Of one operator: more are a loop over tokens, which waits for each launch."""
-
-ADAM_STATE_BYTES = 12.0
-"""fp32 master weight and two moments per parameter, where the optimizer is on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +90,7 @@ def analytic_costs(
     devices_per_switch: int = 1,
     host: Host | None = None,
     framework: Framework = IDEAL,
+    tensor_parallel: int = 1,
 ) -> AnalyticCosts:
     """Returns costs for micro-batches of ``micro_batch`` sequences of ``sequence_length`` tokens.
 
@@ -117,49 +99,73 @@ def analytic_costs(
     (``static_bytes``) beside weights and gradients of ``itemsize`` bytes: 16 bytes a parameter in
     all, or 18 with ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given.
     ``layers``: as many instead of the model's own number. ``framework``: how kernels run.
-
-    A block's ``activation_bytes`` are its input and what its ``operators`` keep.
+    ``tensor_parallel``: a device of the plan is a group of so many GPUs, each of which has its part
+    of every layer (Megatron's way, without sequence parallelism): costs and bytes are those of one
+    of them, sums between them pass over NVLink or, where a group is larger than a node, over NICs.
 
     Raises:
         ConfigError: unknown GPU or model, or an impossible number; says what is accepted.
     """
-    chip = _named("GPU", gpu, GPUS)
-    language_model = _named("model", model, MODELS)
+    chip, language_model = _named("GPU", gpu, GPUS), _named("model", model, MODELS)
     if layers is not None:
         language_model = replace(language_model, num_layers=layers)
     share = chip.efficiency if efficiency is None else efficiency
+    _check_numbers(sequence_length, micro_batch, share)
+    host = host or Host()
+    group = _group(chip, tensor_parallel, devices_per_node, host)
+    maker = BlockMaker(
+        gpu=chip,
+        model=language_model.shard(tensor_parallel),
+        group=group,
+        shape=Shape(
+            sequence_length=sequence_length,
+            micro_batch=micro_batch,
+            itemsize=itemsize,
+            gradient_itemsize=gradient_itemsize or (4 if offloaded else itemsize),
+            flash=flash,
+            fused=framework.fused or not language_model.gated,
+        ),
+        share=share,
+        offloaded=offloaded,
+        framework=framework,
+    )
+    cluster = _cluster(chip, devices_per_node // tensor_parallel or 1, devices_per_switch, host)
+    return _priced(maker, language_model, cluster, half_layers=half_layers)
+
+
+def _priced(
+    maker: BlockMaker, model: LanguageModel, cluster: Cluster, *, half_layers: bool
+) -> AnalyticCosts:
+    names, blocks = zip(*maker.blocks(half_layers), strict=True)
+    return AnalyticCosts(
+        gpu=maker.gpu,
+        model=model,
+        shape=maker.shape,
+        block_names=names,
+        costs=Costs(blocks=blocks, instruction_s=INSTRUCTION_S),
+        cluster=cluster,
+    )
+
+
+def _check_numbers(sequence_length: int, micro_batch: int, share: float) -> None:
     for name, value in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: expected 1 or more")
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"efficiency = {share}: expected a share of the peak, above 0, at most 1")
-    if gradient_itemsize is None:
-        gradient_itemsize = 4 if offloaded else itemsize
-    shape = Shape(
-        sequence_length=sequence_length,
-        micro_batch=micro_batch,
-        itemsize=itemsize,
-        gradient_itemsize=gradient_itemsize,
-        flash=flash,
-        fused=framework.fused or not language_model.gated,
-    )
-    maker = _Maker(
-        gpu=chip,
-        model=language_model,
-        shape=shape,
-        share=share,
-        offloaded=offloaded,
-        framework=framework,
-    )
-    names, blocks = zip(*maker.blocks(half_layers), strict=True)
-    return AnalyticCosts(
-        gpu=chip,
-        model=language_model,
-        shape=shape,
-        block_names=names,
-        costs=Costs(blocks=blocks, instruction_s=INSTRUCTION_S),
-        cluster=_cluster(chip, devices_per_node, devices_per_switch, host or Host()),
-    )
+
+
+def _group(gpu: Gpu, size: int, devices_per_node: int, host: Host) -> TensorGroup:
+    """Returns a tensor-parallel group of neighbours; over NICs each device has its share of one."""
+    if devices_per_node % size and size % devices_per_node:
+        raise ConfigError(
+            f"tensor_parallel = {size}: nodes have {devices_per_node} devices; give a divisor or a"
+            " multiple"
+        )
+    bandwidth = gpu.nvlink_bandwidth or gpu.pcie_bandwidth
+    if size > devices_per_node:
+        bandwidth = min(bandwidth, host.nic_bandwidth / devices_per_node)
+    return TensorGroup(size=size, bandwidth=bandwidth, latency_s=host.latency_s)
 
 
 def _named(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
@@ -191,171 +197,3 @@ def _cluster(gpu: Gpu, devices_per_node: int, devices_per_switch: int, host: Hos
         device_memory_bytes=gpu.memory_bytes,
         host_memory_bytes=host.memory_bytes,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Maker:
-    """Blocks of one model on one GPU."""
-
-    gpu: Gpu
-    model: LanguageModel
-    shape: Shape
-    share: float
-    offloaded: bool
-    framework: Framework
-
-    def blocks(self, half_layers: bool) -> Iterator[tuple[str, BlockCost]]:
-        model, shape, output = self.model, self.shape, self.shape.bytes_of(self.model.hidden_size)
-        yield (
-            "embedding",
-            self._block(
-                embedding_kernels(model, shape),
-                model.embedding_parameters,
-                input_bytes=8.0 * shape.tokens,
-                workspace_bytes=output,
-            ),
-        )
-        kinds = {kind: self._layer(kind, half_layers) for kind in model.pattern}
-        for layer in range(model.num_layers):
-            for name, block in kinds[model.layer(layer)]:
-                yield f"layer {layer}{name}", block
-        yield "head", self._head()
-
-    def _layer(self, kind: LayerKind, half_layers: bool) -> list[tuple[str, BlockCost]]:
-        """Returns the blocks of a layer, by what follows its name."""
-        halved = half_layers and kind.feed_forward is not FeedForward.NONE
-        both = kind.feed_forward is not FeedForward.NONE and not half_layers
-        mixer = self._mixer(kind, residual_kept=both)
-        if kind.feed_forward is FeedForward.NONE:
-            return [("", mixer)]
-        feed_forward = self._feed_forward(kind)
-        if halved:
-            name = "state space" if kind.mixer is Mixer.STATE_SPACE else "attention"
-            return [(f" {name}", mixer), (" mlp", feed_forward)]
-        return [("", _whole((mixer, feed_forward), self.shape.bytes_of(self.model.hidden_size)))]
-
-    def _mixer(self, kind: LayerKind, *, residual_kept: bool) -> BlockCost:
-        """Returns the first half of a layer; its workspace are the gradients that exist at once at
-        the widest place of the backward.
-        """
-        model, shape, h = self.model, self.shape, self.model.hidden_size
-        if kind.mixer is Mixer.STATE_SPACE:
-            space = model.state_space
-            assert space is not None
-            width = h + 5 * space.inner_size
-            states = 0 if shape.flash else 4 * space.inner_size * space.state_size
-        else:
-            width, states = h + 2 * model.head_width + 2 * model.key_value_size, 0
-        return self._block(
-            mixer_kernels(model, shape, kind, residual_kept=residual_kept),
-            model.mixer_parameters(kind),
-            input_bytes=shape.bytes_of(h),
-            workspace_bytes=shape.bytes_of(width) + 4.0 * shape.tokens * states,
-        )
-
-    def _feed_forward(self, kind: LayerKind) -> BlockCost:
-        """Returns the second half of a layer; its workspace as of the first."""
-        model, shape, h = self.model, self.shape, self.model.hidden_size
-        if kind.feed_forward is FeedForward.EXPERTS:
-            experts = model.experts
-            assert experts is not None
-            routed = experts.per_token * (h + 3 * experts.intermediate_size)
-            width = h + max(routed, 3 * experts.shared_size)
-        else:
-            width = h + (3 if model.gated else 2) * model.intermediate_size
-        return self._block(
-            feed_forward_kernels(model, shape, kind),
-            model.feed_forward_parameters(kind),
-            input_bytes=shape.bytes_of(h),
-            workspace_bytes=shape.bytes_of(width),
-        )
-
-    def _head(self) -> BlockCost:
-        """Returns the head. With a tied matrix the last stage has its own copy, whose gradients are
-        summed.
-        """
-        model, shape = self.model, self.shape
-        own = model.head_own_parameters
-        matrix = model.vocab_size * model.hidden_size
-        block = self._block(
-            head_kernels(model, shape),
-            own + matrix,
-            input_bytes=shape.bytes_of(model.hidden_size),
-            workspace_bytes=shape.bytes_of(model.vocab_size)
-            + 4.0 * shape.tokens * model.vocab_size,
-        )
-        return replace(block, parameters=float(own)) if model.tied else block
-
-    def _block(
-        self,
-        kernels: Sequence[Kernel],
-        parameters: int,
-        *,
-        input_bytes: float,
-        workspace_bytes: float,
-    ) -> BlockCost:
-        shape = self.shape
-        forward_s = self._together([kernel.forward for kernel in kernels])
-        weight_s = self._together([kernel.weight_gradient for kernel in kernels])
-        return BlockCost(
-            forward_s=forward_s,
-            recompute_s=forward_s,
-            backward_input_s=self._together([kernel.input_gradient for kernel in kernels]),
-            backward_weight_s=weight_s + self._adding_s(parameters),
-            output_bytes=shape.bytes_of(self.model.hidden_size),
-            activation_bytes=input_bytes + added(kernel.kept_bytes for kernel in kernels),
-            deferred_bytes=added(kernel.deferred_bytes for kernel in kernels),
-            workspace_bytes=workspace_bytes,
-            parameters=float(parameters),
-            weight_bytes=float(parameters * shape.itemsize),
-            device_gradient_bytes=float(parameters * shape.gradient_itemsize),
-            gradient_bytes=float(parameters * shape.itemsize),
-            static_bytes=0.0 if self.offloaded else parameters * ADAM_STATE_BYTES,
-            operators=self._operators(kernels),
-        )
-
-    def _operators(self, kernels: Sequence[Kernel]) -> tuple[OperatorCost, ...]:
-        """Kernels of one operator together, in the order in which operators first run."""
-        names = dict.fromkeys(kernel.operator for kernel in kernels)
-        return tuple(
-            OperatorCost(
-                name=name,
-                forward_s=added(self._seconds(k.forward) for k in kernels if k.operator == name),
-                activation_bytes=added(k.kept_bytes for k in kernels if k.operator == name),
-            )
-            for name in names
-        )
-
-    def _together(self, works: Sequence[KernelWork]) -> float:
-        """Returns the seconds of kernels one after the other, or of launching them."""
-        seconds = added(map(self._seconds, works))
-        if not self.framework.launch_s:
-            return seconds
-        return max(seconds, added(work.launches for work in works) * self.framework.launch_s)
-
-    def _adding_s(self, parameters: int) -> float:
-        """Returns the seconds in which gradients are added to those of other micro-batches."""
-        if not self.framework.gradient_adds:
-            return 0.0
-        moved = parameters * (self.shape.itemsize + 2.0 * self.shape.gradient_itemsize)
-        return moved / (self.gpu.memory_bandwidth * BANDWIDTH_SHARE)
-
-    def _seconds(self, work: KernelWork) -> float:
-        """Returns the seconds of a kernel by the roofline: the largest of computing, moving bytes,
-        and launching all but the first where there are more launches than a kernel has in itself.
-        """
-        gpu, rate = self.gpu, self.gpu.peak_flops * self.share
-        if self.framework.tiles and work.product is not None:
-            rate *= tile_efficiency(work.product, gpu.multiprocessors)
-        return max(
-            work.flops / rate,
-            work.vector_flops / gpu.vector_flops,
-            work.moved_bytes / (gpu.memory_bandwidth * BANDWIDTH_SHARE),
-            max(0.0, work.launches - MANY_LAUNCHES) * LAUNCH_S,
-        )
-
-
-def _whole(halves: tuple[BlockCost, BlockCost], residual_bytes: float) -> BlockCost:
-    """Returns a layer: the sum between its halves is one tensor, kept by the first."""
-    layer = halves[0] + halves[1]
-    return replace(layer, activation_bytes=layer.activation_bytes - residual_bytes)

@@ -24,6 +24,7 @@ from typing import Any
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.cluster import Cluster, OptimizerModel, OptimizerStart, SweepBytes
 from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.frameworks import FRAMEWORKS
 from penstock.planner.cost.profile import block_costs, cluster_of
 from penstock.planner.cost.sources import AnalyticSource, parse_costs
 from penstock.protocol.config.schema import Config
@@ -318,6 +319,11 @@ def _named(text: str, config: Config) -> _Source:
         raise ConfigError(refusal + str(error).removeprefix(f"--costs {text!r}: ")) from error
     assert isinstance(source, AnalyticSource)
     _check_options(text, source)
+    if source.tensor_parallel > 1:
+        raise ConfigError(
+            f"{refusal}tensor_parallel = {source.tensor_parallel}: workers run whole layers; plans"
+            " with it can be simulated only (penstock plan --costs); leave it out"
+        )
     found = analytic_costs(
         source.gpu,
         source.model,
@@ -330,6 +336,7 @@ def _named(text: str, config: Config) -> _Source:
         efficiency=source.efficiency,
         layers=source.layers,
         devices_per_node=config.cluster.workers,
+        framework=FRAMEWORKS[source.framework],
     )
     table = _table(found, config)
     blocks = (block.with_activations(source.activations) for block in found.costs.blocks)

@@ -7,8 +7,10 @@ The named ones are in :mod:`penstock.planner.cost.catalogue`, what their kernels
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from penstock.protocol.errors import ConfigError
 
 
 class Mixer(StrEnum):
@@ -192,6 +194,44 @@ class LanguageModel:
         layers = sum(self.mixer_parameters(k) + self.feed_forward_parameters(k) for k in kinds)
         matrix = 0 if self.tied else self.vocab_size * self.hidden_size
         return self.embedding_parameters + layers + self.head_own_parameters + matrix
+
+    def shard(self, shards: int) -> LanguageModel:
+        """Returns what each of ``shards`` devices has of the model under tensor parallelism: its
+        part of the heads, of the MLPs' (and experts', and state spaces') inner width, and of the
+        vocabulary; norms, position embeddings and the router are everywhere (Shoeybi et al. 2019).
+
+        Raises:
+            ConfigError: a width that does not divide evenly.
+        """
+        widths = {"heads": self.num_heads, "key and value width": self.key_value_size}
+        widths |= {"inner width": self.intermediate_size}
+        if self.experts is not None:
+            widths["width of an expert"] = self.experts.intermediate_size
+            widths["width of the shared expert"] = self.experts.shared_size
+        if self.state_space is not None:
+            widths["channels"] = self.state_space.inner_size
+        for what, width in widths.items():
+            if width % shards:
+                raise ConfigError(
+                    f"tensor_parallel = {shards}: {self.name} has {width} {what}, which does not"
+                    " divide; give a divisor"
+                )
+        experts, space = self.experts, self.state_space
+        return replace(
+            self,
+            num_heads=self.num_heads // shards,
+            query_size=self.head_width // shards,
+            key_value_size=self.key_value_size // shards,
+            intermediate_size=self.intermediate_size // shards,
+            vocab_size=-(-self.vocab_size // shards),
+            experts=experts
+            and replace(
+                experts,
+                intermediate_size=experts.intermediate_size // shards,
+                shared_size=experts.shared_size // shards,
+            ),
+            state_space=space and replace(space, inner_size=space.inner_size // shards),
+        )
 
     @property
     def summary(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.frameworks import FRAMEWORKS, IDEAL
 from penstock.planner.cost.profile import cluster_of, table_costs
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import Profile, load_profile
@@ -77,7 +78,8 @@ class UnitCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticSource:
     """A named model on a named GPU; options as in :func:`analytic_costs`. ``activations``: so many
-    times as large as reckoned.
+    times as large as reckoned. ``framework``: a name of
+    :data:`~penstock.planner.cost.frameworks.FRAMEWORKS`.
     """
 
     gpu: str
@@ -91,6 +93,8 @@ class AnalyticSource:
     layers: int | None = None
     activations: float = 1.0
     devices_per_node: int = 8
+    tensor_parallel: int = 1
+    framework: str = IDEAL.name
 
     def price(self, *, forward_stages: int, backward_stages: int, num_devices: int) -> Prices:
         """Returns costs of the model's blocks, however it is cut.
@@ -110,6 +114,8 @@ class AnalyticSource:
             efficiency=self.efficiency,
             layers=self.layers,
             devices_per_node=self.devices_per_node,
+            tensor_parallel=self.tensor_parallel,
+            framework=FRAMEWORKS[self.framework],
         )
         blocks = tuple(block.with_activations(self.activations) for block in found.costs.blocks)
         return Prices(costs=replace(found.costs, blocks=blocks), cluster=found.cluster)
@@ -195,7 +201,9 @@ def _analytic(rest: str, text: str) -> AnalyticSource:
     return source
 
 
-def _options(rest: str, text: str, parsers: Mapping[str, Callable[[str], float]]) -> dict[str, Any]:
+def _options(
+    rest: str, text: str, parsers: Mapping[str, Callable[[str], float | str]]
+) -> dict[str, Any]:
     """Reads ``a=1,b=2`` with known keys, each at most once."""
     values: dict[str, Any] = {}
     for token in rest.split(",") if rest else ():
@@ -235,7 +243,13 @@ def _switch(value: str) -> bool:
     return value == "yes"
 
 
-_ANALYTIC_OPTIONS: Mapping[str, Callable[[str], float]] = MappingProxyType(
+def _framework(value: str) -> str:
+    if value not in FRAMEWORKS:
+        raise ValueError(f"expected one of {', '.join(FRAMEWORKS)}")
+    return value
+
+
+_ANALYTIC_OPTIONS: Mapping[str, Callable[[str], float | str]] = MappingProxyType(
     {
         "sequence_length": _count,
         "micro_batch": _count,
@@ -246,5 +260,7 @@ _ANALYTIC_OPTIONS: Mapping[str, Callable[[str], float]] = MappingProxyType(
         "layers": _count,
         "activations": _number,
         "devices_per_node": _count,
+        "tensor_parallel": _count,
+        "framework": _framework,
     }
 )

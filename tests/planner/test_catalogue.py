@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from penstock.planner.cost.analytic import ADAM_STATE_BYTES, LAUNCH_S, analytic_costs
+from penstock.planner.cost.analytic import analytic_costs
+from penstock.planner.cost.block_maker import ADAM_STATE_BYTES, LAUNCH_S
 from penstock.planner.cost.catalogue import GPUS, MODELS
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.cost.kernels.work import Shape
+from penstock.planner.cost.frameworks import EAGER, IDEAL, Framework, tile_efficiency
+from penstock.planner.cost.kernels.work import Product, Shape
 from penstock.planner.cost.language_models import LanguageModel, LayerKind
 from penstock.planner.cost.operators import mixer_kernels
 from penstock.planner.cost.sources import AnalyticSource, UnitCosts, parse_costs
@@ -270,6 +273,86 @@ def test_bert_predicts_masked_words() -> None:
     assert [op.name for op in head.operators] == ["dense", "gelu", "norm", "head", "loss"]
 
 
+@pytest.mark.parametrize("name", ["llama2-7b", "gpt3-1.3b", "mixtral-8x7b", "mamba-1.4b"])
+def test_shards_make_up_the_model(name: str) -> None:
+    """What is everywhere are norms, biases of the sums, positions, and the router."""
+    model = MODELS[name]
+    twice = 2 * model.shard(2).num_parameters
+    assert model.shard(1).num_parameters == model.num_parameters
+    assert 0 <= twice - model.num_parameters < 0.01 * model.num_parameters
+
+
+def test_tensor_parallelism_halves_products_and_adds_sums() -> None:
+    def layer(group: int, per_node: int = 8) -> BlockCost:
+        found = analytic_costs(
+            "A100-80",
+            "llama2-13b",
+            sequence_length=2048,
+            micro_batch=1,
+            devices_per_node=per_node,
+            tensor_parallel=group,
+        )
+        assert found.cluster.devices_per_node == max(1, per_node // group)
+        return found.costs.blocks[1]
+
+    one, two = layer(1), layer(2)
+    hidden_bytes = 2 * 2048 * 5120
+    sums_s = 2 * 2 * (hidden_bytes / 2 / 300e9 + 1e-5)
+    assert one.forward_s / 2 + sums_s < two.forward_s < 1.1 * (one.forward_s / 2 + sums_s)
+    assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=1e-4)
+    assert two.output_bytes == one.output_bytes
+    shared = 4 * hidden_bytes  # input, two norms, the sum between the halves
+    assert two.activation_bytes - shared == pytest.approx((one.activation_bytes - shared) / 2)
+    assert layer(4, per_node=2).forward_s > 3 * layer(4).forward_s, "sums over the NICs"
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (3, "tensor_parallel = 3: nodes have 8 devices; give a divisor or a multiple"),
+        (16, "tensor_parallel = 16: spipe-19b has 44 heads, which does not divide"),
+    ],
+)
+def test_groups_that_do_not_divide_are_refused(group: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        analytic_costs(
+            "V100-32", "spipe-19b", sequence_length=64, micro_batch=1, tensor_parallel=group
+        )
+
+
+def test_products_take_whole_waves_of_tiles() -> None:
+    """108 multiprocessors: 108 tiles of 256 x 128 are one wave, one more row of tiles is a second;
+    small products use smaller tiles, which read more.
+    """
+
+    def efficiency(rows: int, columns: int) -> float:
+        return tile_efficiency(Product(rows=rows, columns=columns, depth=1024), 108)
+
+    assert efficiency(256 * 9, 128 * 12) == 1.0
+    assert efficiency(256 * 9 + 1, 128 * 12) == pytest.approx(0.75, abs=0.05)
+    assert efficiency(64, 64 * 108) == pytest.approx(32 / 43)
+    assert efficiency(64, 64) < 0.01
+
+
+def test_frameworks_take_longer_the_smaller_micro_batches_are() -> None:
+    def seconds(framework: Framework, micro_batch: int) -> float:
+        found = analytic_costs(
+            "A100-40",
+            "llama2-7b",
+            sequence_length=512,
+            micro_batch=micro_batch,
+            framework=framework,
+        )
+        layer = found.costs.blocks[1]
+        return (layer.forward_s + layer.backward_s) / micro_batch
+
+    assert seconds(IDEAL, 1) == pytest.approx(seconds(IDEAL, 8), rel=0.1)
+    small, large = seconds(EAGER, 1), seconds(EAGER, 8)
+    assert small > 1.15 * large > 1.15 * seconds(IDEAL, 8)
+    waiting = replace(EAGER, launch_s=1e-3)
+    assert seconds(waiting, 1) > 1.8 * seconds(waiting, 2) > 0.07, "about a hundred launches"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -293,6 +376,10 @@ def test_bert_predicts_masked_words() -> None:
                 flash=False,
                 efficiency=0.4,
             ),
+        ),
+        (
+            "analytic:V100-32:gpt3-1.3b:tensor_parallel=4,framework=eager",
+            AnalyticSource(gpu="V100-32", model="gpt3-1.3b", tensor_parallel=4, framework="eager"),
         ),
     ],
 )
@@ -333,6 +420,7 @@ def test_units_are_those_of_a_forward_stage() -> None:
         ("analytic:H100", "expected analytic:GPU:MODEL"),
         ("analytic:H100:llama2-7b:micro_batch=0", "expected a whole number of 1 or more"),
         ("analytic:H100:llama2-7b:flash=1", "token 'flash=1': expected yes or no"),
+        ("analytic:H100:llama2-7b:framework=jax", "expected one of ideal, eager,"),
         ("analytic:TPU:llama2-7b", "GPU 'TPU' is not in the catalogue"),
     ],
 )

@@ -227,6 +227,11 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
     [
         ("emulated:analytic:V1000:spipe-10b", {}, "V1000.*known: .*V100-32"),
         ("emulated:unit", {}, "accepted are emulated:analytic:GPU:MODEL"),
+        (
+            "emulated:analytic:V100-32:spipe-10b:tensor_parallel=2",
+            {},
+            "tensor_parallel = 2: workers run whole layers; plans with it can be simulated only",
+        ),
         ("emulated:nothing", {}, "'emulated:nothing': accepted are emulated:analytic"),
         ("emulated:analytic:V100-32:spipe-10b:micro_batch=4", {}, "said by train.micro_batch"),
         ("emulated:missing.json", {}, "missing.json"),

@@ -24,7 +24,8 @@ class KernelWork:
     """``flops`` on tensor cores, ``vector_flops`` elsewhere (an exponential counts 8, as it takes
     so long), and bytes read and written; ``launches``: so many kernels, one after the other.
 
-    ``product``: what the ``flops`` are, where that is one kind of product.
+    ``product``: what the ``flops`` are, where that is one kind of product. ``reduced_bytes``: of a
+    tensor that the devices of a tensor-parallel group sum, each with all of it.
     """
 
     flops: float = 0.0
@@ -32,6 +33,7 @@ class KernelWork:
     moved_bytes: float = 0.0
     launches: float = 1.0
     product: Product | None = None
+    reduced_bytes: float = 0.0
 
 
 NOTHING = KernelWork(launches=0.0)
@@ -107,6 +109,20 @@ def rotary(operator: str, shape: Shape, width: float) -> Kernel:
         return elementwise(operator, shape, reads=width, writes=width)
     work = KernelWork(moved_bytes=shape.bytes_of(10.5 * width), launches=10.0)
     return Kernel(operator=operator, forward=work, input_gradient=work)
+
+
+def all_reduce(
+    shape: Shape, width: float, *, forward: bool = True, backward: bool = True
+) -> Kernel:
+    """Returns the sum over a tensor-parallel group of a tensor, ``width`` numbers a token: of an
+    output in forwards, of the gradient of an input in backwards.
+    """
+    work = KernelWork(reduced_bytes=shape.bytes_of(width))
+    return Kernel(
+        operator="all_reduce",
+        forward=work if forward else NOTHING,
+        input_gradient=work if backward else NOTHING,
+    )
 
 
 def elementwise(
